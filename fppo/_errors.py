@@ -21,6 +21,10 @@ _HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 _LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
+class UsageError(ValueError):
+    """What is wrong with the words that a command was given, which its message says whole."""
+
+
 class RunFailed(ValueError):
     """What ends a run that had begun and can come to nothing: a command that raises it has the exit status 1."""
 

@@ -14,6 +14,7 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo._errors import UsageError
 from fppo.ablate import ablate as run_all
 from fppo.ablate import operations
 from fppo.ablate.presets import sizes_of
@@ -104,10 +105,10 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
     for text in settings.with_:
         op, _, place = text.rpartition("=")
         if not op and len(ops) > 1:
-            raise ValueError(f"--with {text}: say which operation it is for, as {ops[0]}={text}")
+            raise UsageError(f"--with {text}: say which operation it is for, as {ops[0]}={text}")
         op = op or ops[0]
         if op not in ops:
-            raise ValueError(f"--with {text}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
+            raise UsageError(f"--with {text}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
         name = place.rpartition(":")[2]
         name = place if name in table[op] else name
         table = tables.register(op, name, tables.own(op, imported(place, "--with")), table=table)
@@ -115,7 +116,7 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
     for name in settings.names:
         if not any(name in choices for choices in names.values()):
             there = "; ".join(f"{op}: {', '.join(choices)}" for op, choices in names.items())
-            raise ValueError(f"--implementations {name!r}: there is no such kernel; there are {there}")
+            raise UsageError(f"--implementations {name!r}: there is no such kernel; there are {there}")
     return table
 
 
@@ -146,7 +147,7 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
     if step not in recorded:
         steps = sorted(recorded)
         there = f"the recorded steps are {steps[0]} to {steps[-1]}" if steps else "no step is recorded"
-        raise ValueError(f"{directory} has no record of step {step}; {there}")
+        raise UsageError(f"{directory} has no record of step {step}; {there}")
     search(settings.module_dirs)
     table = _with_own(asked, ops, kernel_table(settings))
     transformers_logging.disable_progress_bar()

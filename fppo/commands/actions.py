@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
-from fppo._errors import printable
+from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
@@ -86,7 +86,7 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
     if not (directory / task.MODEL).exists():
         own = [directory / name for name in (task.MODEL, task.TRAIN, task.TEST)]
         if others := places.foreign_files(directory, inputs=own):
-            raise ValueError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
+            raise UsageError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
     status = run(task.settings(directory, seed))
@@ -108,7 +108,7 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     if settings.resume in files.RESUMES:
         step = saved.newest(checkpoints.parent)
         if step is None:
-            raise ValueError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
+            raise UsageError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
         path = checkpoint.place_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
@@ -127,7 +127,7 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
 def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
     """Only samples and scores, and writes what comes; 130 if it was stopped before the last batch."""
     if settings.rollout.from_ is not None or settings.rollout.save:
-        raise ValueError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
+        raise UsageError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
     session.check_output(settings)
     with _assemble(settings, here, announce=_say(here)) as assembly:
         done = sampling.run_sampling(settings, assembly)
@@ -154,12 +154,12 @@ def beginning(directory: Path, step: int) -> int:
     """
     at = saved.newest(directory, step - 1)
     if at is None and (first := starts.first(directory)):
-        raise ValueError(
+        raise UsageError(
             f"{directory} began from the checkpoint of step {first}, and keeps none before step {step} any more "
             f"(checkpoint.keep); there are those of {checkpoint.steps(directory / session.CHECKPOINTS)}"
         )
     if any(settings.rollout.interrupt for settings, _ in starts.spans(directory, (at or 0) + 1, step)):
-        raise ValueError(
+        raise UsageError(
             f"{directory}: rollout.interrupt let the clock decide which weights its batches are of; to train on the "
             f"same again, give --rollout.from {directory / ROLLOUTS} --rollout.ahead 0 --rollout.interrupt 0 "
             "--rollout.save false to fppo train (a run with rollout.save has them)"
@@ -189,7 +189,7 @@ def export(
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
-        raise ValueError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
+        raise UsageError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
     session.check_target(settings, target)
     transformers_logging.disable_progress_bar()
     saved.export(settings, target, at, role, merge=merge)

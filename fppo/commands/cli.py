@@ -7,14 +7,17 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 import attrs
 import tyro
 
-from fppo._errors import did_you_mean
+from fppo._errors import UsageError, did_you_mean
+from fppo.commands import completion
 from fppo.commands import help as helps
+from fppo.commands.arguments import Processes, file_and_overrides
+from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
 from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
 from fppo.runtime.parent import end_with_launcher
@@ -28,7 +31,6 @@ from fppo.settings.mesh import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
-LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
 PROCESSES = "[--nproc N [--max-restarts M]]"
 LEAST = """[model]
@@ -53,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = [word for word in words if word != TRACEBACK]
     name, *rest = words or [""]
     asked = not name or name in ("-h", "--help")
+    if name in ("-V", "--version"):
+        print(f"fppo {metadata.version('fppo')}")
+        return 0
     if not asked and name not in COMMANDS:
         print(f"fppo: there is no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
@@ -85,8 +90,10 @@ def usage() -> str:
 
 def _quickstart(rest: Sequence[str]) -> int | None:
     """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
-    processes, rest = _processes(rest)
-    options = tyro.cli(Quickstart, args=rest, prog=f"fppo quickstart {PROCESSES}")
+    if helps.wanted(rest):
+        return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
+    processes, rest = processes_of(rest)
+    options = tyro.cli(Quickstart, args=rest, prog="fppo quickstart")
     from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
@@ -102,11 +109,11 @@ def _train(rest: Sequence[str]) -> int | None:
     usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _train, sections)
-    processes, own = _processes(rest)
+    processes, own = processes_of(rest)
     if not own:
         return _no_file("train")
     look = partial(_look, processes, exports=True)
-    settings = files.load(*_file_and_overrides(own, "train"), prog=usage, look=look)
+    settings = files.load(*file_and_overrides(own, "train"), prog=usage, look=look)
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
@@ -117,10 +124,10 @@ def _rollout(rest: Sequence[str]) -> int | None:
     usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _rollout, sections)
-    processes, own = _processes(rest)
+    processes, own = processes_of(rest)
     if not own:
         return _no_file("rollout")
-    settings = files.load(*_file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
+    settings = files.load(*file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.rollout, settings, ["rollout", *own], *processes, trains=False)
@@ -131,16 +138,16 @@ def _eval(rest: Sequence[str]) -> int | None:
     usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
     if (sections := helps.asked_for(rest)) is not None:
         return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
-    processes, own = _processes(rest)
-    run, overrides = _file_and_overrides(own, "eval")
+    processes, own = processes_of(rest)
+    run, overrides = file_and_overrides(own, "eval")
     if run is None:
-        raise ValueError("give the output_dir of a run: fppo eval RUN")
+        raise UsageError("give the output_dir of a run: fppo eval RUN")
     file = None if run is None else Path(run) / files.SETTINGS
     if file is not None and not file.exists():
-        raise ValueError(f"{file}: there is no such file; give the output_dir of a run")
+        raise UsageError(f"{file}: there is no such file; give the output_dir of a run")
     settings = files.load(file, overrides, prog=usage, run=run)
     if run is not None and settings.output_dir != run:
-        raise ValueError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
+        raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
         settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
     from fppo.commands import actions, distributed
@@ -149,7 +156,12 @@ def _eval(rest: Sequence[str]) -> int | None:
 
 
 def _replay(rest: Sequence[str]) -> int | None:
-    """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N"""
+    """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N [--nproc 2]"""
+    if helps.wanted(rest):
+        return helps.show("fppo replay RUN --step N [--nproc N] [--device DEVICE]", Replay)
+    processes, rest = processes_of(rest)
+    if processes.max_restarts:
+        raise UsageError("--max-restarts: a replay is not started again; leave it out")
     options = tyro.cli(Replay, args=rest, prog="fppo replay")
     from fppo.commands import actions, distributed
 
@@ -160,39 +172,47 @@ def _replay(rest: Sequence[str]) -> int | None:
 
     settings = actions.settings_of(Path(options.run), options.step)
     settings = attrs.evolve(settings, device=options.device or settings.device)
-    return distributed.run(command, settings, ["replay", *rest])
+    return distributed.run(command, settings, ["replay", *rest], processes.nproc)
 
 
 def _export(rest: Sequence[str]) -> int | None:
     """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
+    if helps.wanted(rest):
+        return helps.show("fppo export RUN TARGET [--OPTION VALUE ...]", Export)
     options = tyro.cli(Export, args=rest, prog="fppo export")
     run, target = Path(options.run), Path(options.target)
     if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
-        raise ValueError(f"{run} is no run, and {target} is one: the run comes first: fppo export {target} {run}")
+        raise UsageError(f"{run} is no run, and {target} is one: the run comes first: fppo export {target} {run}")
     from fppo.commands import actions
 
     role = "critic" if options.critic else "actor"
     return actions.export(run, target, options.step, role, options.device, merge=options.merge)
 
 
-def _report(rest: Sequence[str]) -> None:
+def _report(rest: Sequence[str]) -> int | None:
     """Draws the curves of a run and writes its report.html: fppo report RUN"""
+    if helps.wanted(rest):
+        return helps.show("fppo report RUN", Report)
     options = tyro.cli(Report, args=rest, prog="fppo report")
     from fppo.report import write as report
 
     print(report.write_report(options.run))
 
 
-def _trace(rest: Sequence[str]) -> None:
+def _trace(rest: Sequence[str]) -> int | None:
     """Writes who worked when in the last steps, for viewers of Chrome traces: fppo trace RUN"""
+    if helps.wanted(rest):
+        return helps.show("fppo trace RUN [--out FILE]", Trace)
     options = tyro.cli(Trace, args=rest, prog="fppo trace")
     from fppo.report import timeline
 
     print(timeline.write(options.run, options.out))
 
 
-def _diff(rest: Sequence[str]) -> int:
+def _diff(rest: Sequence[str]) -> int | None:
     """Says where two runs first differ: fppo diff RUN RUN"""
+    if helps.wanted(rest):
+        return helps.show("fppo diff RUN RUN", Diff)
     options = tyro.cli(Diff, args=rest, prog="fppo diff")
     from fppo.commands import actions
 
@@ -202,6 +222,8 @@ def _diff(rest: Sequence[str]) -> int:
 
 def _ablate(rest: Sequence[str]) -> int | None:
     """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
+    if helps.wanted(rest):
+        return helps.show("fppo ablate --op OPERATION [--OPTION VALUE ...]", AblateSettings)
     options = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
     if wrong := settings_ablate.problems(options):
         raise files.SettingsError(wrong)
@@ -213,8 +235,10 @@ def _ablate(rest: Sequence[str]) -> int | None:
 def _compare(rest: Sequence[str]) -> int | None:
     """Trains variants with several seeds, side by side: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
     prog = f"fppo compare FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    processes, own = _processes(rest)
-    file, own = _file_and_overrides(own, "compare")
+    if helps.wanted(rest):
+        return helps.show(prog, CompareSettings, "Every setting of fppo train may be given too: fppo train --help.")
+    processes, own = processes_of(rest)
+    file, own = file_and_overrides(own, "compare")
     options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
     if wrong := settings_compare.problems(options):
         raise files.SettingsError(wrong)
@@ -227,9 +251,20 @@ def _compare(rest: Sequence[str]) -> int | None:
     return compare.compare(settings, options, train)
 
 
+def _completion(rest: Sequence[str]) -> int | None:
+    """Prints what completes commands and settings in a shell: fppo completion bash|zsh|fish"""
+    if helps.wanted(rest):
+        return helps.show("fppo completion bash|zsh|fish", None, completion.ADVICE)
+    if len(rest) != 1:
+        raise UsageError("give the name of a shell: fppo completion bash|zsh|fish")
+    print(completion.script(rest[0], list(COMMANDS)))
+
+
 def _plan(rest: Sequence[str]) -> int | None:
     """Says what a run will need, before there is one: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
-    file, own = _file_and_overrides(rest, "plan")
+    if helps.wanted(rest):
+        return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings)
+    file, own = file_and_overrides(rest, "plan")
     of_file = None if file is None else files.load(file, prog="fppo plan FILE.toml")
     default = PlanSettings() if of_file is None else settings_plan.of_run(of_file)
     options = tyro.cli(PlanSettings, args=own, default=default, prog="fppo plan [FILE.toml]")
@@ -238,43 +273,6 @@ def _plan(rest: Sequence[str]) -> int | None:
     from fppo.commands import plan
 
     return plan.run(options, of_file)
-
-
-class _Processes(NamedTuple):
-    """How many processes run a command on this machine (None: as many as its mesh needs)."""
-
-    nproc: int | None = None
-    max_restarts: int = 0
-
-
-def _processes(rest: Sequence[str]) -> tuple[_Processes, list[str]]:
-    """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
-    numbers: dict[str, int] = {}
-    left: list[str] = []
-    arguments = iter(rest)
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if name not in LAUNCH:
-            left.append(argument)
-            continue
-        value = value if equals else next(arguments, "")
-        if not value.isdecimal() or int(value) < LAUNCH[name]:
-            raise ValueError(f"{name} {value}: give a whole number, {LAUNCH[name]} or more")
-        numbers[name.removeprefix("--").replace("-", "_")] = int(value)
-    return _Processes(**numbers), left
-
-
-def _file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, list[str]]:
-    """The argument before the first flag, if there is one, and the rest. Raises ValueError for a file behind flags."""
-    if rest and not rest[0].startswith("-"):
-        return rest[0], list(rest[1:])
-    # a run's directory right behind a flag is its value, as of --output-dir
-    runs = {word for before, word in zip(["", *rest], rest) if not before.startswith("--") or "=" in before}
-    late = next((x for x in rest if x.endswith(".toml") or (x in runs and (Path(x) / "settings.toml").exists())), None)
-    if late is not None:
-        others = " ".join(word for word in rest if word != late)
-        raise ValueError(f"{late} stands behind flags; it comes first: fppo {command} {late} {others}")
-    return None, list(rest)
 
 
 def _no_file(command: str) -> int:
@@ -290,7 +288,7 @@ def _no_file(command: str) -> int:
     return 2
 
 
-def _look(processes: _Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
+def _look(processes: Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
     """All that is wrong with what settings name outside of themselves and can be seen before torch is loaded; of a run
     that `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
     run will read them, and name theirs with what it finds."""
@@ -333,4 +331,5 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "ablate": _ablate,
     "compare": _compare,
     "plan": _plan,
+    "completion": _completion,
 }

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from fppo._errors import RunFailed, printable
+from fppo._errors import RunFailed, UsageError, printable
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
 from fppo.settings import files, logged, places
@@ -57,7 +57,7 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     runs = plan(settings, asked)
     out = Path(next(iter(next(iter(runs.values())).values())).output_dir).parent.parent
     if not any(out.glob("*/seed_*")) and (others := places.foreign_files(out)):
-        raise ValueError(f"--out {out} holds {places.some(others)} and no comparison; give a new directory")
+        raise UsageError(f"--out {out} holds {places.some(others)} and no comparison; give a new directory")
     every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
     every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: what is there compares at any time
     left = [run for run in every if not _done(run[2])]
@@ -106,5 +106,5 @@ def _done(settings: TrainSettings) -> bool:
     before = files.from_dict(files.read_toml(directory / ASKED))
     if differing := files.changes(files.to_dict(before), settings):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in differing.items())
-        raise ValueError(f"{directory} holds a run with other settings ({shown}); give another --out")
+        raise UsageError(f"{directory} holds a run with other settings ({shown}); give another --out")
     return saved.newest(directory) == settings.steps

@@ -10,7 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from fppo._errors import RunFailed, is_of_python, of_exit, printable
+from fppo._errors import RunFailed, UsageError, is_of_python, of_exit, printable
 from fppo.settings import files
 
 _OWN = Path(__file__).parent.parent
@@ -34,7 +34,7 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
         return 1
     if show:
         print(_cut(trace), end="", file=sys.stderr)
-    hint = "" if show or isinstance(error, files.SettingsError) else f"\n({TRACEBACK} shows where)"
+    hint = "" if show or isinstance(error, files.SettingsError | UsageError) else f"\n({TRACEBACK} shows where)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         then = ", and the same command goes on from the last checkpoint" if name in TRAINING else ""
         error.add_note(f"the disk is full; make room{then}")

@@ -10,11 +10,11 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 import attrs
 
-from fppo._errors import did_you_mean
+from fppo._errors import UsageError, did_you_mean
 from fppo.settings.fields import name_of
 from fppo.settings.train import TrainSettings
 
@@ -35,6 +35,51 @@ def asked_for(words: Sequence[str]) -> list[str] | None:
     if place is None:
         return None
     return [word.strip("-").replace("-", "_") for word in words[place + 1 :] if not word.startswith("-")]
+
+
+def wanted(words: Sequence[str]) -> bool:
+    """Whether help is asked for."""
+    return any(word in ("-h", "--help") for word in words)
+
+
+def show(usage: str, cls: type | None, more: str = "") -> None:
+    """Prints the help of a command whose arguments are the fields of a class, and `more` below it."""
+    parts = [f"usage: {usage}"]
+    if cls is not None:
+        fields = attrs.fields(attrs.resolve_types(cls, include_extras=True))
+        places = {field.name: _metavar(field.type) for field in fields if "Positional" in str(field.type)}
+        settings = list(_settings(cls, default=_defaults(cls)))
+        parts += ["", inspect.getdoc(cls) or "", ""]
+        for setting in settings:
+            parts += _named(places[setting.path], setting) if setting.path in places else _written(setting)
+        parts += [line for inner, _ in _sections(cls) for line in _lines(_kind(cls, inner), f"{inner}.")]
+    print("\n".join([*parts, *(["", more] if more else [])]))
+
+
+def _metavar(kind: Any) -> str:
+    """What a positional argument is called."""
+    return next(x.metavar for x in kind.__metadata__ if getattr(x, "metavar", None))
+
+
+def _named(name: str, setting: _Setting) -> list[str]:
+    """The lines of an argument without a flag."""
+    return [f"  {name}", f"      {setting.text}"]
+
+
+def _kind(cls: type, name: str) -> type:
+    return attrs.fields_dict(attrs.resolve_types(cls, include_extras=False))[name].type  # pyright: ignore[reportReturnType]
+
+
+def _defaults(cls: type) -> Any:
+    """The defaults of the fields that have one, None for the others."""
+    return types.SimpleNamespace(
+        **{
+            field.name: (field.default.factory() if isinstance(field.default, attrs.Factory) else field.default)  # type: ignore[arg-type]
+            if field.default is not attrs.NOTHING
+            else None
+            for field in attrs.fields(cls)
+        }
+    )
 
 
 def listed(names: Iterable[tuple[str, str]]) -> list[str]:
@@ -81,7 +126,7 @@ def _section(path: str) -> Any:
     for name in path.split("."):
         names = [inner for inner, _ in _sections(type(value))]
         if name not in names:
-            raise ValueError(f"--help {path}: there is no section {name!r}; {did_you_mean(name, names)}")
+            raise UsageError(f"--help {path}: there is no section {name!r}; {did_you_mean(name, names)}")
         value = getattr(value, name)
     return value
 
@@ -138,6 +183,8 @@ def _plain(value: Any) -> str:
 
 def _word(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return next((x.metavar for x in arguments[1:] if getattr(x, "metavar", None)), _word(arguments[0]))
     if origin is Literal:
         return "|".join(map(str, arguments))
     if origin is tuple:

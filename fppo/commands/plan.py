@@ -12,6 +12,7 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo._errors import UsageError
 from fppo.assembly.parts import bare_model
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
@@ -58,7 +59,7 @@ def run(settings: PlanSettings, of_run: TrainSettings | None = None) -> int:
 def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
     """Prints a plan of each pool of a run; 1 if one does not fit."""
     if settings.search is not None:
-        raise ValueError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
+        raise UsageError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
     pools, calls = pools_of_run(of_run), calls_of_run(of_run)
     width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
     for name, (mesh, models) in pools.items():

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from fppo.commands import actions, cli
+import fppo
+from fppo.commands import actions, cli, distributed
 from fppo.commands.actions import ALONE
+from fppo.commands.arguments import file_and_overrides
 from fppo.runtime.checkpoint import CheckpointError
 from fppo.settings import checks, files, places
 from fppo.settings.train import TrainSettings
@@ -99,9 +101,9 @@ def test_a_run_behind_a_flag_is_its_value(tmp_path):
     """The run that is there already, without a file of its own: all settings are flags."""
     (tmp_path / "settings.toml").touch()
     for rest in (["--output-dir", str(tmp_path)], [f"--output-dir={tmp_path}"]):
-        assert cli._file_and_overrides(rest, "train") == (None, rest)
+        assert file_and_overrides(rest, "train") == (None, rest)
     with pytest.raises(ValueError, match="it comes first"):
-        cli._file_and_overrides(["--steps", "3", str(tmp_path)], "train")
+        file_and_overrides(["--steps", "3", str(tmp_path)], "train")
 
 
 def test_a_traceback_is_shown_on_request(capsys):
@@ -248,3 +250,38 @@ def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, go
     said = capfd.readouterr().err
     assert f"fppo {command}: plan.json: no space left on device (the disk is full; make room" in said
     assert ("goes on from the last checkpoint" in said) == goes_on
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_has_one_form_and_costs_no_torch(capsys, name, flag):
+    assert cli.main([name, flag]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"usage: fppo {name} ")
+    assert "Traceback" not in said
+    assert "╭" not in said  # the boxes of another renderer
+
+
+def test_the_version_is_that_of_the_distribution(capsys):
+    for flag in ("--version", "-V"):
+        assert cli.main([flag]) == 0
+        assert capsys.readouterr().out == f"fppo {fppo.__version__}\n"
+
+
+def test_a_replay_takes_processes(calls, monkeypatch):
+    monkeypatch.setattr(distributed, "run", lambda command, settings, arguments, *processes: calls.append(processes))
+    assert cli.main(["replay", "runs/a", "--step", "3", "--nproc", "2"]) == 0
+    assert calls[-1] == (2,)
+    assert cli.main(["replay", "runs/a", "--step", "3", "--max-restarts", "2"]) == 2
+
+
+def test_where_an_error_came_from_is_offered_where_that_tells_something(calls, capsys, monkeypatch):
+    assert cli.main(["replay", "runs/a", "--step", "3", "--nproc", "none"]) == 2
+    assert "--traceback" not in capsys.readouterr().err
+
+    def broken(*arguments):
+        raise ValueError("of other code")
+
+    monkeypatch.setattr(actions, "settings_of", broken)
+    assert cli.main(["replay", "runs/a", "--step", "3"]) == 2
+    assert "(--traceback shows where)" in capsys.readouterr().err

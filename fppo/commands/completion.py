@@ -1,0 +1,115 @@
+"""Scripts that complete commands, settings and their values in a shell."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Union, get_args, get_origin
+
+import attrs
+
+from fppo._errors import UsageError, did_you_mean
+from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
+from fppo.settings import files
+from fppo.settings.ablate import AblateSettings
+from fppo.settings.compare import CompareSettings
+from fppo.settings.plan import PlanSettings
+
+SHELLS = ("bash", "zsh", "fish")
+ADVICE = """For this shell alone, or for all in the file that it reads as it starts (~/.bashrc, ~/.zshrc, config.fish):
+  bash, zsh   eval "$(fppo completion bash)", or zsh in place of bash
+  fish        fppo completion fish | source"""
+_OWN = {"quickstart": Quickstart, "replay": Replay, "export": Export, "report": Report, "trace": Trace, "diff": Diff}
+_OWN |= {"ablate": AblateSettings, "compare": CompareSettings, "plan": PlanSettings}
+_SETTINGS, _LAUNCHED = ("train", "rollout", "eval", "compare"), ("quickstart", "train", "rollout", "eval", "compare")
+
+
+def script(shell: str, commands: Sequence[str]) -> str:
+    """What a shell reads to complete what is typed behind fppo. Raises ValueError for an unknown shell."""
+    if shell not in SHELLS:
+        raise UsageError(f"there is no completion for {shell!r}; {did_you_mean(shell, SHELLS)}")
+    flags = {command: flags_of(command) for command in commands}
+    values = {flag: choice for each in flags.values() for flag, choice in each.items() if choice}
+    return {"bash": _bash, "zsh": _zsh, "fish": _fish}[shell](flags, values)
+
+
+def flags_of(command: str) -> dict[str, tuple[str, ...]]:
+    """The flags of a command, each with the words that may stand behind it where these are few."""
+    kinds: dict[str, Any] = {}
+    if command in _OWN:
+        cls = _OWN[command]
+        positional = {field.name for field in attrs.fields(cls) if "Positional" in str(field.type)}
+        kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in positional}
+    if command in _SETTINGS:
+        kinds |= files.paths()
+    flags: dict[str, tuple[str, ...]] = {}
+    for path, kind in kinds.items():
+        section, dot, name = path.replace("_", "-").rpartition(".")
+        flags[f"--{section}{dot}{name}"] = _choices(kind)
+        if kind is bool:
+            flags[f"--{section}{dot}no-{name}"] = ()
+    if command in _LAUNCHED:
+        flags |= {"--nproc": (), "--max-restarts": ()}
+    if command == "replay":
+        flags["--nproc"] = ()
+    return flags | {"--help": (), "--traceback": ()}
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    """The words that a setting takes, if it takes no others; of a list those of each."""
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType, tuple):
+        return tuple(word for each in get_args(kind) for word in _choices(each))
+    return ()
+
+
+def _bash(flags: Mapping[str, Mapping[str, Sequence[str]]], values: Mapping[str, Sequence[str]]) -> str:
+    of_command = "\n".join(f"    {command}) words='{' '.join(own)}' ;;" for command, own in flags.items())
+    of_flag = "\n".join(f"    {flag}) words='{' '.join(choice)}' ;;" for flag, choice in values.items())
+    return f"""_fppo() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=''
+  COMPREPLY=()
+  if [ "$COMP_CWORD" -eq 1 ]; then
+    COMPREPLY=($(compgen -W '{" ".join(flags)} --help --version' -- "$word"))
+    return
+  fi
+  if [ "${{COMP_WORDS[1]}}" = completion ]; then
+    COMPREPLY=($(compgen -W '{" ".join(SHELLS)}' -- "$word"))
+    return
+  fi
+  case "$before" in
+{of_flag}
+  esac
+  if [ -n "$words" ] && [ "${{word#-}}" = "$word" ]; then
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    return
+  fi
+  case "${{COMP_WORDS[1]}}" in
+{of_command}
+  esac
+  if [ "${{word#-}}" != "$word" ]; then
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+  else
+    COMPREPLY=($(compgen -f -- "$word"))
+  fi
+}}
+complete -o filenames -F _fppo fppo"""
+
+
+def _zsh(flags: Mapping[str, Mapping[str, Sequence[str]]], values: Mapping[str, Sequence[str]]) -> str:
+    return f"autoload -Uz compinit bashcompinit && compinit && bashcompinit\n{_bash(flags, values)}"
+
+
+def _fish(flags: Mapping[str, Mapping[str, Sequence[str]]], values: Mapping[str, Sequence[str]]) -> str:
+    lines = [f"complete -c fppo -n __fish_use_subcommand -f -a '{' '.join(flags)}'"]
+    lines += [
+        "complete -c fppo -n __fish_use_subcommand -l help",
+        "complete -c fppo -n __fish_use_subcommand -l version",
+    ]
+    lines.append(f"complete -c fppo -n '__fish_seen_subcommand_from completion' -f -a '{' '.join(SHELLS)}'")
+    for command, own in flags.items():
+        for flag, choice in own.items():
+            words = f" -x -a '{' '.join(choice)}'" if choice else ""
+            lines.append(f"complete -c fppo -n '__fish_seen_subcommand_from {command}' -l {flag[2:]}{words}")
+    return "\n".join(lines)
