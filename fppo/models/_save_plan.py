@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import logging as transformers_logging
 
 from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
 from fppo.models.vision import parts_of
@@ -43,13 +45,26 @@ class Plan:
     def write_config(self, directory: Path) -> None:
         """Writes all but the parameters: the config, the generation config, the code of a custom model."""
         if self.module is not None:
-            self.module.save_pretrained(directory, state_dict={})
+            with _without_bars():  # of no parameters
+                self.module.save_pretrained(directory, state_dict={})
             return
         directory.mkdir()
         config = _value_config(self.model.whole_config, self.model.outputs)
         config.architectures = [type(self.model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
         config.dtype = self.dtype
         config.save_pretrained(directory)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Keeps transformers' progress bars out of logs, and of what scripts print."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> Plan:

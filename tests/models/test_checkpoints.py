@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
     GenerationConfig,
 )
+from transformers.utils import logging as transformers_logging
 
 from fppo import models, tree
 from fppo.key import Key
@@ -38,6 +39,14 @@ def test_round_trip_and_transformers_logits(name, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(theirs(TOKENS).logits, plain(model, params)(TOKENS).logits, rtol=0, atol=0)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_nothing_is_written_beside_what_is_saved(tmp_path, capfd):
+    model, params = make("llama", dtype=FLOATS)
+    shown = transformers_logging.is_progress_bar_enabled()
+    models.save(model, params, tmp_path)
+    assert "".join(capfd.readouterr()) == ""
+    assert transformers_logging.is_progress_bar_enabled() == shown
 
 
 def test_the_config_keeps_its_dropouts(tmp_path):
