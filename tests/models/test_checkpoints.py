@@ -95,7 +95,9 @@ def test_only_an_earlier_save_is_replaced(tmp_path, there):
     elif there in ("notes in an export", "a damaged list"):
         models.save(model, params, target)
         (target / "sub").mkdir()
-        (target / ("fppo_files.json" if there == "a damaged list" else "sub/notes.txt")).write_text("mine")
+        (target / "sub/notes.txt").write_text("mine")
+        if there == "a damaged list":
+            (target / "fppo_files.json").write_text("mine")
     else:
         (target / "checkpoints").mkdir(parents=True)
         (target / "checkpoints" / "notes.txt").write_text("mine")
