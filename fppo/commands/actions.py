@@ -23,7 +23,7 @@ from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
 from fppo.report.diff import diff as compare_runs
-from fppo.runs import bases, evaluations, sampling, saved, session, starts
+from fppo.runs import bases, evaluations, origins, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -251,8 +251,11 @@ def diff(first: Path, second: Path) -> int:
 def _assemble(
     settings: TrainSettings, here: Here, announce: Callable[[Sequence[str]], None] = lambda lines: None
 ) -> Iterator[Assembly]:
-    """`assemble`, without bars of transformers between a command's own lines."""
+    """`assemble`, without bars of transformers between a command's own lines. Says of which packages there are versions
+    that fppo was not tested with."""
     transformers_logging.disable_progress_bar()
+    if is_first(here.mesh) and (lines := origins.untested_here()):
+        print("; ".join(lines), file=sys.stderr)
     with (
         groups_of(settings) as pools,
         assemble(

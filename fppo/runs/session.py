@@ -22,7 +22,7 @@ from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import bases, clocks, drawn, evaluations, jsonl, loggers, starts
+from fppo.runs import bases, clocks, drawn, evaluations, jsonl, loggers, origins, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.profiles import Profiles
 from fppo.runs.starts import SETTINGS
@@ -363,6 +363,8 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
     if changes := starts.record(settings, step):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
+    if news := origins.record(settings, step):
+        print(f"going on from step {step} with other code: {'; '.join(news)}", file=sys.stderr)
     texts = assembly.processor or assembly.tokenizer
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:

@@ -97,6 +97,15 @@ def _wrong(module: str, path: str) -> str | None:
     return f"{module!r} has no {name!r}{f'; did you mean {near!r}?' if near else ''}"
 
 
+def source_of(module: str) -> Path | None:
+    """The file of a module's source; None if it has none, or is not found."""
+    try:
+        spec = _spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+
+
 def _spec(module: str) -> ModuleSpec | None:
     """Where a module is, without importing the packages around it."""
     first, *rest = module.split(".")
