@@ -44,8 +44,14 @@ def _needs_float8() -> str | None:
     return None if able else "needs a GPU that multiplies 8-bit numbers: of NVIDIA, compute capability 8.9 or later"
 
 
+def _lacks(module: str, extra: str) -> str | None:
+    """How to come by a module that an extra of fppo brings; None if it is there."""
+    there = importlib.util.find_spec(module) is not None
+    return None if there else f"{module.replace('_', '-')} is not installed: pip install 'fppo[{extra}]'"
+
+
 def _needs_flash() -> str | None:
-    return _needs_cuda() if importlib.util.find_spec("flash_attn") else "flash-attn is not installed"
+    return _lacks("flash_attn", "flash-attn") or _needs_cuda()
 
 
 def _needs_flex() -> str | None:
@@ -55,7 +61,7 @@ def _needs_flex() -> str | None:
 def needs_compiler() -> str | None:
     """Why torch.compile cannot run here: it wants a C++ compiler for the CPU, and Triton for a GPU; or None."""
     if torch.cuda.is_available():
-        return None if importlib.util.find_spec("triton") else "triton is not installed"
+        return _lacks("triton", "triton")
     return needs_cpp()
 
 
@@ -64,7 +70,7 @@ def _needs_cpp() -> str | None:
 
 
 def _needs_liger() -> str | None:
-    return None if importlib.util.find_spec("liger_kernel") else "liger-kernel is not installed"
+    return _lacks("liger_kernel", "liger")
 
 
 def _needs_liger_cuda() -> str | None:
@@ -72,8 +78,8 @@ def _needs_liger_cuda() -> str | None:
 
 
 def _needs_triton() -> str | None:
-    if not importlib.util.find_spec("triton"):
-        return "triton is not installed"
+    if lacking := _lacks("triton", "triton"):
+        return lacking
     if torch.cuda.is_available():
         return None
     from triton import knobs  # pyright: ignore[reportMissingTypeStubs]  # reads TRITON_INTERPRET

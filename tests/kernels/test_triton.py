@@ -81,7 +81,7 @@ def test_refuses_where_it_cannot_run(monkeypatch):
             Kernels.named(log_probs="triton")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find(name))
-    assert table.available("log_probs")["triton"] == "triton is not installed"
+    assert table.available("log_probs")["triton"] == "triton is not installed: pip install 'fppo[triton]'"
 
 
 @needs_triton
