@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.costs import Costs
+
 # what is imported stays, and to look through it again and again takes a sixth of the time of the imports
 gc.disable()
 
@@ -53,6 +55,11 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
     jaxtyping.install_import_hook(CHECKED, f"{checked.__module__}.{checked.__name__}")
 else:
     jaxtyping = None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The tests' costs are measured and printed."""
+    config.pluginmanager.register(Costs(config), "costs")
 
 
 def pytest_collection_finish() -> None:

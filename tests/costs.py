@@ -1,0 +1,174 @@
+"""What the tests cost, by folder: seconds of processor, processes started, programs compiled.
+
+A process counts wherever it was started, also by one that a test started: `tests/started/sitecustomize.py` writes a
+line for each into a log. What a fixture of a module starts counts once, however many workers set it up, so that the
+counts do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+TESTS = Path(__file__).parent
+LOG, CAUSE = "FPPO_TESTS_LOG", "FPPO_TESTS_CAUSE"  # environment: where lines go, and on whose behalf
+KINDS = ("processes", "compiled")
+BUDGETS = TESTS / "budgets.toml"
+_START = TESTS / "started"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@attrs.frozen
+class Cost:
+    """The cost of a folder's tests."""
+
+    tests: int = 0
+    seconds: float = 0.0  # of processor
+    processes: int = 0
+    compiled: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(a + b for a, b in zip(attrs.astuple(self), attrs.astuple(other), strict=True)))
+
+
+def folder_of(nodeid: str) -> str:
+    """The folder of a test below `tests`; the file of one that stands there itself."""
+    parts = nodeid.split("::")[0].split("/")
+    return parts[1] if parts[0] == "tests" and len(parts) > 1 else parts[0]
+
+
+def seconds_spent() -> float:
+    """Processor seconds of this process, of those it waited for, and of those below it that still run."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime + sum(map(_seconds_below, _children("self")))
+
+
+def _seconds_below(process: str) -> float:
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it has ended
+    return sum(map(int, fields[11:15])) / _TICKS + sum(map(_seconds_below, _children(process)))
+
+
+def _children(process: str) -> list[str]:
+    try:
+        tasks = os.listdir(f"/proc/{process}/task")
+        return [pid for task in tasks for pid in Path(f"/proc/{process}/task/{task}/children").read_text().split()]
+    except OSError:
+        return []  # it has ended, or the system has no such files
+
+
+def counted(lines: list[str]) -> dict[str, Counter[str]]:
+    """By folder, how many of each kind the lines "worker, cause, kind" say: of a fixture's the most of any worker."""
+    each: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for line in lines:
+        worker, cause, kind = line.split("\t")
+        each[cause, kind][worker] += 1
+    total: dict[str, Counter[str]] = defaultdict(Counter)
+    for (cause, kind), workers in each.items():
+        shared = cause.startswith("fixture ")
+        total[folder_of(cause.removeprefix("fixture "))][kind] += max(workers.values()) if shared else workers.total()
+    return total
+
+
+def table(costs: Mapping[str, Cost]) -> list[str]:
+    """The lines of a table, the dearest folder first, and the sum."""
+    rows = sorted(costs.items(), key=lambda row: -row[1].seconds)
+    rows.append(("all", sum(costs.values(), Cost())))
+    lines = [f"{'folder':<24} {'tests':>6} {'processor s':>12} {'processes':>10} {'compiled':>9}"]
+    return lines + [f"{n:<24} {c.tests:>6} {c.seconds:>12.1f} {c.processes:>10} {c.compiled:>9}" for n, c in rows]
+
+
+def over(costs: Mapping[str, Cost], budgets: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """What exceeds its budget, one line each; a folder without a budget may start and compile nothing."""
+    found = []
+    for folder, cost in sorted(costs.items()):
+        for kind in KINDS:
+            used, most = getattr(cost, kind), budgets.get(folder, {}).get(kind, 0)
+            if used > most:
+                found.append(f"tests/{folder}: {used} {kind}, and tests/{BUDGETS.name} allows {most}")
+    return found
+
+
+class Costs:
+    """The plugin: each worker measures its tests, and the controller adds up what they send and prints it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._worker = getattr(config, "workerinput", {}).get("workerid", "main")
+        self._costs: dict[str, Cost] = defaultdict(Cost)
+        self._over: list[str] = []
+        if self._worker == "main":
+            log = tempfile.NamedTemporaryFile("w", prefix="fppo-tests-", suffix=".log", delete=False)  # noqa: SIM115
+            log.close()
+            os.environ[LOG] = log.name
+            os.environ["PYTHONPATH"] = os.pathsep.join([str(_START), *filter(None, [os.environ.get("PYTHONPATH")])])
+            from tests.started import sitecustomize
+
+            sitecustomize.watch()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = seconds_spent()
+        with _Cause(self._worker, item.nodeid):
+            result = yield
+        self._costs[folder_of(item.nodeid)] += Cost(1, max(0.0, seconds_spent() - before))
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Iterator[None]:
+        if fixturedef.scope == "function":
+            return (yield)
+        name = f"{request.node.nodeid}::{fixturedef.argname}[{request.param_index}]"
+        with _Cause(self._worker, f"fixture {name}"):
+            return (yield)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._worker != "main":
+            measured = sum(cost.seconds for cost in self._costs.values())
+            self._costs["(imports, collection)"] += Cost(0, seconds_spent() - measured)
+            self._config.workeroutput["costs"] = {n: attrs.astuple(c) for n, c in self._costs.items()}  # type: ignore[attr-defined]
+            return
+        log = Path(os.environ[LOG])
+        for folder, kinds in counted(log.read_text().splitlines()).items():
+            self._costs[folder] += Cost(0, 0.0, *(kinds[kind] for kind in KINDS))
+        log.unlink()
+        self._over = over(self._costs, tomllib.loads(BUDGETS.read_text()))
+        if self._over and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        terminalreporter.section("costs")
+        for line in [*table(self._costs), *self._over]:
+            terminalreporter.write_line(line)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        for folder, cost in getattr(node, "workeroutput", {}).get("costs", {}).items():
+            self._costs[folder] += Cost(*cost)
+
+
+@attrs.frozen
+class _Cause:
+    """A context in which processes are started on behalf of a test or a fixture."""
+
+    worker: str
+    name: str
+
+    def __enter__(self) -> None:
+        os.environ[CAUSE] = f"{self.worker}\t{self.name}"
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(CAUSE, None)

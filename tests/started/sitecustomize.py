@@ -1,0 +1,37 @@
+"""Writes a line into the log of the tests' costs when this interpreter starts, forks, or starts another program.
+
+Python imports it at the start of each process that inherits the tests' PYTHONPATH; `tests/costs.py` reads the log.
+"""
+
+import os
+import sys
+
+_COMPILERS = ("g++", "gcc", "c++", "cc", "clang", "clang++", "ninja", "nvcc", "ptxas")
+
+
+def note(kind: str) -> None:
+    """One more process, or program compiled, on behalf of whoever the environment names."""
+    log, cause = os.environ.get("FPPO_TESTS_LOG"), os.environ.get("FPPO_TESTS_CAUSE")
+    if log and cause:
+        with open(log, "a") as file:
+            file.write(f"{cause}\t{kind}\n")
+
+
+def _heard(event: str, arguments: tuple) -> None:
+    if event == "subprocess.Popen":
+        program = os.path.basename(os.fsdecode(arguments[0] or arguments[1][0]))
+        if program in _COMPILERS:
+            note("compiled")
+        elif not program.startswith("python"):  # that says so itself
+            note("processes")
+
+
+def watch() -> None:
+    """Notes what this process starts from now on."""
+    sys.addaudithook(_heard)
+    os.register_at_fork(after_in_child=lambda: note("processes"))
+
+
+if __name__ == "sitecustomize" and os.environ.get("FPPO_TESTS_LOG"):
+    note("processes")
+    watch()
