@@ -89,7 +89,7 @@ def usage() -> str:
 
 
 def _quickstart(rest: Sequence[str]) -> int | None:
-    """Trains a small model on an addition task, from nothing to a report, in a few minutes [--nproc 2]"""
+    """Trains a small model on an addition task, from nothing to a report, in two minutes [--nproc 2]"""
     if helps.wanted(rest):
         return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
     processes, rest = processes_of(rest)

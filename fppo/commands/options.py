@@ -10,7 +10,7 @@ import tyro
 
 @attrs.frozen(kw_only=True)
 class Quickstart:
-    """Trains a small model on an addition task, from nothing to a report, in a few minutes."""
+    """Trains a small model on an addition task, from nothing to a report, in two minutes."""
 
     output_dir: str = "runs/quickstart"
     """The directory for everything that the run writes."""
