@@ -39,6 +39,7 @@ from fppo.assembly.texts import (
 )
 from fppo.data import PromptSet
 from fppo.data.cursor import Order
+from fppo.data.problems import together
 from fppo.key import Key
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
@@ -172,10 +173,11 @@ class _Tried:
 
     def error(self) -> files.SettingsError:
         """One error for all of them, with the first one's place."""
-        lines = [x.problems if isinstance(x, files.SettingsError) else (str(x),) for x in self.problems]
-        together = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
-        together.__cause__ = self.problems[0]
-        return together
+        found = together(self.problems)
+        lines = [x.problems if isinstance(x, files.SettingsError) else (str(x),) for x in found]
+        whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
+        whole.__cause__ = self.problems[0]
+        return whole
 
 
 def load_prompts(

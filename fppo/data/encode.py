@@ -96,7 +96,7 @@ def encode_rows(
         for (row, _), ids in zip(asked, tokens, strict=True):
             if len(ids) > max_prompt_tokens:
                 text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
-                problems.add(f"{row.place}: {text} (over_long can drop or truncate it)")
+                problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
     problems.check("data")
     prompts = _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
     if images is None:
@@ -120,7 +120,7 @@ def _name_huge(asked: Sequence[tuple[Row, Example]], huge: Iterable[int], limit:
     for row, example in (asked[number] for number in sorted(huge)):
         size = _characters(example.prompt)
         text = f"the prompt has {size:,} characters, more than max_prompt_tokens = {limit} tokens can have"
-        problems.add(f"{row.place}: {text} (over_long can drop or truncate it)")
+        problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
     problems.check("data")
 
 
@@ -173,7 +173,7 @@ def _tokens_with_images(
         except EndlessTemplate as error:
             raise ValueError(f"{row.place}: {error}") from None
         except Exception as error:  # processors and chat templates raise what they like
-            problems.add(f"{row.place}: field {names}: {' '.join(str(error).split()) or type(error).__name__}")
+            problems.add(f"field {names}: {' '.join(str(error).split()) or type(error).__name__}", at=row.place)
         result.append(ids)
     return result, seen
 
@@ -185,7 +185,7 @@ def _check_unrendered(asked: Sequence[tuple[Row, Example]], opening: str, proble
             content = message["content"] if isinstance(message, dict) else ""
             if opening and isinstance(content, str) and content.lstrip().startswith(opening):
                 text = f"begins with {opening!r}, as the chat template does: it is rendered already; give chat = false"
-                problems.add(f"{row.place}: the text of a message {text}, or messages without the template's tokens")
+                problems.add(f"the text of a message {text}, or messages without the template's tokens", at=row.place)
                 break
 
 
@@ -212,11 +212,11 @@ def _tokens(
             else:
                 ids = begun_once(tokenizer, example.prompt, list(next(at_once)))
             if not ids:
-                problems.add(f"{row.place}: the prompt has no tokens")
+                problems.add("the prompt has no tokens", at=row.place)
         except EndlessTemplate as error:
             raise ValueError(f"{row.place}: {error}") from None
         except Exception as error:  # tokenizers and chat templates raise what they like
-            problems.add(f"{row.place}: the tokenizer refuses the prompt: {error}")
+            problems.add(f"the tokenizer refuses the prompt: {error}", at=row.place)
         result.append(ids)
     return result
 

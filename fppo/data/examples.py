@@ -73,13 +73,13 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     values: dict[str, Any] = {}
     readers = {"prompt": _prompt, "ground_truth": _ground_truth, "source": _source, "tools": _tools}
     if (wrong := _unreadable(row)) is not None:
-        problems.add(f"{row.place}: {wrong}")
+        problems.add(wrong, at=row.place)
         return None
     for name, read in readers.items():
         try:
             values[name] = read(row, fields)
         except BadField as error:
-            problems.add(f"{row.place}: {error}")
+            problems.add(str(error), at=row.place)
     if len(values) < len(readers):
         return None
     seen = {kind: _seen(row, name, kind) for kind, name in fields.seen.items()}
@@ -87,7 +87,7 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
         try:
             values["prompt"] = _interleaved(values["prompt"], seen, fields.seen)
         except BadField as error:
-            problems.add(f"{row.place}: {error}")
+            problems.add(str(error), at=row.place)
             return None
     used = {fields.prompt, fields.ground_truth, fields.source, fields.tools, *fields.seen.values()}
     extras, left_out = {}, []

@@ -138,5 +138,5 @@ def check_tokens(prompts: PromptSet, vocabulary_size: int) -> None:
     for name, tokens in zip(prompts.ids, prompts.tokens):
         wrong = [i for i in tokens if not 0 <= i < vocabulary_size]
         if wrong:
-            problems.add(f"{name}: token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size}")
+            problems.add(f"token id {wrong[0]} is outside the model's vocabulary of {vocabulary_size}", at=name)
     problems.check("prompts")

@@ -71,7 +71,7 @@ def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = Non
         if isinstance(value, Mapping):
             rows.append(Row(name, number, dict(value), name, filled=True))
         else:
-            noted.add(f"{name}:{number}: a {type(value).__name__}, not a dict with fields")
+            noted.add(f"a {type(value).__name__}, not a dict with fields", at=f"{name}:{number}")
     if problems is None:
         noted.check("data")
     if not rows and not noted.count:
@@ -119,10 +119,10 @@ def _csv(file: Path, problems: Problems) -> Iterator[Row]:
         if names is None:
             names = cells
             if more := twice(names):
-                problems.add(f"{file}:{line}: the first line names {more} more than once; leave one of each")
+                problems.add(f"the first line names {more} more than once; leave one of each", at=f"{file}:{line}")
                 return
         elif cells and len(cells) != len(names):
-            problems.add(f"{file}:{line}: {len(cells)} fields, and the first line names {len(names)}")
+            problems.add(f"{len(cells)} fields, and the first line names {len(names)}", at=f"{file}:{line}")
         elif cells:
             yield Row(str(file), line, dict(zip(names, cells, strict=True)), file.stem)
 
@@ -138,7 +138,7 @@ def _cells(file: Path, problems: Problems) -> list[tuple[int, list[str]]]:
             records.append((line, cells))
             line = reader.line_num + 1
     except csv.Error as error:
-        problems.add(f"{file}:{line}: not CSV: {error}")
+        problems.add(f"not CSV: {error}", at=f"{file}:{line}")
     finally:
         csv.field_size_limit(limit)
     return records
@@ -162,15 +162,15 @@ def _object(file: Path, number: int, line: str, problems: Problems) -> Iterator[
     try:
         value = json_of(line, pairs=once)
     except TwiceError as error:
-        problems.add(f"{file}:{number}: {error}")
+        problems.add(str(error), at=f"{file}:{number}")
         return
     except ValueError as error:
-        problems.add(f"{file}:{number}: not JSON: {error}")
+        problems.add(f"not JSON: {error}", at=f"{file}:{number}")
         return
     if isinstance(value, dict):
         yield Row(str(file), number, value, file.stem)
     else:
-        problems.add(f"{file}:{number}: a {type(value).__name__}, not an object with fields")
+        problems.add(f"a {type(value).__name__}, not an object with fields", at=f"{file}:{number}")
 
 
 def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
@@ -189,7 +189,7 @@ def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
         if isinstance(value, dict):
             yield Row(str(file), number, value, file.stem)
         else:
-            problems.add(f"{file}:{number}: a {type(value).__name__}, not an object with fields")
+            problems.add(f"a {type(value).__name__}, not an object with fields", at=f"{file}:{number}")
 
 
 def _parquet(file: Path) -> Iterator[Row]:

@@ -16,7 +16,7 @@ _MOST_BYTES = 32 << 20  # of rows that are looked at: reading takes time
 
 
 def row_problems(settings: TrainSettings) -> list[str]:
-    """The faulty rows of the data sets that are files here, and not large: each set's as one text."""
+    """The faulty rows of the data sets that are files here, and not large: all as one text."""
     data, lines = settings.data, []
     truth = data.ground_truth or None
     fields = Fields(
@@ -28,18 +28,21 @@ def row_problems(settings: TrainSettings) -> list[str]:
         videos=data.videos if data.chat else None,
         tools=data.row_tools,
     )
-    for paths in (data.path, data.eval_path if has_held_out(settings) else ()):
+    noted = Problems()
+    for paths in dict.fromkeys((data.path, data.eval_path if has_held_out(settings) else ())):
         places = [Path(path) for path in paths]
         local = all(place.is_file() and place.suffix.lower() in FORMATS for place in places)
         if not places or not local or sum(place.stat().st_size for place in places) > _MOST_BYTES:
             continue
-        noted = Problems()
         try:
             for row in read_rows(places, problems=noted):
                 example_of(row, fields, noted)
-            noted.check("data")
         except ValueError as error:
             lines.append(str(error))
+    try:
+        noted.check("data")
+    except ValueError as error:
+        lines.append(str(error))
     return lines
 
 

@@ -16,7 +16,8 @@ class TurnsSettings:
     max_turns: int = setting(8, at_least(1), at_most(MOST_TOKENS))
     """Turns of a response at most."""
     turn_tokens: int | None = setting(None, at_least(1), at_most(MOST_TOKENS))
-    """The longest turn, in tokens; None: any. rollout.max_tokens bounds the response with all that it is told."""
+    """The longest turn, in tokens; one that is cut ends the response. None: only rollout.max_tokens bounds it, with all
+    that it is told."""
     failure: str = setting("error")
     """What the policy is told where respond raises or takes too long; empty: the response ends there."""
     time_limit: float = setting(10.0, above(0), at_most(MOST_SECONDS))

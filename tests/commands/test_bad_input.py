@@ -287,7 +287,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         "--device cuda:7 --reward.functions exact_macth --actor.loss.name nowhere:loss --rollout.stop-token-ids 99"
     )
     said = _fails(task, capsys, *overrides.split())
-    assert f"6 problems in {task / 'run.toml'}" in said
+    assert f"5 problems in {task / 'run.toml'}" in said
     for part in (
         "device = 'cuda:7'",
         "exact_match",

@@ -56,7 +56,7 @@ def check_videos(model: Model, prompts: PromptSet) -> None:
             if own is not None:
                 _check_row(model, tokens, own)
         except ValueError as error:
-            problems.add(f"{name}: {error}")
+            problems.add(str(error), at=name)
     problems.check("prompts")
 
 
