@@ -21,7 +21,7 @@ def imitate_answers(output: Path, rng: np.random.Generator, key: Key, *, steps: 
     model, processor = task.small_model()
     reader = data.ImageReader(processor, processor.image_token_id)
     fields, encode = data.Fields(chat=True, images="image"), processor.tokenizer.encode
-    rows = data.load_prompts(output / "shown.jsonl", processor.tokenizer, fields=fields, images=reader)
+    rows = data.load_prompts(output / "task" / "shown.jsonl", processor.tokenizer, fields=fields, images=reader)
     parts = (data.select(rows, rng.integers(len(rows), size=batch).tolist()) for _ in range(steps))
     said = ((x, [[*encode(answer), 1] for answer in x.ground_truths]) for x in parts)
     batches = (demonstrations([*map(list, x.tokens)], y, pad_token_id=0, inputs=x.inputs) for x, y in said)
@@ -40,11 +40,19 @@ def main(
     more: tuple[str, ...] = (),
 ) -> None:
     rng = np.random.default_rng(seed)
-    task.write(output_dir, "shown", rows, rng, described=0.75)
-    task.write(output_dir, "train", rows, rng)
-    task.write(output_dir, "test", 1 + rows // 12, rng)
+    task.write(output_dir / "task", "shown", rows, rng, described=0.75)
+    task.write(output_dir / "task", "train", rows, rng)
+    task.write(output_dir / "task", "test", 1 + rows // 12, rng)
     imitate_answers(output_dir, rng, Key(seed), steps=warm_up)
-    overrides = [f"--device={device}", *(f"--{each}" for each in more)]  # settings, as --more steps=20 eval.every=0
+    paths = [
+        f"--data.{name}={output_dir / 'task' / file}"
+        for name, file in (("path", "train.jsonl"), ("eval-path", "test.jsonl"))
+    ]
+    overrides = [
+        *paths,
+        f"--device={device}",
+        *(f"--{each}" for each in more),
+    ]  # settings, as --more steps=20 eval.every=0
     gsm8k.ppo("see.toml", output_dir, seed, *overrides)
 
 

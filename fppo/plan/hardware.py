@@ -52,7 +52,8 @@ COMMUNICATOR = 256 << 20  # NCCL's buffers of one axis: 4 MiB for each of 16 to 
 FRAGMENTS = 0.03  # of what comes and goes: blocks that torch's allocator holds and cannot use
 # What a process takes of the host's memory beside tensors. The first was measured (docs/measurements.md), the second is
 # a usual size.
-PROCESS = 450 << 20  # Python with torch, transformers and fppo
+PROCESS = 450 << 20  # Python with torch (a build for CPUs), transformers and fppo
+BUILT_FOR_GPUS = 295 << 20  # what a build of torch for GPUs has beside that in a process without one
 CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries
 
 

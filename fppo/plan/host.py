@@ -13,7 +13,7 @@ from fppo import tree
 from fppo.plan import passes
 from fppo.plan.built import REWARD, Built, base_dtype, models_of
 from fppo.plan.case import Case
-from fppo.plan.hardware import CUDA_PROCESS, PROCESS, pinned
+from fppo.plan.hardware import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, pinned
 from fppo.plan.shapes import every_shape, shard_shapes
 from fppo.plan.values import Phase
 from fppo.rollout.pool import Policy
@@ -52,13 +52,18 @@ class Host:
 def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> Host:
     """What the process of a rank holds, whose stages are those."""
     on_gpu = case.hardware.on_gpu
-    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else PROCESS), STATE: state_bytes(case, built)}
+    rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
     return Host(
         rest=rest,
         starting={READ: read_bytes(case, built)},
         meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},
     )
+
+
+def process_bytes() -> int:
+    """What a process without a GPU takes with the torch that is installed here, beside tensors."""
+    return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
 
 
 def state_bytes(case: Case, built: Built) -> float:

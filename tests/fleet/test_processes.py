@@ -88,7 +88,7 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
     with cluster("processes") as there:
         there.ranks(gpus=1)
         ranks = there.ranks(2, gpus=1, threads=1, patience=120.0)
-    assert ranks._member(0).device == "cuda"
+    assert ranks._member(0, "a token").device == "cuda"
     ranks._device = "cpu"
     with Group("two", ranks, patience=120.0) as two:
         assert two.call(gpus, HERE) == [5, 3]

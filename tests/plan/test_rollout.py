@@ -14,7 +14,7 @@ from fppo import models, tree
 from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models import flops
-from fppo.plan import hardware, host, passes
+from fppo.plan import host, passes
 from fppo.plan._track import STATE, Tracker
 from fppo.plan.built import Built, model_of
 from fppo.plan.case import Role, Sampling
@@ -171,4 +171,4 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
 def test_a_process_has_the_size_that_is_planned():
     code = "import fppo.commands.actions, fppo.assembly.run; print(open('/proc/self/statm').read().split()[1])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(ran.stdout) * os.sysconf("SC_PAGE_SIZE") == pytest.approx(hardware.PROCESS, rel=0.15)
+    assert int(ran.stdout) * os.sysconf("SC_PAGE_SIZE") == pytest.approx(host.process_bytes(), rel=0.15)
