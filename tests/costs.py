@@ -7,6 +7,7 @@ counts do not depend on the machine.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import tempfile
@@ -121,7 +122,7 @@ class Costs:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         before = seconds_spent()
-        with _Cause(self._worker, item.nodeid):
+        with _cause(self._worker, item.nodeid):
             result = yield
         self._costs[folder_of(item.nodeid)] += Cost(1, max(0.0, seconds_spent() - before))
         return result
@@ -131,7 +132,7 @@ class Costs:
         if fixturedef.scope == "function":
             return (yield)
         name = f"{request.node.nodeid}::{fixturedef.argname}[{request.param_index}]"
-        with _Cause(self._worker, f"fixture {name}"):
+        with _cause(self._worker, f"fixture {name}"):
             return (yield)
 
     @pytest.hookimpl(trylast=True)
@@ -160,15 +161,15 @@ class Costs:
             self._costs[folder] += Cost(*cost)
 
 
-@attrs.frozen
-class _Cause:
-    """A context in which processes are started on behalf of a test or a fixture."""
-
-    worker: str
-    name: str
-
-    def __enter__(self) -> None:
-        os.environ[CAUSE] = f"{self.worker}\t{self.name}"
-
-    def __exit__(self, *_: object) -> None:
-        os.environ.pop(CAUSE, None)
+@contextlib.contextmanager
+def _cause(worker: str, name: str) -> Iterator[None]:
+    """Has processes start on behalf of a test, or of a fixture that is set up while a test is."""
+    before = os.environ.get(CAUSE)
+    os.environ[CAUSE] = f"{worker}\t{name}"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[CAUSE]
+        else:
+            os.environ[CAUSE] = before

@@ -31,6 +31,17 @@ def test_what_a_child_starts_counts_for_its_test(tmp_path):
     assert costs.counted(log.read_text().splitlines()) == {"runs": {"processes": 4}}  # itself, python, true, its copy
 
 
+@pytest.fixture(scope="module")
+def made() -> str:
+    """Whatever a fixture of a module is set up for."""
+    return os.environ[costs.CAUSE].partition("\t")[2]
+
+
+def test_a_test_is_the_cause_again_once_its_fixtures_are_set_up(made, request):
+    assert made == "fixture tests/test_costs.py::made[0]"
+    assert os.environ[costs.CAUSE].partition("\t")[2] == request.node.nodeid
+
+
 def test_a_fixture_counts_once_however_many_workers_set_it_up():
     fixture = "fixture tests/plan/test_a.py::made[0]"
     lines = [f"gw0\t{fixture}\tprocesses"] * 2 + [f"gw1\t{fixture}\tprocesses"] * 2

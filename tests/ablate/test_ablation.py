@@ -121,7 +121,8 @@ def test_errors_are_those_of_the_numbers():
         out = reference(*args, **keywords)
         return out._replace(log_probs=out.log_probs + 0.25)
 
-    found = small("log_probs", dtypes=["float64"], implementations={"shifted": shifted}, law_seconds=0)
+    two = {"shifted": Implementation(shifted), "reference": tables.BUILTIN["log_probs"]["reference"]}
+    found = small("log_probs", dtypes=["float64"], table={"log_probs": two}, law_seconds=0)
     error = next(e for e in row(found, "shifted").errors if e.output == "log_probs" and e.by is None)
     assert error.max_abs == pytest.approx(0.25)
     inputs = operations.CASES["log_probs"].draw(row(found, "shifted").shape, torch.float64, torch.device("cpu")).inputs
