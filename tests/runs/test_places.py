@@ -224,7 +224,7 @@ def test_changed_settings_are_named_recorded_and_used_for_the_steps_that_they_ma
     said = fppo(capsys, "train", run / "settings.toml", "--steps", 6, "--actor.optimizer.lr", "0.01")
     assert "going on from step 4 with other settings: steps 4 -> 6, actor.optimizer.lr 0.001 -> 0.01\n" in said
     assert "other settings" not in fppo(capsys, "train", run / "settings.toml")
-    names = [path.name for path in sorted((run / "starts").iterdir())]
+    names = [path.name for path in sorted((run / "starts").glob("*.toml"))]
     assert names == ["step_00000000.toml", "step_00000004.toml"]
     for step in (4, 5):
         assert "equal, bit for bit" in fppo(capsys, "replay", run, "--step", step)
