@@ -29,7 +29,8 @@ def slow(case, number):
 
 
 def slow_grpo(s, _, i):
-    return s[i] / (1 + 1e-6) if len(s) == 1 else (s[i] - s.mean()) / (s.std() + 1e-6)
+    d = s - s[0]  # the mean of three times 0.7 is not 0.7
+    return s[i] / (1 + 1e-6) if len(s) == 1 else (d[i] - d.mean()) / (d.std() + 1e-6)
 
 
 def slow_dr_grpo(s, _, i):
