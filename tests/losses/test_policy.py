@@ -350,3 +350,21 @@ def test_impossible_scalars_are_named(loss_fn, setting):
     x = torch.zeros(1, 1)
     with pytest.raises(ValueError, match=setting):
         loss_fn(x, x, x, x.bool())
+
+
+def test_the_divergence_of_dppo_is_from_the_old_policy_to_the_new():
+    """Of two outcomes, from p = 0.9 to 0.5: 0.9 log(9/5) + 0.1 log(1/5) = 0.368 is in bounds of 0.4; the other way
+    round 0.5 log(5/9) + 0.5 log(5) = 0.511 is not."""
+    old, new = torch.tensor([[0.9]]).double().log(), torch.tensor([[0.5]]).double().log()
+    there = torch.ones(1, 1, dtype=torch.bool)
+    for bound, out in ((0.4, 0.0), (0.36, 1.0)):
+        _, said = losses.dppo_kl(new, old, -torch.ones(1, 1).double(), there, clip_low=bound, clip_high=0.0)
+        assert report(said)["actor/pg_clipfrac"] == out
+
+
+def test_without_an_advantage_the_lower_bound_of_dppo_holds():
+    old, new = torch.tensor([[0.2]]).double().log(), torch.tensor([[0.6]]).double().log()
+    there = torch.ones(1, 1, dtype=torch.bool)
+    for advantage, out in ((0.0, 0.0), (1.0, 1.0)):
+        _, said = losses.dppo_tv(new, old, torch.full((1, 1), advantage).double(), there)
+        assert report(said)["actor/pg_clipfrac"] == out

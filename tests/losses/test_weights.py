@@ -131,3 +131,10 @@ def test_settings_that_cannot_be_meant():
             losses.loss_weights(wrong, "token-mean", totals=totals)
         with pytest.raises(ValueError, match="mask must be bool"):
             losses.count_totals(wrong)
+
+
+def test_positive_weights_are_those_of_the_mean_over_tokens_of_positive_rows():
+    mask = torch.tensor([[True, True, False], [True, True, True], [True, False, False], [False, False, False]])
+    weights = losses.positive_weights(torch.tensor([0.5, 0.0, -1.0, 1.0]), mask)
+    assert weights.tolist() == [[0.5, 0.5, 0.0], [0.0] * 3, [0.0] * 3, [0.0] * 3]
+    assert losses.positive_weights(torch.tensor([0.0, -1.0, 0.0, 1.0]), mask).abs().sum() == 0
