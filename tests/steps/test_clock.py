@@ -118,3 +118,9 @@ def test_an_update_loop_keeps_the_clock():
     first, second = 0.1 / 3, 0.1 * 2 / 3
     assert asked[::2] == pytest.approx([first] * 4 + [second] + [0.1, 0.1 * 2 / 3, 0.1 / 3])
     assert (state.step, state.clock.made, state.clock.ended) == (8, 2, 5)
+
+
+def test_a_mini_batch_that_is_not_full_is_an_update_too():
+    loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(4), epochs=2, timeline=Timeline(1, 10))
+    assert loop.turn(5, 10) == Turn(Timeline(1, 10), 5, 6)
+    assert loop.turn(0, 8) == Turn(Timeline(1, 10), 0, 4)
