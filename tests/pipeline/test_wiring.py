@@ -131,3 +131,17 @@ def test_sizes_that_do_not_fit_are_said_at_once(task):
         _wired(task, sampling=attrs.evolve(SAMPLING, n=1), advantage="grpo")
     with pytest.raises(ValueError, match="unknown advantage estimator 'gdpp'"):
         _wired(task, advantage="gdpp")
+
+
+def test_each_step_has_keys_of_its_own(task):
+    keys = []
+
+    def noted(state, batch, *, key, donate):
+        keys.append(key)
+        return tree.replace(state, step=state.step + 1), {}
+
+    wired = _wired(task, advantage="grpo")
+    program, run = attrs.evolve(wired.program, update_actor=noted), wired.run
+    for _ in range(2):
+        run, *_ = ppo_step(run, program=program, draw=wired.draw)
+    assert keys == [wired.run.key.fold("step", number).fold("actor") for number in range(2)]
