@@ -5,9 +5,9 @@ from functools import partial
 import attrs
 import tyro
 
-from fppo import data, losses, quickstart, rewards
+from fppo import advantages, data, losses, quickstart, rewards
 from fppo.key import Key
-from fppo.pipeline import Evaluation, Program, RunState, estimator, evaluate, stages, train
+from fppo.pipeline import Evaluation, Program, RunState, evaluate, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.runs import loggers
 from fppo.steps import Forward, Loop, MicroBatching, PolicyTerms, adamw, init_state, schedule, update_actor
@@ -28,7 +28,7 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, g
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=estimator("grpo"), max_tokens=4),
+        estimate=partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=4),
         update_actor=partial(update, terms=PolicyTerms(kl_coef=0.001)),
     )
     tests, greedy = [*data.batches(held_out, 512)], attrs.evolve(sampling, greedy=True, n=1)

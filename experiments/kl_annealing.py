@@ -4,10 +4,10 @@ from functools import partial
 
 import tyro
 
-from fppo import data, losses, metrics, quickstart, rewards, tree
+from fppo import advantages, data, losses, metrics, quickstart, rewards, tree
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.pipeline import Program, RunState, estimator, ppo_step, stages
+from fppo.pipeline import Program, RunState, ppo_step, stages
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
 
@@ -27,7 +27,7 @@ def main(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=estimator("rloo"), max_tokens=4, kl_in_reward=True),
+        estimate=partial(stages.estimate, advantage_fn=advantages.rloo, max_tokens=4, kl_in_reward=True),
         update_actor=partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
     )
     draw = partial(data.next_batch, prompts, size=batch // group, key=key.fold("data"))

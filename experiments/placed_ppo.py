@@ -5,10 +5,10 @@ from tempfile import TemporaryDirectory
 
 import tyro
 
-from fppo import data, losses, models, quickstart, rewards
+from fppo import advantages, data, losses, models, quickstart, rewards
 from fppo.fleet import HERE, Group, Here, at_once, cluster, on
 from fppo.key import Key
-from fppo.pipeline import Passes, Program, RunState, estimator, policy_pass, stages, train, value_pass
+from fppo.pipeline import Passes, Program, RunState, policy_pass, stages, train, value_pass
 from fppo.rollout import EmbeddedEngine, PlacedEngine, Sampling
 from fppo.runs import loggers
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor, update_critic
@@ -46,7 +46,7 @@ def main(place: str = "local", steps: int = 20, batch: int = 512, warm_up: int =
                 rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
                 score=partial(stages.score_stage, score=score),
                 annotate=partial(stages.annotate_by, passes=passes, together=at_once),
-                estimate=partial(stages.estimate, advantage_fn=estimator("gae"), max_tokens=4, whiten=True),
+                estimate=partial(stages.estimate, advantage_fn=advantages.gae, max_tokens=4, whiten=True),
                 update_actor=on(a, p["update"], stays=(0,)),
                 update_critic=on(c, v["update"], stays=(0,)),
                 together=at_once,

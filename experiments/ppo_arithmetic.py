@@ -5,10 +5,10 @@ from functools import partial
 import attrs
 import tyro
 
-from fppo import data, models, quickstart, rewards
+from fppo import advantages, data, models, quickstart, rewards
 from fppo.key import Key
 from fppo.losses import ppo_clip
-from fppo.pipeline import Evaluation, Program, RunState, estimator, evaluate, stages, train
+from fppo.pipeline import Evaluation, Program, RunState, evaluate, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.runs import loggers
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor, update_critic
@@ -30,7 +30,7 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate, forward=policy, critic=value, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=estimator("gae"), max_tokens=4, whiten=True),
+        estimate=partial(stages.estimate, advantage_fn=advantages.gae, max_tokens=4, whiten=True),
         update_critic=partial(update_critic, forward=value, loop=loop, optimizer=critic_adam),
         update_actor=partial(update_actor, forward=policy, loss_fn=ppo_clip, loop=loop, optimizer=adam),
     )

@@ -9,9 +9,9 @@ from typing import Literal
 import attrs
 import tyro
 
-from fppo import data, losses, metrics, quickstart, rewards
+from fppo import advantages, data, losses, metrics, quickstart, rewards
 from fppo.key import Key
-from fppo.pipeline import Program, RunState, estimator, ppo_step, stages
+from fppo.pipeline import Program, RunState, ppo_step, stages
 from fppo.pipeline.replay import Difference, digests_of, first_difference
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, update_actor
@@ -35,7 +35,7 @@ def main(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=score),
         annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=estimator("grpo"), max_tokens=4),
+        estimate=partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=4),
         update_actor=partial(update, loss_fn=getattr(losses, one)),
     )
     right = attrs.evolve(left, update_actor=partial(update, loss_fn=getattr(losses, two)))

@@ -225,4 +225,4 @@ def settings(directory: Path, seed: int) -> TrainSettings:
 def _adam(lr: float) -> OptimizerSettings:
     from fppo.settings.optimizer import OptimizerSettings
 
-    return OptimizerSettings(lr=lr, beta2=0.99, weight_decay=0.0, schedule="linear")
+    return OptimizerSettings(lr=lr, schedule="linear", keywords={"betas": [0.9, 0.99], "weight_decay": 0.0})

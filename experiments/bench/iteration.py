@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from fppo import losses, metrics, models, rewards, tree
+from fppo import advantages, losses, metrics, models, rewards, tree
 from fppo.data import prompt_set
 from fppo.key import Key
 from fppo.models.model import Model
@@ -159,7 +159,7 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         batch_size=ROWS,
         loop=Loop(mini_batch_size=MINI, micro_batching=micro, epochs=task.epochs),
         optimizer=adamw(lambda step: 1e-4, weight_decay=0.0, max_grad_norm=1.0),
-        advantage="gae" if ppo else "grpo",
+        advantage=advantages.gae if ppo else advantages.grpo,
     )
     program: Any = kept.program
     record = graphs(model, task.device) if task.device.type == "cuda" and choice == "" else None

@@ -18,13 +18,13 @@ import torch
 from credit import jobs
 from transformers import PreTrainedTokenizerFast
 
-from fppo import data, losses, models, quickstart
+from fppo import advantages, data, losses, models, quickstart
 from fppo import steps as s
 from fppo.assembly.answers import right_answers
 from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import Passes, Program, RunState, StepRecord, estimator, policy_pass, stages, train, value_pass
+from fppo.pipeline import Passes, Program, RunState, StepRecord, policy_pass, stages, train, value_pass
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.train import Evaluation
 from fppo.pipeline.truth import Known, critic_truth, one_answer
@@ -57,10 +57,17 @@ class Kind:
     lr: float = 1e-3
 
 
+HEADS = {
+    "mse": losses.mse_head,
+    "huber": losses.huber_head,
+    "hl_gauss": losses.hl_gauss_head,
+    "two_hot": losses.two_hot_head,
+    "quantile": losses.quantile_head,
+}
 READING = Kind(reads="confidence", epochs=16, lr=3e-3)
 KINDS = {
     "none: `reinforce_plus_plus`": Kind(reads=""),
-    **{f"`{loss}`": Kind(loss=loss) for loss in losses.VALUE_LOSSES},
+    **{f"`{loss}`": Kind(loss=loss) for loss in HEADS},
     "`mse`, PopArt": Kind(popart=0.1),
     "`mse`, pretrained": Kind(pretrain=10),
     "`mse`, privileged": Kind(privileged=4),
@@ -150,7 +157,8 @@ class _Critic(NamedTuple):
 def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _Critic:
     if not kind.reads:
         return _Critic()
-    head = losses.value_head(kind.loss, low=-0.1, high=1.1, clip=kind.value_clip)
+    make = partial(HEADS[kind.loss], clip=kind.value_clip) if kind.loss == "mse" else HEADS[kind.loss]
+    head = make()
     adam, micro = _adam(kind.lr, updates), loop.micro_batching
     how = {"loop": loop, "optimizer": adam, "loss_fn": head.loss_fn}
     shape = {"outputs": head.outputs, "members": kind.ensemble, "privileged": kind.privileged > 0}
@@ -205,7 +213,7 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     answers = partial(right_answers, tokenizer=tokenizer, sampling=sampling)
     known = Known(exact=partial(one_answer, answers=answers))
     score, peaks = partial(_score, tokenizer=tokenizer), list[float]()
-    advantage = estimator("gae" if kind.reads else "reinforce_plus_plus")
+    advantage = advantages.gae if kind.reads else advantages.reinforce_plus_plus
     stage = partial(stages.estimate, advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads))
     program = Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),

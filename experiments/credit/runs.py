@@ -15,16 +15,22 @@ from credit import jobs
 from credit.tasks import TASKS, Task
 from transformers import PreTrainedTokenizerFast
 
-from fppo import data, losses, models, quickstart
+from fppo import advantages, data, losses, models, quickstart
 from fppo import steps as s
 from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import Program, RunState, StepRecord, estimator, stages, train
-from fppo.pipeline.estimators import Along
+from fppo.pipeline import Program, RunState, StepRecord, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 
-CRITICS = (*losses.VALUE_LOSSES, "confidence")
+HEADS = {
+    "mse": losses.mse_head,
+    "huber": losses.huber_head,
+    "hl_gauss": partial(losses.hl_gauss_head, bins=21),
+    "two_hot": partial(losses.two_hot_head, bins=21),
+    "quantile": partial(losses.quantile_head, bins=21),
+}
+CRITICS = (*HEADS, "confidence")
 GROUPED = ("grpo", "rloo")
 
 MICRO = s.MicroBatching(size=256)
@@ -128,7 +134,7 @@ def _critic(method: str, start: Start, key: Key, loop: s.Loop, adam: s.Optimizer
     if method == "confidence":
         update = partial(s.update_confidence, loop=loop, optimizer=adam)
         return _Critic(s.init_state(s.init_confidence(key), adam), s.confidence_values, update)
-    head = losses.value_head(method, outputs=21, low=-0.1, high=1.1)
+    head = HEADS[method]()
     model, params = models.as_critic(start.model, start.params, key, outputs=head.outputs)
     values = s.Forward(model, read=head.read)
     update = partial(s.update_critic, forward=values, loss_fn=head.loss_fn, loop=loop, optimizer=adam)
@@ -164,8 +170,8 @@ def curve_of(
     fast = _adam(task.critic_rate, task.critic_cuts * task.critic_epochs * steps)
     critic = _critic(method, start, key, of_critic, fast)
     engine = task.engine(EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0), start.tokenizer)
-    along = Along(lam=task.lam, critic_lam=1.0) if method in CRITICS else Along()
-    advantage = estimator("gae" if method in CRITICS else method, along=along)
+    with_critic = partial(advantages.gae, lam=task.lam, critic_lam=1.0)
+    advantage = with_critic if method in CRITICS else getattr(advantages, method)
     program = Program(
         rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
         score=partial(stages.score_stage, score=partial(_score, task=task, tokenizer=start.tokenizer)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo.advantages._common import Advantages, check_rows, check_unit, on_mask
-from fppo.advantages.traces import lambda_returns
+from fppo.advantages.traces import lambda_returns, length_lam
 from fppo.advantages.whitening import whiten
 from fppo.losses._common import check_tokens
 from fppo.shapes import Mask, Rows, Scalar, Tokens
@@ -52,6 +52,7 @@ def gae(
     gamma: Scalar = 1.0,
     lam: Scalar | Rows = 1.0,
     critic_lam: Scalar | None = None,
+    lam_alpha: float | None = None,
     kernel: Callable[..., tuple[Tensor, Tensor]] = scan,
 ) -> Advantages:
     """Generalised advantage estimates, A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t.
@@ -61,10 +62,16 @@ def gae(
     Schulman et al., arXiv:1506.02438. All [B, T]; the result is 0 outside the mask. `kernel` computes it, such as
     `Kernels.gae`; to vmap over `gamma` or `lam` pass `fppo_kernels.gae.loop.loop`.
 
-    `lam` [B] is one for each row, such as `length_lam`; no kernel is asked then. `critic_lam` is another one for the
-    returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491), which has 1 there and 0.95 for the
-    advantages.
+    `lam` [B] is one for each row; no kernel is called then. `lam_alpha` makes it `length_lam` of that alpha, VAPO's.
+    `critic_lam` is another one for the returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491),
+    which has 1 there and 0.95 for the advantages.
     """
+    if lam_alpha is not None:
+        if isinstance(lam, Tensor) or lam != 1.0:
+            raise ValueError(
+                f"lam={lam} and lam_alpha={lam_alpha}: the second takes the place of lam; give one of them"
+            )
+        lam = length_lam(mask, alpha=lam_alpha)
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)
     check_unit("lam", lam)

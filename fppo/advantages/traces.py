@@ -56,7 +56,7 @@ def turn_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
     return turn_gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma).returns
 
 
-def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int = 1, gamma: float = 1.0) -> Advantages:
+def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int, gamma: float = 1.0) -> Advantages:
     """The error of n = `steps` steps: A_t = sum_{l < n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t.
 
     Counted in tokens of the mask; beyond the last one there are neither rewards nor values, so n = 1 is the TD error,
@@ -80,7 +80,7 @@ def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int = 1, gamma: fl
 def vtrace(
     rewards: Tokens,
     values: Tokens,
-    weights: Tokens,
+    correction_weights: Tokens,
     mask: Mask,
     *,
     gamma: float = 1.0,
@@ -90,17 +90,18 @@ def vtrace(
     """V-trace: the critic's targets of tokens that another policy sampled, and the advantages that go with them.
 
     returns v_t = V_t + w_t (r_t + gamma V_s - V_t) + gamma c_t (v_s - V_s), with c_t = lam min(cut, w_t), and
-    advantages r_t + gamma v_s - V_t, s the row's next token in the mask. `weights` [B, T], at least 0, are the
-    probabilities now over those when sampled, truncated as the paper's rho (`losses.rollout_correction` at the level
-    "token" gives them). They are not in the advantages: the policy loss of a token is multiplied by its weight anyway.
+    advantages r_t + gamma v_s - V_t, s the row's next token in the mask. The weights w = `correction_weights` [B, T],
+    at least 0, are the probabilities now over those when sampled, truncated as the paper's rho
+    (`losses.rollout_correction` at the level "token" gives them). They are not in the advantages: the policy loss of a
+    token is multiplied by its weight anyway.
     With weights of 1 the returns are those of `gae`. All [B, T]; 0 outside the mask. Espeholt et al.,
     arXiv:1802.01561, 4.1 and 4.2; lam as in its remark 2.
     """
-    check_tokens(mask, rewards=rewards, values=values, weights=weights)
+    check_tokens(mask, rewards=rewards, values=values, correction_weights=correction_weights)
     check_unit("gamma", gamma)
     check_unit("lam", lam)
     positive("cut", cut)
-    reward, value, weight = (on_mask(x, mask) for x in (rewards, values, weights))
+    reward, value, weight = (on_mask(x, mask) for x in (rewards, values, correction_weights))
     delta = weight * (reward + gamma * _next(value, mask) - value)
     trace = (gamma * lam * weight.clamp(max=cut)).where(mask, 1.0)
     goals = value + reverse_scan(delta, trace)

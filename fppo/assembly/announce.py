@@ -94,14 +94,8 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
 
 def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:
     """The settings that differ from their defaults, by their paths."""
-    own, default = (files.to_dict(x) for x in (settings, defaults))
-
-    def at(values: dict[str, Any], path: str) -> Any:
-        for name in path.split("."):
-            values = values[name]
-        return values
-
-    return {path: at(own, path) for path in files.paths() if at(own, path) != at(default, path)}
+    own, default = (files.flat(files.to_dict(x)) for x in (settings, defaults))
+    return {path: value for path, value in own.items() if path not in default or value != default[path]}
 
 
 def _prompts(prompts: PromptSet) -> str:

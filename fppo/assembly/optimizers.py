@@ -8,13 +8,13 @@ from typing import Literal
 from fppo.assembly.parts import offload_of
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import checks, files
+from fppo.settings.component import bound
 from fppo.settings.optimizer import OptimizerSettings
+from fppo.settings.tables import OPTIMIZERS
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Timeline
-from fppo.steps.muon import muon
-from fppo.steps.optimizers import Optimizer, adamw, kept_on_host, sgd
+from fppo.steps.optimizers import Optimizer, kept_on_host
 from fppo.steps.schedules import schedule
-from fppo.workers.imports import imported
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.record import Kernels
 
@@ -31,7 +31,13 @@ def optimizer_for(
     """The optimizer of one of them."""
     section = settings.actor if role == "actor" else settings.critic
     on_host = None if offload_of(settings, role) == "none" else lane
-    return optimizer_of(section.optimizer, updates_of(settings, role), kernel=kernels.adamw, on_host=on_host)
+    return optimizer_of(
+        section.optimizer,
+        updates_of(settings, role),
+        setting=f"{role}.optimizer",
+        kernel=kernels.adamw,
+        on_host=on_host,
+    )
 
 
 def updates_of(settings: TrainSettings, role: Literal["actor", "critic"]) -> int:
@@ -55,12 +61,14 @@ def optimizer_of(
     settings: OptimizerSettings,
     updates: int,
     *,
+    setting: str,
     kernel: Callable[..., None] = adamw_,
     on_host: Lane | None = None,
 ) -> Optimizer:
     """The optimizer for a run of `updates` updates, AdamW by the `kernel`. Its state is on the host if it has a lane.
 
-    Raises ValueError for a function of the user's that does not import, or makes no optimizer.
+    `setting` is what errors call the section. Raises ValueError for a function of the user's that does not import or
+    makes no optimizer, and what the optimizer's function says of its keywords.
     """
     rate = schedule(
         settings.schedule,
@@ -69,20 +77,13 @@ def optimizer_of(
         warmup_steps=settings.warmup_steps,
         min_ratio=settings.min_lr_ratio,
     )
-    clip, betas, decay = settings.max_grad_norm or None, (settings.beta1, settings.beta2), settings.weight_decay
+    (make,) = bound(settings, OPTIMIZERS, setting)
     if settings.name == "adamw":
-        kernel = kernel if on_host is None else offloaded_adamw(kernel, on_host)
-        return adamw(rate, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip, kernel=kernel)
-    if settings.name == "sgd":
-        optimizer = sgd(rate, momentum=settings.momentum or 0.0, weight_decay=decay, max_grad_norm=clip)
-    elif settings.name == "muon":
-        momentum = 0.95 if settings.momentum is None else settings.momentum
-        optimizer = muon(rate, momentum=momentum, betas=betas, eps=settings.eps, weight_decay=decay, max_grad_norm=clip)
-    else:
-        optimizer = imported(settings.name, "optimizer")(rate)
-        if not isinstance(optimizer, Optimizer):
-            raise ValueError(
-                f"optimizer {settings.name!r} returned a {type(optimizer).__name__}: called with a schedule, it must "
-                "return an fppo.steps.optimizers.Optimizer; from_function makes one of a plain function"
-            )
+        return make(rate, kernel=kernel if on_host is None else offloaded_adamw(kernel, on_host))
+    optimizer = make(rate)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{setting}.name = {settings.name!r}: it returned a {type(optimizer).__name__}: called with a schedule, it "
+            "must return an fppo.steps.optimizers.Optimizer; from_function makes one of a plain function"
+        )
     return optimizer if on_host is None else kept_on_host(optimizer, on_host)

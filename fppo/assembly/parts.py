@@ -10,7 +10,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
-from fppo import losses, models, tree
+from fppo import models, tree
 from fppo.assembly.texts import config_of, config_place, directory_of
 from fppo.key import Key
 from fppo.losses import ValueHead
@@ -26,10 +26,12 @@ from fppo.runtime.devices import named_device
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.component import bound
 from fppo.settings.critic import CriticSettings
 from fppo.settings.lora import reference_is_base, shares_base, uses_lora
 from fppo.settings.modules import INNER, kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
+from fppo.settings.tables import VALUE_HEADS
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
@@ -160,18 +162,13 @@ def _loader(settings: TrainSettings, mesh: Mesh) -> Callable[..., tuple[Model, P
 
 
 def value_head_of(settings: TrainSettings) -> ValueHead:
-    """What the critic's outputs mean, and its loss."""
-    section = settings.critic
-    low, high = section.range
-    return losses.value_head(
-        section.loss,
-        outputs=section.bins,
-        low=low,
-        high=high,
-        sigma=section.sigma,
-        delta=section.huber_delta,
-        clip=section.value_clip,
-    )
+    """What the critic's outputs mean, and its loss. Raises ValueError for a function that makes no value head."""
+    (make,) = bound(settings.critic.loss, VALUE_HEADS, "critic.loss")
+    head = make()
+    if not isinstance(head, ValueHead):
+        made = f"it returned a {type(head).__name__}, and must return an fppo.losses.ValueHead"
+        raise ValueError(f"critic.loss.name = {settings.critic.loss.name!r}: {made}")
+    return head
 
 
 def offload_of(settings: TrainSettings, role: Role) -> Offload:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -17,7 +16,7 @@ from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_
 from fppo.batch import Annotated
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
-from fppo.pipeline.estimators import WHITENED, AdvantageFn, Along, estimator
+from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads, whitens
 from fppo.pipeline.gap import watch_annotate, watch_update
 from fppo.pipeline.measure import with_mfu
 from fppo.pipeline.own import SCREENED, screened
@@ -39,10 +38,11 @@ from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.offload import Lane, activations_on_host, offloaded
 from fppo.settings import checks, files, old_log_probs
-from fppo.settings.algorithm import AlgorithmSettings
+from fppo.settings.component import bound, requires, takes, value_of
 from fppo.settings.critic import CriticSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.rollout import FilterSettings
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS, POLICY_LOSSES
 from fppo.settings.train import ActorSettings, TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
 from fppo.steps.confidence import update_confidence
@@ -52,11 +52,11 @@ from fppo.steps.hidden import update_hidden
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.train_state import Params
-from fppo.workers.imports import imported
 from fppo_kernels.record import Kernels
 
 # the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
 _EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
+Correct = Callable[[Tensor, Tensor, Tensor], losses.Correction]  # of old log-probs, the engine's, and the mask
 ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
@@ -86,50 +86,34 @@ def policy_loss(actor: ActorSettings) -> LossFn | SelectiveLoss:
 
     Raises ValueError for a function of the user's that does not import.
     """
-    name = actor.loss.name
-    if ":" in name:
-        return imported(name, "actor.loss.name")
-    loss = partial(getattr(losses, name), **files.loss_scalars(actor.loss))
-    if name not in checks.SELECTION_KEYWORDS:
-        return loss
-    return SelectiveLoss(loss, partial(getattr(losses, f"select_{name}"), **files.selection_scalars(actor.loss)))
+    functions = bound(actor.loss, POLICY_LOSSES, "actor.loss")
+    return functions[0] if len(functions) == 1 else SelectiveLoss(*functions)
 
 
 def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping[str, float]], AdvantageFn]:
     """The estimator that the settings name, for the weights of the reward's functions by their names.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, and for a critic's that does not say so in its source.
     """
-    algorithm = settings.algorithm
-    if ":" in algorithm.advantage:
-        own: AdvantageFn = imported(algorithm.advantage, "algorithm.advantage")
-        return lambda weights: own
-    along = along_of(algorithm)
-    correct = partial(losses.rollout_correction, **(files.correction_keywords(algorithm.correction) or {}))
-    bound = {"along": along, "scale": algorithm.scale, "leave_one_out": algorithm.leave_one_out, "gae": kernels.gae}
-    return lambda weights: estimator(algorithm.advantage, **bound, weights=weights, correct=correct)
-
-
-def along_of(algorithm: AlgorithmSettings) -> Along:
-    """The scalars of estimators along the tokens."""
-    return Along(
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
-        critic_lam=algorithm.critic_lam,
-        alpha=algorithm.lam_alpha,
-        steps=algorithm.td_steps or 1,
-        cut=algorithm.trace_cut,
-    )
+    part = settings.algorithm.advantage
+    (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
+    if takes(fn, "kernel"):
+        fn = partial(fn, kernel=kernels.gae)
+    if reads(fn, "values") and not checks.uses_critic(settings):
+        text = "it reads values, of a critic, and its source does not say so: define it with def in its module"
+        raise ValueError(f"algorithm.advantage.name = {part.name!r}: {text}")
+    correct = _correction_of(settings) or by_token
+    weighs = takes(fn, "weights") and "weights" not in part.keywords
+    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct)
 
 
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:
     """When the critic's pretraining ends; None for none."""
-    critic, gamma = settings.critic, settings.algorithm.gamma
+    critic, advantage = settings.critic, settings.algorithm.advantage
     if not (critic.pretrain and checks.uses_critic(settings)):
         return None
-    returns_of = partial(advantages.discounted_returns, gamma=gamma)
-    if settings.algorithm.advantage == "turn_gae":
-        returns_of = partial(advantages.turn_returns, gamma=gamma)
+    returns = advantages.turn_returns if advantage.name == "turn_gae" else advantages.discounted_returns
+    returns_of = partial(returns, gamma=value_of(advantage, ESTIMATORS, "gamma", 1.0))
     return Pretrain(
         limit=critic.pretrain, patience=critic.pretrain_patience, rise=critic.pretrain_rise, returns_of=returns_of
     )
@@ -197,7 +181,7 @@ def functions_of(
     model, section = settings.model, settings.algorithm
     named = {
         "loss_fn": ("actor.loss.name", settings.actor.loss.name),
-        "advantage_fn": ("algorithm.advantage", section.advantage),
+        "advantage_fn": ("algorithm.advantage.name", section.advantage.name),
         **{setting.rpartition(".")[2]: (setting, name) for setting, name in kernels_named(settings).items()},
     }
     wrong = (
@@ -220,27 +204,34 @@ def functions_of(
 
 def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:
     algorithm = settings.algorithm
-    kl, correction = algorithm.kl, files.correction_keywords(algorithm.correction)
+    kl = algorithm.kl
+    advantage_fn = resources.advantage({term.name: term.weight for term in resources.runner.terms})
     stage = partial(
         stages.estimate,
-        advantage_fn=resources.advantage({term.name: term.weight for term in resources.runner.terms}),
+        advantage_fn=advantage_fn,
         max_tokens=resources.sampling.max_tokens,
         kl_in_reward=kl.coef > 0,
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=_correction(correction, settings.actor.loss.name) if correction else None,
+        correct=_by_row_if_needed(settings),
         drop=_dropped(settings.rollout.filter),
-        whiten=algorithm.whiten if checks.uses_critic(settings) else algorithm.advantage in WHITENED,
+        whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
     agreed, disputed = settings.critic.leave_agreed, settings.critic.leave_disputed
     stage = stages.leave_agreed(stage, share=agreed) if agreed else stage
     return stages.leave_disputed(stage, share=disputed) if disputed else stage
 
 
-def _correction(keywords: Mapping[str, Any], loss: str) -> Callable[[Tensor, Tensor, Tensor], losses.Correction]:
-    """The off-policy correction of a policy loss: gmpo, whose loss is a row's, has one weight for a row."""
-    correct = partial(losses.rollout_correction, **keywords)
-    if loss != "gmpo":
+def _correction_of(settings: TrainSettings) -> Correct | None:
+    """The off-policy correction of the settings; None if nothing is to be corrected."""
+    found = bound(settings.algorithm.correction, CORRECTIONS, "algorithm.correction")
+    return found[0] if found else None
+
+
+def _by_row_if_needed(settings: TrainSettings) -> Correct | None:
+    """The off-policy correction of the policy loss: gmpo, whose loss is a row's, has one weight for a row."""
+    correct = _correction_of(settings)
+    if correct is None or settings.actor.loss.name != "gmpo":
         return correct
 
     def by_row(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> losses.Correction:
@@ -276,7 +267,7 @@ def sample_of(settings: TrainSettings, resources: Resources) -> SampleStage:
 
 
 def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
-    if settings.algorithm.advantage != "remax":
+    if not requires(settings.algorithm.advantage, ESTIMATORS, "baselines"):
         return partial(stages.score_stage, score=resources.score)
     greedy = attrs.evolve(resources.sampling, greedy=True, n=1)
     return partial(stages.score_with_greedy, score=resources.score, engine=resources.engine, sampling=greedy)
@@ -352,4 +343,4 @@ def critic_update(
 
 def _needs_squares(settings: TrainSettings) -> bool:
     """Whether the estimator wants the sum of squared probabilities, which takes a pass of the policy."""
-    return settings.algorithm.advantage == "optimal_token_baseline"
+    return requires(settings.algorithm.advantage, ESTIMATORS, "sum_squared_probs")

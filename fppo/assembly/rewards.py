@@ -110,7 +110,7 @@ def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
     return rewards.combine(
         section.functions,
         section.weights,
-        pattern=section.pattern,
+        arguments=section.arguments,
         max_tokens=settings.rollout.max_tokens,
         overlong_buffer=section.overlong_buffer,
         overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,

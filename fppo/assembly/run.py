@@ -22,7 +22,7 @@ from fppo.assembly.machine import resolved
 from fppo.assembly.parts import offload_of
 from fppo.assembly.placed import Placed
 from fppo.assembly.pools import engine_pool, home_of
-from fppo.assembly.program import Resources, along_of, pretrain_of, program_of
+from fppo.assembly.program import Resources, pretrain_of, program_of
 from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
@@ -50,6 +50,8 @@ from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.component import bound, value_of
+from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.record import Kernels
@@ -333,7 +335,8 @@ def _evaluation(
 
 def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
     sampling, algorithm = attrs.evolve(resources.sampling, n=1), settings.algorithm
-    gamma = 1.0 if algorithm.advantage == "turn_gae" else algorithm.gamma  # of one turn
+    advantage, of_turns = algorithm.advantage, algorithm.advantage.name == "turn_gae"
+    gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # of one turn
     if isinstance(resources.engine, TurnsEngine):
         exact = Played(game=game_of(settings), engine=resources.engine, sampling=sampling, gamma=gamma)
     else:
@@ -341,7 +344,7 @@ def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) ->
         exact = partial(one_answer, answers=answers, gamma=gamma)
     return partial(
         critic_truth,
-        known=Known(exact=exact, estimate=of_values(algorithm.advantage, along_of(algorithm))),
+        known=Known(exact=exact, estimate=of_values(*bound(advantage, ESTIMATORS, "algorithm.advantage"))),
         engine=resources.engine,
         sampling=sampling,
         passes=resources.passes,

@@ -27,6 +27,7 @@ from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
+from fppo.settings.component import parts
 from fppo.settings.mesh import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
@@ -113,7 +114,7 @@ def _train(rest: Sequence[str]) -> int | None:
     if not own:
         return _no_file("train")
     look = partial(_look, processes, exports=True)
-    settings = files.load(*file_and_overrides(own, "train"), prog=usage, look=look)
+    settings = files.load(*file_and_overrides(own, "train"), look=look)
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
@@ -127,7 +128,7 @@ def _rollout(rest: Sequence[str]) -> int | None:
     processes, own = processes_of(rest)
     if not own:
         return _no_file("rollout")
-    settings = files.load(*file_and_overrides(own, "rollout"), prog=usage, look=partial(_look, processes))
+    settings = files.load(*file_and_overrides(own, "rollout"), look=partial(_look, processes))
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.rollout, settings, ["rollout", *own], *processes, trains=False)
@@ -145,7 +146,7 @@ def _eval(rest: Sequence[str]) -> int | None:
     file = None if run is None else Path(run) / files.SETTINGS
     if file is not None and not file.exists():
         raise UsageError(f"{file}: there is no such file; give the output_dir of a run")
-    settings = files.load(file, overrides, prog=usage, run=run)
+    settings = files.load(file, overrides, run=run)
     if run is not None and settings.output_dir != run:
         raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
@@ -242,7 +243,7 @@ def _compare(rest: Sequence[str]) -> int | None:
     options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
     if wrong := settings_compare.problems(options):
         raise files.SettingsError(wrong)
-    settings = files.load(file, own, prog=prog, look=partial(_look, processes))
+    settings = files.load(file, own, look=partial(_look, processes))
     from fppo.commands import actions, compare, distributed
 
     def train(settings: TrainSettings, file: Path) -> int:
@@ -265,7 +266,7 @@ def _plan(rest: Sequence[str]) -> int | None:
     if helps.wanted(rest):
         return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings)
     file, own = file_and_overrides(rest, "plan")
-    of_file = None if file is None else files.load(file, prog="fppo plan FILE.toml")
+    of_file = None if file is None else files.load(file)
     default = PlanSettings() if of_file is None else settings_plan.of_run(of_file)
     options = tyro.cli(PlanSettings, args=own, default=default, prog="fppo plan [FILE.toml]")
     if wrong := settings_plan.problems(options):
@@ -289,15 +290,21 @@ def _no_file(command: str) -> int:
 
 
 def _look(processes: Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
-    """All that is wrong with what settings name outside of themselves and can be seen before torch is loaded; of a run
-    that `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
-    run will read them, and name theirs with what it finds."""
+    """All problems with what settings name outside of themselves that can be seen before the run.
+
+    Where it `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
+    run will read them, and name theirs with what it finds.
+    """
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
     here, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
     wrong = [*places.place_problems(settings), *([] if target is None else [target])]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, here, visible=visible)]
     wrong += [*contents.token_problems(settings), *checks.mesh_problems(settings, world)]
+    if any(part.keywords for _, part, _ in parts(settings)):
+        from fppo.assembly import trials  # here: it loads torch, which the run will need anyway
+
+        wrong += trials.value_problems(settings, [*known, *wrong])
     every = [*known, *wrong]
     if every and not any(text.startswith(("data.", "[data")) for text in every):
         wrong += contents.row_problems(settings)

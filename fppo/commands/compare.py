@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fppo._errors import RunFailed, UsageError, printable
+from fppo.assembly.trials import value_problems
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
-from fppo.settings import files, logged, places
+from fppo.settings import checks, files, logged, places
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
@@ -29,10 +30,9 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
         for number in range(asked.seeds):
             seed = settings.seed + number
             of_seed[seed] = changed(settings, variant, number, str(out / variant.directory / f"seed_{seed}"))
-        try:
-            files.check(next(iter(of_seed.values())))
-        except files.SettingsError as error:
-            problems += [f"{variant.name}: {problem}" for problem in error.problems]
+        first = next(iter(of_seed.values()))
+        wrong = checks.problems(first)
+        problems += [f"{variant.name}: {problem}" for problem in (*wrong, *value_problems(first, wrong))]
         runs[variant.name] = of_seed
     problems += _metric_problems([next(iter(seeds.values())) for seeds in runs.values()], asked.metrics)
     if problems:

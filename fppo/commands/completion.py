@@ -13,7 +13,9 @@ from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trac
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
+from fppo.settings.component import parts, signature_of
 from fppo.settings.plan import PlanSettings
+from fppo.settings.train import TrainSettings
 
 SHELLS = ("bash", "zsh", "fish")
 ADVICE = """For this shell alone, or for all in the file that it reads as it starts (~/.bashrc, ~/.zshrc, config.fish):
@@ -41,7 +43,7 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
         positional = {field.name for field in attrs.fields(cls) if "Positional" in str(field.type)}
         kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in positional}
     if command in _SETTINGS:
-        kinds |= files.paths()
+        kinds |= files.paths() | _keywords()
     flags: dict[str, tuple[str, ...]] = {}
     for path, kind in kinds.items():
         section, dot, name = path.replace("_", "-").rpartition(".")
@@ -53,6 +55,17 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
     if command == "replay":
         flags["--nproc"] = ()
     return flags | {"--help": (), "--traceback": ()}
+
+
+def _keywords() -> dict[str, Any]:
+    """The types of the keywords that the library's own parts take, by their paths."""
+    return {
+        f"{path}.{name}": keyword.kind
+        for path, _, table in parts(TrainSettings())
+        for function in table
+        if (signature := signature_of(function, table)) is not None
+        for name, keyword in signature.keywords.items()
+    }
 
 
 def _choices(kind: Any) -> tuple[str, ...]:

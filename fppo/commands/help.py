@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.settings.fields import name_of
+from fppo.settings.component import Functions, Keyword, signature_of, table_of
+from fppo.settings.fields import fields_of, name_of
 from fppo.settings.train import TrainSettings
 
 _NAMES = 14  # columns for names in front of what is said of them
@@ -139,8 +140,9 @@ def _sections(cls: type) -> Iterator[tuple[str, str]]:
 
 def _settings(cls: type, prefix: str = "", default: Any = None) -> Iterator[_Setting]:
     default = cls() if default is None else default
-    for field in attrs.fields(attrs.resolve_types(cls, include_extras=False)):
-        if not attrs.has(field.type):
+    attrs.resolve_types(cls, include_extras=False)
+    for field in fields_of(cls):
+        if not attrs.has(field.type or str):
             text = _texts(cls).get(field.name, "")
             yield _Setting(f"{prefix}{name_of(field)}", field.type, getattr(default, field.name), text)
 
@@ -158,7 +160,25 @@ def _texts(cls: type) -> dict[str, str]:
 
 
 def _lines(cls: type, prefix: str = "", default: Any = None) -> list[str]:
-    return [line for setting in _settings(cls, prefix, default) for line in _written(setting)]
+    lines = [line for setting in _settings(cls, prefix, default) for line in _written(setting)]
+    return lines if (table := table_of(cls)) is None else [*lines, *_keywords(table, prefix)]
+
+
+def _keywords(table: Functions, prefix: str) -> list[str]:
+    """The lines of a part's keywords: for each function of its table those that it takes, with their defaults."""
+    lines = [f"  --{prefix.replace('_', '-')}KEYWORD VALUE", "      Any keyword of the function that is named:"]
+    for name in table:
+        signature = signature_of(name, table)
+        keywords = {} if signature is None else signature.keywords
+        words = [f"{key} {_default(keyword)}".strip() for key, keyword in keywords.items()]
+        lines.append(f"      {name}: {', '.join(words) or 'none'}")
+    return lines
+
+
+def _default(keyword: Keyword) -> str:
+    if keyword.default is attrs.NOTHING:
+        return "(give one)"
+    return "none" if keyword.default is None else _plain(keyword.default)
 
 
 def _written(setting: _Setting) -> list[str]:

@@ -32,10 +32,12 @@ from fppo.plan.values import GIB, plain
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import DATA_AXES, Sharding
 from fppo.settings import checks, old_log_probs, placement, resolve
+from fppo.settings.component import requires, value_of
 from fppo.settings.mesh import PlanMeshSettings
 from fppo.settings.placement import places_of, pools_of
 from fppo.settings.plan import PlanSettings, pools_of_run
 from fppo.settings.plan_rollout import PlanRolloutSettings
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
 
 
@@ -127,9 +129,9 @@ def _batch(run: TrainSettings) -> Batch:
         response=run.rollout.max_tokens,
         terms=[*run.reward.functions, *(name for name, path in more.items() if path is not None)],
         sampled=run.rollout.from_ is None,
-        greedy=algorithm.advantage == "remax",
+        greedy=requires(algorithm.advantage, ESTIMATORS, "baselines"),
         old_log_probs=old_log_probs.source(run),
-        sum_squared=algorithm.advantage == "optimal_token_baseline",
+        sum_squared=requires(algorithm.advantage, ESTIMATORS, "sum_squared_probs"),
         critic=reader,
         members=critic.ensemble,
         hidden=hidden_width(bare_model(run)) if reader == "hidden" else 0,
@@ -137,7 +139,7 @@ def _batch(run: TrainSettings) -> Batch:
         reference=checks.uses_reference(run),
         replay=replay,
         routed=sum(router.chosen * (1 if router.experts <= 1 << 8 else 4) for router in routers),
-        weighed=algorithm.correction.mode != "none",
+        weighed=value_of(algorithm.correction, CORRECTIONS, "level") is not None,
         undisputed=bool(critic.leave_disputed),
     )
 

@@ -84,6 +84,12 @@ def positive(name: str, value: Scalar) -> None:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
+def positive_all(**values: Scalar) -> None:
+    """ValueError, by its name, for a value that is not > 0."""
+    for name, value in values.items():
+        positive(name, value)
+
+
 def unknown(what: str, name: str, choices: Iterable[str]) -> NoReturn:
     """ValueError that says what the choices of `what` are, and which of them is nearest to `name`."""
     names = list(choices)

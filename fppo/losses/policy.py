@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.losses._common import clean_inputs, clip, log_ratio, positive, row_counts, row_mean, scalar
+from fppo.losses._common import clean_inputs, clip, log_ratio, positive, positive_all, row_counts, row_mean, scalar
 from fppo.metrics import Metrics, masked_mean
 from fppo.shapes import Mask, Scalar, Tokens
 
@@ -32,6 +32,7 @@ def ppo_clip(
     PPO (arXiv:1707.06347) with the dual clip of arXiv:1912.09729; `dual_clip=None` leaves that out, otherwise it
     must be > 1.
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
     if dual_clip is not None and not isinstance(dual_clip, Tensor) and not dual_clip > 1:
         raise ValueError(f"dual_clip must be > 1 (it bounds the ratio of actions that got worse), got {dual_clip}")
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
@@ -66,6 +67,7 @@ def gspo(
     GSPO-token (arXiv:2507.18071): the value is s, the gradient s times that of the token's own log-prob. The
     log-ratio is capped at 10 from above. Meant for the mode "seq-mean-token-mean".
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     sequence = row_mean(delta.detach(), mask)[..., None]
@@ -92,6 +94,7 @@ def sapo(
 
     SAPO (arXiv:2511.20347). Meant for the mode "seq-mean-token-mean".
     """
+    positive_all(tau_pos=tau_pos, tau_neg=tau_neg)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs)
     tau = torch.where(adv > 0, scalar(tau_pos, adv), scalar(tau_neg, adv))
@@ -119,6 +122,7 @@ def cispo(
 
     CISPO (arXiv:2506.13585): a clipped token keeps its gradient.
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     ratio = delta.exp()
@@ -145,6 +149,7 @@ def gmpo(
     sign(A) clip(delta)). GMPO (arXiv:2507.20673; the paper's bounds are 0.4). The log-ratio is not clamped otherwise.
     Meant for the mode "seq-mean-token-mean", under which a row counts once.
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     sign = adv.sign()
@@ -190,6 +195,7 @@ def dppo_tv(
     In bounds: p - p_old <= clip_high where A > 0, p - p_old >= -clip_low elsewhere. DPPO-Binary-TV
     (arXiv:2602.04879), which recommends a large `max_ratio`.
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     moved = log_probs.detach().exp() - old_log_probs.detach().exp()
@@ -212,6 +218,7 @@ def dppo_kl(
     A token is in bounds if that is at most clip_high (A > 0) or clip_low (elsewhere), or if the probability moved
     against the advantage. DPPO-Binary-KL (arXiv:2602.04879).
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high, max_ratio=max_ratio)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs).detach()
     new_log, old_log = log_probs.detach(), old_log_probs.detach()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fppo.losses._common import check_tokens, clean, clean_inputs, clip, log_ratio, positive, scalar
+from fppo.losses._common import check_tokens, clean, clean_inputs, clip, log_ratio, positive, positive_all, scalar
 from fppo.metrics import Metrics, masked_mean
 from fppo.shapes import Mask, Scalar, Tokens
 
@@ -55,7 +55,9 @@ def select_clip_cov(
     whole mini-batch. `noise` [B, T], uniform, is the chance: the candidates of smallest noise are taken, so
     the choice goes with the rows, not with their order.
     """
-    positive("ratio", ratio)
+    _check_share(ratio)
+    if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low < high:
+        raise ValueError(f"low={low}, high={high}: low must be less than high")
     check_tokens(mask, log_probs=log_probs, advantages=advantages, noise=noise)
     cov = _covariance(log_probs, advantages, mask)
     log_probs, old_log_probs, adv = clean_inputs(log_probs.detach(), old_log_probs, advantages, mask)
@@ -79,10 +81,16 @@ def select_kl_cov(
     All tensors are of the whole mini-batch. `noise` [B, T] decides between equal covariances alone, and
     `old_log_probs` decides nothing: it is there for the signature that all selections have.
     """
-    positive("ratio", ratio)
+    _check_share(ratio)
     check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, noise=noise)
     cov = _covariance(log_probs, advantages, mask)
     return _smallest(mask, (noise.double(), -cov), _quota(mask, ratio))
+
+
+def _check_share(ratio: Scalar) -> None:
+    positive("ratio", ratio)
+    if not isinstance(ratio, Tensor) and ratio > 1:
+        raise ValueError(f"ratio must be at most 1, got {ratio}")
 
 
 def _check_selected(selected: Tensor, mask: Tensor) -> None:
@@ -106,6 +114,7 @@ def clip_cov(
     The selected tokens keep their place in the denominator. The log-ratio is not clamped. "actor/pg_clipfrac" is
     the fraction of tokens selected.
     """
+    positive_all(clip_low=clip_low, clip_high=clip_high)
     _check_selected(selected, mask)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
     delta = log_ratio(log_probs, old_log_probs, bound=None)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fppo.losses._common import check_tokens, clean, positive, scalar, unknown
+from fppo.losses._common import check_tokens, clean, positive, scalar
 from fppo.losses._common import clip as bounded
 from fppo.metrics import Metrics, masked_mean
 from fppo.shapes import Mask, Outputs, Scalar, Tokens
@@ -153,36 +153,37 @@ class ValueHead:
     loss_fn: Callable[..., tuple[Tensor, Metrics]] = value_loss
 
 
-VALUE_LOSSES = ("mse", "huber", "hl_gauss", "two_hot", "quantile")
+def mse_head(*, clip: float | None = 0.5) -> ValueHead:
+    """The head of one output that `value_loss` fits; a value may move by `clip` from the old one (None: freely)."""
+    return ValueHead(loss_fn=partial(value_loss, clip=clip))
 
 
-def value_head(
-    name: str,
-    *,
-    outputs: int = 51,
-    low: float = 0.0,
-    high: float = 1.0,
-    sigma: float = 0.75,
-    delta: float = 1.0,
-    clip: float | None = 0.5,
-) -> ValueHead:
-    """The head of a loss by name, with its scalars bound: "mse" (`value_loss`) and "huber" have one output, "hl_gauss",
-    "two_hot" and "quantile" have `outputs`. Raises ValueError for a name that there is not."""
-    span = {"low": low, "high": high}
-    match name:
-        case "mse":
-            return ValueHead(loss_fn=partial(value_loss, clip=clip))
-        case "huber":
-            return ValueHead(loss_fn=partial(huber_value_loss, delta=delta, clip=clip))
-        case "hl_gauss":
-            loss_fn = partial(hl_gauss, sigma=sigma, **span)
-            return ValueHead(outputs=outputs, read=partial(binned_values, **span), loss_fn=loss_fn)
-        case "two_hot":
-            return ValueHead(outputs=outputs, read=partial(placed_values, **span), loss_fn=partial(two_hot, **span))
-        case "quantile":
-            return ValueHead(outputs=outputs, read=mean_of_quantiles, loss_fn=partial(quantile_loss, delta=delta))
-        case _:
-            unknown("value loss", name, VALUE_LOSSES)
+def huber_head(*, delta: float = 1.0, clip: float | None = 0.5) -> ValueHead:
+    """The head of one output that `huber_value_loss` fits."""
+    return ValueHead(loss_fn=partial(huber_value_loss, delta=delta, clip=clip))
+
+
+def hl_gauss_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1, sigma: float = 0.75) -> ValueHead:
+    """The head of `bins` outputs that `hl_gauss` fits; leave some room between `low`, `high` and the scores."""
+    read, loss_fn = partial(binned_values, low=low, high=high), partial(hl_gauss, low=low, high=high, sigma=sigma)
+    return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
+
+
+def two_hot_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1) -> ValueHead:
+    """The head of an output for each of `bins` places from `low` to `high` that `two_hot` fits."""
+    read, loss_fn = partial(placed_values, low=low, high=high), partial(two_hot, low=low, high=high)
+    return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
+
+
+def quantile_head(*, bins: int = 51, delta: float = 1.0) -> ValueHead:
+    """The head of `bins` quantiles that `quantile_loss` fits."""
+    return ValueHead(outputs=_several(bins), read=mean_of_quantiles, loss_fn=partial(quantile_loss, delta=delta))
+
+
+def _several(bins: int) -> int:
+    if bins < 2:
+        raise ValueError(f"bins must be 2 or more, got {bins}")
+    return bins
 
 
 def _clipped(

@@ -1,6 +1,6 @@
 """A run as state and stages: one step of it, the loop around it, and what computes or compares its steps again."""
 
-from fppo.pipeline.estimators import estimator
+from fppo.pipeline.estimators import OfRows
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.passes import Passes, policy_pass, value_pass
 from fppo.pipeline.program import Draw, Program, RunState, in_turn, sample_batch
@@ -13,6 +13,7 @@ from fppo.pipeline.wiring import Pieces, pieces
 __all__ = [
     "Draw",
     "Evaluation",
+    "OfRows",
     "Passes",
     "Pieces",
     "Program",
@@ -22,7 +23,6 @@ __all__ = [
     "annotate",
     "annotate_by",
     "estimate",
-    "estimator",
     "evaluate",
     "in_turn",
     "iterate",

@@ -1,11 +1,11 @@
-"""Advantage estimators by name, as functions of annotated rows and their token rewards."""
+"""Advantage estimators as functions of annotated rows: each parameter is a column of the rows, by its name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any
 
 import attrs
 import torch
@@ -15,166 +15,116 @@ from fppo import advantages, losses
 from fppo.advantages import Advantages
 from fppo.batch import Annotated
 from fppo.losses import Correction
-from fppo_kernels.gae.scan import scan
 
+Estimator = Callable[..., Advantages | Tensor]  # of columns by their names
 AdvantageFn = Callable[[Annotated, Tensor], Advantages]  # of rows and their token rewards [B, T]
-GroupFn = Callable[[Tensor, Tensor, Tensor], Advantages | Tensor]  # of scores [B], mask [B, T] and groups [B]
-Estimator = AdvantageFn | GroupFn
-CRITIC = ("gae", "turn_gae", "td", "vtrace")  # those that have a critic
-NAMES = (
-    *CRITIC,
-    "grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "remax",
-    "grpo_passk",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "optimal_token_baseline",
-    "gdpo",
-)
-GROUPED = (
-    *("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
-)
-WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")  # those that whiten what they estimate
-
-
-@attrs.frozen(kw_only=True)
-class Along:
-    """The scalars of the estimators along the tokens of a row, each as the function of `fppo.advantages` has it."""
-
-    gamma: float = 1.0
-    lam: float = 1.0
-    critic_lam: float | None = None  # of "gae"
-    alpha: float | None = None  # of "gae": the policy's lam is `advantages.length_lam`
-    steps: int = 1  # of "td"
-    cut: float = 1.0  # of "vtrace"
-
-
-PLAIN = Along()
 by_token = partial(losses.rollout_correction, level="token")
 
+COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their token rewards [B, T]
+    "rows": lambda rows, rewards: rows,
+    "rewards": lambda rows, rewards: rewards,
+    "scores": lambda rows, rewards: rewards.sum(1),  # a KL penalty in the rewards reaches groups, too
+    "named_scores": lambda rows, rewards: {k: x.nan_to_num(nan=0.0) for k, x in rows.named_scores.items()},
+    "outcomes": lambda rows, rewards: rows.outcome,
+    "mask": lambda rows, rewards: rows.response_mask,
+    "groups": lambda rows, rewards: rows.groups,
+    "values": lambda rows, rewards: rows.values,
+    "baselines": lambda rows, rewards: rows.baselines,
+    "log_probs": lambda rows, rewards: rows.old_log_probs,
+    "rollout_log_probs": lambda rows, rewards: rows.rollout_log_probs,
+    "sum_squared_probs": lambda rows, rewards: rows.sum_squared_probs,
+}
+WEIGHTS = "correction_weights"  # the column that a correction makes
 
-def estimator(
-    name: str,
-    *,
-    along: Along = PLAIN,
-    scale: str = "std",
-    leave_one_out: bool = False,
-    gae: Callable[..., tuple[Tensor, Tensor]] = scan,
-    weights: Mapping[str, float] | None = None,
-    correct: Callable[[Tensor, Tensor, Tensor], Correction] = by_token,
-) -> AdvantageFn:
-    """The estimator of that name with its scalars bound: (annotated rows, token rewards [B, T]) -> Advantages.
 
-    Group estimators compare the sums of the token rewards, so a KL penalty in the rewards reaches them too; "gdpo",
-    which compares the reward's functions one by one, refuses rewards with anything else in them. `leave_one_out` is for
-    "opo" and "optimal_token_baseline". `gae` is the kernel
-    that "gae" calls, `weights` are those of "gdpo", and `correct` gives those of "vtrace" from the old log-probs, the
-    engine's and the mask; it should be the correction of the stage, whose weights multiply the policy loss. A row that
-    is alone in its group because the others have no score has an advantage of 0. Raises ValueError for a name that
-    there is not; the function, for columns that it needs and lacks, for a correction without weights, and for groups of
-    one row each.
+@attrs.frozen
+class OfRows:
+    """An estimator as a function of annotated rows and their token rewards [B, T].
+
+    `fn` is called with the columns that its parameters name, of `COLUMNS` and "correction_weights"; those without a
+    default must be in the rows. One that reads "groups" gets a mask without the rows that have nothing to be compared
+    with, as the others have no score. Where it returns advantages alone, the returns are the sums of the token rewards.
+
+    Raises ValueError for a parameter that is no column, a column that the rows lack, a correction without weights,
+    groups of one row each, and for token rewards with a KL penalty in them where `fn` reads "named_scores".
     """
-    if name not in NAMES:
-        raise ValueError(f"unknown advantage estimator {name!r}; there are {list(NAMES)}")
-    if name in CRITIC:
-        return partial(_with_critic, name=name, along=along, gae=gae, correct=correct)
-    bound = {"gamma": along.gamma, "scale": scale, "leave_one_out": leave_one_out, "weights": weights}
-    return partial(_estimate, name=name, **bound)
+
+    fn: Estimator
+    correct: Callable[[Tensor, Tensor, Tensor], Correction] = by_token  # of old log-probs, the engine's, and the mask
+
+    def __call__(self, rows: Annotated, rewards: Tensor) -> Advantages:
+        name, (needed, optional) = name_of(self.fn), columns_of(self.fn)
+        if "groups" in needed and len(rows.groups) == len(rows.groups.unique()):
+            text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
+            raise ValueError(f"the estimator {name!r} {text}")
+        if "named_scores" in needed:
+            _check_alone(name, rows, rewards)
+        if "groups" in needed:
+            rows = attrs.evolve(rows, response_mask=_compared(rows))
+        columns = {column: COLUMNS[column](rows, rewards) for column in (*needed, *optional) if column != WEIGHTS}
+        if WEIGHTS in needed:
+            columns[WEIGHTS] = self.correct(rows.old_log_probs, rows.rollout_log_probs, rows.response_mask).weights
+        if missing := [column for column in needed if columns[column] is None]:
+            raise ValueError(f"the estimator {name!r} needs {', '.join(missing)} in the batch")
+        result = self.fn(**columns)
+        if isinstance(result, Tensor):
+            return Advantages(result, rewards.sum(1)[:, None].where(rows.response_mask, 0.0))
+        return result
 
 
-def of_values(
-    name: str,
-    along: Along = PLAIN,
-    *,
-    gae: Callable[..., tuple[Tensor, Tensor]] = scan,
-    weights: Tensor | None = None,
-) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
-    """An estimator of `CRITIC` by name as a function of token rewards, values and mask [B, T]. "vtrace" takes `weights`
-    [B, T], or those of tokens that the policy itself sampled, 1."""
+def of_rows(fn: Estimator) -> AdvantageFn:
+    """The estimator as a function of annotated rows and their token rewards."""
+    return fn if isinstance(fn, OfRows) else OfRows(fn)
+
+
+def columns_of(fn: Estimator) -> tuple[list[str], list[str]]:
+    """The columns that an estimator's parameters name: those without a default, and those with one.
+
+    Raises ValueError for a parameter that must be given and is no column.
+    """
+    parameters = inspect.signature(fn).parameters.values()
+    named = [x for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    needed = [x.name for x in named if x.default is x.empty]
+    if unknown := [name for name in needed if name not in COLUMNS and name != WEIGHTS]:
+        raise ValueError(
+            f"the estimator {name_of(fn)!r} has parameters {unknown}, which are no columns of the batch; there are "
+            f"{', '.join([*COLUMNS, WEIGHTS])}, and a number of its own is a keyword with a default"
+        )
+    return needed, [x.name for x in named if x.default is not x.empty and x.name in COLUMNS]
+
+
+def reads(fn: Estimator, column: str) -> bool:
+    """Whether an estimator needs a column, by its name: "values" need a critic, "groups" several responses each."""
+    return column in columns_of(fn.fn if isinstance(fn, OfRows) else fn)[0]
+
+
+def whitens(fn: Estimator) -> bool:
+    """Whether an estimator's advantages are whitened once rows have left the mask: with a critic, or as it does."""
+    plain = fn.fn if isinstance(fn, OfRows) else fn
+    plain = plain.func if isinstance(plain, partial) else plain
+    return reads(fn, "values") or plain in advantages.WHITENED
+
+
+def of_values(fn: Estimator) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
+    """An estimator with a critic as a function of token rewards, values and mask [B, T], where the policy itself has
+    sampled: correction weights are 1. Raises ValueError for one that reads other columns."""
+    plain = fn.fn if isinstance(fn, OfRows) else fn
 
     def estimate(rewards: Tensor, values: Tensor, mask: Tensor) -> Advantages:
-        match name:
-            case "turn_gae":
-                return advantages.turn_gae(rewards, values, mask, gamma=along.gamma, lam=along.lam)
-            case "td":
-                return advantages.td(rewards, values, mask, steps=along.steps, gamma=along.gamma)
-            case "vtrace":
-                own = torch.ones_like(rewards) if weights is None else weights
-                return advantages.vtrace(rewards, values, own, mask, gamma=along.gamma, lam=along.lam, cut=along.cut)
-            case _:
-                lam = along.lam if along.alpha is None else advantages.length_lam(mask, alpha=along.alpha)
-                return advantages.gae(
-                    rewards, values, mask, gamma=along.gamma, lam=lam, critic_lam=along.critic_lam, kernel=gae
-                )
+        columns = {"rewards": rewards, "values": values, "mask": mask, WEIGHTS: torch.ones_like(rewards)}
+        needed, _ = columns_of(plain)
+        if missing := [name for name in needed if name not in columns]:
+            raise ValueError(f"the estimator {name_of(plain)!r} needs {', '.join(missing)} beside rewards and values")
+        result = plain(**{name: columns[name] for name in needed})
+        return Advantages(result, result) if isinstance(result, Tensor) else result
 
     return estimate
 
 
-def _with_critic(
-    rows: Annotated,
-    rewards: Tensor,
-    *,
-    name: str,
-    along: Along,
-    gae: Callable[..., tuple[Tensor, Tensor]],
-    correct: Callable[[Tensor, Tensor, Tensor], Correction],
-) -> Advantages:
-    mask, values = rows.response_mask, _required(rows.values, name, "values")
-    weights = None
-    if name == "vtrace":
-        weights = _required(correct(rows.old_log_probs, rows.rollout_log_probs, mask).weights, name, "weights")
-    return of_values(name, along, gae=gae, weights=weights)(rewards, values, mask)
-
-
-def _estimate(
-    rows: Annotated,
-    rewards: Tensor,
-    *,
-    name: str,
-    gamma: float,
-    scale: str,
-    leave_one_out: bool,
-    weights: Mapping[str, float] | None,
-) -> Advantages:
-    mask, groups, totals = rows.response_mask, rows.groups, rewards.sum(1)
-    if name in GROUPED and len(groups) == len(groups.unique()):
-        text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
-        raise ValueError(f"the estimator {name!r} {text}")
-    mask = _compared(rows) if name in GROUPED else mask
-    match name:
-        case "grpo":
-            return advantages.grpo(totals, mask, groups, scale=scale)
-        case "grpo_passk":
-            return advantages.grpo_passk(totals, mask, groups, scale=scale)
-        case "rloo":
-            return advantages.rloo(totals, mask, groups)
-        case "opo":
-            return advantages.opo(totals, mask, groups, leave_one_out=leave_one_out)
-        case "gpg":
-            return advantages.gpg(totals, mask, groups, outcomes=rows.outcome)
-        case "remax":
-            return advantages.remax(rewards, _required(rows.baselines, name, "baselines"), mask)
-        case "reinforce_plus_plus":
-            return advantages.reinforce_plus_plus(rewards, mask, gamma=gamma)
-        case "reinforce_plus_plus_baseline":
-            return advantages.reinforce_plus_plus_baseline(totals, mask, groups)
-        case "optimal_token_baseline":
-            squared = _required(rows.sum_squared_probs, name, "sum_squared_probs")
-            return advantages.optimal_token_baseline(
-                rewards,
-                mask,
-                groups,
-                log_probs=rows.old_log_probs,
-                sum_squared_probs=squared,
-                leave_one_out=leave_one_out,
-            )
-        case _:
-            _check_alone(name, rows, rewards)
-            named = {key: x.nan_to_num(nan=0.0) for key, x in rows.named_scores.items()}  # those of weight 0
-            return advantages.gdpo(named, mask, groups, weights=weights, scale=scale)
+def name_of(fn: Any) -> str:
+    """What messages call an estimator."""
+    fn = fn.func if isinstance(fn, partial) else fn
+    return getattr(fn, "__name__", None) or type(fn).__name__
 
 
 def _compared(rows: Annotated) -> Tensor:
@@ -193,36 +143,3 @@ def _check_alone(name: str, rows: Annotated, rewards: Tensor) -> None:
             "rewards hold: leave kl_in_reward out, and put the KL into the policy's loss (PolicyTerms.kl_coef; in "
             "settings actor.kl_coef in place of algorithm.kl.coef)"
         )
-
-
-def of_rows(fn: Estimator) -> AdvantageFn:
-    """Any estimator as a function of annotated rows and their token rewards.
-
-    One of three arguments, (scores, mask, groups), is what `laws.check_advantages` takes: its scores are the sums of
-    the token rewards, its mask has no row without a score or without another to be compared with, and where it returns
-    advantages alone the returns are those sums. Others are left as they are.
-    """
-    if _arguments(fn) != 3:
-        return cast(AdvantageFn, fn)
-    grouped = cast(GroupFn, fn)
-
-    def estimate(rows: Annotated, rewards: Tensor) -> Advantages:
-        scores, mask = rewards.sum(1), _compared(rows)
-        result = grouped(scores, mask, rows.groups)
-        if isinstance(result, Tensor):
-            return Advantages(result, scores[:, None].where(mask, 0.0))
-        return result
-
-    return estimate
-
-
-def _arguments(fn: Callable[..., object]) -> int:
-    """How many positional arguments the function must have."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(p.kind in kinds and p.default is p.empty for p in inspect.signature(fn).parameters.values())
-
-
-def _required(column: Tensor | None, name: str, what: str) -> Tensor:
-    if column is None:
-        raise ValueError(f"the estimator {name!r} needs {what} in the batch")
-    return column

@@ -51,8 +51,8 @@ def screened(
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn.loss_fn, selective=True)
     elif loss_fn is not None and not isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn):
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn)
-    if advantage_fn is not None and is_own(advantage_fn):
-        name = fn_name(advantage_fn)
+    if advantage_fn is not None and is_own(plain := getattr(advantage_fn, "fn", advantage_fn)):
+        name = fn_name(plain)
         checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=group, name=name)
     for op, kernel in kernels.items():
         if is_own(kernel):
@@ -91,7 +91,7 @@ def _check_models(policy: Any, critic: Any, engine: Any) -> None:
 def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[str, Callable[..., Any]]:
     """The kernels that a program calls, as far as they are to be seen; of AdamW's the first that is one's own."""
     kernels = {} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED}
-    if (gae := bound(advantage_fn, "gae")) is not None:
+    if (gae := bound(getattr(advantage_fn, "fn", advantage_fn), "kernel")) is not None:
         kernels["gae"] = gae
     for update in updates:
         optimizer = bound(update, "optimizer")

@@ -261,7 +261,7 @@ def estimate(
 ) -> tuple[Experience, KLState, Metrics]:
     """Token rewards, advantages and returns; the KL controller's next state; the off-policy correction.
 
-    `advantage_fn` is `fn(rows, token_rewards)`, as `estimator` makes it, or one of groups, `fn(scores, mask, groups)`.
+    `advantage_fn` is an estimator as those of `fppo.advantages`: its parameters are columns (`OfRows`).
     Rows without a score (or, with baselines, without one of these) leave the mask first, and with it their group.
     Advantages are estimated on all response tokens of the others; then the rows that a function of `drop` names
     (bool [B]) and what the correction rejects leave the mask, the whitening and all denominators, so a rejected last

@@ -132,7 +132,7 @@ def one_answer(
     said = rollout.tokens[:, -mask.shape[1] :]
     true = value(said, mask)
     rewards = _rewards(answer, answered, said, mask).to(true)
-    real = advantages.td(rewards, true, mask, gamma=gamma).advantages
+    real = advantages.td(rewards, true, mask, steps=1, gamma=gamma).advantages
     yield Truth(rollout, None, true, rewards, real)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import attrs
 
-from fppo import data, losses, models, rewards
+from fppo import advantages, data, losses, models, rewards
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.estimators import CRITIC, GROUPED, WHITENED, Estimator, estimator
+from fppo.pipeline.estimators import Estimator, name_of, reads, whitens
 from fppo.pipeline.program import AnnotateStage, Draw, EstimateStage, Program, RunState, ScoreStage
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
@@ -51,15 +51,15 @@ def pieces(
     batch_size: int,
     loop: Loop,
     optimizer: Optimizer,
-    advantage: str | Estimator = "gae",
+    advantage: Estimator = advantages.gae,
     key: Key | None = None,
 ) -> Pieces:
     """A run of PPO on one device: what `train(pieces.run, program=pieces.program, draw=pieces.draw, steps=...)` takes.
 
     `policy` is what `models.load` returns. Each step takes `batch_size` sequences, `sampling.n` for each prompt, which
     end with the tokenizer's end where `sampling` names no stop tokens. `loop` and `optimizer` are the actor's and the
-    critic's; there is a critic, made of the policy, for "gae" and the like. The loss is `losses.ppo_clip`, without a
-    KL term or a reference. Draws are by `key`, which is Key(0) without one.
+    critic's; there is a critic, made of the policy, for an `advantage` that reads values, as `advantages.gae` does.
+    The loss is `losses.ppo_clip`, without a KL term or a reference. Draws are by `key`, which is Key(0) without one.
 
     Raises ValueError for sizes that do not fit each other, and for a tokenizer or prompts that are not the model's.
     """
@@ -71,7 +71,7 @@ def pieces(
     if not sampling.stop_token_ids:
         sampling = attrs.evolve(sampling, stop_token_ids=data.stop_tokens(tokenizer))
     forward, critic, critic_state = Forward(model), None, None
-    if advantage in CRITIC:
+    if reads(advantage, "values"):
         critic_model, critic_params = models.as_critic(model, params, key)
         critic, critic_state = Forward(critic_model), init_state(critic_params, optimizer)
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=prompts.pad_token_id)
@@ -98,17 +98,15 @@ def pieces(
     )
 
 
-def _score_stage(
-    score: stages.ScoreFn, engine: EmbeddedEngine, sampling: Sampling, advantage: str | Estimator
-) -> ScoreStage:
-    if advantage != "remax":
+def _score_stage(score: stages.ScoreFn, engine: EmbeddedEngine, sampling: Sampling, advantage: Estimator) -> ScoreStage:
+    if not reads(advantage, "baselines"):
         return partial(stages.score_stage, score=score)
     greedy = attrs.evolve(sampling, greedy=True, n=1)
     return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
 
 
 def _annotate_stage(
-    forward: Forward, critic: Forward | None, sampling: Sampling, loop: Loop, advantage: str | Estimator
+    forward: Forward, critic: Forward | None, sampling: Sampling, loop: Loop, advantage: Estimator
 ) -> AnnotateStage:
     return partial(
         stages.annotate,
@@ -116,27 +114,27 @@ def _annotate_stage(
         critic=critic,
         micro_batching=loop.micro_batching,
         temperature=sampling.temperature,
-        sum_squared=advantage == "optimal_token_baseline",
+        sum_squared=reads(advantage, "sum_squared_probs"),
     )
 
 
-def _estimate_stage(sampling: Sampling, advantage: str | Estimator) -> EstimateStage:
+def _estimate_stage(sampling: Sampling, advantage: Estimator) -> EstimateStage:
     return partial(
         stages.estimate,
-        advantage_fn=estimator(advantage) if isinstance(advantage, str) else advantage,
+        advantage_fn=advantage,
         max_tokens=sampling.max_tokens,
-        whiten=advantage in (*CRITIC, *WHITENED),
+        whiten=whitens(advantage),
     )
 
 
-def _check_sizes(sampling: Sampling, batch_size: int, loop: Loop, advantage: str | Estimator) -> None:
+def _check_sizes(sampling: Sampling, batch_size: int, loop: Loop, advantage: Estimator) -> None:
     """Raises ValueError with all that does not fit, as the checks of settings say it."""
     n, mini, wrong = sampling.n, loop.mini_batch_size, list[str]()
     if batch_size < 1 or batch_size % n:
         wrong.append(f"batch_size={batch_size}: give a multiple of Sampling.n = {n}, since it counts sequences")
     if mini > batch_size or batch_size % mini:
         wrong.append(f"mini_batch_size={mini}: must divide batch_size = {batch_size}; both count sequences")
-    if n == 1 and advantage in GROUPED:
-        wrong.append(f"Sampling.n=1: advantage {advantage!r} compares responses to one prompt; give 2 or more")
+    if n == 1 and reads(advantage, "groups"):
+        wrong.append(f"Sampling.n=1: advantage {name_of(advantage)!r} compares responses to one prompt; give 2 or more")
     if wrong:
         raise ValueError("\n".join(wrong))

@@ -38,7 +38,7 @@ class RegularExpression:
         return {"score": float(answer.strip() == str(sample.ground_truth).strip()), "answer": answer.strip()}
 
 
-def regular_expression(pattern: str) -> RegularExpression:
+def regular_expression(*, pattern: str) -> RegularExpression:
     """1 where `pattern` matches in the response, else 0.
 
     If the pattern has a group, the last match's first group must be the ground truth too, but for white space around
@@ -96,7 +96,7 @@ class LengthPenalty:
         return min(-excess / self.buffer * self.factor, 0.0)
 
 
-def length_penalty(max_tokens: int, buffer: int, factor: float = 1.0) -> LengthPenalty:
+def length_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> LengthPenalty:
     """DAPO's overlong penalty (arXiv:2503.14476): min(-(length - (max_tokens - buffer)) / buffer * factor, 0).
 
     It is 0 up to max_tokens - buffer tokens of response and reaches -factor at max_tokens.
@@ -109,13 +109,5 @@ def length_penalty(max_tokens: int, buffer: int, factor: float = 1.0) -> LengthP
 
 
 def builtins() -> dict[str, Callable[..., Any]]:
-    """The built-in rewards by name; those with arguments are functions that make the reward."""
-    return {
-        "exact_match": exact_match,
-        "regular_expression": regular_expression,
-        "math_verify": math_verify,
-        "length_penalty": length_penalty,
-    }
-
-
-FACTORIES = ("regular_expression", "length_penalty")  # the names whose function makes the reward
+    """The built-in rewards by name; those that take keywords alone make the reward."""
+    return {fn.__name__: fn for fn in (exact_match, regular_expression, math_verify, length_penalty)}

@@ -4,50 +4,62 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from fppo._errors import nearest
-from fppo.rewards.builtin import FACTORIES, _prepare_math_verify, builtins, length_penalty
+from fppo.rewards.builtin import _prepare_math_verify, builtins, length_penalty
 from fppo.rewards.functions import Reward, RewardFn, WeightedSum, weighted_sum
 from fppo.workers.imports import imported
 from fppo.workers.sample import name_of
 
 
-def resolve(name: str, arguments: Mapping[str, Any] | None = None) -> Reward:
+def resolve(name: str, keywords: Mapping[str, Any] | None = None) -> Reward:
     """The reward of that name: a built-in one, or "module:function", where the working directory is searched too.
 
-    `arguments` are those of a built-in reward that takes some. Raises ValueError for a name that does not stand for a
-    function, saying why.
+    `keywords` are bound to it; a function that takes keywords alone makes the reward of them. Raises ValueError for a
+    name that does not stand for a function, and for keywords that it does not take or lacks.
     """
-    keywords = dict(arguments or {})
+    known, keywords = builtins(), dict(keywords or {})
     if ":" in name:
-        if keywords:
-            raise ValueError(f"reward {name!r}: only built-in rewards take arguments, not {sorted(keywords)}")
-        return imported(name, "reward", also=WeightedSum)
-    known = builtins()
-    if name not in known:
+        fn = imported(name, "reward", also=WeightedSum)
+    elif name in known:
+        fn = known[name]
+    else:
         near = nearest(name, known)
         hint = f"did you mean {near!r}? " if near else ""
         raise ValueError(f"there is no reward {name!r}; {hint}there are {sorted(known)} and module:function")
     if name == "math_verify":
         _prepare_math_verify()
-    if name not in FACTORIES:
+    if isinstance(fn, WeightedSum):
         if keywords:
-            raise ValueError(f"the reward {name!r} takes no arguments, not {sorted(keywords)}")
-        return known[name]
-    signature = inspect.signature(known[name])
+            raise ValueError(f"the reward {name!r} is a sum, which takes no keywords, not {sorted(keywords)}")
+        return fn
+    signature = inspect.signature(fn)
+    makes = all(x.kind is x.KEYWORD_ONLY for x in signature.parameters.values())
+    if not (makes or keywords):
+        return fn
     try:
-        signature.bind(**keywords)
+        signature.bind(*([] if makes else [None]), **keywords)
     except TypeError as error:
         raise ValueError(f"the reward {name}{signature} was given {keywords}: {error}") from error
-    return known[name](**keywords)
+    return fn(**keywords) if makes else _bound(fn, keywords)
+
+
+def _bound(fn: RewardFn, keywords: Mapping[str, Any]) -> RewardFn:
+    """The function with keywords bound, and with what it says of itself."""
+    own = partial(fn, **keywords)
+    for name in (name for name in dir(fn) if name.startswith("reward_")):
+        setattr(own, name, getattr(fn, name))
+    return own
 
 
 def combine(
     names: Sequence[str],
     weights: Sequence[float] = (),
     *,
-    pattern: str | None = None,
+    arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     max_tokens: int | None = None,
     overlong_buffer: int = 0,
     overlong_penalty: float = 1.0,
@@ -55,17 +67,16 @@ def combine(
 ) -> WeightedSum:
     """The weighted sum of rewards by name; no weights: 1 for each.
 
-    `pattern` is regular_expression's. An `overlong_buffer` above 0 adds length_penalty(max_tokens, overlong_buffer)
-    with the weight `overlong_penalty`, which estimators that look at each function by itself see as they see the
-    others'. `extra` adds functions by name, as a reward model, each with its weight.
+    `arguments` are keywords of the functions, by their names. An `overlong_buffer` above 0 adds a `length_penalty` of
+    that buffer with the weight `overlong_penalty`, which estimators that look at each function by itself see as they
+    see the others'. `extra` adds functions by name, as a reward model, each with its weight.
     """
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} rewards; give one for each, or none")
     functions: dict[str, Reward] = {}
     factors: dict[str, float] = {}
     for number, name in enumerate(names):
-        arguments = {"pattern": pattern} if name == "regular_expression" and pattern is not None else None
-        fn = resolve(name, arguments)
+        fn = resolve(name, arguments.get(name))
         label = name if isinstance(fn, WeightedSum) else name_of(fn)
         label = label.rpartition(":")[2]
         if label in functions:
@@ -77,7 +88,8 @@ def combine(
     if overlong_buffer > 0:
         if max_tokens is None:
             raise ValueError("overlong_buffer needs max_tokens, the longest response")
-        extra = {"length_penalty": (length_penalty(max_tokens, overlong_buffer), overlong_penalty), **(extra or {})}
+        penalty = length_penalty(max_tokens=max_tokens, buffer=overlong_buffer)
+        extra = {"length_penalty": (penalty, overlong_penalty), **(extra or {})}
     for name, (fn, factor) in (extra or {}).items():
         if name in functions:
             raise ValueError(

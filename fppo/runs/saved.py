@@ -81,7 +81,9 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     what cannot be merged.
     """
     if role == "critic" and not checks.uses_critic(settings):
-        raise ValueError(f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage!r} trains none")
+        raise ValueError(
+            f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage.name!r} trains none"
+        )
     if role == "critic" and not checks.uses_critic_model(settings):
         reads = f"with critic.reads = {settings.critic.reads!r} it reads what the policy's pass finds"
         raise ValueError(f"the run's critic is no model: {reads}")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 
-import attrs
-
-from fppo._errors import did_you_mean
 from fppo.rollout.turns.tools import TOOLS
-from fppo.settings.algorithm import CRITIC_ADVANTAGES, AlgorithmSettings
+from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
@@ -23,6 +20,7 @@ from fppo.settings.checks_placement import placement_problems
 from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
 from fppo.settings.checks_sampling import sampling_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
+from fppo.settings.component import part_problems, requires, signature_of, value_of
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
@@ -32,52 +30,9 @@ from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.texts import text_problems
-from fppo.settings.train import ActorSettings, LossSettings, TrainSettings
-
-# for each policy loss: the setting and the keyword that the loss calls it by
-LOSS_KEYWORDS: dict[str, dict[str, str]] = {
-    "ppo_clip": {"clip_low": "clip_low", "clip_high": "clip_high", "dual_clip": "dual_clip"},
-    "gspo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
-    "gpg": {},
-    "cispo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "gmpo": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "clip_cov": {"clip_low": "clip_low", "clip_high": "clip_high"},
-    "kl_cov": {"cov_kl_coef": "kl_coef"},
-    "dppo_tv": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
-    "dppo_kl": {"clip_low": "clip_low", "clip_high": "clip_high", "max_ratio": "max_ratio"},
-    "dro": {"beta": "beta"},
-}
-# the same for the function that selects tokens over a mini-batch, for the losses that have one
-SELECTION_KEYWORDS: dict[str, dict[str, str]] = {
-    "clip_cov": {
-        "select_ratio": "ratio",
-        "cov_low": "low",
-        "cov_high": "high",
-        "clip_low": "clip_low",
-        "clip_high": "clip_high",
-    },
-    "kl_cov": {"select_ratio": "ratio"},
-}
-ADVANTAGES = (
-    *CRITIC_ADVANTAGES,
-    *("grpo", "rloo", "opo", "gpg", "remax", "grpo_passk", "reinforce_plus_plus"),
-    *("reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
-)
-# for each optimizer: the settings that it reads beside its rate
-OPTIMIZER_READS: dict[str, tuple[str, ...]] = {
-    "adamw": ("beta1", "beta2", "eps", "weight_decay", "max_grad_norm"),
-    "sgd": ("momentum", "weight_decay", "max_grad_norm"),
-    "muon": ("momentum", "beta1", "beta2", "eps", "weight_decay", "max_grad_norm"),
-}
-GROUP_ADVANTAGES = (
-    *("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "optimal_token_baseline", "gdpo"),
-)
-REJECTIONS = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
+from fppo.settings.train import ActorSettings, TrainSettings
 
 
 def problems(settings: TrainSettings) -> list[str]:
@@ -85,8 +40,8 @@ def problems(settings: TrainSettings) -> list[str]:
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    rollout, algorithm = (_rollout, _turns, sampling_problems), (_algorithm, old_log_probs_problems, _correction)
-    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, _loss, expert_problems)
+    rollout, algorithm = (_rollout, _turns, sampling_problems), (_algorithm, old_log_probs_problems)
+    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, part_problems, expert_problems)
     lines = [*text_problems(settings), *(_problem(*wrong) for wrong in wrong_values(settings))]
     for conflict in conflicts:
         lines += conflict(settings)
@@ -146,7 +101,7 @@ def decodes(s: TrainSettings) -> bool:
 
 def uses_critic(settings: TrainSettings) -> bool:
     """Whether the run trains a critic."""
-    return settings.algorithm.advantage in CRITIC_ADVANTAGES
+    return requires(settings.algorithm.advantage, ESTIMATORS, "values")
 
 
 def uses_reference(settings: TrainSettings) -> bool:
@@ -191,8 +146,8 @@ def _rollout(s: TrainSettings) -> Problems:
         near = [max(size // n, 1) * n, (size // n + 1) * n]
         text = f"must be a multiple of rollout.n = {n}, since it counts sequences; {_choices(near)} would do"
         yield _problem("rollout.batch_size", size, text)
-    if s.algorithm.advantage in GROUP_ADVANTAGES and n == 1:
-        text = f"algorithm.advantage = {s.algorithm.advantage!r} compares responses to one prompt; give 2 or more"
+    if requires(s.algorithm.advantage, ESTIMATORS, "groups") and n == 1:
+        text = f"algorithm.advantage = {s.algorithm.advantage.name!r} compares responses to one prompt; give 2 or more"
         yield _problem("rollout.n", n, text)
     if s.rollout.engine != "vllm":
         yield from unread_section(s.rollout.vllm, "rollout.vllm", 'rollout.engine = "vllm"')
@@ -234,95 +189,21 @@ def _choices(numbers: list[int]) -> str:
 
 def _algorithm(s: TrainSettings) -> Problems:
     a, default = s.algorithm, TrainSettings().algorithm
-    if a.advantage and a.advantage not in ADVANTAGES and not FUNCTION.fullmatch(a.advantage):
-        text = f"there is no such estimator; {did_you_mean(a.advantage, ADVANTAGES)} and module:function"
-        yield _problem("algorithm.advantage", a.advantage, text)
-        return
-    yield from _along(a, default)
-    if a.advantage not in ("grpo", "grpo_passk", "gdpo"):
-        yield from _unread("algorithm.scale", a.scale, default.scale, "grpo, grpo_passk and gdpo")
-    if a.advantage not in ("opo", "optimal_token_baseline"):
-        readers = "opo and optimal_token_baseline: no other baseline has the row's own return in it"
-        yield from _unread("algorithm.leave_one_out", a.leave_one_out, False, readers)
+    signature = signature_of(a.advantage.name, ESTIMATORS)
+    alone = value_of(a.advantage, ESTIMATORS, "lam_alpha") is None
+    if signature is not None and ("kernel" not in signature.functions or not (alone or _has_critic_lam(a))):
+        readers = 'algorithm.advantage = "gae" with one decay for all rows'
+        yield from _unread("algorithm.gae", a.gae, default.gae, readers)
+    if requires(a.advantage, ESTIMATORS, "correction_weights"):
+        level = value_of(a.correction, CORRECTIONS, "level")
+        if level != "token" or value_of(a.correction, CORRECTIONS, "batch_normalize"):
+            text = f"{a.advantage.name} traces the weights of single tokens: give rollout, with level = token"
+            yield _problem("algorithm.correction.name", a.correction.name, text)
     yield from kl_problems(s)
 
 
-def _along(a: AlgorithmSettings, default: AlgorithmSettings) -> Problems:
-    """The settings of estimators along the tokens of a response."""
-    readers = {
-        "gamma": (*CRITIC_ADVANTAGES, "reinforce_plus_plus"),
-        "lam": ("gae", "turn_gae", "vtrace"),
-        "critic_lam": ("gae",),
-        "lam_alpha": ("gae",),
-        "td_steps": ("td",),
-        "trace_cut": ("vtrace",),
-        "whiten": CRITIC_ADVANTAGES,
-    }
-    for name, names in readers.items():
-        if a.advantage not in names:
-            value = getattr(a, name)
-            yield from _unread(f"algorithm.{name}", value, getattr(default, name), " and ".join(names))
-    if a.advantage != "gae" or (a.lam_alpha is not None and a.critic_lam is None):
-        readers = 'algorithm.advantage = "gae" with one decay for all rows'
-        yield from _unread("algorithm.gae", a.gae, default.gae, readers)
-    if a.advantage == "gae" and a.lam_alpha is not None:
-        yield from _unread("algorithm.lam", a.lam, default.lam, "algorithm.lam_alpha = None")
-    if a.advantage == "td" and a.td_steps is None:
-        yield _problem("algorithm.td_steps", None, "td counts its steps in tokens; give how many, as 8")
-    if a.advantage == "vtrace" and (a.correction.mode != "token" or a.correction.batch_normalize):
-        text = "vtrace traces the weights of single tokens, as they are; give token, and leave batch_normalize out"
-        yield _problem("algorithm.correction.mode", a.correction.mode, text)
-
-
-def _correction(s: TrainSettings) -> Problems:
-    c, default = s.algorithm.correction, TrainSettings().algorithm.correction
-    path = "algorithm.correction"
-    if c.mode == "none":
-        for name in ("high", "low", "batch_normalize"):
-            yield from _unread(
-                f"{path}.{name}", getattr(c, name), getattr(default, name), 'mode = "token" or "sequence"'
-            )
-    if c.low is not None and c.low >= c.high:
-        yield _problem(f"{path}.low", c.low, f"must be less than {path}.high = {c.high}")
-    for name in c.rejection:
-        if name not in REJECTIONS:
-            yield _problem(f"{path}.rejection", list(c.rejection), f"{name!r} is none of {list(REJECTIONS)}")
-    if len(c.rejection_high) != len(c.rejection):
-        text = f"needs one bound for each of the {len(c.rejection)} statistics in {path}.rejection"
-        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
-    ratios = [name for name in c.rejection if name.endswith("_k1")]
-    if c.rejection_low and len(c.rejection_low) != len(ratios):
-        text = f"needs one bound for each of the {len(ratios)} k1 statistics in {path}.rejection, or none"
-        yield _problem(f"{path}.rejection_low", list(c.rejection_low), text)
-    for name, bounds in (("rejection_high", c.rejection_high), ("rejection_low", c.rejection_low)):
-        if any(x <= 0 for x in bounds):
-            yield _problem(f"{path}.{name}", list(bounds), "each bound must be greater than 0")
-    highs = [high for name, high in zip(c.rejection, c.rejection_high) if name.endswith("_k1")]
-    lows = c.rejection_low or [1 / high for high in highs if high > 0]
-    if any(low > high or low == 0 for low, high in zip(lows, highs)):
-        text = "a k1 bound must be at least the lower one, which is 1 / it unless rejection_low is given, and above 0"
-        yield _problem(f"{path}.rejection_high", list(c.rejection_high), text)
-
-
-def _loss(s: TrainSettings) -> Problems:
-    loss = s.actor.loss
-    if FUNCTION.fullmatch(loss.name):
-        read: set[str] = set()
-        reader = "built-in losses; bind your own function's numbers in its module"
-    elif loss.name in LOSS_KEYWORDS:
-        read = {*LOSS_KEYWORDS[loss.name], *SELECTION_KEYWORDS.get(loss.name, {})}
-        reader = f"other losses; {loss.name} reads {sorted(read) or 'none of these'}"
-    else:
-        text = f"there is no such loss; {did_you_mean(loss.name, LOSS_KEYWORDS)} and module:function"
-        yield _problem("actor.loss.name", loss.name, text)
-        return
-    for field in attrs.fields(LossSettings):
-        if field.name != "name" and field.name not in read:
-            yield from _unread(f"actor.loss.{field.name}", getattr(loss, field.name), None, reader)
-    if loss.dual_clip is not None and 0 < loss.dual_clip <= 1:
-        yield _problem("actor.loss.dual_clip", loss.dual_clip, "must be greater than 1, or 0 for none")
-    if loss.cov_low is not None and loss.cov_high is not None and loss.cov_low >= loss.cov_high:
-        yield _problem("actor.loss.cov_low", loss.cov_low, f"must be less than actor.loss.cov_high = {loss.cov_high}")
+def _has_critic_lam(algorithm: AlgorithmSettings) -> bool:
+    return value_of(algorithm.advantage, ESTIMATORS, "critic_lam") is not None
 
 
 def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSettings) -> Problems:
@@ -348,7 +229,6 @@ def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSetting
     else:
         reader = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
         yield from _unread(f"{name}.horizon", section.horizon, None, reader)
-    yield from _optimizer(name, section)
     yield from _warmup(s, name, section, updates=-(-size // max(mini, 1)) * max(section.epochs, 1))
 
 
@@ -369,20 +249,3 @@ def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings
     elif section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
         text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
         yield _problem(f"{name}.optimizer.min_lr_ratio", 0.0, text)
-
-
-def _optimizer(name: str, section: ActorSettings | CriticSettings) -> Problems:
-    optimizer, default = section.optimizer, type(section)().optimizer
-    path = f"{name}.optimizer"
-    if optimizer.name not in OPTIMIZER_READS and not FUNCTION.fullmatch(optimizer.name):
-        text = f"there is no such optimizer; there are {list(OPTIMIZER_READS)} and module:function"
-        yield _problem(f"{path}.name", optimizer.name, text)
-        return
-    read = OPTIMIZER_READS.get(optimizer.name, ())
-    for field in dict.fromkeys(name for names in OPTIMIZER_READS.values() for name in names):
-        if field not in read:
-            readers = [name for name, names in OPTIMIZER_READS.items() if field in names]
-            value = getattr(optimizer, field)
-            yield from _unread(
-                f"{path}.{field}", value, getattr(default, field), f"{path}.name = {' or '.join(readers)}"
-            )

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
+from fppo.settings.component import signature_of
 from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.tables import VALUE_HEADS
 from fppo.settings.train import TrainSettings
-
-# for each setting of a value loss: the losses that read it
-_READERS = {
-    "value_clip": ("mse", "huber"),
-    "popart": ("mse", "huber"),
-    "huber_delta": ("huber", "quantile"),
-    "bins": ("hl_gauss", "two_hot", "quantile"),
-    "range": ("hl_gauss", "two_hot"),
-    "sigma": ("hl_gauss",),
-}
 
 
 def critic_problems(s: TrainSettings) -> Problems:
     """What does not go together in how the critic learns."""
     critic, default = s.critic, type(s.critic)()
-    for name, losses in _READERS.items():
-        if critic.loss not in losses:
-            reader = f"critic.loss = {' or '.join(losses)}"
-            yield from unread(f"critic.{name}", getattr(critic, name), getattr(default, name), reader)
+    signature = signature_of(critic.loss.name, VALUE_HEADS)
+    if signature is not None and "bins" in signature.keywords:
+        yield from unread("critic.popart", critic.popart, 0.0, "heads of one output, as critic.loss = mse or huber")
     if not critic.pretrain:
         for name in ("pretrain_patience", "pretrain_rise"):
             yield from unread(f"critic.{name}", getattr(critic, name), getattr(default, name), "critic.pretrain > 0")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import attrs
 
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.component import value_of
 from fppo.settings.problems import Problems, problem, unread, unread_section
 from fppo.settings.reward import RewardSettings
+from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 
 
@@ -34,14 +36,15 @@ def _exact_values(s: TrainSettings, critic: bool) -> Problems:
     bare = RewardSettings(functions=(score,))
     rewards, bare = ([getattr(section, name) for name in used] for section in (s.reward, bare))
     of_game = "" if respond is None else ", the score of the game that responds"
+    gamma = value_of(s.algorithm.advantage, ESTIMATORS, "gamma", 1.0)
     needed = {
         "held-out prompts; give data.eval_path": has_held_out(s),
         "a critic; give algorithm.advantage = 'gae'": critic,
         f"the reward of {score} alone{of_game}; leave the rest of [reward] as it is": rewards == bare,
         "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
         "responses that no text ends; leave rollout.stop empty": respond is not None or not s.rollout.stop,
-        "a discount for tokens; with turns and algorithm.advantage = 'turn_gae' give algorithm.gamma = 1.0": (
-            respond is None or s.algorithm.advantage != "turn_gae" or s.algorithm.gamma == 1.0
+        "a discount for tokens; with turns and turn_gae give algorithm.advantage.gamma = 1.0": (
+            respond is None or s.algorithm.advantage.name != "turn_gae" or gamma == 1.0
         ),
     }
     for text, there in needed.items():

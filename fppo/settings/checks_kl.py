@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from fppo.settings.algorithm import KlRewardSettings
+from fppo.settings.component import requires
 from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import ActorSettings, TrainSettings
 
 
@@ -21,8 +23,9 @@ def kl_problems(s: TrainSettings) -> Problems:
     elif kl.kind not in ("k1", "k1+"):
         text = "is for losses: penalties of its value do not add up to the divergence's gradient; give k1"
         yield problem("algorithm.kl.kind", kl.kind, text)
-    if kl.coef > 0 and s.algorithm.advantage == "gdpo":
-        text = "gdpo compares the reward's functions one by one, and would not see it; give actor.kl_coef in its place"
+    if kl.coef > 0 and requires(s.algorithm.advantage, ESTIMATORS, "named_scores"):
+        text = "compares the reward's functions one by one, and would not see it; give actor.kl_coef in its place"
+        text = f"{s.algorithm.advantage.name} {text}"
         yield problem("algorithm.kl.coef", kl.coef, text)
     if s.actor.kl_coef == 0:
         yield from unread("actor.kl_kind", s.actor.kl_kind, ActorSettings().kl_kind, "actor.kl_coef > 0")

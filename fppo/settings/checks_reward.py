@@ -8,8 +8,10 @@ import attrs
 
 from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
+from fppo.settings.component import keyword_problems
 from fppo.settings.problems import Problems, problem, unread, unread_section
 from fppo.settings.reward import JudgeSettings, RewardModelSettings
+from fppo.settings.tables import REWARDS
 from fppo.settings.train import TrainSettings
 
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
@@ -41,15 +43,17 @@ def _functions(s: TrainSettings) -> Problems:
         text = f"needs one weight for each of the {len(names)} reward.functions, or none"
         yield problem("reward.weights", list(weights), text)
     yield from _all_zero(s)
-    if "regular_expression" in names and s.reward.pattern is None:
-        yield problem("reward.pattern", None, "regular_expression in reward.functions needs a pattern")
-    if "regular_expression" not in names:
-        yield from unread("reward.pattern", s.reward.pattern, None, "regular_expression in reward.functions")
-    if s.reward.pattern is not None:
-        try:
-            re.compile(s.reward.pattern)
-        except re.error as error:
-            yield problem("reward.pattern", s.reward.pattern, f"not a regular expression: {error}")
+    for name in names:
+        keywords = s.reward.arguments.get(name, {})
+        if isinstance(keywords, dict):
+            yield from keyword_problems(f"reward.arguments.{name}", name, keywords, REWARDS)
+    for name, keywords in s.reward.arguments.items():
+        if name not in names:
+            yield from unread(
+                f"reward.arguments.{name}", keywords, None, f"functions among reward.functions = {[*names]}"
+            )
+        elif not isinstance(keywords, dict):
+            yield problem(f"reward.arguments.{name}", keywords, "must be a table of keywords, as {pattern = '[0-9]+'}")
     if s.reward.overlong_buffer == 0:
         yield from unread("reward.overlong_penalty", s.reward.overlong_penalty, None, "reward.overlong_buffer > 0")
     if s.reward.overlong_buffer >= s.rollout.max_tokens:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from fppo.settings.component import requires
 from fppo.settings.problems import Problems, problem, unread
+from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 
 
@@ -24,8 +26,10 @@ def sampling_problems(s: TrainSettings) -> Problems:
     for name, value in (("ahead", s.rollout.ahead), ("save", s.rollout.save)):
         if value:
             yield problem(f"rollout.{name}", value, "rollout.from is given: nothing is sampled; leave one of them out")
-    if s.algorithm.advantage == "remax":
-        text = "remax samples a baseline for each prompt; take another estimator, or leave it out"
+    if requires(s.algorithm.advantage, ESTIMATORS, "baselines"):
+        text = (
+            f"{s.algorithm.advantage.name} samples a baseline for each prompt; take another estimator, or leave it out"
+        )
         yield problem("rollout.from", s.rollout.from_, text)
 
 
@@ -38,8 +42,9 @@ def _interrupts(s: TrainSettings) -> Problems:
         texts.append("rollout.ahead = 0: nothing is sampled while weights change; give rollout.ahead = 1 or more")
     if s.rollout.turns.respond is not None:
         texts.append("rollout.turns.respond: turns are not interrupted yet; leave one of them out")
-    if s.algorithm.advantage == "remax":
-        texts.append("remax compares with a greedy response of one policy; take another estimator, or leave it out")
+    if requires(s.algorithm.advantage, ESTIMATORS, "baselines"):
+        text = f"{s.algorithm.advantage.name} compares with a greedy response of one policy"
+        texts.append(f"{text}; take another estimator, or leave it out")
     if s.algorithm.router_replay == "rollout":
         texts.append(
             'algorithm.router_replay = "rollout": each piece chooses experts anew; give "all", or leave it out'

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
 
 from fppo._errors import nearest
-from fppo.settings import files
+from fppo.settings import files, flags
+from fppo.settings.component import parts
 from fppo.settings.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings.train import TrainSettings
 
@@ -59,7 +59,7 @@ class CompareSettings:
     """Trains variants of a run, each with several seeds, and shows them side by side; started again, it goes on."""
 
     vary: tuple[str, ...] = setting((), nonempty(FORM), _form)
-    """Settings with their values, as critic.loss=mse,hl_gauss+critic.bins=21; several of them are crossed."""
+    """Settings with their values, as critic.loss=mse,hl_gauss+critic.loss.bins=21; several of them are crossed."""
     seeds: int = setting(5, at_least(1))
     """Seeds of each variant, from that of the file on."""
     metrics: tuple[str, ...] = setting(())
@@ -107,23 +107,25 @@ def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in _split(values, _COMMA) or []:
         first, *more = _split(value, _MORE) or [value]
         parts = [(path, first), *(part.partition("=")[::2] for part in more)]
-        yield f"{path}={value}", {name: _read(word, files.is_list(kinds.get(name))) for name, word in parts}
+        yield f"{path}={value}", {name: _read(word, flags.is_list(kinds.get(name))) for name, word in parts}
 
 
 def _read(word: str, is_list: bool) -> Any:
     """A value as TOML has it; else a text, or of a list the words between blanks, as flags have them."""
-    try:
-        return tomllib.loads(f"value = {word}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
-        words = word.split()
-        return [_read(each, False) for each in words] if is_list and len(words) > 1 else word
+    value, words = flags.read(word), word.split()
+    return [flags.read(each) for each in words] if is_list and len(words) > 1 and value == word else value
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
     """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
     known, own = files.paths(), ("seed", "output_dir")
-    unknown = {path: value for path, value in variant.changes.items() if path not in known}
-    hints = {path: f"; did you mean {near}?" for path in unknown if (near := nearest(path, known))}
+    of_parts = [path for path, _, _ in parts(settings)]
+    unknown = {
+        path: value
+        for path, value in variant.changes.items()
+        if not (path in known or path in of_parts or path.rpartition(".")[0] in of_parts)
+    }
+    hints = {path: f"; did you mean {near}?" for path in unknown if (near := nearest(path, [*known, *of_parts]))}
     wrong = [f"{path} = {value!r}: there is no such setting{hints.get(path, '')}" for path, value in unknown.items()]
     wrong += [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
     if wrong:

@@ -6,22 +6,28 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, below, setting
+from fppo.settings.component import given, named
+from fppo.settings.fields import Table, at_least, at_most, below, setting
 from fppo.settings.optimizer import OptimizerSettings, WeightMode
+from fppo.settings.tables import VALUE_HEADS
 
 
 def _critic_optimizer() -> OptimizerSettings:
     return OptimizerSettings(lr=1e-5)
 
 
-def _pair(value: tuple[float, ...]) -> str | None:
-    fits = len(value) == 2 and value[0] < value[1]
-    return None if fits else "must be two numbers, the smaller one first"
+@attrs.frozen(kw_only=True)
+class ValueHeadSettings:
+    """What fits the critic to the returns, with the head that goes with it, and any of its keywords."""
+
+    name: str = named("mse", VALUE_HEADS, "a value loss")
+    """Its name; hl_gauss, two_hot and quantile have a head of several outputs; or module:function for your own."""
+    keywords: Table = given()
 
 
 @attrs.frozen(kw_only=True)
 class CriticSettings:
-    """How the critic is updated; there is one if algorithm.advantage is gae, turn_gae, td or vtrace."""
+    """How the critic is updated; there is one if the estimator of algorithm.advantage reads values."""
 
     reads: Literal["tokens", "confidence", "hidden"] = setting("tokens")
     """The tokens, as a model of its own; or, without one, how sure the policy is of them, or its hidden states."""
@@ -33,18 +39,8 @@ class CriticSettings:
     """The share of tokens, those in which the ensemble agrees most, that the policy does not learn from (AsyPPO)."""
     leave_disputed: float = setting(0.0, at_least(0), below(1))
     """The share of tokens, those in which the ensemble disagrees most, that have no entropy bonus (AsyPPO)."""
-    loss: Literal["mse", "huber", "hl_gauss", "two_hot", "quantile"] = setting("mse")
-    """What fits it to the returns; hl_gauss, two_hot and quantile have a head of several outputs."""
-    value_clip: float = setting(0.5, above(0), unbounded=True)
-    """How far a value may move from the old one in a step (mse, huber); inf: any distance."""
-    huber_delta: float = setting(1.0, above(0))
-    """The error from which on the loss grows linearly (huber, quantile)."""
-    bins: int = setting(51, at_least(2))
-    """Outputs per token: the bins of hl_gauss, the places of two_hot, the quantiles of quantile."""
-    range: tuple[float, ...] = setting((-0.1, 1.1), _pair)
-    """The least and the greatest return that hl_gauss and two_hot tell apart; leave some room around the scores."""
-    sigma: float = setting(0.75, above(0))
-    """The width of hl_gauss' normal about a return, in bins."""
+    loss: ValueHeadSettings = setting(ValueHeadSettings)
+    """What fits it to the returns, with the head that goes with it."""
     popart: float = setting(0.0, at_least(0), at_most(1))
     """The share of a step in the mean and deviation of returns, the units it learns in (mse, huber); 0: it has none."""
     warmup_steps: int = setting(0, at_least(0))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import attrs
-from tyro.constructors import PrimitiveConstructorSpec
-
-from fppo._errors import json_of
 
 MOST_TOKENS = 2**24  # of a row: more than any model has positions for
 MOST_ROWS = 2**24  # of a batch, or responses to a prompt
@@ -22,24 +18,7 @@ _FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of it
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
 
 
-def _table(words: list[str]) -> dict[str, Any]:
-    table = json_of(words[0])
-    if not isinstance(table, dict):
-        raise ValueError("give an object of JSON")
-    return table
-
-
-# names and values that are another library's: a table in a file, JSON on the command line
-Table = Annotated[
-    dict[str, Any],
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_table,
-        is_instance=lambda x: isinstance(x, dict),
-        str_from_instance=lambda x: [json.dumps(x)],
-    ),
-]
+Table = dict[str, Any]  # names and values that are another library's: a table in a file, JSON on the command line
 
 
 def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
@@ -50,7 +29,7 @@ def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | N
     """
     if isinstance(default, type):
         return attrs.field(factory=default)
-    metadata = {"checks": (*checks, _number if unbounded else _finite), "name": name}
+    metadata = {"checks": (*checks, number_problem if unbounded else _finite), "name": name}
     return attrs.field(default=default, metadata=metadata)
 
 
@@ -59,9 +38,19 @@ def name_of(field: attrs.Attribute) -> str:
     return field.metadata.get("name") or field.name
 
 
+def fields_of(cls: type) -> list[attrs.Attribute]:
+    """The fields of a section, without the one that holds the keywords of a part (`component`)."""
+    return [field for field in attrs.fields(cls) if not field.metadata.get("keywords")]
+
+
+def kinds_of(cls: type) -> dict[str, Any]:
+    """The types of a section's settings and sections, by what files call them."""
+    return {name_of(field): field.type for field in fields_of(attrs.resolve_types(cls, include_extras=False))}
+
+
 def wrong_values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
     """The path, the value and what is wrong with it, of what fails a check of its field, through all sections."""
-    for field in attrs.fields(type(section)):
+    for field in fields_of(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
             yield from wrong_values(value, f"{path}.")
@@ -108,7 +97,8 @@ def _finite(value: Any) -> str | None:
     return _in_range(value) if all(map(math.isfinite, _numbers(value))) else "must be finite"
 
 
-def _number(value: Any) -> str | None:
+def number_problem(value: Any) -> str | None:
+    """What is wrong with a number, or numbers, that may be infinite; None if nothing is."""
     return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else _in_range(value)
 
 

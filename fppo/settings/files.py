@@ -9,26 +9,24 @@ import json
 import os
 import re
 import tomllib
-import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args, get_origin
 
 import attrs
 
 from fppo._errors import check_depth, nearest
-from fppo.settings import checks, texts
-from fppo.settings.algorithm import CorrectionSettings
+from fppo.settings import checks, flags, texts
+from fppo.settings.component import RENAMED, parts, signature_of, table_of
 from fppo.settings.critic import CriticSettings
-from fppo.settings.fields import name_of
+from fppo.settings.fields import fields_of, kinds_of, name_of
 from fppo.settings.modules import own_functions
-from fppo.settings.train import ActorSettings, LossSettings, TrainSettings
-from fppo.settings.values import converter
+from fppo.settings.train import ActorSettings, TrainSettings
+from fppo.settings.values import converter, described
 
 DEFAULT_TOKEN_BUDGET = 16384
 SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settings, and those of each of its starts
 RESUMES = ("auto", "never", "must")  # what `resume` may be beside a checkpoint
-TRUTHS = {"true": True, "yes": True, "false": False, "no": False}  # what may stand behind a flag of a bool
 PATHS = (
     *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
     *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
@@ -48,7 +46,6 @@ def load(
     path: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     *,
-    prog: str = "fppo train FILE.toml",
     look: Callable[[TrainSettings, Sequence[str]], Sequence[str]] = lambda settings, problems: (),
     run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
@@ -57,8 +54,7 @@ def load(
     `look` says what is wrong with them beside the problems that are known, as with the files that they name.
     Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
     written it), wherever that was moved or copied to.
-    Raises SettingsError with every problem of the file and of the result. Overrides that are no settings end the
-    process with a message, as command lines do; so does `--help`.
+    Raises SettingsError with every problem of the file, of the overrides and of the result.
     """
     values = {} if path is None else read_toml(path)
     settings, problems = _structure(TrainSettings, values, "")
@@ -66,7 +62,8 @@ def load(
         settings = attrs.evolve(relocated(settings, run), resume="auto")
     elif path is not None and (Path(path).parent / STARTS).is_dir():
         settings = relocated(settings, Path(path).parent)
-    settings = _remember_modules(override(settings, overrides, prog=prog), path)
+    settings, wrong = override(settings, overrides)
+    settings, problems = _remember_modules(settings, path), [*problems, *wrong]
     known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
     if not any(texts.text_problems(settings)):  # else nothing can be asked about such a path
@@ -113,56 +110,75 @@ def check(settings: TrainSettings) -> TrainSettings:
     return settings
 
 
-def override(settings: TrainSettings, arguments: Sequence[str], *, prog: str) -> TrainSettings:
-    """The settings with command-line arguments like ["--actor.optimizer.lr", "1e-6"] applied, unchecked."""
-    if not arguments:
-        return settings
-    import tyro  # here: its help and parser are for the command line alone
-
-    given = tyro.cli(TrainSettings, default=settings, args=_switches(arguments), prog=prog)
+def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSettings, list[str]]:
+    """The settings with command-line arguments like ["--actor.optimizer.lr", "1e-6"] applied, and their problems."""
+    words, problems = flags.given(arguments)
+    kinds, of_parts = paths(), {path: (part, table) for path, part, table in parts(settings)}
+    words = {f"{path}.name" if path in of_parts else path: behind for path, behind in words.items()}
+    given: dict[str, Any] = {}
+    for path, behind in flags.switched(words, kinds).items():
+        section, _, name = path.rpartition(".")
+        kind = kinds.get(path, Any)
+        if path not in kinds and section in of_parts:
+            part, table = of_parts[section]
+            signature = signature_of(" ".join(words.get(f"{section}.name", [part.name])), table)
+            known = {} if signature is None else signature.keywords
+            kind = known[name].kind if name in known else Any
+        try:
+            value = flags.value_of(behind, kind)
+            given[path] = "none" if value is None and path not in kinds else value
+        except ValueError as error:
+            problems.append(f"{path} = {' '.join(behind)!r}: {error}")
+    values = flat(to_dict(settings))
     try:
-        changes = texts.unescaped(flat(to_dict(settings)), flat(to_dict(given)))
+        settings, wrong = _structure(TrainSettings, _changed(settings, given), "")
+        changes = texts.unescaped(values, flat(to_dict(settings)))
     except ValueError as error:
-        raise SettingsError([str(error)]) from error
-    return replace(given, changes) if changes else given
+        return settings, [*problems, str(error)]
+    return replace(settings, changes) if changes else settings, [*problems, *wrong]
 
 
-def _switches(arguments: Sequence[str]) -> list[str]:
-    """The arguments with `--data.shuffle false` and `--data.shuffle=false` as the parser knows it, `--data.no-shuffle`;
-    of a setting that may be other than both, with the word as Python writes it."""
-    kinds, words = paths(), list(arguments)
-    read: list[str] = []
-    while words:
-        flag, equals, value = words.pop(0).partition("=")
-        kind = kinds.get(flag.removeprefix("--").replace("-", "_")) if flag.startswith("--") else None
-        behind = value if equals else words[0] if words else ""
-        if (truth := TRUTHS.get(behind.lower())) is None or bool not in (kind, *get_args(kind)):
-            read.append(f"{flag}{equals}{value}")
-            continue
-        section, dot, name = flag.removeprefix("--").rpartition(".")
-        off = f"--{section}{dot}no-{name}"
-        read += [flag, str(truth)] if kind is not bool else [flag if truth else off]
-        words = words if equals else words[1:]
-    return read
+def _changed(settings: TrainSettings, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as nested tables with some changed, by their paths; a part by another name has no old keywords.
+
+    Raises ValueError for a path through a value.
+    """
+    values = to_dict(settings)
+    for path, part, _ in parts(settings):
+        if changes.get(f"{path}.name", part.name) != part.name:
+            table = _table_at(values, path)
+            for name in part.keywords:
+                del table[name]
+    for path, value in changes.items():
+        section, _, name = path.rpartition(".")
+        _table_at(values, section)[name] = value
+    return values
+
+
+def _table_at(values: dict[str, Any], path: str) -> dict[str, Any]:
+    for name in filter(None, path.split(".")):
+        values = values.setdefault(name, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{path}: {name} is a setting, not a section")
+    return values
 
 
 def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSettings:
     """The settings with some changed, by their paths: {"actor.optimizer.lr": 1e-6}; unchecked."""
-    values = to_dict(settings)
-    for path, value in changes.items():
-        *sections, name = path.split(".")
-        table = values
-        for section in sections:
-            table = table.setdefault(section, {})
-            if not isinstance(table, dict):
-                raise SettingsError([f"{path}: {section} is a setting, not a section"])
-        table[name] = value
+    of_parts = {path for path, _, _ in parts(settings)}
+    named = {f"{path}.name" if path in of_parts else path: value for path, value in changes.items()}
+    try:
+        values = _changed(settings, named)
+    except ValueError as error:
+        raise SettingsError([str(error)]) from error
     return from_dict(values)
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
     """The settings as nested plain values; None stays None."""
-    values = {name_of(f): getattr(settings, f.name) for f in attrs.fields(type(settings))}
+    values = {name_of(f): getattr(settings, f.name) for f in fields_of(type(settings))}
+    if table_of(type(settings)) is not None:
+        values |= settings.keywords
     return {
         name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
@@ -224,54 +240,11 @@ def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict
 
 
 def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
-    """The type of every setting by its path, sections left out."""
+    """The type of every setting by its path, without sections and the keywords of parts."""
     kinds: dict[str, Any] = {}
-    attrs.resolve_types(cls, include_extras=False)
-    for field in attrs.fields(cls):
-        if attrs.has(field.type):
-            kinds |= paths(field.type, f"{prefix}{field.name}.")
-        else:
-            kinds[f"{prefix}{name_of(field)}"] = field.type
+    for name, kind in kinds_of(cls).items():
+        kinds |= paths(kind, f"{prefix}{name}.") if attrs.has(kind) else {f"{prefix}{name}": kind}
     return kinds
-
-
-def is_list(kind: Any) -> bool:
-    """Whether a setting of this type holds a list."""
-    kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    return any(get_origin(each) is tuple for each in kinds)
-
-
-def loss_scalars(loss: LossSettings) -> dict[str, float | None]:
-    """The keywords that were given for the policy loss; the rest have the loss's own defaults."""
-    return _keywords(loss, checks.LOSS_KEYWORDS.get(loss.name, {}))
-
-
-def selection_scalars(loss: LossSettings) -> dict[str, float | None]:
-    """The keywords that were given for the loss's selection of tokens over the mini-batch (clip_cov, kl_cov)."""
-    return _keywords(loss, checks.SELECTION_KEYWORDS.get(loss.name, {}))
-
-
-def _keywords(loss: LossSettings, names: Mapping[str, str]) -> dict[str, float | None]:
-    values = {keyword: getattr(loss, name) for name, keyword in names.items() if getattr(loss, name) is not None}
-    return {k: None if k == "dual_clip" and v == 0 else v for k, v in values.items()}
-
-
-def correction_keywords(correction: CorrectionSettings) -> dict[str, Any] | None:
-    """The keywords of `losses.rollout_correction`; None if nothing is to be corrected."""
-    if correction.mode == "none" and not correction.rejection:
-        return None
-    lows = iter(correction.rejection_low)
-    pairs = [
-        f"{next(lows)}_{high}" if name.endswith("_k1") and correction.rejection_low else str(high)
-        for name, high in zip(correction.rejection, correction.rejection_high, strict=True)
-    ]
-    return {
-        "level": None if correction.mode == "none" else correction.mode,
-        "threshold": correction.high if correction.low is None else (correction.low, correction.high),
-        "batch_normalize": correction.batch_normalize,
-        "reject": ",".join(correction.rejection) or None,
-        "reject_threshold": ",".join(pairs) or None,
-    }
 
 
 def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None, int | None]:
@@ -303,23 +276,27 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
 
 def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, list[str]]:
     """An instance of the section `cls`, with defaults in place of what is wrong, and the problems."""
-    attrs.resolve_types(cls, include_extras=False)
-    fields = {name_of(f): f.type for f in attrs.fields(cls)}
-    problems = [_unknown(name, values[name], list(fields), prefix) for name in values if name not in fields]
-    kept: dict[str, Any] = {}
+    fields = kinds_of(cls)
+    others = {name: value for name, value in values.items() if name not in fields}
+    is_part = table_of(cls) is not None
+    problems = [] if is_part else [_unknown(name, value, list(fields), prefix) for name, value in others.items()]
+    kept: dict[str, Any] = {"keywords": others} if is_part else {}
     for name, kind in fields.items():
         if name not in values:
             continue
         path, value = f"{prefix}{name}", values[name]
+        if attrs.has(kind) and table_of(kind) is not None and isinstance(value, str):
+            value = {"name": value}
         if not attrs.has(kind):
             try:
                 kept[name] = converter().structure(_listed(value, kind), kind)
             except Exception:  # cattrs raises a type of its own for each kind of mistake
-                problems.append(f"{path} = {value!r}: must be {_describe(kind)}{_nearest_choice(value, kind)}")
+                problems.append(f"{path} = {value!r}: must be {described(kind)}{_nearest_choice(value, kind)}")
         elif isinstance(value, Mapping):
             default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
             section, wrong = _structure(kind, value, f"{path}.")
             changes = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
+            changes |= {"keywords": section.keywords} if table_of(kind) is not None else {}
             kept[name] = attrs.evolve(default, **changes)
             problems += wrong
         else:
@@ -329,11 +306,13 @@ def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, 
 
 def _listed(value: Any, kind: Any) -> Any:
     """One value stands for a list of it."""
-    return [value] if is_list(kind) and value is not None and not isinstance(value, list | tuple) else value
+    return [value] if flags.is_list(kind) and value is not None and not isinstance(value, list | tuple) else value
 
 
 def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:
     everywhere = list(paths())
+    if (renamed := RENAMED.get(f"{prefix}{name}")) is not None:
+        return f"{prefix}{name} = {value!r}: it is called {renamed} now"
     if near := nearest(name, siblings, cutoff=0.5):
         hint = f"did you mean {prefix}{near}?"
     elif same := [p for p in everywhere if p.rsplit(".", 1)[-1] == name]:
@@ -347,20 +326,6 @@ def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str
     return f"{shown}: there is no such setting; {hint}"
 
 
-def _describe(kind: Any) -> str:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        words = ", ".join(map(str, arguments))
-        return f"one of {words}" if len(arguments) > 1 else words
-    if origin is tuple:
-        return f"a list, each {_describe(arguments[0])}"
-    if origin in (Union, types.UnionType):
-        return " or ".join(_describe(a) for a in arguments if a is not types.NoneType)
-    if origin is dict:
-        return "a table, as {name = value}"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
-
-
 def _nearest_choice(value: Any, kind: Any) -> str:
     arguments = get_args(get_args(kind)[0]) if get_origin(kind) is tuple else get_args(kind)
     wrong = next((v for v in value if v not in arguments), "") if isinstance(value, list) else value
@@ -371,14 +336,14 @@ def _nearest_choice(value: Any, kind: Any) -> str:
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
     plain = paths()  # tables of names that are not ours are among these
 
-    def is_section(name: str) -> bool:
-        return f"{prefix}{name}" not in plain
+    def is_section(name: str, value: Any) -> bool:
+        return isinstance(value, Mapping) and f"{prefix}{name}" not in plain
 
-    lines = [f"{name} = {_toml(v)}" for name, v in table.items() if not is_section(name) and v is not None]
+    lines = [f"{_key(name)} = {_toml(v)}" for name, v in table.items() if not is_section(name, v) and v is not None]
     for name, value in table.items():
-        if is_section(name):
+        if is_section(name, value):
             inside = _toml_lines(value, f"{prefix}{name}.")
-            has_own = any(not is_section(f"{name}.{inner}") and v is not None for inner, v in value.items())
+            has_own = any(not is_section(f"{name}.{inner}", v) and v is not None for inner, v in value.items())
             lines += ["", f"[{prefix}{name}]", *inside] if has_own else inside
     return lines
 

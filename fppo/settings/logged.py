@@ -45,7 +45,7 @@ def missing(settings: TrainSettings, name: str) -> str | None:
     if name.startswith("val"):
         return _held_out_missing(settings, name)
     if _OF_CRITICS.match(name) and not uses_critic(settings):
-        return f"no critic is trained with algorithm.advantage = {settings.algorithm.advantage!r}"
+        return f"no critic is trained with algorithm.advantage = {settings.algorithm.advantage.name!r}"
     if name.startswith("critic/true/") and not settings.eval.exact_values:
         return "exact values are not computed; give eval.exact_values = true"
     if name in NAMES:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from fppo._errors import did_you_mean, nearest
 from fppo.rewards.builtin import builtins
+from fppo.settings.component import parts
 from fppo.settings.problems import problem
 from fppo.settings.resolve import AUTO
+from fppo.settings.sources import spec_of
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
@@ -43,11 +44,8 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
     """(setting, value) of what names a function of the user's, as module:function."""
     data, turns = settings.data, settings.rollout.turns
     named = [
-        ("actor.loss.name", settings.actor.loss.name),
-        ("algorithm.advantage", settings.algorithm.advantage),
+        *((f"{path}.name", part.name) for path, part, _ in parts(settings)),
         *kernels_named(settings).items(),
-        ("actor.optimizer.name", settings.actor.optimizer.name),
-        ("critic.optimizer.name", settings.critic.optimizer.name),
         *(("reward.functions", name) for name in settings.reward.functions),
         *(("log.loggers", name) for name in settings.log.loggers),
         ("rollout.turns.respond", turns.respond),
@@ -77,7 +75,7 @@ def module_problems(settings: TrainSettings) -> list[str]:
 def _wrong(module: str, path: str) -> str | None:
     """What is wrong with "module:path", as far as the module's file tells; None if nothing is."""
     try:
-        spec = _spec(module)
+        spec = spec_of(module)
     except (ImportError, ValueError):  # of a finder of the user's, or a module without a spec: importing it will tell
         return None
     if spec is None:
@@ -95,24 +93,3 @@ def _wrong(module: str, path: str) -> str | None:
         return None
     near = nearest(name, code.co_names)
     return f"{module!r} has no {name!r}{f'; did you mean {near!r}?' if near else ''}"
-
-
-def source_of(module: str) -> Path | None:
-    """The file of a module's source; None if it has none, or is not found."""
-    try:
-        spec = _spec(module)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
-
-
-def _spec(module: str) -> ModuleSpec | None:
-    """Where a module is, without importing the packages around it."""
-    first, *rest = module.split(".")
-    spec, name = importlib.util.find_spec(first), first
-    for part in rest:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        name = f"{name}.{part}"
-        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
-    return spec

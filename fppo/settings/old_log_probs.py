@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from fppo.settings.algorithm import CRITIC_ADVANTAGES, OldLogProbs
+from fppo.settings.algorithm import OldLogProbs
+from fppo.settings.component import requires
 from fppo.settings.problems import Problems, problem
+from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 
 
@@ -27,11 +29,11 @@ def passes_besides(settings: TrainSettings) -> list[str]:
         reasons.append(f"model.compute_dtype = {settings.model.compute_dtype} rounds the engine's otherwise")
     if rollout.ahead or rollout.from_ is not None:
         reasons.append(f"rollout.{'ahead' if rollout.ahead else 'from'} trains on what an earlier policy sampled")
-    if algorithm.correction.mode != "none" or algorithm.correction.rejection:
+    if algorithm.correction.name != "none":
         reasons.append("algorithm.correction compares the two")
-    if algorithm.advantage == "optimal_token_baseline":
-        reasons.append("optimal_token_baseline needs a pass anyway")
-    if algorithm.advantage in CRITIC_ADVANTAGES and settings.critic.reads != "tokens":
+    if requires(algorithm.advantage, ESTIMATORS, "sum_squared_probs"):
+        reasons.append(f"{algorithm.advantage.name} needs a pass anyway")
+    if requires(algorithm.advantage, ESTIMATORS, "values") and settings.critic.reads != "tokens":
         reasons.append(f"critic.reads = {settings.critic.reads} needs a pass anyway")
     return reasons
 
@@ -47,10 +49,10 @@ def passes_before_update(s: TrainSettings) -> list[str]:
         reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
     if s.algorithm.kl.coef > 0:
         reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
-    if correction.mode != "none" or correction.rejection:
+    if correction.name != "none":
         reasons.append("algorithm.correction compares them with the engine's")
-    if s.algorithm.advantage == "optimal_token_baseline":
-        reasons.append("optimal_token_baseline estimates advantages with them")
+    if requires(s.algorithm.advantage, ESTIMATORS, "log_probs"):
+        reasons.append(f"{s.algorithm.advantage.name} estimates advantages with them")
     return reasons
 
 
@@ -60,6 +62,6 @@ def old_log_probs_problems(s: TrainSettings) -> Problems:
     if source == "update" and (reasons := passes_before_update(s)):
         text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
         yield problem("algorithm.old_log_probs", source, text)
-    if source == "engine" and (correction.mode != "none" or correction.rejection):
+    if source == "engine" and correction.name != "none":
         text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
         yield problem("algorithm.old_log_probs", source, text)

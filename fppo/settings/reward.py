@@ -10,6 +10,7 @@ from fppo.settings.fields import (
     MOST_SECONDS,
     MOST_TOKENS,
     MOST_WORKERS,
+    Table,
     above,
     at_least,
     at_most,
@@ -95,6 +96,8 @@ class RewardSettings:
     """Reward functions, added up: built-in names, or module:function for your own."""
     weights: tuple[float, ...] = setting(())
     """A factor for each function; none: 1 for each."""
+    arguments: Table = setting(dict)
+    """Keywords of the functions, by their names, as {regular_expression = {pattern = "[0-9]+"}}."""
     time_limit: float = setting(10.0, above(0), at_most(MOST_SECONDS))
     """Seconds that one function may take for one response; after that it has not scored it."""
     batch_time_limit: float | None = setting(None, above(0), at_most(MOST_SECONDS))
@@ -103,8 +106,6 @@ class RewardSettings:
     """A function's score of a response on which it failed; None: the response has none, and nothing learns from it."""
     workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that run the reward functions."""
-    pattern: str | None = setting(None)
-    """The regular expression of the built-in regular_expression."""
     overlap: bool = setting(True)
     """Begin with responses while others are still generated, with functions of single ones that the workers run."""
     overlong_buffer: int = setting(0, at_least(0))

@@ -13,6 +13,7 @@ import attrs
 
 from fppo._errors import did_you_mean
 from fppo.settings.algorithm import AlgorithmSettings, KlKind
+from fppo.settings.component import given, named
 from fppo.settings.critic import CriticSettings
 from fppo.settings.experts import ExpertSettings
 from fppo.settings.fields import (
@@ -32,6 +33,7 @@ from fppo.settings.optimizer import OptimizerSettings, WeightMode
 from fppo.settings.placement import PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
+from fppo.settings.tables import POLICY_LOSSES
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
 
@@ -158,32 +160,11 @@ class DataSettings:
 
 @attrs.frozen(kw_only=True)
 class LossSettings:
-    """The policy loss. A number left out has the loss's own default; one that the loss does not read is an error."""
+    """The policy loss, and any of its keywords."""
 
-    name: str = setting("ppo_clip", nonempty("give the name of a policy loss, as ppo_clip"))
-    """One of ppo_clip, gspo, sapo, gpg, cispo, gmpo, clip_cov, kl_cov, dppo_tv, dppo_kl, dro; or module:function."""
-    clip_low: float | None = setting(None, above(0))
-    """How far the ratio may fall below 1."""
-    clip_high: float | None = setting(None, above(0), unbounded=True)
-    """How far the ratio may rise above 1."""
-    dual_clip: float | None = setting(None, at_least(0))
-    """The bound of the ratio where the advantage is negative (ppo_clip): above 1, or 0 for none."""
-    max_ratio: float | None = setting(None, above(1), unbounded=True)
-    """The largest importance ratio (dppo_tv, dppo_kl)."""
-    tau_pos: float | None = setting(None, above(0))
-    """The sharpness of sapo's gate where the advantage is positive."""
-    tau_neg: float | None = setting(None, above(0))
-    """The sharpness of sapo's gate elsewhere."""
-    select_ratio: float | None = setting(None, above(0), at_most(1))
-    """The share of tokens that clip_cov and kl_cov select from a mini-batch."""
-    cov_low: float | None = setting(None)
-    """The covariance above which clip_cov selects."""
-    cov_high: float | None = setting(None, unbounded=True)
-    """The covariance below which clip_cov selects."""
-    cov_kl_coef: float | None = setting(None, at_least(0))
-    """The factor of the KL term on kl_cov's tokens."""
-    beta: float | None = setting(None, above(0))
-    """The strength of dro's quadratic term."""
+    name: str = named("ppo_clip", POLICY_LOSSES, "a policy loss")
+    """Its name, or module:function for your own."""
+    keywords: Table = given()
 
 
 @attrs.frozen(kw_only=True)

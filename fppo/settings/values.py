@@ -31,6 +31,21 @@ def converter() -> cattrs.Converter:
     return own
 
 
+def described(kind: Any) -> str:
+    """A type of settings in words, as in "must be a number"."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        words = ", ".join(map(str, arguments))
+        return f"one of {words}" if len(arguments) > 1 else words
+    if origin is tuple:
+        return f"a list, each {described(arguments[0])}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(described(a) for a in arguments if a is not types.NoneType)
+    if origin is dict:
+        return "a table, as {name = value}"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[kind]
+
+
 def _is_choice_or(kind: Any) -> bool:
     """Whether it is a choice of words beside another type, as in Literal["auto"] | int, which may be None, too."""
     kinds = _kinds(kind) if get_origin(kind) in (Union, types.UnionType) else []

@@ -14,7 +14,17 @@ from torch import Tensor
 from fppo.models.model import Params
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, gather_over
-from fppo.steps.optimizers import AdamWState, Call, Optimizer, adamw_write, clipped, decay_, init_adamw, zeros_like
+from fppo.steps.optimizers import (
+    AdamWState,
+    Call,
+    Optimizer,
+    adamw_write,
+    check_decays,
+    clipped,
+    decay_,
+    init_adamw,
+    zeros_like,
+)
 from fppo.steps.schedules import Schedule
 from fppo.tree import replace, state
 from fppo_kernels.adamw import adamw_
@@ -75,6 +85,7 @@ def muon(
     one rate serves both. Where a mesh cuts parameters each rank gathers the momentum of one matrix after the other, and
     orthogonalises it. Raises ValueError for a mesh that cuts matrices otherwise.
     """
+    check_decays(weight_decay=weight_decay, momentum=momentum)
     rest_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
 
     def write_(params: Params, grads: Params, state: MuonState, call: Call) -> MuonState:

@@ -77,6 +77,8 @@ def clipped(
 
     Metrics: grad_norm (before clipping), lr (of a `schedule`), skipped (0 or 1).
     """
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be > 0, or None for no clipping, got {max_grad_norm}")
     return Optimizer(init, partial(_update, write_=write_, max_grad_norm=max_grad_norm, schedule=schedule))
 
 
@@ -124,6 +126,14 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     return total.sqrt().to(norm.dtype)
 
 
+def check_decays(*, weight_decay: float, momentum: float = 0.0) -> None:
+    """ValueError for a weight decay below 0, and for a momentum outside of [0, 1)."""
+    if not weight_decay >= 0:
+        raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be 0 or more, and less than 1, got {momentum}")
+
+
 def zeros_like(params: Params) -> Params:
     """Zeros in the tree of the parameters."""
     return {name: torch.zeros_like(p) for name, p in params.items()}
@@ -165,7 +175,12 @@ def adamw(
 def adamw_write(
     schedule: Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float, kernel: Callable[..., None]
 ) -> Write:
-    """AdamW's part of an update: of the parameters that its state has."""
+    """AdamW's part of an update: of the parameters that its state has. ValueError for numbers out of range."""
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be 0 or more, and less than 1, got {betas}")
+    if not eps > 0:
+        raise ValueError(f"eps must be > 0, got {eps}")
+    check_decays(weight_decay=weight_decay)
     return partial(_write_adamw_, schedule=schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
 
 
@@ -217,6 +232,7 @@ def sgd(
 
     The weight decay is decoupled: algorithm 1 of Loshchilov and Hutter (2019, arXiv:1711.05101), the rate in the decay.
     """
+    check_decays(weight_decay=weight_decay, momentum=momentum)
 
     def write_(params: Params, grads: Params, state: SgdState, call: Call) -> SgdState:
         lr, names = schedule(call.step), list(params)

@@ -146,7 +146,7 @@ def test_the_ends_of_the_ranges_are_known_estimators():
 def test_nothing_to_estimate_and_numbers_out_of_range():
     for shape in ((0, 3), (3, 0)):
         x, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
-        for result in (td(x, x, mask), turn_gae(x, x, mask), vtrace(x, x, x, mask), adaptive(x, x, mask)):
+        for result in (td(x, x, mask, steps=1), turn_gae(x, x, mask), vtrace(x, x, x, mask), adaptive(x, x, mask)):
             assert result.advantages.shape == result.returns.shape == shape
     x, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
     for call, text in (

@@ -3,13 +3,14 @@
 import ast
 import contextlib
 import inspect
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import fppo
-from fppo import metrics, models, tree
+from fppo import advantages, losses, metrics, models, tree
 from fppo.advantages import Advantages
 from fppo.assembly import machine, optimizers, texts
 from fppo.assembly import program as programs
@@ -18,13 +19,12 @@ from fppo.assembly.parts import check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.models.inner import inner_of
-from fppo.pipeline import estimators
 from fppo.pipeline.own import bound
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
-from fppo.settings import checks, files, modules
+from fppo.settings import component, files, modules, tables
 from fppo.settings.optimizer import OptimizerSettings
 from fppo.settings.resolve import AUTO
 from fppo.settings.train import ActorSettings, LossSettings
@@ -60,9 +60,9 @@ def test_the_program_has_the_settings_scalars(tmp_path):
         tmp_path,
         actor__kl_coef=0.3,
         actor__entropy_coef=0.01,
-        algorithm__lam=0.5,
+        algorithm__advantage__lam=0.5,
         rollout__temperature=0.7,
-        critic__value_clip=0.25,
+        critic__loss__clip=0.25,
         critic__warmup_steps=2,
     )
     with assemble(settings) as assembly:
@@ -107,7 +107,7 @@ ONCE = {
     [
         (ONCE, "update"),
         (ONCE | {"actor__mini_batch_size": 4}, "pass"),
-        (ONCE | {"algorithm__correction__mode": "token"}, "pass"),
+        (ONCE | {"algorithm__correction": "rollout"}, "pass"),
         (ONCE | {"algorithm__old_log_probs": "pass"}, "pass"),
         (ONCE | {"algorithm__old_log_probs": "engine"}, "engine"),
         ({}, "pass"),
@@ -196,13 +196,15 @@ def no_optimizer(schedule):
 
 
 def test_an_optimizer_that_is_none_is_named():
-    with pytest.raises(ValueError, match=r"no_optimizer' returned a float: .* from_function makes one"):
-        optimizers.optimizer_of(OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer"), 10)
+    own = OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer")
+    with pytest.raises(ValueError, match=r"no_optimizer': it returned a float: .* from_function makes one"):
+        optimizers.optimizer_of(own, 10, setting="actor.optimizer")
 
 
 def test_the_schedule_spans_all_updates():
-    settings = OptimizerSettings(lr=1.0, schedule="linear", max_grad_norm=0.0, weight_decay=0.0, eps=1e-12)
-    optimizer = optimizers.optimizer_of(settings, 10)
+    keywords = {"max_grad_norm": "none", "weight_decay": 0.0, "eps": 1e-12}
+    settings = OptimizerSettings(lr=1.0, schedule="linear", keywords=keywords)
+    optimizer = optimizers.optimizer_of(settings, 10, setting="actor.optimizer")
     for step, moves in ((0, 1.0), (5, 0.5), (10, 0.0)):
         state = init_state({"w": torch.zeros(1)}, optimizer)
         grads = {"w": torch.full((1,), 1e3)}  # clipped or not, the first update moves by the rate
@@ -213,7 +215,8 @@ def test_the_schedule_spans_all_updates():
 
 
 def test_losses_by_name_take_their_scalars():
-    loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", clip_low=0.1, select_ratio=0.5)))
+    keywords = {"clip_low": 0.1, "ratio": 0.5}
+    loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", keywords=keywords)))
     assert loss.loss_fn.keywords == {"clip_low": 0.1}
     assert loss.select_fn.keywords == {"ratio": 0.5, "clip_low": 0.1}
 
@@ -225,8 +228,25 @@ def test_every_kernel_of_a_setting_is_known_before_torch_is():
     assert sorted(modules.KERNELS) == sorted(named)
 
 
-def test_every_estimator_is_a_setting():
-    assert checks.ADVANTAGES == estimators.NAMES
+def test_every_part_of_the_library_is_a_setting_by_its_name():
+    """What scripts find in `advantages` and `losses` by its return type, settings find by its name."""
+
+    def public(module, returned):
+        functions = [x for x in map(partial(getattr, module), module.__all__) if inspect.isfunction(x)]
+        return {f"{fn.__module__}:{fn.__name__}" for fn in functions if fn.__annotations__["return"] == returned}
+
+    kinds = {kind: functions for kind, functions in vars(tables).items() if kind.isupper() and not kind.startswith("_")}
+    named = {kind: [path for each in found.values() for path in each] for kind, found in kinds.items()}
+    assert set(named["ESTIMATORS"]) == public(advantages, "Advantages")
+    assert set(named["VALUE_HEADS"]) == public(losses, "ValueHead")
+    assert set(named["CORRECTIONS"]) == public(losses, "Correction")
+    of_policy = {path for path in public(losses, "tuple[Tokens, Metrics]") if ".value:" not in path}
+    selections = {path for path in public(losses, "Mask") if "select_" in path}
+    assert set(named["POLICY_LOSSES"]) == of_policy | selections
+    assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "muon"}
+    del kinds["REWARDS"]  # some are decorated
+    for functions in kinds.values():  # so that help and checks know their keywords
+        assert all(component.signature_of(name, functions) is not None for name in functions)
 
 
 @pytest.mark.parametrize(

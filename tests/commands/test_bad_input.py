@@ -377,8 +377,11 @@ def test_a_model_without_a_tokenizer(task, capsys):
         ("--seed 18446744073709551616", "seed = 18446744073709551616: must be 18446744073709551615 or less"),
         ("--device gpu", "device = 'gpu': must be auto, cpu, cuda or cuda:N"),
         ("--algorithm.advantage gea", "there is no such estimator; did you mean gae?"),
-        ("--actor.loss.name ppo_clp", "there is no such loss; did you mean ppo_clip?"),
-        ("--actor.optimizer.name adam", "there is no such optimizer; there are ['adamw', 'sgd', 'muon'] and module"),
+        ("--actor.loss.name ppo_clp", "there is no such policy loss; did you mean ppo_clip?"),
+        (
+            "--actor.optimizer.name adam",
+            "there is no such optimizer; did you mean adamw? there are adamw, sgd, muon and module",
+        ),
         ("--model.log-probs chunkd", "model.log_probs = 'chunkd': there is no such kernel; did you mean chunked?"),
         ("--actor.mini-batch-size 16", "actor.mini_batch_size = 16: must divide rollout.batch_size = 8"),
         ("--nproc 16", "some ranks would have nothing to do"),

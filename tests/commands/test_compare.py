@@ -22,14 +22,31 @@ from tests import tiny_run
 
 
 def test_values_are_crossed_and_may_bring_others_along():
-    found = variants(["critic.loss=mse,hl_gauss+critic.range=[-1.0, 1.0]+critic.bins=21", "algorithm.lam=0.9,1e+0"])
+    found = variants(
+        [
+            "critic.loss=mse,hl_gauss+critic.loss.low=-1.0+critic.loss.high=1.0+critic.loss.bins=21",
+            "algorithm.advantage.lam=0.9,1e+0",
+        ]
+    )
     assert [variant.changes for variant in found] == [
-        {"critic.loss": "mse", "algorithm.lam": 0.9},
-        {"critic.loss": "mse", "algorithm.lam": 1.0},
-        {"critic.loss": "hl_gauss", "critic.range": [-1.0, 1.0], "critic.bins": 21, "algorithm.lam": 0.9},
-        {"critic.loss": "hl_gauss", "critic.range": [-1.0, 1.0], "critic.bins": 21, "algorithm.lam": 1.0},
+        {"critic.loss": "mse", "algorithm.advantage.lam": 0.9},
+        {"critic.loss": "mse", "algorithm.advantage.lam": 1.0},
+        {
+            "critic.loss": "hl_gauss",
+            "critic.loss.low": -1.0,
+            "critic.loss.high": 1.0,
+            "critic.loss.bins": 21,
+            "algorithm.advantage.lam": 0.9,
+        },
+        {
+            "critic.loss": "hl_gauss",
+            "critic.loss.low": -1.0,
+            "critic.loss.high": 1.0,
+            "critic.loss.bins": 21,
+            "algorithm.advantage.lam": 1.0,
+        },
     ]
-    assert found[0].name == "critic.loss=mse, algorithm.lam=0.9"
+    assert found[0].name == "critic.loss=mse, algorithm.advantage.lam=0.9"
     assert len({variant.directory for variant in found}) == 4
 
 
@@ -59,8 +76,8 @@ def test_directories_of_variants_are_plain_names(values, many):
 
 
 def test_the_directory_of_an_ordinary_variant_reads_as_it_is_called():
-    (found,) = variants(["critic.loss=mse+critic.bins=3", "actor.optimizer.lr=1e-6"])
-    assert found.directory == "critic.loss-mse+critic.bins-3_actor.optimizer.lr-1e-6"
+    (found,) = variants(["critic.loss=mse+critic.loss.bins=3", "actor.optimizer.lr=1e-6"])
+    assert found.directory == "critic.loss-mse+critic.loss.bins-3_actor.optimizer.lr-1e-6"
 
 
 def test_the_held_out_reward_is_compared_first_of_each_source(tmp_path):
@@ -104,9 +121,11 @@ def task(tmp_path):
 
 
 TOOLBOX = {
-    "algorithm.advantage=gae,gae+algorithm.lam=0.9+algorithm.critic_lam=1.0,gae+algorithm.lam_alpha=0.05,"
-    "turn_gae+algorithm.gamma=0.9,td+algorithm.td_steps=2,vtrace+algorithm.correction.mode=token": 6,
-    "critic.loss=mse,mse+critic.popart=0.1,huber+critic.huber_delta=0.5,hl_gauss+critic.bins=21,two_hot,quantile": 6,
+    "algorithm.advantage=gae,gae+algorithm.advantage.lam=0.9+algorithm.advantage.critic_lam=1.0,"
+    "gae+algorithm.advantage.lam_alpha=0.05,"
+    "turn_gae+algorithm.advantage.gamma=0.9,td+algorithm.advantage.steps=2,vtrace+algorithm.correction=rollout": 6,
+    "critic.loss=mse,mse+critic.popart=0.1,huber+critic.loss.delta=0.5,"
+    "hl_gauss+critic.loss.bins=21,two_hot,quantile": 6,
     "critic.reads=tokens,confidence,hidden,hidden+critic.ensemble=4+critic.leave_agreed=0.2": 4,
     "critic.privileged=0,8": 2,
     "critic.pretrain=0,1,1+critic.freeze=true": 3,
@@ -122,7 +141,7 @@ def test_all_of_the_critics_toolbox_can_be_varied(tmp_path):
     assert planned == TOOLBOX
 
 
-ARGUMENTS = ("--vary", "critic.loss=mse,quantile+critic.bins=3", "--seeds", "1", "--actor.optimizer.lr", "0.002")
+ARGUMENTS = ("--vary", "critic.loss=mse,quantile+critic.loss.bins=3", "--seeds", "1", "--actor.optimizer.lr", "0.002")
 
 
 @pytest.mark.slow
@@ -130,13 +149,16 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     trained = []
 
     def train(settings, here):
-        trained.append((settings.critic.loss, settings.seed, settings.actor.optimizer.lr))
+        trained.append((settings.critic.loss.name, settings.seed, settings.actor.optimizer.lr))
         return 130 if len(trained) == 2 else real(settings, here)
 
     real = actions.train
     monkeypatch.setattr(actions, "train", train)
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 130
-    assert "stopped in critic.loss=quantile+critic.bins=3, seed 0; the same command goes on" in capsys.readouterr().out
+    assert (
+        "stopped in critic.loss=quantile+critic.loss.bins=3, seed 0; the same command goes on"
+        in capsys.readouterr().out
+    )
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 0
     assert trained == [("mse", 0, 0.002), ("quantile", 0, 0.002), ("quantile", 0, 0.002)]
     text = capsys.readouterr().out
@@ -147,9 +169,10 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     assert head.startswith("| variant | `val-core/")
     assert head.endswith("| `critic/true/r2` |")
     assert rule == "| --- | --- | --- |"
-    assert [row.split(" | ")[0] for row in rows] == ["| `critic.loss=mse`", "| `critic.loss=quantile+critic.bins=3`"]
+    names = ["critic.loss=mse", "critic.loss=quantile+critic.loss.bins=3"]
+    assert [row.split(" | ")[0] for row in rows] == [f"| `{name}`" for name in names]
     numbers = json.loads((out / "compare.json").read_text())
-    assert [row["variant"] for row in numbers[:2]] == ["critic.loss=mse", "critic.loss=quantile+critic.bins=3"]
+    assert [row["variant"] for row in numbers[:2]] == names
     assert (out / "compare.png").stat().st_size > 5000
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS, "--metrics", "critic/vf_loss"]) == 0
     assert "critic/vf_loss" in capsys.readouterr().out
@@ -160,7 +183,7 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
 
 def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, capsys):
     def train(settings, here):
-        if settings.critic.loss == "mse":
+        if settings.critic.loss.name == "mse":
             raise RunFailed("the critic cannot learn")
         log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
         log.log(1, {"val/sums/accuracy/mean@1": 0.5})
@@ -171,7 +194,7 @@ def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, caps
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 1
     text = capsys.readouterr().out
     assert "the critic cannot learn" in text
-    assert "critic.loss=quantile+critic.bins=3  1      0.5000" in text
+    assert "critic.loss=quantile+critic.loss.bins=3  1      0.5000" in text
     assert "failed, and tried again by the same command: critic.loss=mse, seed 0" in text
 
 
@@ -183,8 +206,12 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
         (["--seeds", "2"], "--vary (): is not set; write section.setting=VALUE,VALUE"),
         (["--vary", "seed=1,2"], "seed: fppo compare sets it; give --seeds and --out"),
         (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting; did you mean critic.loss?"),
-        (["--vary", "critic.loss=mse,mae"], "critic.loss = 'mae': must be one of"),
-        (["--vary", "critic.loss=mse+critic.bins=3"], "critic.loss=mse+critic.bins=3: critic.bins = 3: nothing reads"),
+        (["--vary", "critic.loss=mse,mae"], "critic.loss.name = 'mae': there is no such value loss"),
+        (["--vary", "critic.loss=mse+critic.loss.bins=3"], "bins=3: critic.loss.bins = 3: mse has no such keyword"),
+        (
+            ["--vary", "actor.loss.dual_clip=3,0.5"],
+            "0.5: actor.loss = ppo_clip(dual_clip=0.5): dual_clip must",
+        ),
         (["--vary", "critic.loss=[mse"], "'critic.loss=[mse' is not of that form"),
         (
             [*vary, "--metrics", "actor/entropi"],
@@ -210,7 +237,7 @@ def test_a_metric_that_the_first_runs_lack_is_named_before_the_next_seed(task, m
     trained = []
 
     def train(settings, here):
-        trained.append((settings.seed, settings.critic.loss))
+        trained.append((settings.seed, settings.critic.loss.name))
         log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
         log.log(1, {"actor/entropy": 0.5})
         log.close()

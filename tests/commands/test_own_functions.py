@@ -14,11 +14,11 @@ from tests import tiny_run
 
 MINE = """
 import fppo_kernels.attention.sdpa
-from fppo import advantages, losses
+from fppo import advantages, losses, metrics
 
-def loss(log_probs, old_log_probs, advantages, mask):
-    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask, clip_high=0.3)
-    return per_token, report | {"actor/mine": next(iter(report.values()))}
+def loss(log_probs, old_log_probs, advantages, mask, radius=0.2):
+    per_token, report = losses.ppo_clip(log_probs, old_log_probs, advantages, mask, clip_high=radius)
+    return per_token, report | {"actor/radius": metrics.mean(radius)}
 
 def advantage(rows, rewards):
     return advantages.grpo(rewards.sum(1), rows.response_mask, rows.groups)
@@ -31,7 +31,7 @@ def reward(sample):
     return {"score": float(len(sample.response)), "seen": 7.0}
 """
 FLAGS = (
-    *("--actor.loss.name", "mine:loss", "--algorithm.advantage", "mine:advantage"),
+    *("--actor.loss.name", "mine:loss", "--actor.loss.radius", "0.3", "--algorithm.advantage", "mine:advantage"),
     *("--model.attention", "mine:attention", "--reward.functions", "elsewhere:reward"),
 )
 
@@ -65,7 +65,8 @@ def test_a_run_finds_them_in_ranks_and_workers_and_when_it_goes_on_from_elsewher
     _console(task / "second", "train", task / "run" / "settings.toml", *again)
     first, second = [line for line in jsonl.read(task / "run" / "metrics.jsonl") if line["step"]]
     assert first["reward/seen"] == second["reward/seen"] == 7.0
-    assert {"actor/mine"} <= first.keys() & second.keys()
+    assert first["actor/radius"] == second["actor/radius"] == pytest.approx(0.3)
+    assert saved.actor.loss.keywords == {"radius": 0.3}
 
 
 def test_a_loss_that_would_train_on_in_silence_ends_the_command_before_any_work(task, monkeypatch, capsys):
@@ -77,6 +78,16 @@ def test_a_loss_that_would_train_on_in_silence_ends_the_command_before_any_work(
     assert "the loss has shape [], expected [B, T]" in told
     assert "check = false starts all the same" in told
     assert not (task / "run").exists()
+
+
+def test_keywords_of_ones_own_functions_are_checked_before_any_work(task, monkeypatch, capsys):
+    monkeypatch.chdir(task)
+    wrong = ["--actor.loss.name", "mine:loss", "--actor.loss.radus", "0.1"]
+    assert main(["train", "run.toml", *wrong]) == 2
+    assert "actor.loss.radus = 0.1: mine:loss has no such keyword; did you mean radius?" in capsys.readouterr().err
+    vary = ["--vary", "actor.loss.radius=0.1,far"]
+    assert main(["compare", "run.toml", "--actor.loss.name", "mine:loss", *vary, "--seeds", "1"]) == 2
+    assert "actor.loss.radius = 'far': must be a number" in capsys.readouterr().err
 
 
 def test_runs_without_them_remember_no_directories(task):

@@ -7,7 +7,7 @@ import torch
 
 from fppo import advantages, laws, losses
 from fppo.advantages import Advantages
-from fppo.pipeline import estimators
+from fppo.pipeline import OfRows
 from fppo_kernels import table
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
@@ -16,6 +16,7 @@ from fppo_kernels.log_probs.reference import reference
 from tests.kernels import test_decode_attention as decoding
 from tests.laws import test_layers as inner
 from tests.laws import test_losses as bad
+from tests.parts import EVERY_ESTIMATOR, GROUPED
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "gmpo"])
@@ -51,10 +52,10 @@ def test_losses_that_would_train_on_are_named(mistake, law, words):
 
 
 @pytest.mark.parametrize("group", [1, 2, 8])
-@pytest.mark.parametrize("name", estimators.NAMES)
+@pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 def test_good_estimators_pass(name, group):
-    if group > 1 or name not in estimators.GROUPED:
-        laws.screen_estimator(estimators.estimator(name, weights={"a": 1.0, "b": 2.0}), group=group, names=("a", "b"))
+    if group > 1 or name not in GROUPED:
+        laws.screen_estimator(OfRows(EVERY_ESTIMATOR[name]), group=group, names=("a", "b"))
 
 
 def by_group(rows, rewards):

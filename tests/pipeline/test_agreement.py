@@ -6,11 +6,12 @@ import attrs
 import pytest
 import torch
 
+from fppo import advantages
 from fppo.assembly.run import assemble
 from fppo.batch import Annotated, narrow
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.pipeline import Program, RunState, agreement, estimator, ppo_step, stages
+from fppo.pipeline import OfRows, Program, RunState, agreement, ppo_step, stages
 from fppo.rollout import Sampling
 from fppo.steps.actor import PolicyTerms, update_actor
 from fppo.steps.train_state import TrainState
@@ -87,7 +88,7 @@ def _rows(**changes):
 
 
 def test_a_kl_in_the_reward_needs_a_reference():
-    run = partial(stages.estimate, kl=KLState(coef=0.1), advantage_fn=estimator("grpo"), max_tokens=3)
+    run = partial(stages.estimate, kl=KLState(coef=0.1), advantage_fn=advantages.grpo, max_tokens=3)
     with pytest.raises(ValueError, match=r"kl_in_reward=True with the coefficient 0\.1 needs ref_log_probs"):
         run(_rows(ref_log_probs=None), kl_in_reward=True)
     run(_rows(ref_log_probs=None))
@@ -101,7 +102,7 @@ def test_an_estimator_of_groups_needs_groups(name):
     rows = _rows(groups=torch.arange(4), named_scores={"a": torch.ones(4)})
     rewards = torch.ones_like(rows.old_log_probs)
     if name == "reinforce_plus_plus":
-        estimator(name)(rows, rewards)
+        OfRows(getattr(advantages, name))(rows, rewards)
         return
     with pytest.raises(ValueError, match=rf"{name}' compares responses to one prompt, and each has one: raise Sampl"):
-        estimator(name)(rows, rewards)
+        OfRows(getattr(advantages, name))(rows, rewards)

@@ -15,7 +15,6 @@ from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend, narr
 from fppo.losses import KLState
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups
-from fppo.pipeline.estimators import GROUPED, NAMES, estimator
 from fppo.rollout.engine import Sampling
 from fppo.steps.actor import PolicyTerms, rollout_gap, update_actor
 from fppo.steps.forward import Forward
@@ -25,9 +24,10 @@ from fppo.steps.optimizers import sgd
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests import tiny
+from tests.parts import EVERY_ESTIMATOR, GROUPED
 
 NAN = float("nan")
-each_name = pytest.mark.parametrize("name", NAMES)
+each_name = pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 
 
 def rows_of(scores, *, n, seed=3, **changes):
@@ -54,7 +54,8 @@ def rows_of(scores, *, n, seed=3, **changes):
 
 
 def estimated(rows, name="grpo", **how):
-    advantage_fn = estimator(name, **how.pop("bound", {})) if isinstance(name, str) else name
+    advantage_fn = EVERY_ESTIMATOR[name] if isinstance(name, str) else name
+    advantage_fn = partial(advantage_fn, **how.pop("bound", {}))
     how = {"kl": KLState(coef=0.0), "max_tokens": 6, **how}
     return stages.estimate(rows, advantage_fn=advantage_fn, **how)
 
@@ -149,7 +150,7 @@ def test_a_row_without_a_score_counts_nowhere(name, whiten):
 def test_a_row_whose_group_has_no_other_score_has_no_advantage(name):
     """It is alone because the others failed: its score, were it taken for the advantage, would say nothing."""
     rows = rows_of([100.0, NAN, NAN, 1.0, 0.0, 3.0], n=3)
-    fn = (lambda s, m, g: advantages.rloo(s, m, g)) if name not in GROUPED else name
+    fn = (lambda scores, mask, groups: advantages.rloo(scores, mask, groups)) if name not in GROUPED else name
     found, _, _ = estimated(rows, fn)
     assert found.response_mask[0].any()
     assert found.advantages[3:].any()

@@ -9,12 +9,13 @@ import torch
 from fppo import advantages, losses
 from fppo.assembly.program import advantage_of
 from fppo.batch import Annotated, narrow
-from fppo.pipeline.estimators import estimator
+from fppo.pipeline import OfRows
 from fppo.settings import files
 from fppo_kernels.record import Kernels
 from tests import tiny, tiny_run
+from tests.parts import EVERY_ESTIMATOR
 
-TOKEN = {"algorithm__correction__mode": "token", "algorithm__correction__high": 1.5}
+TOKEN = {"algorithm__correction__name": "rollout", "algorithm__correction__threshold": 1.5}
 
 
 def _weights(rows):
@@ -29,9 +30,9 @@ CASES = {
         lambda rows: partial(advantages.gae, lam=advantages.length_lam(rows.response_mask, alpha=0.4)),
     ),
     "turn_gae": ({"lam": 0.5}, lambda rows: partial(advantages.turn_gae, lam=0.5)),
-    "td": ({"td_steps": 2}, lambda rows: partial(advantages.td, steps=2)),
+    "td": ({"steps": 2}, lambda rows: partial(advantages.td, steps=2)),
     "vtrace": (
-        {"lam": 0.8, "trace_cut": 0.5},
+        {"lam": 0.8, "cut": 0.5},
         lambda rows: lambda r, v, m, gamma: advantages.vtrace(r, v, _weights(rows), m, gamma=gamma, lam=0.8, cut=0.5),
     ),
 }
@@ -40,9 +41,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_an_estimator_of_the_settings_is_its_function(name, tmp_path):
     changes, function = CASES[name]
-    changes = {f"algorithm__{key}": value for key, value in changes.items()} | (TOKEN if name == "vtrace" else {})
+    changes = {f"algorithm__advantage__{key}": value for key, value in {**changes, "gamma": 0.9}.items()}
     advantage = name.partition(" ")[0]
-    settings = tiny_run.settings(tmp_path, algorithm__advantage=advantage, algorithm__gamma=0.9, **changes)
+    changes |= {"algorithm__advantage__name": advantage} | (TOKEN if name == "vtrace" else {})
+    settings = tiny_run.settings(tmp_path, **changes)
     rows = narrow(Annotated, tiny.experience(3, 4))
     noise = torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(0))
     rows = attrs.evolve(rows, values=noise, rollout_log_probs=rows.old_log_probs + noise / 3)
@@ -51,18 +53,21 @@ def test_an_estimator_of_the_settings_is_its_function(name, tmp_path):
     expected = function(rows)(rewards, noise, rows.response_mask, gamma=0.9)
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
     with pytest.raises(ValueError, match=f"'{advantage}' needs values in the batch"):
-        estimator(advantage)(attrs.evolve(rows, values=None), rewards)
+        OfRows(EVERY_ESTIMATOR[advantage])(attrs.evolve(rows, values=None), rewards)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"advantage": "td"}, "algorithm.td_steps = None: td counts its steps in tokens; give how many, as 8"),
-        ({"advantage": "vtrace"}, "algorithm.correction.mode = 'none': vtrace traces the weights of single tokens"),
-        ({"lam_alpha": 0.1, "lam": 0.9}, "algorithm.lam = 0.9: nothing reads it here: it is for algorithm.lam_alpha ="),
-        ({"advantage": "rloo", "critic_lam": 1.0}, "algorithm.critic_lam = 1.0: nothing reads it here: it is for gae"),
-        ({"lam_alpha": 0.1, "gae": "loop"}, "algorithm.gae = 'loop': nothing reads it here: it is for algorithm.advan"),
-        ({"trace_cut": 0.5}, "algorithm.trace_cut = 0.5: nothing reads it here: it is for vtrace"),
+        ({"advantage": "td"}, "algorithm.advantage.steps = None: td needs it: give a whole number"),
+        ({"advantage": "vtrace"}, "algorithm.correction.name = 'none': vtrace traces the weights of single tokens"),
+        ({"advantage": "rloo", "advantage__critic_lam": 1.0}, "advantage.critic_lam = 1.0: rloo has no such keyword"),
+        ({"advantage__lam_alpha": 0.1, "gae": "loop"}, "algorithm.gae = 'loop': nothing reads it here: it is for algo"),
+        (
+            {"advantage__cut": 0.5},
+            "algorithm.advantage.cut = 0.5: gae has no such keyword; there are gamma, lam, critic",
+        ),
+        ({"trace_cut": 0.5}, "algorithm.trace_cut = 0.5: it is called algorithm.advantage.cut now"),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(changes, text, tmp_path):
@@ -77,11 +82,13 @@ def test_baselines_of_the_other_rows_alone_are_a_setting(name, tmp_path):
     rows = attrs.evolve(rows, groups=torch.zeros(4, dtype=torch.int64))
     rows = attrs.evolve(rows, sum_squared_probs=torch.rand(rows.old_log_probs.shape).double())
     rewards = advantages.token_rewards(rows.scores, rows.response_mask)
-    bound = {"algorithm__advantage": name, "rollout__n": 2}
+    bound = {"algorithm__advantage__name": name, "rollout__n": 2}
     found = [
-        advantage_of(tiny_run.settings(tmp_path, **bound, algorithm__leave_one_out=out), Kernels.named())({})
+        advantage_of(tiny_run.settings(tmp_path, **bound, algorithm__advantage__leave_one_out=out), Kernels.named())({})
         for out in (False, True)
     ]
     plain, others = (fn(rows, rewards).advantages for fn in found)
     assert not torch.allclose(plain, others)
-    torch.testing.assert_close(others, estimator(name, leave_one_out=True)(rows, rewards).advantages)
+    torch.testing.assert_close(
+        others, OfRows(partial(EVERY_ESTIMATOR[name], leave_one_out=True))(rows, rewards).advantages
+    )

@@ -326,7 +326,7 @@ def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
 REFUSED = [
     ({"reward__functions": ["exact_match"]}, "the reward of credit.games:KUHN.score alone"),
     ({"rollout__top_k": 3}, "all tokens"),
-    ({"algorithm__advantage": "turn_gae", "algorithm__gamma": 0.9}, "give algorithm.gamma = 1.0"),
+    ({"algorithm__advantage": "turn_gae", "algorithm__advantage__gamma": 0.9}, "give algorithm.advantage.gamma = 1.0"),
 ]
 
 

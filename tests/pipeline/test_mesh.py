@@ -90,7 +90,7 @@ def numbers(report):
                 "rollout__filter__groups": True,
                 "rollout__filter__max_draws": 2,
                 "rollout__filter__truncated": True,
-                "algorithm__correction__mode": "token",
+                "algorithm__correction": "rollout",
                 **SCORED,
             },
         ),

@@ -152,7 +152,7 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
         (ONCE | FIXED, "update", "old_log_probs update: a batch has one"),
         ({"model__compute_dtype": "bfloat16"}, "pass", "old_log_probs pass: model.compute_dtype = bfloat16"),
         ({"rollout__ahead": 1}, "pass", "rollout.ahead trains on"),
-        ({"algorithm__correction__mode": "token"}, "pass", "algorithm.correction compares the two"),
+        ({"algorithm__correction": "rollout"}, "pass", "algorithm.correction compares the two"),
         ({"rollout__engine": "vllm"}, "pass", "rollout.engine = vllm"),
         ({"critic__reads": "confidence"}, "pass", "critic.reads = confidence needs"),
     ],

@@ -6,10 +6,10 @@ import attrs
 import pytest
 import torch
 
-from fppo import laws, losses, models
+from fppo import advantages, laws, losses, models
 from fppo.advantages import Advantages
 from fppo.assembly.run import assemble
-from fppo.pipeline import Program, estimators, own, stages
+from fppo.pipeline import Program, own, stages
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.settings.files import SettingsError
 from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor, update_critic
@@ -84,7 +84,7 @@ WRONG = [
     ({"advantage_fn": without_advantages}, "advantage_fn: without_advantages breaks"),
     ({"advantage_fn": of_scores}, "advantage_fn: of_scores breaks"),
     ({"attention": halved}, "attention: halved breaks"),
-    ({"advantage_fn": estimators.estimator("gae", gae=no_returns)}, "gae: no_returns breaks"),
+    ({"advantage_fn": partial(advantages.gae, kernel=no_returns)}, "gae: no_returns breaks"),
     ({"optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
     ({"critic_optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
 ]
@@ -153,7 +153,7 @@ def test_what_is_the_librarys_own_is_not_looked_at():
 
 OWN = {
     "actor__loss__name": f"{__name__}:scalar",
-    "algorithm__advantage": f"{__name__}:without_advantages",
+    "algorithm__advantage__name": f"{__name__}:without_advantages",
     "model__attention": f"{__name__}:halved",
 }
 

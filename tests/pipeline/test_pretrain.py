@@ -72,23 +72,23 @@ def test_the_policy_waits_and_a_frozen_critic_stays(task, reads):
 
 
 TOOLBOXES = (
-    {"critic__popart": 0.3, "critic__loss": "huber", "critic__privileged": 2, "algorithm__lam_alpha": 0.4},
+    {"critic__popart": 0.3, "critic__loss": "huber", "critic__privileged": 2, "algorithm__advantage__lam_alpha": 0.4},
     {
         "critic__reads": "hidden",
         "critic__ensemble": 2,
         "critic__leave_agreed": 0.2,
         "critic__loss": "two_hot",
-        "critic__bins": 5,
+        "critic__loss__bins": 5,
         "algorithm__advantage": "vtrace",
-        "algorithm__correction__mode": "token",
+        "algorithm__correction": "rollout",
         "actor__optimizer__warmup_steps": 1,
     },
     {
         "critic__reads": "confidence",
         "critic__loss": "quantile",
-        "critic__bins": 5,
+        "critic__loss__bins": 5,
         "algorithm__advantage": "td",
-        "algorithm__td_steps": 2,
+        "algorithm__advantage__steps": 2,
         "actor__positive_nll_coef": 0.1,
         "critic__optimizer__warmup_steps": 1,
     },
@@ -109,7 +109,9 @@ def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path,
 
 
 def test_a_discount_of_turns_is_one_of_the_returns_too(task):
-    settings = tiny_run.settings(task, algorithm__advantage="turn_gae", algorithm__gamma=0.5, critic__pretrain=2)
+    settings = tiny_run.settings(
+        task, algorithm__advantage="turn_gae", algorithm__advantage__gamma=0.5, critic__pretrain=2
+    )
     with assemble(settings) as assembly:
         rule = assembly.program.pretrain
     mask = torch.tensor([[True, True, False, True]])

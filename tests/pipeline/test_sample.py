@@ -17,14 +17,14 @@ from fppo.batch import Annotated, Column, Prompts, Rollout, Scored, extend
 from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.pipeline import draw, stages
+from fppo.pipeline import OfRows, draw, stages
 from fppo.pipeline.draw import equal_groups, sample_groups, truncated
-from fppo.pipeline.estimators import WHITENED, estimator
 from fppo.pipeline.program import RunState, sample_batch
 from fppo.rollout import saved
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
 from tests import tiny, tiny_run
+from tests.parts import EVERY_ESTIMATOR, WHITENED
 
 PAD = 7
 NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
@@ -213,7 +213,7 @@ def _annotated(scores, finish):
 
 def test_dropped_rows_leave_every_denominator():
     rows = _annotated([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], ["stop", "stop", "stop", "stop", "length", "stop"])
-    run = partial(stages.estimate, advantage_fn=estimator("grpo"), max_tokens=2)
+    run = partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=2)
     kept = [True, True, False, False, False, True]
     experience, _, report = run(rows, KLState(coef=0.0), drop=[equal_groups, truncated])
     assert experience.response_mask.all(1).tolist() == experience.response_mask.any(1).tolist() == kept
@@ -258,7 +258,7 @@ def test_what_whitens_does_so_over_what_is_trained_on(task, name):
     found = _estimated(task, rows, algorithm__advantage=name, **filters, **(NO_KL if name == "gdpo" else {}))
     kept = found.advantages[found.response_mask].double()
     assert len(kept) == 6
-    plain = estimator(name)(rows, found.token_rewards).advantages
+    plain = OfRows(EVERY_ESTIMATOR[name])(rows, found.token_rewards).advantages
     expected = advantages.whiten(plain, found.response_mask) if name in WHITENED else plain
     torch.testing.assert_close(kept, expected[found.response_mask].double())
     if name in WHITENED:
@@ -286,7 +286,7 @@ def test_a_loss_of_rows_has_one_weight_for_a_row(task, loss):
     rows = _annotated([1.0, 0.0, 1.0, 3.0], ["stop"] * 4)
     apart = torch.tensor([[0.1, -0.5], [0.0, 0.3], [-0.2, -0.2], [0.4, -3.0]])
     rows = attrs.evolve(rows, old_log_probs=rows.rollout_log_probs + apart)
-    correction = {"mode": "token", "high": 1.2, "rejection": ["token_k1"], "rejection_high": [10.0]}
+    correction = {"name": "rollout", "threshold": 1.2, "reject": "token_k1", "reject_threshold": 10.0}
     changes = {f"algorithm__correction__{name}": value for name, value in correction.items()}
     found = _estimated(task, rows, algorithm__advantage="grpo", actor__loss__name=loss, **changes)
     weights = apart.exp().clamp(max=1.2)
@@ -390,7 +390,7 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
         ({"rollout__ahead": -1}, "rollout.ahead = -1: must be 0 or more"),
         ({"rollout__engine": "vllm", "rollout__cache_gb": 1.5}, "rollout.cache_gb = 1.5: nothing reads it"),
         (
-            {"algorithm__old_log_probs": "engine", "algorithm__correction__mode": "token"},
+            {"algorithm__old_log_probs": "engine", "algorithm__correction": "rollout"},
             "algorithm.old_log_probs = 'engine': algorithm.correction would compare",
         ),
         ({"algorithm__old_log_probs": "update"}, "algorithm.old_log_probs = 'update': they are needed before"),

@@ -15,7 +15,7 @@ from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
 from tests import tiny_run
 
-DISCOUNTS = {"algorithm__gamma": 0.9, "algorithm__lam": 0.5}
+DISCOUNTS = {"algorithm__advantage__gamma": 0.9, "algorithm__advantage__lam": 0.5}
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import torch
 from fppo import advantages, data, laws, losses, models, quickstart, rewards, tree
 from fppo.advantages import Advantages
 from fppo.key import Key
-from fppo.pipeline import Program, RunState, agreement, estimator, pieces, ppo_step, stages, train
-from fppo.pipeline.estimators import NAMES
+from fppo.pipeline import Program, RunState, agreement, pieces, ppo_step, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import (
     Forward,
@@ -23,6 +22,7 @@ from fppo.steps import (
     update_actor,
     update_critic,
 )
+from tests.parts import EVERY_ESTIMATOR
 
 OPTIMIZER = adamw(schedule("constant", 1e-3))
 LOOP = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4))
@@ -65,7 +65,7 @@ def _by_hand(task, name):
         annotate=partial(
             stages.annotate, forward=policy, critic=value, micro_batching=LOOP.micro_batching, temperature=0.8
         ),
-        estimate=partial(stages.estimate, advantage_fn=estimator(name), max_tokens=3, whiten=name == "gae"),
+        estimate=partial(stages.estimate, advantage_fn=EVERY_ESTIMATOR[name], max_tokens=3, whiten=name == "gae"),
         update_actor=partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, terms=terms, **shared),
         update_critic=value and partial(update_critic, forward=value, **shared),
     )
@@ -75,23 +75,23 @@ def _by_hand(task, name):
 
 @pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_it_is_what_a_script_wires_by_hand(task, name):
-    wired = _wired(task, advantage=name)
+    wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
     assert agreement.problems(wired.program) == []
     after = train(wired.run, program=wired.program, draw=wired.draw, steps=2)
     assert tree.digest(after) == tree.digest(_by_hand(task, name))
     assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 def test_every_estimator_can_be_wired(task, name):
-    wired = _wired(task, advantage=name)
+    wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
     after, experience, _ = ppo_step(wired.run, program=wired.program, draw=wired.draw)
     assert after.actor.step == 2
     assert experience.advantages.isfinite().all()
 
 
 def test_its_pieces_can_be_rearranged(task):
-    wired = _wired(task, advantage="grpo")
+    wired = _wired(task, advantage=advantages.grpo)
     update = partial(wired.program.update_actor, terms=PolicyTerms(temperature=0.8, kl_coef=0.1))
     run = tree.replace(wired.run, ref=wired.run.actor.params)
     _, _, report = ppo_step(run, program=attrs.evolve(wired.program, update_actor=update), draw=wired.draw)
@@ -124,13 +124,13 @@ def test_an_estimator_is_one_function_to_the_laws_and_to_a_pipeline(task):
 def test_sizes_that_do_not_fit_are_said_at_once(task):
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4))
     with pytest.raises(ValueError) as error:
-        _wired(task, batch_size=7, loop=loop, advantage="grpo")
+        _wired(task, batch_size=7, loop=loop, advantage=advantages.grpo)
     assert "batch_size=7: give a multiple of Sampling.n = 2" in str(error.value)
     assert "mini_batch_size=6: must divide batch_size = 7" in str(error.value)
     with pytest.raises(ValueError, match="'grpo' compares responses to one prompt; give 2 or more"):
-        _wired(task, sampling=attrs.evolve(SAMPLING, n=1), advantage="grpo")
-    with pytest.raises(ValueError, match="unknown advantage estimator 'gdpp'"):
-        _wired(task, advantage="gdpp")
+        _wired(task, sampling=attrs.evolve(SAMPLING, n=1), advantage=advantages.grpo)
+    with pytest.raises(ValueError, match=r"'<lambda>' has parameters \['score'\], which are no columns"):
+        _wired(task, advantage=lambda score, mask: score)
 
 
 def test_each_step_has_keys_of_its_own(task):
@@ -140,7 +140,7 @@ def test_each_step_has_keys_of_its_own(task):
         keys.append(key)
         return tree.replace(state, step=state.step + 1), {}
 
-    wired = _wired(task, advantage="grpo")
+    wired = _wired(task, advantage=advantages.grpo)
     program, run = attrs.evolve(wired.program, update_actor=noted), wired.run
     for _ in range(2):
         run, *_ = ppo_step(run, program=program, draw=wired.draw)

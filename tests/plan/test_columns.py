@@ -52,7 +52,7 @@ def traced(settings):
     [
         (
             {"actor": "a", "critic": "c", "reference": "c", "reward": "j", "rollout": "e"},
-            {"rollout__n": 2, "algorithm__correction__mode": "token"},
+            {"rollout__n": 2, "algorithm__correction": "rollout"},
         ),
         pytest.param(
             {"actor": "a", "critic": "c"},

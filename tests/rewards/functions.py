@@ -17,6 +17,10 @@ def length(sample: Sample) -> float:
     return float(len(sample.response))
 
 
+def scaled(sample: Sample, factor: float = 1.0) -> float:
+    return factor * len(sample.response)
+
+
 def process(sample: Sample) -> dict[str, float]:
     return {"score": 1.0, "pid": float(os.getpid()), "torch": float("torch" in sys.modules)}
 
@@ -57,6 +61,11 @@ def inline(sample: Sample) -> float:
 @batch_reward
 def batch_lengths(samples: list[Sample]) -> list[float]:
     return [by_response(s) * len(s.response) + 100 * len(samples) for s in samples]
+
+
+@batch_reward
+def batch_scaled(samples: list[Sample], *, factor: float = 1.0) -> list[float]:
+    return [factor * len(s.response) for s in samples]
 
 
 @batch_reward

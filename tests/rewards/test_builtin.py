@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fppo import rewards
 from fppo.rewards import RewardRunner
 from fppo.rewards import builtin as builtin_module
+from fppo.workers.sample import name_of
 from tests.rewards import functions
 from tests.rewards.samples import NONE, sample
 
@@ -20,19 +22,19 @@ def test_exact_match():
 
 
 def test_regular_expression_without_and_with_a_group():
-    form = rewards.regular_expression(r"<think>.*</think>")
+    form = rewards.regular_expression(pattern=r"<think>.*</think>")
     assert (form(sample("a <think>b</think>")), form(sample("<think>"))) == (1.0, 0.0)
-    final = rewards.regular_expression(r"####\s*(-?\d+|none)?")
+    final = rewards.regular_expression(pattern=r"####\s*(-?\d+|none)?")
     assert final(sample("#### 3 ... #### 42", 42)) == {"score": 1.0, "answer": "42"}
     assert final(sample("#### 42 ... #### 3", "42")) == {"score": 0.0, "answer": "3"}
     assert final(sample("42", "42")) == {"score": 0.0, "answer": None}
     assert final(sample("####", "42")) == {"score": 0.0, "answer": None}
     with pytest.raises(ValueError, match=r"pattern = '\(' is not a regular expression"):
-        rewards.regular_expression("(")
+        rewards.regular_expression(pattern="(")
 
 
 def test_a_pattern_that_takes_for_ever_is_bounded():
-    with RewardRunner(rewards.regular_expression("(a+)+b"), time_limit=3.0) as runner:
+    with RewardRunner(rewards.regular_expression(pattern="(a+)+b"), time_limit=3.0) as runner:
         results = runner.run([sample("a" * 60), sample("ab", "a")])
     assert results.scores == {"regular_expression": [NONE, 1.0]}
     assert results.failures[0].kind == "timeout"
@@ -40,14 +42,14 @@ def test_a_pattern_that_takes_for_ever_is_bounded():
 
 @pytest.mark.parametrize(("tokens", "penalty"), [(0, 0.0), (15, 0.0), (16, -0.1), (18, -0.3), (20, -0.5), (22, -0.7)])
 def test_length_penalty(tokens, penalty):
-    fn = rewards.length_penalty(20, 5, 0.5)
+    fn = rewards.length_penalty(max_tokens=20, buffer=5, factor=0.5)
     assert fn(sample(tokens=tokens)) == pytest.approx(penalty)
 
 
 def test_length_penalty_checks_its_numbers():
     for arguments in ((20, 0), (20, 21), (20, 5, -1.0)):
         with pytest.raises(ValueError, match="length_penalty: buffer"):
-            rewards.length_penalty(*arguments)
+            rewards.length_penalty(**dict(zip(("max_tokens", "buffer", "factor"), arguments)))
 
 
 def test_math_verify():
@@ -74,7 +76,8 @@ def test_math_verify_that_is_not_installed(monkeypatch):
 
 def test_rewards_by_name(tmp_path, monkeypatch):
     assert rewards.resolve("exact_match") is rewards.exact_match
-    assert rewards.resolve("length_penalty", {"max_tokens": 8, "buffer": 4}) == rewards.length_penalty(8, 4)
+    penalty = rewards.length_penalty(max_tokens=8, buffer=4)
+    assert rewards.resolve("length_penalty", {"max_tokens": 8, "buffer": 4}) == penalty
     assert rewards.resolve("tests.rewards.functions:length") is functions.length
     assert rewards.resolve("tests.rewards.functions:judge") is functions.judge
     assert rewards.resolve("tests.rewards.functions:summed") is functions.summed
@@ -93,7 +96,7 @@ def test_rewards_by_name(tmp_path, monkeypatch):
     ("name", "arguments", "text"),
     [
         ("exact_mach", None, "did you mean 'exact_match'"),
-        ("exact_match", {"pattern": "x"}, "takes no arguments"),
+        ("exact_match", {"pattern": "x"}, "unexpected keyword argument 'pattern'"),
         ("regular_expression", None, r"missing a required argument: 'pattern'"),
         ("length_penalty", {"max_tokens": 8, "bufer": 4}, "bufer"),
         ("no_such_module:f", None, "'no_such_module' does not import"),
@@ -101,7 +104,8 @@ def test_rewards_by_name(tmp_path, monkeypatch):
         ("tests.rewards.functions:constant", None, "is a int, not a function"),
         ("tests.rewards.functions:Judge", None, "is a class, not a function; name a function, or an instance"),
         ("tests.rewards.functions:", None, "not of the form"),
-        ("tests.rewards.functions:length", {"a": 1}, "only built-in rewards take arguments"),
+        ("tests.rewards.functions:length", {"a": 1}, "unexpected keyword argument 'a'"),
+        ("tests.rewards.functions:summed", {"a": 1}, "is a sum, which takes no keywords"),
     ],
 )
 def test_names_that_stand_for_no_reward(name, arguments, text):
@@ -109,11 +113,26 @@ def test_names_that_stand_for_no_reward(name, arguments, text):
         rewards.resolve(name, arguments)
 
 
+def test_keywords_are_bound_to_a_function_of_ones_own():
+    """What the function says of itself stays with it, also where a worker gets it."""
+    said = sample("abc", None)
+    keywords = {"factor": 2.0}
+    one, batch = (rewards.resolve(f"tests.rewards.functions:{name}", keywords) for name in ("scaled", "batch_scaled"))
+    for fn in (one, pickle.loads(pickle.dumps(one))):
+        assert fn(said) == 6.0
+        assert name_of(fn) == "scaled"
+    for fn in (batch, pickle.loads(pickle.dumps(batch))):
+        assert fn([said, said]) == [6.0, 6.0]
+        assert fn.reward_kind == functions.batch_scaled.reward_kind
+    terms = rewards.combine(["tests.rewards.functions:scaled"], arguments={"tests.rewards.functions:scaled": keywords})
+    assert terms.terms[0].fn(said) == 6.0
+
+
 def test_combining_by_name():
     reward = rewards.combine(
         ["exact_match", "regular_expression", "tests.rewards.functions:length"],
         [1.0, 0.5, 2.0],
-        pattern="x",
+        arguments={"regular_expression": {"pattern": "x"}},
         max_tokens=8,
         overlong_buffer=4,
         overlong_penalty=0.25,
@@ -127,7 +146,7 @@ def test_combining_by_name():
         "length_penalty": 0.25,
         "model": 0.5,
     }
-    assert reward.terms[3].fn == rewards.length_penalty(8, 4)
+    assert reward.terms[3].fn == rewards.length_penalty(max_tokens=8, buffer=4)
     with pytest.raises(ValueError, match="2 weights for 1 rewards"):
         rewards.combine(["exact_match"], [1.0, 2.0])
     with pytest.raises(ValueError, match="given twice"):

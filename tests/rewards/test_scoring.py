@@ -114,7 +114,7 @@ def test_outcomes_are_the_scores_without_what_shapes_them():
         return -float(len(sample.response)) / 10
 
     rows = rollout(["q"] * 2, ["aaaa", "b"], ["aaaa", "x"])
-    penalty = rewards.length_penalty(5, 5)
+    penalty = rewards.length_penalty(max_tokens=5, buffer=5)
     shaped = {"exact": rewards.exact_match, "penalty": penalty, "shorter": shorter}
     scored, _ = score(rows, rewards.weighted_sum(shaped, {"exact": 2.0}))
     assert scored.outcome.tolist() == [2.0, 0.0]

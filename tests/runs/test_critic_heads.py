@@ -12,7 +12,7 @@ from fppo.runtime import checkpoint
 from fppo.settings import files
 from tests import tiny_run
 
-BINS = {"critic__loss": "hl_gauss", "critic__bins": 7, "critic__range": [-0.5, 1.5]}
+BINS = {"critic__loss": "hl_gauss", "critic__loss__bins": 7, "critic__loss__low": -0.5, "critic__loss__high": 1.5}
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +65,8 @@ def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
 
 @pytest.mark.parametrize("loss", ["huber", "two_hot", "quantile"])
 def test_the_settings_choose_head_and_loss(task, tmp_path, loss):
-    changes = {"huber": {}, "two_hot": {"bins": 9, "range": [0.0, 1.0]}, "quantile": {"bins": 5}}[loss]
-    settings = tiny_run.settings(task, critic__loss=loss, **{f"critic__{name}": x for name, x in changes.items()})
+    changes = {"huber": {}, "two_hot": {"bins": 9, "low": 0.0, "high": 1.0}, "quantile": {"bins": 5}}[loss]
+    settings = tiny_run.settings(task, critic__loss=loss, **{f"critic__loss__{name}": x for name, x in changes.items()})
     head = value_head_of(settings)
     assert bare_model(settings, "value").outputs == head.outputs == changes.get("bins", 1)
     spread = head.read(torch.linspace(-1, 1, head.outputs))
@@ -76,15 +76,13 @@ def test_the_settings_choose_head_and_loss(task, tmp_path, loss):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"loss": "hl_gauss", "range": [1.0, 0.0]}, "critic.range = (1.0, 0.0): must be two numbers, the smaller one"),
+        ({"loss__bins": 9}, "critic.loss.bins = 9: mse has no such keyword; there are clip"),
+        ({"bins": 9}, "critic.bins = 9: it is called critic.loss.bins now"),
         (
-            {"bins": 9},
-            "critic.bins = 9: nothing reads it here: it is for critic.loss = hl_gauss or",
+            {"loss": "quantile", "loss__clip": 0.2},
+            "critic.loss.clip = 0.2: quantile has no such keyword; there are",
         ),
-        (
-            {"loss": "quantile", "value_clip": 0.2},
-            "critic.value_clip = 0.2: nothing reads it here: it is for",
-        ),
+        ({"loss": "quantile", "popart": 0.2}, "critic.popart = 0.2: nothing reads it here: it is for heads of one"),
     ],
 )
 def test_settings_that_do_not_go_together_are_named(task, changes, text):

@@ -175,7 +175,7 @@ def test_a_micro_batch_waits_for_no_device(attention, head, remove_padding, dtyp
 
 def values_of(name):
     """The loss of a value head, as a policy's is called: of values that are log-probs."""
-    head = losses.value_head(name, outputs=5)
+    head = getattr(losses, f"{name}_head")(**({} if name in ("mse", "huber") else {"bins": 5}))
     wide = (lambda x: x) if name in ("mse", "huber") else (lambda x: x[..., None].expand(*x.shape, 5))
     return lambda log_probs, old, advantages, mask: head.loss_fn(wide(log_probs), old, advantages, mask)
 

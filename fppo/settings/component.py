@@ -1,0 +1,320 @@
+"""Parts of a run that are functions: named in a table or as module:function, with keywords for settings.
+
+A section with a field made by `named` is such a part. What it holds beside its own fields are keywords of the function:
+their names, types and defaults are read from the function's source, so nothing is imported and torch is not loaded.
+`bound` imports the functions and binds the keywords.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, Protocol, Union, get_args
+
+import attrs
+
+from fppo._errors import did_you_mean
+from fppo.settings.fields import Check, fields_of, name_of, nonempty, number_problem
+from fppo.settings.problems import Problems, problem
+from fppo.settings.sources import source_of
+from fppo.settings.values import converter, described
+from fppo.workers.imports import imported
+
+Functions = Mapping[str, tuple[str, ...]]  # by name, the functions of a part as module:function
+_KINDS = {"float": float, "Scalar": float, "int": int, "bool": bool, "str": str, "Callable": Callable}
+_TENSORS = ("Tensor", "Tokens", "Rows")  # beside a number, what scripts may give in its place
+_CORRECTION = "algorithm.correction"
+# settings that have become keywords of a part, by what they were called
+RENAMED = {
+    **{f"algorithm.{name}": f"algorithm.advantage.{name}" for name in ("gamma", "lam", "critic_lam", "lam_alpha")},
+    **{f"algorithm.{name}": f"algorithm.advantage.{name}" for name in ("scale", "leave_one_out")},
+    "algorithm.td_steps": "algorithm.advantage.steps",
+    "algorithm.trace_cut": "algorithm.advantage.cut",
+    f"{_CORRECTION}.mode": f'{_CORRECTION}.level, beside {_CORRECTION}.name = "rollout",',
+    f"{_CORRECTION}.high": f"{_CORRECTION}.threshold",
+    f"{_CORRECTION}.low": f"{_CORRECTION}.threshold, two numbers,",
+    f"{_CORRECTION}.rejection": f"{_CORRECTION}.reject, as token_k1,seq_max_k3",
+    f"{_CORRECTION}.rejection_high": f"{_CORRECTION}.reject_threshold",
+    f"{_CORRECTION}.rejection_low": f'{_CORRECTION}.reject_threshold, as "0.5_2.0,1.0",',
+    "reward.pattern": "reward.arguments.regular_expression.pattern",
+    "critic.value_clip": "critic.loss.clip",
+    "critic.huber_delta": "critic.loss.delta",
+    "critic.bins": "critic.loss.bins",
+    "critic.range": "critic.loss.low and critic.loss.high",
+    "critic.sigma": "critic.loss.sigma",
+    "actor.loss.select_ratio": "actor.loss.ratio",
+    "actor.loss.cov_low": "actor.loss.low",
+    "actor.loss.cov_high": "actor.loss.high",
+    "actor.loss.cov_kl_coef": "actor.loss.kl_coef",
+    **{
+        f"{role}.optimizer.beta{i}": f"{role}.optimizer.betas, two numbers"
+        for role in ("actor", "critic")
+        for i in (1, 2)
+    },
+}
+
+
+class Part(Protocol):
+    """A section that names a function."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def keywords(self) -> Mapping[str, Any]: ...
+
+
+@attrs.frozen
+class Keyword:
+    """A keyword of a function, as its source has it."""
+
+    kind: Any  # a type as settings have it; Any where the source does not say
+    default: Any  # a literal, the text of an expression, or NOTHING where it must be given
+
+
+@attrs.frozen
+class Signature:
+    """The parameters of a function, as its source has them."""
+
+    required: tuple[str, ...]  # the positional ones without a default
+    keywords: Mapping[str, Keyword]  # that settings can give
+    functions: frozenset[str]  # keywords that are functions or tensors, which settings cannot give
+
+
+def named(default: str, table: Functions, kind: str) -> Any:
+    """The field of a part's name, which is of the table or module:function; `kind` is what messages call the part."""
+    checks: tuple[Check, ...] = (nonempty(f"give the name of {kind}, as {default}"),)
+    return attrs.field(default=default, metadata={"checks": checks, "table": table, "kind": kind})
+
+
+def given() -> Any:
+    """The field of a part's keywords: those that the settings give."""
+    return attrs.field(factory=dict, metadata={"keywords": True})
+
+
+def table_of(cls: type) -> Functions | None:
+    """The table of a part's section; None for a section that is no part."""
+    field = attrs.fields_dict(cls).get("name")
+    return None if field is None else field.metadata.get("table")
+
+
+def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Part, Functions]]:
+    """The path, the section and the table of every part in the settings."""
+    for field in attrs.fields(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
+        if attrs.has(type(value)):
+            if (table := table_of(type(value))) is not None:
+                yield path, value, table
+            yield from parts(value, f"{path}.")
+
+
+def part_problems(settings: Any) -> Problems:
+    """Unknown names of parts, keywords that their functions do not take, lack, or take of another type."""
+    for path, part, table in parts(settings):
+        if part.name and ":" not in part.name and part.name not in table:
+            kind = attrs.fields_dict(type(part))["name"].metadata["kind"].split(" ", 1)[1]
+            text = f"there is no such {kind}; {did_you_mean(part.name, table)} and module:function"
+            yield problem(f"{path}.name", part.name, text)
+        elif (signature := signature_of(part.name, table)) is not None:
+            for name, keyword in signature.keywords.items():
+                if keyword.default is attrs.NOTHING and name not in part.keywords:
+                    yield problem(f"{path}.{name}", None, f"{part.name} needs it: give {described(keyword.kind)}")
+            for name, value in part.keywords.items():
+                if name not in signature.keywords:
+                    names = [*(name_of(f) for f in fields_of(type(part)) if f.name != "name"), *signature.keywords]
+                    renamed = RENAMED.get(f"{path}.{name}")
+                    text = _no_keyword(part.name, name, names) if renamed is None else f"it is called {renamed} now"
+                    yield problem(f"{path}.{name}", value, text)
+                elif (text := _wrong(value, signature.keywords[name])) is not None:
+                    yield problem(f"{path}.{name}", value, text)
+
+
+def _wrong(value: Any, keyword: Keyword) -> str | None:
+    try:
+        return number_problem(called_with(value, keyword))
+    except Exception:  # cattrs raises a type of its own for each kind of mistake
+        none = ', or "none"' if _is_optional(keyword.kind) else ""
+        return f"must be {described(keyword.kind)}{none}"
+
+
+def _no_keyword(function: str, name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    return f"{function} has no such keyword; {did_you_mean(name, names) if names else 'it takes none'}"
+
+
+def called_with(value: Any, keyword: Keyword | None) -> Any:
+    """The value that a function is called with for one of a file: "none" is None, and a list a tuple."""
+    if keyword is None or keyword.kind is Any:
+        return tuple(value) if isinstance(value, list) else value
+    if value == "none" and _is_optional(keyword.kind):
+        return None
+    return converter().structure(value, keyword.kind)
+
+
+def _is_optional(kind: Any) -> bool:
+    return types.NoneType in get_args(kind)
+
+
+def keyword_problems(path: str, function: str, keywords: Mapping[str, Any], table: Functions) -> Problems:
+    """Keywords that a function does not take, lacks, or takes of another type, as far as its source says."""
+    signature = signature_of(function, table)
+    if signature is None:
+        return
+    for name, keyword in signature.keywords.items():
+        if keyword.default is attrs.NOTHING and name not in keywords:
+            yield problem(f"{path}.{name}", None, f"{function} needs it: give {described(keyword.kind)}")
+    for name, value in keywords.items():
+        if name not in signature.keywords:
+            yield problem(f"{path}.{name}", value, _no_keyword(function, name, signature.keywords))
+        elif (text := _wrong(value, signature.keywords[name])) is not None:
+            yield problem(f"{path}.{name}", value, text)
+
+
+def value_of(part: Part, table: Functions, name: str, otherwise: Any = None) -> Any:
+    """The value of a keyword: the one given, or the function's default; `otherwise` if it has no such keyword."""
+    signature = signature_of(part.name, table)
+    if signature is None:
+        return part.keywords.get(name, otherwise)
+    if (keyword := signature.keywords.get(name)) is None:
+        return otherwise
+    return called_with(part.keywords[name], keyword) if name in part.keywords else keyword.default
+
+
+def requires(part: Part, table: Functions, name: str) -> bool:
+    """Whether the part's function has a parameter of that name without a default, as far as its source says."""
+    signature = signature_of(part.name, table)
+    return signature is not None and name in signature.required
+
+
+def signature_of(name: str, table: Functions) -> Signature | None:
+    """The parameters of the functions of that name, together.
+
+    None where the source does not say: for what is no plain function of a module, or takes any keyword.
+    """
+    found: list[Signature] = []
+    for function in table.get(name, (name,)):
+        module, _, attribute = function.partition(":")
+        path = source_of(module)
+        signature = None if path is None else _signature_in(path, path.stat().st_mtime_ns, attribute)
+        if signature is None:
+            return None
+        found.append(signature)
+    return Signature(
+        tuple(dict.fromkeys(name for each in found for name in each.required)),
+        {name: keyword for each in found for name, keyword in each.keywords.items()},
+        frozenset(name for each in found for name in each.functions),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
+    """The signature of a plain function in a file that was `changed` then."""
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (SyntaxError, ValueError, OSError, RecursionError):
+        return None
+    of_name = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if len(of_name) != 1 or of_name[0].decorator_list or of_name[0].args.kwarg is not None:
+        return None
+    arguments = of_name[0].args
+    plain = [*arguments.posonlyargs, *arguments.args]
+    first = len(plain) - len(arguments.defaults)
+    pairs = [*zip(plain[first:], arguments.defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
+    keywords = {x.arg: _keyword(x.annotation, default) for x, default in pairs}
+    # a tensor that must be given is no setting
+    tensors = [name for name, x in keywords.items() if x.kind is Any and x.default is attrs.NOTHING]
+    functions = [name for name, x in keywords.items() if x.kind is Callable]
+    return Signature(
+        (*(x.arg for x in plain[:first]), *tensors),
+        {name: x for name, x in keywords.items() if name not in (*tensors, *functions)},
+        frozenset(functions),
+    )
+
+
+def _keyword(annotation: ast.expr | None, default: ast.expr | None) -> Keyword:
+    kind = Any if annotation is None else _kind(annotation)
+    if default is None:
+        return Keyword(kind, attrs.NOTHING)
+    try:
+        value = ast.literal_eval(default)
+    except ValueError:
+        return Keyword(kind, ast.unparse(default))
+    plain = type(value) if isinstance(value, bool | float | str) else Any
+    return Keyword(plain if annotation is None else kind, value)
+
+
+def _kind(annotation: ast.expr) -> Any:
+    """The type that an annotation names, as far as settings know it."""
+    match annotation:
+        case ast.Constant(value=None):
+            return types.NoneType
+        case ast.Constant(value=str() as text):
+            return _kind(ast.parse(text, mode="eval").body)
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return _KINDS.get(name, Any)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            sides = [left, right]
+            kinds = [_kind(x) for x in sides if not (isinstance(x, ast.Name) and x.id in _TENSORS)]
+            if kinds == [types.NoneType]:
+                return Callable  # a tensor, which no more than a function is a setting
+            wide = Any in kinds or sum(kind is not types.NoneType for kind in kinds) != 1
+            return Any if wide else Union[tuple(kinds)]  # noqa: UP007  (of values)
+        case ast.Subscript(value=ast.Name(id="Literal")):
+            return Literal[ast.literal_eval(annotation.slice)]
+        case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=kinds)):
+            each = tuple(... if isinstance(x, ast.Constant) and x.value is ... else _kind(x) for x in kinds)
+            return Any if Any in each else tuple[each]
+        case ast.Subscript(value=ast.Name(id="Callable")):
+            return Callable
+    return Any
+
+
+def functions_of(part: Part, table: Functions, setting: str) -> list[Callable[..., Any]]:
+    """The functions of a part, imported. Raises ValueError, naming the setting, for what does not import."""
+    if ":" in part.name:
+        return [imported(part.name, f"{setting}.name")]
+    if part.name not in table:
+        text = f"there is no such name; {did_you_mean(part.name, table)} and module:function"
+        raise ValueError(problem(f"{setting}.name", part.name, text))
+    paths = [path.partition(":") for path in table[part.name]]
+    return [getattr(importlib.import_module(module), name) for module, _, name in paths]
+
+
+def bound(part: Part, table: Functions, setting: str) -> list[Callable[..., Any]]:
+    """The functions of a part, each with those keywords bound that it takes.
+
+    Raises ValueError, naming the setting, for what does not import and for a keyword that none of them takes.
+    """
+    functions = functions_of(part, table, setting)
+    takes = [_taken(fn) for fn in functions]
+    signature = signature_of(part.name, table)
+    known = {} if signature is None else signature.keywords
+    given = {k: called_with(v, known.get(k)) for k, v in part.keywords.items()}
+    for name in given:
+        if not any(names is None or name in names for names in takes):
+            all_names = dict.fromkeys(name for names in takes for name in names or ())
+            raise ValueError(problem(f"{setting}.{name}", given[name], _no_keyword(part.name, name, all_names)))
+    each = [{k: v for k, v in given.items() if names is None or k in names} for names in takes]
+    return [partial(fn, **own) if own else fn for fn, own in zip(functions, each, strict=True)]
+
+
+def takes(fn: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes a keyword of that name."""
+    names = _taken(fn)
+    return names is None or name in names
+
+
+def _taken(fn: Callable[..., Any]) -> Sequence[str] | None:
+    """The names of a function's parameters; None if it takes any."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return None
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return None
+    return [x.name for x in parameters if x.kind is not x.POSITIONAL_ONLY]

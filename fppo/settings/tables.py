@@ -1,0 +1,39 @@
+"""The functions that settings name: by kind and name, where each is. A part takes one line here.
+
+The names are those of files and the command line; a user's own function needs no line, it is named as module:function.
+"""
+
+from __future__ import annotations
+
+from fppo.rewards.builtin import builtins
+from fppo.settings.component import Functions
+
+_LOSSES, _SELECTION = "fppo.losses.policy", "fppo.losses.selection"
+
+POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-batch for it
+    **{name: (f"{_LOSSES}:{name}",) for name in ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo")},
+    **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov")},
+    **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro")},
+}
+_GROUPED, _TEMPORAL, _TRACES = (f"fppo.advantages.{module}" for module in ("grouped", "temporal", "traces"))
+ESTIMATORS: Functions = {  # of columns of the batch, by their names
+    "gae": (f"{_TEMPORAL}:gae",),
+    **{name: (f"{_TRACES}:{name}",) for name in ("turn_gae", "td", "vtrace")},
+    **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
+    "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
+    "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),
+    **{name: (f"{_TEMPORAL}:{name}",) for name in ("remax", "reinforce_plus_plus")},
+}
+VALUE_HEADS: Functions = {
+    **{name: (f"fppo.losses.value:{name}_head",) for name in ("mse", "huber", "hl_gauss", "two_hot", "quantile")},
+}
+OPTIMIZERS: Functions = {  # of a schedule
+    "adamw": ("fppo.steps.optimizers:adamw",),
+    "sgd": ("fppo.steps.optimizers:sgd",),
+    "muon": ("fppo.steps.muon:muon",),
+}
+CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the mask
+    "none": (),
+    "rollout": ("fppo.losses.correction:rollout_correction",),
+}
+REWARDS: Functions = {name: (f"{fn.__module__}:{fn.__name__}",) for name, fn in builtins().items()}  # of a sample
