@@ -134,6 +134,9 @@ def test_images_count_as_tokens():
     assert (len(kept), kept.num_dropped) == (2, 1)
     assert kept.inputs is not None
     assert len(kept.inputs[1].places) == 16
+    exact = encoded(values, max_prompt_tokens=25, over_long="drop")
+    assert exact.inputs is not None
+    assert (len(exact), len(exact.inputs[1].places)) == (2, 16)
     with pytest.raises(ValueError, match="mine:rows:3: the prompt has 41 tokens"):
         encoded(values, max_prompt_tokens=30)
 

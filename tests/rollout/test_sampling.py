@@ -57,6 +57,12 @@ def test_top_k_and_top_p_keep_what_the_loop_keeps(size, temperature, top_k, top_
         torch.testing.assert_close(got[kept], row[kept] / temperature)
 
 
+def test_tokens_that_hold_top_p_exactly_are_enough():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
+    for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 4), (0.51, 2)):  # the last two are alike
+        assert (process_logits(logits, Sampling(top_p=top_p, max_tokens=1)) > -torch.inf).sum() == kept
+
+
 def test_ties_with_the_last_kept_token_stay():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     for sampling in (Sampling(top_k=2), Sampling(top_p=0.6)):

@@ -144,3 +144,10 @@ def test_sums_go_in_buckets_of_one_dtype(monkeypatch):
     # 12 + 5 numbers are more than a bucket holds; the empty tensor goes with others
     assert sorted(calls, key=str)[::8] == sorted(set(calls), key=str)
     assert {size for _, size in calls} == {12, 5, 40, 7}
+
+
+def test_what_one_rank_is_asked_all_hear_of():
+    """As a signal, which may reach one process alone."""
+    for flags in ([False, True, False], [False, False, False], [True, True, True]):
+        heard = simulate({"shard": 3}, lambda mesh, flag: meshes.any_rank(flag, mesh, torch.device("cpu")), flags)
+        assert heard == [any(flags)] * 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fppo.grad import value_and_grad
 from fppo.runtime import pipeline
 from fppo.runtime.pipeline import Wire, pipeline_forward, pipeline_value_and_grad
-from fppo.runtime.schedule import Action, Schedule, all_forward, one_f_one_b
+from fppo.runtime.schedule import Action, Schedule, all_forward, clocked, one_f_one_b
 from fppo.runtime.simulate import simulate
 
 WIDTH = 3
@@ -181,3 +181,13 @@ def test_a_mistake_is_seen(home, name, mistake, monkeypatch):
     monkeypatch.setattr(home, name, mistake)
     with pytest.raises(AssertionError):
         assert_same(3, 1, 4, one_f_one_b(3, 4))
+
+
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from([1.0, 2.0]))
+def test_a_rank_keeps_as_many_results_as_there_are_ranks_behind_it(ranks, micros, backward):
+    """What 1F1B is for: r of n ranks keeps min(n - r, m) of m, and waits for (n - 1) / (m + n - 1) of the time."""
+    clock = clocked(one_f_one_b(ranks, micros), backward=backward)
+    assert clock.kept == tuple(min(ranks - rank, micros) for rank in range(ranks))
+    assert clock.bubble == pytest.approx((ranks - 1) / (micros + ranks - 1))
+    assert clock.time == pytest.approx((1 + backward) * (micros + ranks - 1))
+    assert clocked(all_forward(ranks, micros)).kept == (0,) * ranks
