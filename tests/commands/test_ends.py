@@ -117,16 +117,8 @@ def test_the_text_of_an_exit_names_the_function_of_the_user(code, said):
         code()
 
 
-def loud_reward(sample):
-    raise ValueError(f"{ESCAPE}\r{'x' * 5_000_000}\u202e")
-
-
-def named_reward(sample):
-    return {"score": 0.5, f"[red]{ESCAPE}": 1.0}
-
-
 def loud_loss(log_probs, old_log_probs, advantages, mask):
-    raise RuntimeError(ESCAPE + "x" * 5_000_000)
+    raise RuntimeError(ESCAPE + "x" * 500_000)
 
 
 def _harmless(said):
@@ -137,8 +129,8 @@ def _harmless(said):
 @pytest.mark.parametrize(
     ("overrides", "status", "shown"),
     [
-        ("--reward.functions {}:loud_reward", 1, "more characters) ..."),
-        ("--reward.functions {}:named_reward --log.loggers console --eval.before", 0, "\\x1b"),
+        ("--reward.functions tests.rewards.functions:loud", 1, "more characters) ..."),
+        ("--reward.functions tests.rewards.functions:escaping --log.loggers console --eval.before", 0, "\\x1b"),
         ("--actor.loss.name {}:loud_loss", 1, "RuntimeError: \\x1b]0;gone\\x07\\x1b[2Jxxx"),
         ("--data.source source --eval.before --log.loggers console jsonl", 0, "\\x1b]0;gone\\x07"),
         ("--data.prompt missing", 2, "\\x1b"),
@@ -178,12 +170,8 @@ def test_errors_whose_text_raises_have_one():
     assert _errors.words_of(Broken()) == "Broken: (its text raises KeyError)"
 
 
-def hundreds(sample):
-    return {"score": 1.0, **{f"n{i}": 1.0 for i in range(5000)}}
-
-
 def test_thousands_of_named_scores_are_refused_at_once(task, capsys):
-    assert _train(task, "--reward.functions", f"{__name__}:hundreds") == 2
+    assert _train(task, "--reward.functions", "tests.rewards.functions:hundreds") == 2
     assert "'hundreds' returned 5,001 named numbers; at most 100" in capsys.readouterr().err
 
 

@@ -160,3 +160,18 @@ class Judge:
 
 
 judge = Judge()
+
+
+ESCAPE = "\x1b]0;gone\x07\x1b[2J"  # a terminal's commands
+
+
+def loud(sample: Sample) -> float:
+    raise ValueError(f"{ESCAPE}\r{'x' * 5_000_000}\u202e")
+
+
+def escaping(sample: Sample) -> dict[str, float]:
+    return {"score": 0.5, f"[red]{ESCAPE}": 1.0}
+
+
+def hundreds(sample: Sample) -> dict[str, float]:
+    return {"score": 1.0, **{f"n{i}": 1.0 for i in range(5000)}}
