@@ -34,14 +34,27 @@ def seed_of(*rooms):
 SEED = seed_of(steps, laws)  # other layouts are tried when the code has changed
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """Without the smallest examples, with which most ranks have no rows: the actor and the critic are held to those."""
+    monkeypatch.setattr(layout, "SIZES", layout.SIZES[2:])
+
+
 @pytest.mark.slow
 def test_the_actor_keeps_the_law():
-    laws.check_layout(losses.ppo_clip, each=1, seed=SEED)
+    """The other losses are held to the law in the other modes."""
+    laws.check_layout(losses.ppo_clip, modes=("token-mean", "seq-mean-token-sum-norm"), each=1, seed=SEED)
 
 
 @pytest.mark.slow
 def test_the_critic_keeps_the_law():
-    laws.check_layout_fn(update_critic, head="value", each=1, max_ranks=4, seed=SEED)
+    laws.check_layout_fn(
+        update_critic, head="value", modes=("token-mean", "seq-mean-token-mean"), each=1, max_ranks=4, seed=SEED
+    )
+
+
+@pytest.mark.slow
+def test_critics_of_other_kinds_keep_the_law(few):
     bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
     laws.check_layout_fn(bins, head="value", outputs=5, modes=("token-mean",), each=1, max_ranks=2)
     laws.check_layout_fn(popart, head="value", modes=("token-mean",), each=1, max_ranks=2)
@@ -49,7 +62,7 @@ def test_the_critic_keeps_the_law():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(OTHERS)))
-def test_the_other_losses_keep_the_law(number):
+def test_the_other_losses_keep_the_law(number, few):
     loss_fn = getattr(losses, OTHERS[number])
     laws.check_layout(loss_fn, modes=(losses.MODES[number % len(losses.MODES)],), each=1, max_ranks=2)
 
@@ -62,29 +75,30 @@ def above_the_mean_probability(log_probs, old_log_probs, advantages, mask, *, no
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "max_ranks"), [("clip_cov", 4), ("kl_cov", 2)])
-def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks):
+def test_the_losses_that_select_tokens_keep_the_law(name, max_ranks, few):
     loss_fn = SelectiveLoss(getattr(losses, name), above_the_mean_probability)
     laws.check_layout(loss_fn, modes=("token-mean",), each=1, max_ranks=max_ranks)
 
 
-# of each of the large meshes: whose update, the stage of the sharding, layers recomputed, stages on each rank
+# axes of 16 ranks, whose update, the stage of the sharding, layers recomputed, stages on each rank
 LARGE = [
-    ("value", 2, "selective", 1),
-    ("lm", 3, True, 2),
-    ("value", 1, False, 2),
-    ("lm", 2, True, 1),
-    ("value", 3, False, 1),
+    ({"replicate": 4, "shard": 4}, "value", 2, "selective", 1),
+    ({"expert": 2, "context": 2, "tensor": 2, "pipeline": 2}, "lm", 3, True, 2),
+    ({"replicate": 4, "expert": 2, "pipeline": 2}, "value", 1, False, 2),
+    ({"tensor": 4, "pipeline": 4}, "lm", 2, True, 1),
+    ({"replicate": 2, "expert": 2, "sequence": 2, "tensor": 2}, "value", 3, False, 1),
 ]
 
 
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
-    """Up to 64 ranks, some meshes once, most ranks with nothing to do."""
+    """Some meshes once, most ranks with nothing to do."""
     updates = {"lm": partial(update_actor, loss_fn=losses.ppo_clip), "value": update_critic}
     runs = {head: layout._runner(update, head) for head, update in updates.items()}
     example = layout._example(("token-mean",), 2, 2, 1)
-    large = [axes for axes in layout.meshes(64) if layout._ranks(axes) > 8][::100]
-    for axes, (head, *settings) in zip(large, LARGE, strict=True):
+    for wide, head, *settings in LARGE:
+        axes = dict.fromkeys(layout.AXES, 1) | wide
+        assert axes in layout.meshes(16)
         drawn = layout._draw(axes, *settings, example, torch.Generator().manual_seed(0))
         number = layout._number(axes, 0)
         expected = layout._one_process(runs[head], example, number, drawn.layers)
@@ -209,7 +223,7 @@ MISTAKES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_broken_update_is_caught(mistake, monkeypatch):
+def test_a_broken_update_is_caught(mistake, monkeypatch, few):
     axis, module, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong)
     monkeypatch.setattr(layout, "meshes", lambda max_ranks: [dict.fromkeys(layout.AXES, 1) | {axis: 2}])
@@ -226,9 +240,9 @@ def local_mean(log_probs, old, advantages, mask):
 
 
 @pytest.mark.slow
-def test_a_loss_with_a_local_mean_is_caught():
+def test_a_loss_with_a_local_mean_is_caught(few):
     with pytest.raises(laws.LawViolation, match=r"sharding stage \d|whole parameters") as caught:
-        laws.check_layout(local_mean, modes=("token-mean",), max_ranks=4)
+        laws.check_layout(local_mean, modes=("token-mean",), max_ranks=2)
     assert caught.value.law == "layout"
 
 
