@@ -36,13 +36,19 @@ def checked(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None), FunctionType, functools.partial})
+
+
 def _kind(x: Any) -> object:
     """What annotations can tell of a value."""
-    if isinstance(x, Tensor):
+    cls = type(x)
+    if cls in _PLAIN:  # most values are, or are tensors
+        return cls
+    if cls is Tensor or isinstance(x, Tensor):
         return x.dtype, x.shape
     if isinstance(x, tuple | list):
-        return type(x), *map(_kind, x)
-    return (dict, *((name, _kind(value)) for name, value in x.items())) if isinstance(x, dict) else type(x)
+        return cls, *[_kind(value) for value in x]
+    return (dict, *x, *[_kind(value) for value in x.values()]) if isinstance(x, dict) else cls
 
 
 def once(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +74,8 @@ def once(jaxtyped: Callable[..., Any]) -> Callable[..., Any]:
                 nonlocal checks
                 if jaxtyping.config.jaxtyping_disable:
                     return fn(*args, **kwargs)
-                kind = (_held(fn), _kind((args, kwargs))) if inner else _kind((args, kwargs))
+                kind = (*[_kind(x) for x in args], *kwargs, *[_kind(x) for x in kwargs.values()])
+                kind = (_held(fn), kind) if inner else kind
                 if kind in known:
                     return fn(*args, **kwargs)
                 checks = checks or made()

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fppo import laws
+from fppo.laws import attention
 from fppo.laws._kernels import TOLERANCES, words
 from fppo.laws._search import check
-from fppo.laws.attention import _CASES, _LAWS, FEATURES, SIZES, _example
+from fppo.laws.attention import _CASES, _LAWS, FEATURES, _example
 from fppo_kernels import table
 from fppo_kernels.attention import flex as flex_file
 from fppo_kernels.attention import sdpa as sdpa_file
@@ -49,12 +50,20 @@ def can(name):
     }
 
 
+FEW = ((0, 0), (2, 2), (4, 7), (2, 130))  # of SIZES: those between are for smaller counter-examples
+
+
+@pytest.fixture
+def few(monkeypatch):
+    monkeypatch.setattr(attention, "SIZES", FEW)
+
+
 # of the plain one, which is slow, other tests here hold one query at a time
 SLOW = ("eager",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in KERNELS])
-def test_kernels_keep_the_laws(name):
+def test_kernels_keep_the_laws(name, few):
     if reason := table.available("attention")[name]:
         pytest.skip(reason)
     kernel = table.get("attention", name)
@@ -63,7 +72,7 @@ def test_kernels_keep_the_laws(name):
         return
     for dtype, cases in ((torch.float32, (_CASES[8], _CASES[11])), (torch.bfloat16, (_CASES[0], _CASES[9]))):
         examples = partial(_example, (dtype,), DEVICE, 16, cases)  # it compiles for each: few, of several tokens
-        check(kernel, _LAWS, examples, sizes=((0, 0), (2, 2), (4, 7), (2, 130)), seeds=len(cases))
+        check(kernel, _LAWS, examples, sizes=FEW, seeds=len(cases))
 
 
 @pytest.mark.slow
@@ -72,7 +81,7 @@ def test_flex_keeps_the_laws_where_it_has_a_backward_pass():
         cases = _CASES[5::3]  # with the largest scores, and two that have all features between them
         assert {name for case in cases for name in case.features} == set(FEATURES)
         examples = partial(_example, (torch.float64,), "cpu", 2, cases)
-        check(flex, _LAWS, examples, sizes=SIZES, seeds=len(cases))
+        check(flex, _LAWS, examples, sizes=FEW, seeds=len(cases))
 
 
 def loop(query, key, value, *, lengths, scale, window, softcap, sinks):
@@ -202,7 +211,7 @@ def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, sca
     return eager(query, key, value, lengths=lengths, **settings)
 
 
-def test_flash_hands_its_arguments_on(monkeypatch):
+def test_flash_hands_its_arguments_on(monkeypatch, few):
     def flash_attn_varlen_func(*args, softmax_scale, **settings):
         return stand_in(*args, scale=softmax_scale, **settings)
 
@@ -222,7 +231,7 @@ def test_flash_hands_its_arguments_on(monkeypatch):
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
+def test_varlen_hands_its_arguments_on(monkeypatch, grouped, few):
     module = pytest.importorskip("fppo_kernels.attention.varlen")
     monkeypatch.setattr(module, "varlen_attn", stand_in)
     monkeypatch.setattr(module, "GROUPED", grouped)

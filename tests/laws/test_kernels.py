@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fppo import laws
+from fppo.laws import attention, kernels
 from fppo.laws.attention import _CASES, _LAWS, FEATURES
 from fppo.laws.kernels import _LARGE_LAWS, _LOG_PROBS_LAWS, _SUM_LAWS
 from fppo_kernels import table
@@ -17,7 +18,9 @@ CPP = [] if table.available("log_probs")["cpp"] else ["cpp"]
 
 
 @pytest.mark.parametrize("name", ["reference", *(pytest.param(x, marks=pytest.mark.slow) for x in ("chunked", *CPP))])
-def test_log_prob_kernels_keep_the_laws(name):
+def test_log_prob_kernels_keep_the_laws(name, monkeypatch):
+    """In some sizes: those between are for smaller counter-examples."""
+    monkeypatch.setattr(kernels, "SIZES", (*kernels.SIZES[:-1:3], kernels.SIZES[-1]))
     laws.check_log_probs(table.get("log_probs", name))
 
 
@@ -191,17 +194,22 @@ LOG_PROBS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "words"), LOG_PROBS, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words):
+def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words, monkeypatch):
+    """With small examples alone, unless the law is of large ones."""
+    large = law in ("long sums", "large")
+    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES[:1] if large else kernels.SIZES[:-1])
+    monkeypatch.setattr(kernels, "LARGE", kernels.LARGE if large else (70, 200))
     dtype = torch.bfloat16 if law == "long sums" else torch.float32
     with pytest.raises(laws.LawViolation, match=words) as caught:
         laws.check_log_probs(mistake, dtypes=(dtype,))
     assert caught.value.law == law
     assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
-    assert law in ("long sums", "large") or len(caught.value.example["labels"]) <= 2
+    assert large or len(caught.value.example["labels"]) <= 2
 
 
 @pytest.mark.parametrize("mistake", [moves_a_label(64), drops_a_logit(8192, 8191)])
-def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake):
+def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake, monkeypatch):
+    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES[:1])
     with pytest.raises(laws.LawViolation, match="kernel breaks") as caught:
         laws.check_log_probs(mistake, dtypes=(torch.float32,))
     assert caught.value.law == "large"
@@ -279,7 +287,8 @@ ATTENTION = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "tokens", "words"), ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
+def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words, monkeypatch):
+    monkeypatch.setattr(attention, "SIZES", attention.SIZES[:-1])
     with pytest.raises(laws.LawViolation, match=words) as caught:
         laws.check_attention(mistake, dtypes=(torch.float64,))
     assert caught.value.law == law

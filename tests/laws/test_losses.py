@@ -198,17 +198,42 @@ def test_the_smallest_loss_keeps_the_laws():
     laws.check_policy_loss(reinforce)
 
 
+def check_lines(error, mistake, law):
+    """The lines of a message run, and hold the batch as it was used."""
+    text = str(error).partition("as it was used:\n")[2].partition("\n  It also")[0]
+    assert max(len(number) for number in re.findall(r"\d+\.\d+", text)) <= 5  # 4 digits and a point
+    lines = [line.strip() for line in text.splitlines()]
+    scope = {mistake.__name__: mistake}
+    exec("\n".join(lines[:-3]), scope)  # what follows calls the loss, which may be right there
+    for name, value in error.example.items():
+        assert torch.equal(scope[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
+    assert scope["weights"].shape == scope["mask"].shape
+    assert (
+        lines[-3]
+        == f"loss, metrics = partial({mistake.__name__})(log_probs.requires_grad_(), old_log_probs, advantages, mask)"
+    )
+    if law in ("masked garbage", "REINFORCE"):
+        exec("\n".join(lines[-3:]), scope)
+    if law == "masked garbage":
+        assert scope["log_probs"].isnan().any()
+        assert scope["log_probs"].grad.isnan().any() or scope["loss"].isnan().any()
+    if law == "REINFORCE":
+        assert torch.equal(scope["log_probs"], scope["old_log_probs"])
+
+
 @pytest.mark.parametrize(("mistake", "law", "rows", "words"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_breaks_its_law(mistake, law, rows, words):
     with pytest.raises(laws.LawViolation, match=words) as caught:
-        laws.check_policy_loss(mistake)
+        laws.check_policy_loss(partial(mistake))
     error = caught.value
     assert error.law == law
-    assert f'{mistake.__name__} breaks the law "{law}"' in str(error)
+    assert f'partial({mistake.__name__}) breaks the law "{law}"' in str(error)
     assert error.example["mask"].shape[0] == rows
     for name, value in error.example.items():
         assert f"{name}" in str(error)
         assert str(value.tolist()) in str(error)
+    if mistake is not crashes:  # its lines crash
+        check_lines(error, mistake, law)
 
 
 def test_a_value_loss_without_the_half_breaks_the_last_law():
@@ -281,39 +306,13 @@ def test_our_losses_keep_the_laws_in_single_precision():
 
 
 def test_a_message_names_the_way_out_and_shows_what_is_bound():
-    with pytest.raises(laws.LawViolation, match='give reinforce=None, or reinforce="row"'):
+    with pytest.raises(laws.LawViolation, match='give reinforce=None, or reinforce="row"') as caught:
         laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
-    with pytest.raises(laws.LawViolation, match=r"partial\(gmpo, clip_low=tensor\(0.25\)\) breaks"):
-        laws.check_policy_loss(partial(losses.gmpo, clip_low=torch.tensor(0.25)))
+    assert "partial(gmpo, clip_low=tensor(0.25)) breaks" in str(caught.value)
     with pytest.raises(laws.LawViolation, match=r"partial\(gmpo, extra=<SimpleNamespace>\) breaks"):
         laws.check_policy_loss(partial(losses.gmpo, extra=SimpleNamespace(long="x" * 100)))
     with pytest.raises(laws.LawViolation, match="give squared=False"):
         laws.check_value_loss(wrong_sign)
-
-
-@pytest.mark.parametrize(("mistake", "law", "rows", "words"), MISTAKES[:-1], ids=lambda x: getattr(x, "__name__", ""))
-def test_the_lines_of_a_message_run_and_hold_the_batch_as_it_was_used(mistake, law, rows, words):
-    with pytest.raises(laws.LawViolation) as caught:
-        laws.check_policy_loss(partial(mistake))
-    text = str(caught.value).partition("as it was used:\n")[2].partition("\n  It also")[0]
-    assert max(len(number) for number in re.findall(r"\d+\.\d+", text)) <= 5  # 4 digits and a point
-    lines = [line.strip() for line in text.splitlines()]
-    scope = {mistake.__name__: mistake}
-    exec("\n".join(lines[:-3]), scope)  # what follows calls the loss, which may be right there
-    for name, value in caught.value.example.items():
-        assert torch.equal(scope[name].nan_to_num(7.0), value.nan_to_num(7.0)), name
-    assert scope["weights"].shape == scope["mask"].shape
-    assert (
-        lines[-3]
-        == f"loss, metrics = partial({mistake.__name__})(log_probs.requires_grad_(), old_log_probs, advantages, mask)"
-    )
-    if law in ("masked garbage", "REINFORCE"):
-        exec("\n".join(lines[-3:]), scope)
-    if law == "masked garbage":
-        assert scope["log_probs"].isnan().any()
-        assert scope["log_probs"].grad.isnan().any() or scope["loss"].isnan().any()
-    if law == "REINFORCE":
-        assert torch.equal(scope["log_probs"], scope["old_log_probs"])
 
 
 def test_a_metric_may_be_a_sum():

@@ -22,6 +22,7 @@ def sharded(mesh):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("axes", AXES, ids=str)
 @pytest.mark.parametrize("name", ["phi3", "olmo2", "qwen3_moe"])
 def test_what_ranks_read_is_their_part_and_what_they_write_the_whole(name, axes, tmp_path):
@@ -43,6 +44,7 @@ def test_what_ranks_read_is_their_part_and_what_they_write_the_whole(name, axes,
         assert (tmp_path / "again" / file.name).read_bytes() == file.read_bytes()
 
 
+@pytest.mark.usefixtures("unprobed")
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
 def test_what_transformers_alone_can_read_is_cut_too(tmp_path, monkeypatch, axes):
     model, params = tiny.model_and_params("lm", dtype=torch.float32)

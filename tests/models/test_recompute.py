@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 
@@ -68,7 +67,6 @@ def test_attention_that_is_kept_runs_once_and_changes_no_bit(dtype, remove_paddi
 
 def kept(model, params, batch, kernels):
     """Bytes that a pass leaves for its backward pass."""
-    gc.collect()
     alive: dict[int, tuple[weakref.ref, int]] = {}
 
     class Made(TorchDispatchMode):

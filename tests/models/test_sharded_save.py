@@ -20,6 +20,7 @@ from fppo.runtime.simulate import simulate
 from fppo.runtime.streamed import written
 from tests.models.families import CONFIGS, make, plain
 
+pytestmark = pytest.mark.usefixtures("unprobed")
 FILE = 4000
 
 
