@@ -230,7 +230,7 @@ def check_contract(
 
 
 def _errors(case: Case, fn: Callable, drawn: Drawn, exact: Exact, outputs: Sequence[str]) -> list[Error]:
-    """Of every output and of its gradient by every leaf."""
+    """The errors of every output, and of its gradient by every leaf."""
     errors = []
     for output in outputs:
         of = (output,) if any(place[0] == output for place in exact.gradients) else ()

@@ -56,7 +56,7 @@ def names_of(op: str, implementations: Any, table: Table) -> list[str]:
 
 
 def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
-    """Those of the dtypes that the operation is made for; none of them is an error if it is the only operation."""
+    """Select the dtypes that the operation is made for; none of them is an error if it is the only operation."""
     chosen = []
     for dtype in dtypes:
         name = dtype if isinstance(dtype, str) else words(dtype)

@@ -319,7 +319,7 @@ def _drawn(settings: TrainSettings, inputs: Inputs) -> Drawn:
 def _evaluation(
     settings: TrainSettings, inputs: EvalInputs, answering: _Answering, resources: Resources | None = None
 ) -> EvaluateRun:
-    """Of the policy, and with a run's resources of its critic too, where the settings ask for that."""
+    """The evaluation of the policy, and with a run's resources of its critic where the settings say so."""
     batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
     engine, score, sampling = answering.engine, answering.score, inputs.sampling
     truth = None if resources is None or not settings.eval.exact_values else _truth(settings, inputs, resources)

@@ -108,7 +108,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
 def _train(rest: Sequence[str]) -> int | None:
     """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
     usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _train, sections)
     processes, own = processes_of(rest)
     if not own:
@@ -123,7 +123,7 @@ def _train(rest: Sequence[str]) -> int | None:
 def _rollout(rest: Sequence[str]) -> int | None:
     """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
     usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _rollout, sections)
     processes, own = processes_of(rest)
     if not own:
@@ -137,7 +137,7 @@ def _rollout(rest: Sequence[str]) -> int | None:
 def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
     usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
     processes, own = processes_of(rest)
     run, overrides = file_and_overrides(own, "eval")

@@ -31,7 +31,7 @@ class Clip(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """It as transformers' processors take it beside frames."""
+        """The metadata that transformers' processors take beside frames."""
         height, width = self.frames.shape[1:3]
         return {
             "total_num_frames": self.total,

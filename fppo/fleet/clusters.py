@@ -66,7 +66,7 @@ class Machine:
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Processes:
-        """As `Cluster` has it. Raises ValueError too if there are not as many GPUs left."""
+        """Start ranks, as `Cluster.ranks`. Raises ValueError too if there are not as many GPUs left."""
         own: list[tuple[int, ...]] = []
         if gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())

@@ -175,7 +175,7 @@ class RayRanks:
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
@@ -196,7 +196,7 @@ class RayRanks:
         return answer
 
     def stop(self) -> None:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:

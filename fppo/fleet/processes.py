@@ -82,7 +82,7 @@ class Processes:
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         places = self._sent.refs(large)
         if places is None or len({place.memory for place in places}) > MOST:
             arrays = [array_of(x) for x in large]
@@ -91,7 +91,7 @@ class Processes:
         return [child.ask(parcel) for child in self._children]
 
     def stop(self) -> None:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         for child in self._children:
             child.process.kill()
         for child in self._children:

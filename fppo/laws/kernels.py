@@ -48,7 +48,7 @@ def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Genera
     return None
 
 
-def _outputs_asked_for(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _outputs_requested(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
     both, dtype = _log_probs(kernel, example), example.inputs["hidden"].dtype
     for entropy, sum_squared in ((False, False), (True, False), (False, True)):
         one = _log_probs(kernel, example, entropy, sum_squared)
@@ -122,7 +122,7 @@ def _gradient_law(*outputs: str) -> Law:
 _LOG_PROBS_LAWS = (
     Law("shape", "every output is finite, [N], in the dtype of hidden or float32 if that is wider", _log_probs_shape),
     Law("purity", "arguments stay as they are, and equal arguments give equal bits", _log_probs_purity),
-    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_asked_for),
+    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_requested),
     Law("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _log_probs_range),
     Law("values", "values are those of the float64 reference", _log_probs_values),
     *(_gradient_law(output) for output in OUTPUTS),

@@ -81,7 +81,7 @@ OnRanks = Callable[[Callable, Callable, Example], list[tuple[Tensor, Leaves]]]
 
 
 def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
-    """That ranks with parts of the row together have the result and the gradients of `attention` over all of it."""
+    """The laws by which ranks with parts of a row have the result and the gradients of `attention` over all of it."""
 
     def values(subject: Callable, example: Example, generator: torch.Generator) -> str | None:
         expected, _ = _whole(attention, example)

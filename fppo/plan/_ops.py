@@ -82,8 +82,8 @@ def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """Of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: the pairs that see one
-    another; 2 matmuls forward, 5 backward."""
+    """FLOPs of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: of the pairs
+    that see one another; 2 matmuls forward, 5 backward."""
     query, key = inputs[1:3] if name.endswith("backward") else inputs[:2]
     rows, heads, length, width = query.shape
     forward = 4.0 * rows * heads * width * (length * key.shape[2] - length * (length - 1) / 2)

@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the step, without the rollout, and of rewards only the reward model's."""
+        """Seconds of the step, without the rollout, and of rewards only the reward model's."""
         return sum(stage.seconds.total for stage in self.stages)
 
     @property
     def tokens(self) -> int:
-        """Of the step, over all ranks."""
+        """Tokens of the step, over all ranks."""
         return self.case.mini_batch * self.case.length
 
     def mfu(self, *names: str) -> float:

@@ -51,7 +51,7 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        """Of prompts, responses and weights, where all responses are as long as they may be."""
+        """Seconds of prompts, responses and weights, where all responses are as long as they may be."""
         return self.prefill + self.decode + self.sending
 
 
@@ -75,7 +75,7 @@ class _Engine:
 
     @property
     def numbers(self) -> int:
-        """Of its parameters on one of its GPUs."""
+        """Parameters on one of its GPUs."""
         return sum(shape.numel() for shape in self.model.whole_shapes.values()) // self.cut
 
     @property
@@ -236,15 +236,15 @@ def _vllm(
 
 
 def prefill_seconds(case: Case, engine: _Engine) -> float:
-    """Of an engine's prompts, each once: max(FLOPs / (peak * MATMUL_SHARE), bytes of the weights, once, / (bandwidth *
-    COPY_SHARE))."""
+    """Seconds of an engine's prompts, each once: max(FLOPs / (peak * MATMUL_SHARE), bytes of the weights, once, /
+    (bandwidth * COPY_SHARE))."""
     needed = flops.forward_flops(engine.model, [engine.prompt] * engine.prompts, head_tokens=engine.prompts)
     reading = engine.numbers * engine.dtype.itemsize / (case.hardware.bandwidth * COPY_SHARE)
     return max(needed / engine.cut / (_peak(case, engine) * MATMUL_SHARE), reading)
 
 
 def decode_seconds(case: Case, engine: _Engine, rows: int) -> float:
-    """Of so many rows that decode together, token by token. A step takes
+    """Seconds of `rows` rows that decode together, token by token. A step takes
 
         max(bytes of the weights that some row meets / (bandwidth * COPY_SHARE), FLOPs / (peak * MATMUL_SHARE))
         + max(bytes of keys and values so far / (bandwidth * COPY_SHARE), FLOPs / (peak * ATTENTION_SHARE))

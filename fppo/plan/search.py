@@ -30,7 +30,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """As on the command line."""
+        """The words for the command line."""
         sizes = {**self.case.mesh, "virtual-stages": self.case.virtual_stages}
         return " ".join(f"--mesh.{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
@@ -48,7 +48,7 @@ class Found:
 
     @property
     def count(self) -> int:
-        """Of all meshes."""
+        """Number of meshes considered."""
         mine = (self.best, self.failed, self.slower, self.too_large)
         return sum(map(len, mine)) + sum(self.refused.values())
 

@@ -76,7 +76,7 @@ def engines_report(engines: Engines, *, width: int = 100) -> str:
 
 
 def engines_summary(engines: Engines) -> dict[str, Any]:
-    """The same for machines: bytes and seconds."""
+    """Summary as JSON, in bytes and seconds."""
     return {
         "fits": engines.fits,
         "parameter_bytes": engines.rollout.sent,
@@ -87,7 +87,7 @@ def engines_summary(engines: Engines) -> dict[str, Any]:
 
 
 def host_summary(host: Host | None) -> dict[str, Any] | None:
-    """The same for machines: bytes."""
+    """The host as JSON, in bytes."""
     if host is None:
         return None
     return {
@@ -99,7 +99,7 @@ def host_summary(host: Host | None) -> dict[str, Any] | None:
 
 
 def rollout_summary(rollout: Rollout | None) -> dict[str, Any] | None:
-    """The same for machines: bytes and seconds."""
+    """Summary as JSON, in bytes and seconds."""
     if rollout is None:
         return None
     return {

@@ -175,7 +175,7 @@ def _kind(line: Mapping[str, Any]) -> str:
 
 
 def _span(steps: Sequence[int] | set[int]) -> str:
-    """As 1 to 3, 7."""
+    """Steps in words, as 1 to 3, 7."""
     every = sorted(steps)
     begins = [step for step in every if step - 1 not in every]
     ends = [step for step in every if step + 1 not in every]

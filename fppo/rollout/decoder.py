@@ -81,7 +81,7 @@ class Decoder(NamedTuple):
     linear: Callable[..., Tensor]
 
     def rotation(self, length: int) -> Rotation:
-        """Of all positions of a row of this length."""
+        """The rotation of all positions of a row of this length."""
         like: Any = self.embedding.weight
         cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
         half = sin.shape[-1] // 2
@@ -178,7 +178,7 @@ def _product(module: nn.Linear) -> _Product:
 
 
 def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
-    """Of modules with one input, side by side."""
+    """The products of modules with one input, side by side."""
     weights: list[Tensor] = [module.weight for module in modules]
     if not joined or any(isinstance(weight, Adapted | Quantised) for weight in weights):
         return [_product(module) for module in modules]

@@ -147,7 +147,7 @@ class EmbeddedEngine:
         return as_graphs(device) if device.type == "cuda" else _as_it_is
 
     def _columns(self, model: Model, head: Head) -> Columns:
-        """Those of the logits that the head gives on this rank."""
+        """The columns of the logits that the head gives on this rank."""
         axis, (name, _) = models.tensor_axis(model, self.mesh), vocabulary_head(model)
         if model.layout is None or axis.size == 1:
             return Columns(axis, 0, len(head.weight))

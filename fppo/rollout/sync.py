@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
     @staticmethod
     def of(params: Mapping[str, Any], version: int) -> Origin:
-        """That of a copy of these."""
+        """The origin of a copy of these parameters."""
         return Origin(version, {name: weakref.ref(x) for name, x in params.items()})
 
     def matches(self, params: Mapping[str, Any], version: int) -> bool:

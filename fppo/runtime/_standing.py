@@ -33,7 +33,7 @@ class Standing:
 
     @staticmethod
     def of(watch: Watch, beat: int, thread: int) -> Standing:
-        """That of this rank, whose work is done in `thread`."""
+        """The standing of this rank, whose work is done in `thread`."""
         calls, line, waiting = watch.begun(), _line(sys._current_frames().get(thread)), watch.oldest()
         if waiting is None:
             return Standing(beat, watch.step, calls, line, at=watch.place)
@@ -50,7 +50,7 @@ class Standing:
         return f"in {op} {over(axis)} for {self.seconds:.0f} s after step {self.step}"
 
     def dumped(self) -> str:
-        """As text."""
+        """The standing as text."""
         return json.dumps(attrs.asdict(self))
 
     @staticmethod
@@ -83,7 +83,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """Those of the ranks that have not begun so many collectives over their axis."""
+    """Select the ranks that have not begun so many collectives over their axis."""
 
     def begun(standing: Standing | None) -> bool:
         return standing is not None and standing.calls.get(axis, 0) >= number

@@ -264,7 +264,7 @@ class WatchedGroup(RelayGroup):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the group, among all."""
+        """The ranks of the group, among all."""
         return tuple(_ranks(self.group))
 
     def _call(

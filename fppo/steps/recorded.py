@@ -39,7 +39,7 @@ _ROWS, _WIDTH, _STEP, _PARTS = 8, 64, 64, 4  # what rows are a multiple of; the 
 
 
 class Sizes(NamedTuple):
-    """Those of the tensors that a recorded pass runs on."""
+    """The sizes of the tensors that a recorded pass runs on."""
 
     rows: int
     prompt: int
@@ -171,7 +171,7 @@ def graphs(model: Model, device: torch.device) -> Recorder:
 
 
 def most_tokens(model: Model) -> int:
-    """Of the passes that `graphs` records."""
+    """The most tokens of a pass that `graphs` records."""
     size = sum(shape.numel() for shape in model.whole_shapes.values())
     return int(LAYER_TOKENS * len(model.layers) / size)
 
@@ -183,14 +183,14 @@ def records(model: Model, mesh: Mesh) -> bool:
     return whole and plain and not model.checkpoint_layers and not model.compile_layers
 
 
-def told_apart(fn: Any) -> Any:
+def identity_of(fn: Any) -> Any:
     """A function by what it is made of, so that two partials of the same are equal; None if a tensor is in it."""
     if isinstance(fn, Tensor):
         return None
     if not isinstance(fn, partial):
         return (fn,)
     keywords: dict[str, Any] = fn.keywords
-    parts = [told_apart(x) for x in (fn.func, *fn.args, *keywords.values())]
+    parts = [identity_of(x) for x in (fn.func, *fn.args, *keywords.values())]
     return None if None in parts else (*parts, *keywords)
 
 

@@ -20,7 +20,6 @@ from fppo.laws.kernels import (
     _LOG_PROBS_CASES,
     _LOG_PROBS_LAWS,
     _SUM_LAWS,
-   
     SIZES,
     _large_example,
     _log_probs_example,

@@ -16,9 +16,9 @@ from fppo_kernels.record import Kernels
 INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 CHECKS = (
-    ("laws_in_float32", "layers_in_float32", "tile_boundaries", "tensor_descriptors", "split_vocabulary")
-    + ("masked_words", "refusals", "mistakes")
-    + ("laws_in_bfloat16", "layers_in_bfloat16")  # after the others: these mend how the interpreter rounds
+    *("laws_in_float32", "layers_in_float32", "tile_boundaries", "tensor_descriptors", "split_vocabulary"),
+    *("masked_words", "refusals", "mistakes"),
+    *("laws_in_bfloat16", "layers_in_bfloat16"),  # after the others: these mend how the interpreter rounds
 )
 
 

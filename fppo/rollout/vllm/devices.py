@@ -112,7 +112,7 @@ def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: 
 
 
 def share_of_free(memory: Memory) -> float:
-    """Of all memory the share that vLLM may take of what is free now."""
+    """The share of all memory that vLLM may take of what is free now."""
     return (1 - KEPT_FREE) * memory.free / memory.total
 
 

@@ -120,7 +120,7 @@ class LocalHost:
                     extra_args={worker.ROW: row},
                 )
                 own = None if inputs is None else inputs[row]
-                engine.add_request(str(row), self._asked(prompt, own), params, lora_request=adapter)
+                engine.add_request(str(row), self._prompt_of(prompt, own), params, lora_request=adapter)
                 open_rows.add(str(row))
             while engine.has_unfinished_requests():
                 with self._death_noticed():
@@ -137,7 +137,7 @@ class LocalHost:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
 
-    def _asked(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
+    def _prompt_of(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
         """The prompt as vLLM takes it: its ids, and its images as they were processed."""
         if inputs is None:
             return {"prompt_token_ids": list(prompt)}
@@ -330,7 +330,7 @@ def _sees(config: PreTrainedConfig) -> Mapping[str, Any]:
 
 
 def _memories(count: int) -> list[Memory]:
-    """Of the GPUs that vLLM takes; none on a CPU."""
+    """The memory of each GPU that vLLM takes; none on a CPU."""
     if not torch.cuda.is_available():
         return []
     if count == 1:

@@ -74,23 +74,23 @@ class ProcessHost:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """As `LocalHost.call`."""
+        """Implement `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
     def begin_load(self, how: How, transfer: bool = False) -> None:
-        """As `LocalHost.begin_load`."""
+        """Implement `LocalHost.begin_load`."""
         self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `LocalHost.take_in`, through one piece of shared memory; what goes wrong is for `end_load` to raise."""
+        """Implement `LocalHost.take_in`, through one piece of shared memory; `end_load` raises what goes wrong."""
         self._ask("take_in", self._memory.put(tensors), wait="start_patience")
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
-        """As `LocalHost.end_load`."""
+        """Implement `LocalHost.end_load`."""
         return self._ask("end_load", wait="start_patience")
 
     def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
-        """As `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the process."""
+        """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the process."""
         self._send("generate", request)
         ended = False
         try:
@@ -104,11 +104,11 @@ class ProcessHost:
             raise
 
     def sleep(self) -> None:
-        """As `LocalHost.sleep`."""
+        """Implement `LocalHost.sleep`."""
         self._ask("sleep")
 
     def wake(self, part: str) -> None:
-        """As `LocalHost.wake`."""
+        """Implement `LocalHost.wake`."""
         self._ask("wake", part)
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class ProcessHost:
 
 
 def _gpus(options: VllmOptions) -> Gpus | None:
-    """Those the process is to run on; None: it may see what this one does. Raises ValueError if there are too few."""
+    """The GPUs for the process; None: it may see what this one does. Raises ValueError if there are too few."""
     on_gpu, place = torch.cuda.is_initialized(), Place.of_environment()
     if not (on_gpu or options.devices):
         return None

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The same as `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
+"""Compute `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Coefficients(NamedTuple):
     label: Tensor  # what is added at the label
 
     def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
+        """Columns of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
         linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
         squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
         return (self.constant[rows] * share[rows])[:, None], linear, squared
