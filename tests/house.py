@@ -119,6 +119,15 @@ def prose(root: Path = ROOT) -> Iterator[str]:
                 yield f"{module}.{name}: the name holds {word!r}; take the field's word"
 
 
+def doubles(root: Path = ROOT) -> dict[str, list[str]]:
+    """The modules of each class name that stands in several of them."""
+    found: dict[str, list[str]] = {}
+    for module, tree in sources(root).items():
+        for name in {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}:
+            found.setdefault(name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
+
+
 def sizes(root: Path = ROOT) -> Iterator[str]:
     """Files, functions and experiments that are too long to be read in one sitting."""
     for base, limit in (("fppo", FILE_LINES), ("kernels", FILE_LINES), ("experiments", FILE_LINES), ("tests", 0)):

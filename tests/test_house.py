@@ -64,6 +64,16 @@ def test_prose_that_only_looks_like_it_passes(tmp_path):
     assert list(house.prose(tmp_path)) == []
 
 
+def test_a_name_stands_for_one_class():
+    assert house.doubles() == {}
+
+
+def test_a_name_of_two_classes_is_noticed(tmp_path):
+    for module in ("batch", "metrics", "tree"):
+        write(tmp_path, f"fppo/{module}.py", f"class {'Row' if module != 'tree' else 'Leaf'}: ...\n")
+    assert house.doubles(tmp_path) == {"Row": ["fppo.batch", "fppo.metrics"]}
+
+
 def write(root: Path, path: str, text: str) -> None:
     """A file of a house that is made up."""
     (root / path).parent.mkdir(parents=True, exist_ok=True)

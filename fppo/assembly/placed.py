@@ -75,7 +75,7 @@ class Placed:
         attempt, first, work = checkpoint_parts.begin(directory, run.step), 0, {}
         for field, part in self._remote_parts(run):
             at = (field, attempt.draft.absolute(), first)
-            work[field] = _Call(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
+            work[field] = _LaterCall(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
             first += part.group.ranks
         try:
             written = at_once(work)
@@ -89,7 +89,7 @@ class Placed:
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
         """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
         work = {
-            field: _Call(
+            field: _LaterCall(
                 part.group,
                 _load,
                 (HERE, getattr(run, field), part.model, field, directory.absolute(), step),
@@ -105,7 +105,7 @@ class Placed:
     def digest(self, run: RunState, kind: Kind, *, device: torch.device) -> dict[str, str]:
         """`digests.digest` of the whole state."""
         work = {
-            field: _Call(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
+            field: _LaterCall(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
             for field, part in self._remote_parts(run)
         }
         there = {f".{field}{path}": x for field, each in at_once(work).items() for path, x in each.items()}
@@ -118,7 +118,8 @@ class Placed:
     def like(self, run: RunState) -> list[Tensor]:
         """Tensors without values, like those of the state that are in groups."""
         work = {
-            field: _Call(part.group, _kinds, (getattr(run, field),), "look") for field, part in self._remote_parts(run)
+            field: _LaterCall(part.group, _kinds, (getattr(run, field),), "look")
+            for field, part in self._remote_parts(run)
         }
         return [torch.empty(shape, dtype=x, device="meta") for each in at_once(work).values() for shape, x in each]
 
@@ -135,7 +136,7 @@ class Placed:
 
 
 @attrs.frozen
-class _Call:
+class _LaterCall:
     """A call that is made later, beside others."""
 
     group: Group

@@ -39,14 +39,14 @@ class Cluster(Protocol):
         ...
 
 
-class Machine:
+class ThisMachine:
     """This machine. Its GPUs, as far as this process sees them, are dealt out from the first on."""
 
     def __init__(self) -> None:
         self._gpus: Gpus | None = None  # until they are asked for
         self._sent = Sent(put)
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> ThisMachine:
         return self
 
     def __exit__(
@@ -90,4 +90,4 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
-    return Machine() if name == "processes" else RayCluster(name)
+    return ThisMachine() if name == "processes" else RayCluster(name)

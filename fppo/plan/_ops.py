@@ -18,7 +18,7 @@ _MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
 ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the gradients written
 
 
-class Dispatched(NamedTuple):
+class DispatchCounter(NamedTuple):
     """What is asked of an operation again and again."""
 
     name: str
@@ -28,12 +28,12 @@ class Dispatched(NamedTuple):
 
 
 @functools.cache
-def dispatched(func: Any) -> Dispatched:
+def dispatched(func: Any) -> DispatchCounter:
     """The operation by its plain name, and what it is."""
     name = func._schema.name.rpartition("::")[2]
     attention = "attention" in name and "fused_sdp_choice" not in name
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-    return Dispatched(name, attention, attention, writes)
+    return DispatchCounter(name, attention, attention, writes)
 
 
 def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:

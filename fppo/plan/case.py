@@ -48,7 +48,7 @@ class Role:
 
 
 @attrs.frozen(kw_only=True)
-class Sampling:
+class PlannedSampling:
     """How the responses of a case are sampled."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
@@ -101,7 +101,7 @@ class Case:
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
     only: tuple[str, ...] | None = None  # of a pool: the roles that are in it; the others' stages and state are not
-    sampling: Sampling | None = None  # None: the rollout is not planned
+    sampling: PlannedSampling | None = None  # None: the rollout is not planned
     columns: float = 0.0  # bytes of a batch in the host's memory, which the controller has too
     full: bool = False  # run every layer, where few tell of all
 

@@ -34,7 +34,7 @@ POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
 
 
 @attrs.frozen
-class Host:
+class HostMemory:
     """Bytes of the host's memory by kind: as long as the process lives, and while it starts, sends weights or writes a
     checkpoint, during which it goes on with all else."""
 
@@ -49,12 +49,12 @@ class Host:
         return sum(self.rest.values()) + moving
 
 
-def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> Host:
+def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
     """What the process of a rank holds, whose stages are those."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
-    return Host(
+    return HostMemory(
         rest=rest,
         starting={READ: read_bytes(case, built)},
         meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},

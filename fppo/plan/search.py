@@ -36,7 +36,7 @@ class Candidate:
 
 
 @attrs.frozen
-class Found:
+class SearchResult:
     """What a search has found: the plans that fit, the fastest first; those that turned out not to; and of all others
     why not."""
 
@@ -53,7 +53,7 @@ class Found:
         return sum(map(len, mine)) + sum(self.refused.values())
 
 
-def search(case: Case, ranks: int) -> Found:
+def search(case: Case, ranks: int) -> SearchResult:
     """Plans the meshes of `ranks` GPUs on which the formula has a step of the case fastest, among those that fit.
 
     A step has as many sequences on each mesh: those of the case's passes on `ranks` data ranks, or of its mini-batch.
@@ -74,7 +74,7 @@ def search(case: Case, ranks: int) -> Found:
     limit = ROOM * case.hardware.memory
     large = sorted((c for c in every if c.rough.memory > limit), key=lambda candidate: candidate.rough.memory)
     best, failed, slower = _planned([c for c in every if c.rough.memory <= limit], built)
-    return Found(best, failed, slower, tuple(large), refused)
+    return SearchResult(best, failed, slower, tuple(large), refused)
 
 
 def _planned(

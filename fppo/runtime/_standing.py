@@ -10,7 +10,7 @@ from types import FrameType
 
 import attrs
 
-from fppo.runtime.watch import Waiting, Watch
+from fppo.runtime.watch import WaitingCollective, Watch
 
 _SHOWN = 4  # ranks told of one by one
 _OUTSIDE = {*sys.stdlib_module_names, "torch"} - {"__main__"}
@@ -123,7 +123,11 @@ def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) ->
 
 
 def too_long(
-    waiting: Waiting, step: int, seconds: float, others: Sequence[int], standings: Mapping[int, Standing | None]
+    waiting: WaitingCollective,
+    step: int,
+    seconds: float,
+    others: Sequence[int],
+    standings: Mapping[int, Standing | None],
 ) -> str:
     """What is wrong if a collective is waited for so long. `others` are the ranks that take part in it."""
     late = missing(waiting.axis, waiting.number, others, standings)
@@ -139,7 +143,7 @@ def too_long(
 
 
 def broken(
-    waiting: Waiting, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
+    waiting: WaitingCollective, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
 ) -> str:
     """What is wrong if a collective fails. `gone` are the ranks that are not heard of any more."""
     of_whom = f"; not heard of any more: {described(gone, standings)}" if gone else ""

@@ -27,7 +27,7 @@ from fppo_kernels.ulysses import gather_sequence
 LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # the names of metrics, after a prefix
 
 
-class _Rows(Protocol):
+class _RoutedRows(Protocol):
     """What routers' parts of passes read of a record."""
 
     @property
@@ -133,7 +133,7 @@ def check_biases(model: Model, what: str) -> None:
         raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
 
 
-def columns(rows: _Rows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
+def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
     """What the routers' part of a pass reads of the rows, [B, S, ...]; nothing if they neither tell nor replay."""
     if not (tells or replay):
         return {}
@@ -151,7 +151,7 @@ def columns(rows: _Rows, *, tells: Sequence[str], replay: bool) -> dict[str, Ten
 
 def routed_pass(
     columns: Mapping[str, Tensor],
-    rows: _Rows,
+    rows: _RoutedRows,
     tells: Sequence[str],
     *,
     index: Tensor | None = None,

@@ -20,7 +20,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
-from fppo.steps.clock import Timeline, Turn
+from fppo.steps.clock import Timeline, UpdateTurn
 from fppo.steps.experts import (
     RouterLosses,
     balanced,
@@ -72,10 +72,10 @@ class Loop:
             if value < 1:
                 raise ValueError(f"{name}={value}: give 1 or more")
 
-    def turn(self, number: int, rows: int) -> Turn | None:
+    def turn(self, number: int, rows: int) -> UpdateTurn | None:
         """Update `number` of those that a batch of so many rows becomes, by the timeline; None without one."""
         each = self.epochs * -(-rows // self.mini_batch_size)
-        return None if self.timeline is None else Turn(self.timeline, number, each)
+        return None if self.timeline is None else UpdateTurn(self.timeline, number, each)
 
 
 class MiniBatch(NamedTuple):

@@ -46,7 +46,7 @@ class RayHost:
         gpus = options.tensor_parallel if self._ray.cluster_resources().get("GPU") else 0
         paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
         there = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
-        self._actor = self._ray.remote(_Server).options(**there).remote()
+        self._actor = self._ray.remote(_RayServer).options(**there).remote()
         self._loading: Any = None  # what takes weights in while the next are packed
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
         try:
@@ -136,7 +136,7 @@ class RayHost:
         )
 
 
-class _Server:
+class _RayServer:
     """The actor: a `LocalHost` whose weights and answers take another way."""
 
     def __init__(self) -> None:

@@ -85,7 +85,7 @@ def place(options: VllmOptions) -> tuple[str, int]:
         return address, probe.getsockname()[1]
 
 
-class Transfer:
+class WeightTransfer:
     """The trainer's side of one host's transfer engine. Raises EngineFailure if the two sides do not meet."""
 
     def __init__(self, host: Host, info: Any) -> None:
