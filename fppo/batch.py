@@ -118,7 +118,7 @@ class Shared:
 
     @staticmethod
     def of(column: Sequence[RowInputs | None]) -> Shared:
-        """Those of a column."""
+        """Collect the inputs of a column."""
         distinct = {id(x): x for x in column if x is not None}
         numbers = {key: number for number, key in enumerate(distinct)}
         rows = Column(None if x is None else numbers[id(x)] for x in column)

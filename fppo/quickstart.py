@@ -34,7 +34,7 @@ MODEL, TRAIN, TEST = "warm", "train.jsonl", "test.jsonl"
 
 
 @attrs.frozen
-class Sum:
+class Addition:
     """One addition of two numbers of two digits."""
 
     a: int
@@ -54,12 +54,12 @@ class Sum:
         return str(self.a // 10 * 10 + self.b // 10 * 10 + (self.a + self.b) % 10)
 
 
-def sums(*, held_out: float = 0.1) -> tuple[list[Sum], list[Sum]]:
+def sums(*, held_out: float = 0.1) -> tuple[list[Addition], list[Addition]]:
     """All sums, split into those to train on and those held out, which neither warm-up nor PPO ever sees.
 
     The split is the same for every seed.
     """
-    everything = [Sum(a, b) for a in range(10, 100) for b in range(10, 100)]
+    everything = [Addition(a, b) for a in range(10, 100) for b in range(10, 100)]
     draws = Key(0).fold("held out").uniform(torch.arange(len(everything)), 1)[:, 0].tolist()
     train = [s for s, u in zip(everything, draws, strict=True) if u >= held_out]
     test = [s for s, u in zip(everything, draws, strict=True) if u < held_out]
@@ -121,7 +121,7 @@ def small_model(
 def warm_up(
     model: Model,
     params: Params,
-    train: list[Sum],
+    train: list[Addition],
     key: Key,
     *,
     tokenizer: PreTrainedTokenizerFast,

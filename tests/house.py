@@ -7,6 +7,7 @@ earlier floors, or of its own floor as long as no circle comes of it.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -32,6 +33,11 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 EDGES = ("data", "runtime", "workers", "fleet", "rollout", "quickstart", "runs", "report", "commands")
 IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller has given up
 FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 600, 60, 60
+
+
+# no docstring begins with these words, which lean on the name, and no name of a function or class holds the others
+OPENINGS = ("Of", "Those", "That", "It", "As", "The same")
+WORDS = ("asked", "told", "tells", "there")
 
 
 @cache
@@ -96,6 +102,30 @@ def drawing(root: Path = ROOT) -> str:
             below = sorted(seen.get(room, ()), key=lambda name: (FLOOR.get(name, 99), name))
             lines.append(f"{number:>2}  {room:<12} {' '.join(below)}".rstrip())
     return "\n".join(lines)
+
+
+def prose(root: Path = ROOT) -> Iterator[str]:
+    """Docstrings that begin with one of `OPENINGS`, and names that hold one of `WORDS`."""
+    for module, tree in sources(root).items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            name = "" if isinstance(node, ast.Module) else node.name
+            text = " ".join((ast.get_docstring(node) or "").split())
+            if opening := next((x for x in OPENINGS if re.match(rf"{x}\b", text)), None):
+                yield f"{module}.{name}: the docstring begins with {opening!r}; begin with a verb or noun phrase"
+            parts = re.findall("[A-Z]?[a-z]+", name)
+            if word := next((x for x in WORDS if x in map(str.lower, parts)), None):
+                yield f"{module}.{name}: the name holds {word!r}; take the field's word"
+
+
+def doubles(root: Path = ROOT) -> dict[str, list[str]]:
+    """The modules of each class name that stands in several of them."""
+    found: dict[str, list[str]] = {}
+    for module, tree in sources(root).items():
+        for name in {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}:
+            found.setdefault(name, []).append(module)
+    return {name: modules for name, modules in found.items() if len(modules) > 1}
 
 
 def sizes(root: Path = ROOT) -> Iterator[str]:

@@ -40,6 +40,40 @@ def test_the_library_touches_nothing_but_its_results():
     assert list(house.side_effects()) == []
 
 
+def test_docstrings_and_names_stand_alone():
+    assert list(house.prose()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Those of a pass."""',
+        'def f():\n    """Of all ranks."""',
+        'class A:\n    """The same of rows."""',
+        "def asked_for(): ...",
+        "class WhatIsThere: ...",
+    ],
+)
+def test_prose_that_leans_on_a_name_is_noticed(tmp_path, text):
+    write(tmp_path, "fppo/batch.py", text)
+    assert len(list(house.prose(tmp_path))) == 1
+
+
+def test_prose_that_only_looks_like_it_passes(tmp_path):
+    write(tmp_path, "fppo/batch.py", 'def toldest():\n    """Offsets of rows, as italics: the same."""\n')
+    assert list(house.prose(tmp_path)) == []
+
+
+def test_a_name_stands_for_one_class():
+    assert house.doubles() == {}
+
+
+def test_a_name_of_two_classes_is_noticed(tmp_path):
+    for module in ("batch", "metrics", "tree"):
+        write(tmp_path, f"fppo/{module}.py", f"class {'Row' if module != 'tree' else 'Leaf'}: ...\n")
+    assert house.doubles(tmp_path) == {"Row": ["fppo.batch", "fppo.metrics"]}
+
+
 def write(root: Path, path: str, text: str) -> None:
     """A file of a house that is made up."""
     (root / path).parent.mkdir(parents=True, exist_ok=True)

@@ -24,9 +24,9 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
 from fppo.rollout.sync import How
 from fppo.rollout.vllm import transfer
-from fppo.rollout.vllm.devices import GIB, Memory, gpus_of, memory_keywords
+from fppo.rollout.vllm.devices import GIB, GpuMemory, gpus_of, memory_keywords
 from fppo.rollout.vllm.host import Answer, Request, VllmOptions
-from fppo.rollout.vllm.probe import Probe, own_log_probs
+from fppo.rollout.vllm.probe import ProbeRow, own_log_probs
 from fppo.runtime.mesh import LOCAL
 from fppo_kernels.record import Kernels
 
@@ -39,7 +39,7 @@ class StandIn:
 
     def __init__(self, model: Model, options: VllmOptions, dtype: str) -> None:
         gpus = gpus_of(options, own=0, count=GPUS)
-        memory_keywords(options, [Memory(8 * GIB, 16 * GIB) for _ in gpus.numbers], alone=gpus.alone)
+        memory_keywords(options, [GpuMemory(8 * GIB, 16 * GIB) for _ in gpus.numbers], alone=gpus.alone)
         assert options.max_model_len is not None
         self.limit, self._model, self._dtype = options.max_model_len, model, dtype
         self._weights: dict[str, Tensor] = {}
@@ -93,7 +93,7 @@ class StandIn:
         assert request.forced is not None
         answers: list[Answer] = []
         for prompt, tokens in zip(request.prompts, request.forced, strict=True):
-            probe = Probe([*prompt, *tokens.tolist()], len(prompt))
+            probe = ProbeRow([*prompt, *tokens.tolist()], len(prompt))
             log_probs = own_log_probs(self._model, self._weights, LOCAL, probe).numpy()
             answers.append(Answer(tokens.numpy(), log_probs, log_probs))
         return answers

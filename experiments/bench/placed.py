@@ -23,7 +23,7 @@ from fppo.assembly.pools import groups_of
 from fppo.assembly.run import Assembly, assemble
 from fppo.fleet import HERE, Call, Here
 from fppo.key import Key
-from fppo.pipeline.timing import Span, covered, spans
+from fppo.pipeline.timing import StageSpan, covered, spans
 from fppo.pipeline.train import iterate
 from fppo.runtime import digests
 from fppo.settings import files
@@ -110,10 +110,10 @@ def pinned(cores: Sequence[int]) -> None:
     torch.set_num_threads(len(cores))
 
 
-def measured(calls: Sequence[Call], ran: Sequence[Span], seconds: float) -> dict[str, float]:
+def measured(calls: Sequence[Call], ran: Sequence[StageSpan], seconds: float) -> dict[str, float]:
     """The numbers of one step."""
     took = {span.stage: span.seconds for span in ran}
-    at_work = [Span(call.label, start, length) for call in calls for start, length in call.ranks]
+    at_work = [StageSpan(call.label, start, length) for call in calls for start, length in call.ranks]
     ideal = took["gen"] + max(took.get(x, 0.0) for x in PASSES) + max(took.get(x, 0.0) for x in UPDATES)
     waited = [call.seconds - max(length for _, length in call.ranks) for call in calls]
     return {

@@ -9,8 +9,8 @@ import torch
 
 from fppo.ablate import measure, operations
 from fppo.ablate.cases import Shape
-from fppo.ablate.group import Group, Progress, check_contract, measure_group
-from fppo.ablate.result import Ablation, Machine, Row
+from fppo.ablate.group import MeasuredGroup, Progress, check_contract, measure_group
+from fppo.ablate.result import Ablation, HostRates, ResultRow
 from fppo.laws._kernels import words
 from fppo_kernels import table as tables
 from fppo_kernels.record import Kernels
@@ -27,7 +27,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     device: torch.device | str = "cpu",
     law_seconds: float = 5.0,
     defaults: Kernels | None = None,
-    machine: Machine | None = None,
+    machine: HostRates | None = None,
     table: Table = tables.BUILTIN,
     progress: Progress | None = None,
 ) -> Ablation:
@@ -56,8 +56,9 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     say: Progress = progress or (lambda text: None)
-    known = machine or Machine(device=measure.name_of(place), threads=torch.get_num_threads(), torch=torch.__version__)
-    rows: list[Row] = []
+    threads, version = torch.get_num_threads(), torch.__version__
+    known = machine or HostRates(device=measure.name_of(place), threads=threads, torch=version)
+    rows: list[ResultRow] = []
     try:
         matmuls = dict.fromkeys(d for case in cases if case.bound == "matmul" for d in wanted[case.op])
         if machine is None:
@@ -66,7 +67,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
         for case in cases:
             implementing = {name: table[case.op][name] for name in chosen[case.op]}
             usual = operations.default_of(case.op, table, defaults)
-            base = Group(
+            base = MeasuredGroup(
                 case=case, shape={}, dtype=torch.float32, device=place, repeats=repeats, machine=known, default=usual
             )
             for group, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
@@ -79,13 +80,13 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
 
 
 def _measured(
-    base: Group,
+    base: MeasuredGroup,
     implementations: Mapping[str, Implementation],
     dtypes: Sequence[torch.dtype],
     shapes: Sequence[dict[str, int]],
     law_seconds: float,
     say: Progress,
-) -> Iterator[tuple[list[Row], bool]]:
+) -> Iterator[tuple[list[ResultRow], bool]]:
     """The rows of each dtype and shape in turn, laws before measurements, and whether ctrl-C cut them short."""
     for dtype in dtypes:
         contracts = {}

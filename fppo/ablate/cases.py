@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.ablate.result import Cost
+from fppo.ablate.result import OperationCost
 from fppo_kernels.table import Implementation
 
 Shape = Mapping[str, int]
@@ -41,7 +41,7 @@ Call = Callable[[Callable, dict[str, Any], Sequence[str]], dict[str, Tensor]]
 
 
 @attrs.frozen(kw_only=True)
-class Case:
+class OperationCase:
     """One operation. `evaluate(fn, drawn, outputs, of)` calls an implementation for these outputs, and takes the
     gradient of those that `of` names.
 
@@ -60,7 +60,7 @@ class Case:
     draw: Callable[[Shape, torch.dtype, torch.device], Drawn]
     evaluate: Evaluate
     exact: Callable[[Drawn, Sequence[str]], Exact]
-    cost: Callable[[Shape, int], Cost]
+    cost: Callable[[Shape, int], OperationCost]
     check: Callable[[Callable, torch.dtype, torch.device, Implementation], bool]
     cpu_only: bool = False
     multiples: Mapping[str, str | int] = attrs.field(

@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.ablate.cases import FLOATS, Case, Drawn, Exact, Result, Shape, differentiate, exact_by, normal, widened
-from fppo.ablate.result import Cost
+from fppo.ablate.cases import (
+    FLOATS,
+    Drawn,
+    Exact,
+    OperationCase,
+    Result,
+    Shape,
+    differentiate,
+    exact_by,
+    normal,
+    widened,
+)
+from fppo.ablate.result import OperationCost
 from fppo.laws import collectives as collective_laws
 from fppo.laws.adamw import check_adamw
 from fppo.laws.padding import check_padding
@@ -46,9 +57,11 @@ def _call_gae(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]) -> d
     return dict(zip(("advantages", "returns"), fn(*inputs.values(), gamma=GAMMA, lam=LAM), strict=True))
 
 
-def _cost_gae(shape: Shape, itemsize: int) -> Cost:
+def _cost_gae(shape: Shape, itemsize: int) -> OperationCost:
     size = shape["B"] * shape["T"] * (4 * itemsize + 1)
-    return Cost(bytes_forward=size, bytes_total=None, words="bytes: rewards, values, mask read, two results written")
+    return OperationCost(
+        bytes_forward=size, bytes_total=None, words="bytes: rewards, values, mask read, two results written"
+    )
 
 
 def _check_gae(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -60,7 +73,7 @@ def _check_gae(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: I
 
 _EVALUATE_GAE = differentiate(_call_gae, ())
 
-GAE = Case(
+GAE = OperationCase(
     op="gae",
     shape={"B": 256, "T": 1024},
     dtypes=FLOATS[:2],
@@ -105,11 +118,11 @@ def _exact_unpad(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact(values, {("column", "column"): gradient})
 
 
-def _cost_unpad(shape: Shape, itemsize: int) -> Cost:
+def _cost_unpad(shape: Shape, itemsize: int) -> OperationCost:
     padded, real = shape["B"] * shape["S"], int(_ragged(shape["B"], shape["S"]).sum())
     forward = padded * 9 + real * (4 * 8 + 2 * itemsize)
     words = "bytes: tokens, mask and the column read; tokens, positions, labels, index and the column written"
-    return Cost(bytes_forward=forward, bytes_total=forward + (padded + real) * itemsize, words=words)
+    return OperationCost(bytes_forward=forward, bytes_total=forward + (padded + real) * itemsize, words=words)
 
 
 def _check_unpad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -117,7 +130,7 @@ def _check_unpad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen:
     return True
 
 
-UNPAD = Case(
+UNPAD = OperationCase(
     op="unpad",
     shape={"B": 64, "S": 1024},
     dtypes=FLOATS,
@@ -156,11 +169,13 @@ def _exact_pad(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact({"padded": padded.view(rows, width, -1)}, {("padded", "x"): gradient})
 
 
-def _cost_pad(shape: Shape, itemsize: int) -> Cost:
+def _cost_pad(shape: Shape, itemsize: int) -> OperationCost:
     padded, real = shape["B"] * shape["S"], int(_ragged(shape["B"], shape["S"]).sum())
     forward = (padded + real) * shape["D"] * itemsize + 8 * real
     words = "bytes: x and index read, the padded tensor written, with backward the real rows read and written"
-    return Cost(bytes_forward=forward, bytes_total=forward + real * (2 * shape["D"] * itemsize + 8), words=words)
+    return OperationCost(
+        bytes_forward=forward, bytes_total=forward + real * (2 * shape["D"] * itemsize + 8), words=words
+    )
 
 
 def _check_pad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -168,7 +183,7 @@ def _check_pad(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: I
     return True
 
 
-PAD = Case(
+PAD = OperationCase(
     op="pad",
     shape={"B": 64, "S": 1024, "D": 64},
     dtypes=FLOATS,
@@ -217,10 +232,10 @@ def _exact_all_to_all(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact({"exchanged": x.double()}, {("exchanged", "x"): gradient})
 
 
-def _cost_all_to_all(shape: Shape, itemsize: int) -> Cost:
+def _cost_all_to_all(shape: Shape, itemsize: int) -> OperationCost:
     size = 2 * shape["N"] * shape["heads"] * shape["head_dim"] * itemsize
     words = f"bytes: all read and written once, by {RANKS} ranks, threads here, whose start is in the time"
-    return Cost(bytes_forward=size, bytes_total=2 * size, words=words)
+    return OperationCost(bytes_forward=size, bytes_total=2 * size, words=words)
 
 
 def _check_all_to_all(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -228,7 +243,7 @@ def _check_all_to_all(fn: Callable, dtype: torch.dtype, device: torch.device, ch
     return True
 
 
-ALL_TO_ALL = Case(
+ALL_TO_ALL = OperationCase(
     op="all_to_all",
     shape={"N": 4096, "heads": 16, "head_dim": 64},
     dtypes=FLOATS,
@@ -284,9 +299,9 @@ def _exact_adamw(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact({"params": params, "exp_avgs": first, "exp_avg_sqs": second}, {})
 
 
-def _cost_adamw(shape: Shape, itemsize: int) -> Cost:
+def _cost_adamw(shape: Shape, itemsize: int) -> OperationCost:
     words = "bytes: parameters, gradients and two moments read, all but the gradients written"
-    return Cost(bytes_forward=7 * shape["P"] * itemsize, bytes_total=None, words=words)
+    return OperationCost(bytes_forward=7 * shape["P"] * itemsize, bytes_total=None, words=words)
 
 
 def _check_adamw(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -294,7 +309,7 @@ def _check_adamw(fn: Callable, dtype: torch.dtype, device: torch.device, chosen:
     return True
 
 
-ADAMW = Case(
+ADAMW = OperationCase(
     op="adamw",
     shape={"P": 16_000_000},
     dtypes=FLOATS,

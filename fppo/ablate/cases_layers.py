@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.ablate.cases import FLOATS, Case, Drawn, Shape, differentiate, exact_by, normal
-from fppo.ablate.result import Cost
+from fppo.ablate.cases import FLOATS, Drawn, OperationCase, Shape, differentiate, exact_by, normal
+from fppo.ablate.result import OperationCost
 from fppo.laws.layers import KINDS, check_add_rms_norm, check_glu, check_linear, check_rms_norm, check_rotary
 from fppo_kernels.glu.eager import eager as plain_glu
 from fppo_kernels.linear.plain import plain as plain_linear
@@ -41,14 +41,14 @@ def _case(
     draw: Callable[[Shape, torch.dtype, torch.device], Drawn],
     call: Callable[[Callable, dict[str, Any]], Tensor],
     reference: Callable[..., Any],
-    cost: Callable[[Shape, int], Cost],
+    cost: Callable[[Shape, int], OperationCost],
     check: Callable[[Callable, torch.dtype, torch.device, Implementation], bool],
-) -> Case:
+) -> OperationCase:
     def result(fn: Callable, inputs: dict[str, Any], outputs: Sequence[str]) -> dict[str, Tensor]:
         return {"result": call(fn, inputs)}
 
     evaluate = differentiate(result, leaves)
-    return Case(
+    return OperationCase(
         op=op,
         shape=shape,
         dtypes=FLOATS,
@@ -73,11 +73,11 @@ def _call_linear(fn: Callable, inputs: dict[str, Any]) -> Tensor:
     return fn(inputs["x"], inputs["weight"], None)
 
 
-def _cost_linear(shape: Shape, itemsize: int) -> Cost:
+def _cost_linear(shape: Shape, itemsize: int) -> OperationCost:
     rows, width, out = shape["N"], shape["H"], shape["M"]
     read, written = (rows * width + out * width) * itemsize, rows * out * itemsize
     product = 2 * rows * width * out
-    return Cost(
+    return OperationCost(
         bytes_forward=read + written,
         bytes_total=3 * read + 2 * written,
         flops_forward=product,
@@ -101,9 +101,9 @@ def _call_norm(fn: Callable, inputs: dict[str, Any]) -> Tensor:
     return fn(inputs["x"], inputs["weight"], eps=EPS)
 
 
-def _cost_norm(shape: Shape, itemsize: int) -> Cost:
+def _cost_norm(shape: Shape, itemsize: int) -> OperationCost:
     size = shape["N"] * shape["H"] * itemsize
-    return Cost(
+    return OperationCost(
         bytes_forward=2 * size,
         bytes_total=5 * size,
         words="bytes: x read and the result written; with backward x and the result's gradient read, x's written",
@@ -124,9 +124,9 @@ def _call_add_norm(fn: Callable, inputs: dict[str, Any]) -> Tensor:
     return torch.cat(fn(inputs["x"], inputs["residual"], inputs["weight"], eps=EPS), -1)
 
 
-def _cost_add_norm(shape: Shape, itemsize: int) -> Cost:
+def _cost_add_norm(shape: Shape, itemsize: int) -> OperationCost:
     size = shape["N"] * shape["H"] * itemsize
-    return Cost(
+    return OperationCost(
         bytes_forward=4 * size,
         bytes_total=8 * size,
         words="bytes: x and residual read, the norm and the sum written; with backward the sum and two gradients read, "
@@ -151,9 +151,9 @@ def _call_rotary(fn: Callable, inputs: dict[str, Any]) -> Tensor:
     return torch.cat(fn(*(inputs[name] for name in ("query", "key", "cos", "sin"))), -2)
 
 
-def _cost_rotary(shape: Shape, itemsize: int) -> Cost:
+def _cost_rotary(shape: Shape, itemsize: int) -> OperationCost:
     size = shape["N"] * (shape["heads"] + shape["kv_heads"]) * shape["head_dim"] * itemsize
-    return Cost(
+    return OperationCost(
         bytes_forward=2 * size,
         bytes_total=4 * size,
         words="bytes: queries and keys read and written; with backward the gradients too",
@@ -174,9 +174,9 @@ def _call_glu(fn: Callable, inputs: dict[str, Any]) -> Tensor:
     return fn(inputs["gate"], inputs["up"], activation="silu")
 
 
-def _cost_glu(shape: Shape, itemsize: int) -> Cost:
+def _cost_glu(shape: Shape, itemsize: int) -> OperationCost:
     size = shape["N"] * shape["M"] * itemsize
-    return Cost(
+    return OperationCost(
         bytes_forward=3 * size,
         bytes_total=8 * size,
         words="bytes: gate and up read and the result written; with backward these and the result's gradient read, two "

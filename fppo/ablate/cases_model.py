@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.ablate.cases import FLOATS, Case, Drawn, Exact, Shape, differentiate, exact_by, normal, widened
-from fppo.ablate.result import Cost
+from fppo.ablate.cases import FLOATS, Drawn, Exact, OperationCase, Shape, differentiate, exact_by, normal, widened
+from fppo.ablate.result import OperationCost
 from fppo.laws import attention as attention_laws
 from fppo.laws.decoding import check_decode_attention
 from fppo.laws.kernels import check_log_probs
@@ -61,11 +61,11 @@ def _exact_log_probs(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact(values, gradients)
 
 
-def _cost_log_probs(shape: Shape, itemsize: int) -> Cost:
+def _cost_log_probs(shape: Shape, itemsize: int) -> OperationCost:
     rows, width, vocabulary = shape["N"], shape["H"], shape["V"]
     tensors, outputs = (rows + vocabulary) * width * itemsize, 4 * 2 * rows
     matmul = 2 * rows * width * vocabulary
-    return Cost(
+    return OperationCost(
         bytes_forward=tensors + 8 * rows + outputs,
         bytes_total=3 * tensors + 8 * rows + 2 * outputs,
         flops_forward=matmul,
@@ -84,7 +84,7 @@ def _check_log_probs(fn: Callable, dtype: torch.dtype, device: torch.device, cho
 
 _EVALUATE_LOG_PROBS = differentiate(_call_log_probs, ("hidden", "weight"))
 
-LOG_PROBS = Case(
+LOG_PROBS = OperationCase(
     op="log_probs",
     shape={"N": 256, "H": 512, "V": 32_000},
     dtypes=FLOATS,
@@ -135,11 +135,11 @@ def _exact_attention(drawn: Drawn, outputs: Sequence[str]) -> Exact:
     return Exact(values, {p: torch.cat([piece.gradients[p] for piece in pieces]) for p in pieces[0].gradients})
 
 
-def _cost_attention(shape: Shape, itemsize: int) -> Cost:
+def _cost_attention(shape: Shape, itemsize: int) -> OperationCost:
     sizes, heads, kv_heads, width = sequence_lengths(shape), shape["heads"], shape["kv_heads"], shape["head_dim"]
     inputs, result = (sum(sizes) * n * width * itemsize for n in (heads + 2 * kv_heads, heads))
     matmuls = 4 * heads * width * sum(size * (size + 1) // 2 for size in sizes)
-    return Cost(
+    return OperationCost(
         bytes_forward=inputs + result,
         bytes_total=3 * inputs + 2 * result,
         flops_forward=matmuls,
@@ -158,7 +158,7 @@ def _check_attention(fn: Callable, dtype: torch.dtype, device: torch.device, cho
 
 _EVALUATE_ATTENTION = differentiate(_call_attention, ("query", "key", "value"))
 
-ATTENTION = Case(
+ATTENTION = OperationCase(
     op="attention",
     shape={"R": 8, "L": 384, "heads": 14, "kv_heads": 2, "head_dim": 64},
     dtypes=FLOATS,
@@ -187,11 +187,11 @@ def _call_decode_attention(fn: Callable, inputs: dict[str, Any], outputs: Sequen
     return {"result": fn(query, keys, values, None, start=0, end=keys.shape[2], scale=query.shape[2] ** -0.5)}
 
 
-def _cost_decode_attention(shape: Shape, itemsize: int) -> Cost:
+def _cost_decode_attention(shape: Shape, itemsize: int) -> OperationCost:
     heads = shape["R"] * shape["head_dim"]
     size = heads * itemsize * 2 * (shape["kv_heads"] * shape["C"] + shape["heads"])
     words = "bytes: query, keys and values read, the result written"
-    return Cost(bytes_forward=size, bytes_total=None, words=words)
+    return OperationCost(bytes_forward=size, bytes_total=None, words=words)
 
 
 def _check_decode_attention(fn: Callable, dtype: torch.dtype, device: torch.device, chosen: Implementation) -> bool:
@@ -201,7 +201,7 @@ def _check_decode_attention(fn: Callable, dtype: torch.dtype, device: torch.devi
 
 _EVALUATE_DECODE_ATTENTION = differentiate(_call_decode_attention, ())
 
-DECODE_ATTENTION = Case(
+DECODE_ATTENTION = OperationCase(
     op="decode_attention",
     shape={"R": 64, "C": 128, "heads": 14, "kv_heads": 2, "head_dim": 64},
     dtypes=FLOATS,

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from fppo.ablate.result import Ablation, Row, groups, shape_words
+from fppo.ablate.result import Ablation, ResultRow, groups, shape_words
 from fppo.ablate.text import seconds, share
 
 FORWARD, TOTAL, VALUE, GRADIENT, BAD, GREY = "#93c5fd", "#2563eb", "#059669", "#d97706", "#b91c1c", "#6b7280"
@@ -42,7 +42,7 @@ def save(ablation: Ablation, path: Path) -> None:
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
-def _times(rows: Sequence[Row], ax: Axes) -> None:
+def _times(rows: Sequence[ResultRow], ax: Axes) -> None:
     first = rows[0]
     ax.set_title(f"{first.op}   {shape_words(first)}   {first.dtype}", fontsize=9, loc="left", fontweight="bold")
     longest = max([x for row in rows for x in (row.seconds_forward, row.seconds_total) if x] or [1.0])
@@ -71,7 +71,7 @@ def _times(rows: Sequence[Row], ax: Axes) -> None:
     _finish(ax, len(rows))
 
 
-def _label(row: Row) -> str:
+def _label(row: ResultRow) -> str:
     return f"{row.implementation}{' *' if row.default else ''}{' FAILED' if row.status == 'failed' else ''}"
 
 
@@ -79,7 +79,7 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-def _errors(rows: Sequence[Row], ax: Axes) -> None:
+def _errors(rows: Sequence[ResultRow], ax: Axes) -> None:
     """A dot for each output's value and gradient, by its relative error."""
     exact, rounded = [], []
     outputs = list(dict.fromkeys(e.output for row in rows for e in row.errors))

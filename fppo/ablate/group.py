@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from fppo.ablate import measure
-from fppo.ablate.cases import Case, Drawn, Exact, Result
-from fppo.ablate.result import Contract, Error, Machine, Row
+from fppo.ablate.cases import Drawn, Exact, OperationCase, Result
+from fppo.ablate.result import Contract, Error, HostRates, ResultRow
 from fppo.laws._kernels import words
 from fppo.laws._search import LawViolation
 from fppo_kernels.table import Implementation
@@ -30,15 +30,15 @@ class _OutOfTime(BaseException):
 
 
 @attrs.frozen(kw_only=True)
-class Group:
+class MeasuredGroup:
     """What is measured together: every implementation at one shape in one dtype."""
 
-    case: Case
+    case: OperationCase
     shape: dict[str, int]
     dtype: torch.dtype
     device: torch.device
     repeats: int
-    machine: Machine
+    machine: HostRates
     default: str | None
 
 
@@ -59,7 +59,7 @@ class _Examined:
 Times = dict[str, tuple[list[float], list[float]]]
 
 
-def refusal(case: Case, implementation: Implementation, device: torch.device) -> str | None:
+def refusal(case: OperationCase, implementation: Implementation, device: torch.device) -> str | None:
     """Why an implementation cannot run here, or None."""
     if case.cpu_only and device.type != "cpu":
         return f"{case.op} is measured on simulated ranks, which run on the CPU"
@@ -67,12 +67,12 @@ def refusal(case: Case, implementation: Implementation, device: torch.device) ->
 
 
 def measure_group(
-    group: Group,
+    group: MeasuredGroup,
     implementations: Mapping[str, Implementation],
     contracts: Mapping[str, Checked],
     *,
     progress: Progress,
-) -> tuple[list[Row], bool]:
+) -> tuple[list[ResultRow], bool]:
     """A row for each implementation, and whether ctrl-C cut it short."""
     case, what = group.case, f"{group.case.op} {words(group.dtype)}"
     results: dict[str, _Examined] = {}
@@ -100,7 +100,9 @@ def measure_group(
     return rows, interrupted
 
 
-def _examine(group: Group, implementation: Implementation, contract: Checked, drawn: Drawn, exact: Exact) -> _Examined:
+def _examine(
+    group: MeasuredGroup, implementation: Implementation, contract: Checked, drawn: Drawn, exact: Exact
+) -> _Examined:
     """Errors and memory; an exception becomes a status."""
     case, device = group.case, group.device
     outputs, timed = (_without(names, implementation) for names in (case.outputs, case.timed))
@@ -135,7 +137,7 @@ def _size(result: Result) -> int:
 
 
 def _time(
-    group: Group,
+    group: MeasuredGroup,
     results: Mapping[str, _Examined],
     implementations: Mapping[str, Implementation],
     drawn: Drawn,
@@ -156,8 +158,12 @@ def _time(
 
 
 def _row(
-    group: Group, name: str, implementation: Implementation, examined: _Examined, times: tuple[list[float], list[float]]
-) -> Row:
+    group: MeasuredGroup,
+    name: str,
+    implementation: Implementation,
+    examined: _Examined,
+    times: tuple[list[float], list[float]],
+) -> ResultRow:
     case = group.case
     cost = case.cost(group.shape, group.dtype.itemsize)
     forward, total = (statistics.median(x) if x else None for x in times)
@@ -165,7 +171,7 @@ def _row(
     rate = group.machine.copy if copied else group.machine.matmul.get(words(group.dtype))
     works = (cost.bytes_forward, cost.bytes_total) if copied else (cost.flops_forward, cost.flops_total)
     fractions = [w / s / rate if w and s and rate else None for w, s in zip(works, (forward, total), strict=True)]
-    return Row(
+    return ResultRow(
         op=case.op,
         implementation=name,
         dtype=words(group.dtype),
@@ -198,7 +204,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_contract(
-    case: Case, implementation: Implementation, dtype: torch.dtype, device: torch.device, *, limit: float
+    case: OperationCase, implementation: Implementation, dtype: torch.dtype, device: torch.device, *, limit: float
 ) -> Checked:
     """Whether it keeps the laws of the operation, as far as `limit` seconds tell (0: not checked), on small shapes.
 
@@ -229,8 +235,8 @@ def check_contract(
     return ("kept", None) if there else ("not checked", "no law is made for what it lacks, or for this device")
 
 
-def _errors(case: Case, fn: Callable, drawn: Drawn, exact: Exact, outputs: Sequence[str]) -> list[Error]:
-    """Of every output and of its gradient by every leaf."""
+def _errors(case: OperationCase, fn: Callable, drawn: Drawn, exact: Exact, outputs: Sequence[str]) -> list[Error]:
+    """The errors of every output, and of its gradient by every leaf."""
     errors = []
     for output in outputs:
         of = (output,) if any(place[0] == output for place in exact.gradients) else ()

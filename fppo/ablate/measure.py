@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 import torch
 
-from fppo.ablate.result import Machine
+from fppo.ablate.result import HostRates
 from fppo.laws._kernels import words
 
 COPIED = 1 << 26  # float32 numbers
@@ -85,7 +85,7 @@ def copy_rate(device: torch.device, *, repeats: int = 5) -> float:
     return 2 * source.nbytes / statistics.median(times)
 
 
-def with_rates(machine: Machine, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> Machine:
+def with_rates(machine: HostRates, device: torch.device, dtypes: tuple[torch.dtype, ...]) -> HostRates:
     """The machine with the rates of copying, and of a matmul in each of `dtypes`."""
     matmul = {words(dtype): matmul_rate(dtype, device) for dtype in dtypes}
     return attrs.evolve(machine, matmul=matmul, copy=copy_rate(device))

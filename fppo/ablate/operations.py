@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fppo._errors import did_you_mean
-from fppo.ablate.cases import Case, Shape
+from fppo.ablate.cases import OperationCase, Shape
 from fppo.ablate.cases_around import ADAMW, ALL_TO_ALL, GAE, PAD, UNPAD
 from fppo.ablate.cases_layers import ADD_RMS_NORM, GLU, LINEAR, RMS_NORM, ROTARY
 from fppo.ablate.cases_model import ATTENTION, DECODE_ATTENTION, LOG_PROBS
@@ -19,20 +19,20 @@ from fppo_kernels.record import Kernels
 from fppo_kernels.table import Implementation, Table
 
 _INSIDE = LINEAR, RMS_NORM, ADD_RMS_NORM, ROTARY, GLU
-CASES: Mapping[str, Case] = MappingProxyType(
+CASES: Mapping[str, OperationCase] = MappingProxyType(
     {case.op: case for case in (LOG_PROBS, ATTENTION, DECODE_ATTENTION, *_INSIDE, GAE, ADAMW, UNPAD, PAD, ALL_TO_ALL)}
 )
 DTYPES = MappingProxyType({words(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float64)})
 
 
-def case_of(op: str) -> Case:
+def case_of(op: str) -> OperationCase:
     """The operation of that name. Raises ValueError if there is none."""
     if op not in CASES:
         raise ValueError(f"there is no operation {op!r}; {did_you_mean(op, CASES)}")
     return CASES[op]
 
 
-def extended(cases: Sequence[Case], implementations: Any, table: Table) -> Table:
+def extended(cases: Sequence[OperationCase], implementations: Any, table: Table) -> Table:
     """The table with the implementations of a mapping, which are those of the only operation in `cases`."""
     if not isinstance(implementations, Mapping):
         return table
@@ -55,8 +55,8 @@ def names_of(op: str, implementations: Any, table: Table) -> list[str]:
     return list(implementations)
 
 
-def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
-    """Those of the dtypes that the operation is made for; none of them is an error if it is the only operation."""
+def dtypes_of(case: OperationCase, dtypes: Sequence[str | torch.dtype], *, one: bool) -> list[torch.dtype]:
+    """Select the dtypes that the operation is made for; none of them is an error if it is the only operation."""
     chosen = []
     for dtype in dtypes:
         name = dtype if isinstance(dtype, str) else words(dtype)
@@ -69,7 +69,9 @@ def dtypes_of(case: Case, dtypes: Sequence[str | torch.dtype], *, one: bool) -> 
     return kept
 
 
-def shapes_of(case: Case, shapes: Sequence[Shape] | None, cases: Sequence[Case]) -> list[dict[str, int]]:
+def shapes_of(
+    case: OperationCase, shapes: Sequence[Shape] | None, cases: Sequence[OperationCase]
+) -> list[dict[str, int]]:
     """The operation's whole shapes, from sizes of which some may be other operations'. Raises ValueError for others."""
     known = {name for other in cases for name in other.shape}
     chosen = []

@@ -28,7 +28,7 @@ class Error:
 
 
 @attrs.frozen(kw_only=True)
-class Cost:
+class OperationCost:
     """What an operation must do at a shape, whoever computes it, and how that is counted.
 
     Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
@@ -43,7 +43,7 @@ class Cost:
 
 
 @attrs.frozen(kw_only=True)
-class Row:
+class ResultRow:
     """One implementation at one shape in one dtype.
 
     status "ok": it keeps its contract and was measured; "failed": it breaks a law (`reason`), and was measured all the
@@ -66,7 +66,7 @@ class Row:
     seconds_total: float | None = None
     seconds_first: float | None = None  # of the first forward and backward, which compiles
     repeats: int = 0
-    cost: Cost
+    cost: OperationCost
     bound: Literal["matmul", "copy"]
     peak_bytes: int | None = None
     result_bytes: int = 0
@@ -82,7 +82,7 @@ class Row:
 
 
 @attrs.frozen(kw_only=True)
-class Machine:
+class HostRates:
     """Where it was measured, and its rates: FLOP/s of a matmul by dtype, bytes/s read and written by a copy."""
 
     device: str
@@ -96,8 +96,8 @@ class Machine:
 class Ablation:
     """All rows in the order in which they were asked for. `interrupted` says that ctrl-C cut it short."""
 
-    rows: tuple[Row, ...]
-    machine: Machine
+    rows: tuple[ResultRow, ...]
+    machine: HostRates
     interrupted: bool = False
 
     def table(self, *, width: int = 120) -> str:
@@ -128,14 +128,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-def groups(rows: Sequence[Row]) -> list[list[Row]]:
+def groups(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """The rows by operation, shape and dtype, in order."""
-    by_place: dict[tuple, list[Row]] = {}
+    by_place: dict[tuple, list[ResultRow]] = {}
     for row in rows:
         by_place.setdefault((row.op, tuple(row.shape.items()), row.dtype), []).append(row)
     return list(by_place.values())
 
 
-def shape_words(row: Row) -> str:
+def shape_words(row: ResultRow) -> str:
     """The sizes of a row's shape by name."""
     return " ".join(f"{name}={size:,}" for name, size in row.shape.items())

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from types import MappingProxyType
 
-from fppo.ablate.result import Ablation, Row, groups, shape_words
+from fppo.ablate.result import Ablation, ResultRow, groups, shape_words
 
 Column = tuple[str, str, list[str]]  # a heading over some columns, the column's own, its cells
 GAP = "  "
@@ -31,7 +31,7 @@ def table(ablation: Ablation, *, width: int) -> str:
     return "\n".join(lines)
 
 
-def _group(rows: Sequence[Row], width: int, *, explain: bool) -> list[str]:
+def _group(rows: Sequence[ResultRow], width: int, *, explain: bool) -> list[str]:
     first = rows[0]
     cost, results = first.cost, max(row.result_bytes for row in rows)
     moved = f"{size(cost.bytes_forward)} forward"
@@ -56,11 +56,11 @@ def _group(rows: Sequence[Row], width: int, *, explain: bool) -> list[str]:
     return lines
 
 
-def _name(row: Row) -> str:
+def _name(row: ResultRow) -> str:
     return f"{row.implementation}{' *' if row.default else ''}"
 
 
-def _remark(row: Row, name: str, width: int) -> list[str]:
+def _remark(row: ResultRow, name: str, width: int) -> list[str]:
     words = {"refused": "cannot run here: ", "error": "ERROR: ", "failed": "FAILED: ", "ok": "", "interrupted": ""}
     text = f"{words[row.status]}{row.reason or ''}"
     if lacking := _lacking(row):
@@ -68,11 +68,11 @@ def _remark(row: Row, name: str, width: int) -> list[str]:
     return _wrap(f"{name}: {text}", width, "  ")
 
 
-def _lacking(row: Row) -> str:
+def _lacking(row: ResultRow) -> str:
     return ", ".join(row.lacks)
 
 
-def _columns(rows: Sequence[Row]) -> list[Column]:
+def _columns(rows: Sequence[ResultRow]) -> list[Column]:
     backward = rows[0].cost.bytes_total is not None
     of = "of matmul" if rows[0].bound == "matmul" else "of copy"
     columns: list[Column] = [

@@ -77,7 +77,7 @@ def rounding(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return _NOISE * torch.finfo(dtype).eps * largest
 
 
-class Span(NamedTuple):
+class ScoreSpan(NamedTuple):
     """The scores of each row's group, float64 [B]: the lowest and the highest, and `rounding` between them."""
 
     lowest: Rows
@@ -90,13 +90,13 @@ class Span(NamedTuple):
         return self.highest - self.lowest <= self.rounding
 
 
-def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> Span:
+def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> ScoreSpan:
     """The span of each group's scores over the rows that are `present`; 0 to 0 in a group without any."""
     full = scores.detach().double()
     some = groups.reduce(present.double(), "max") > 0
     lowest = groups.reduce(full.where(present, torch.inf), "min").where(some, 0.0)
     highest = groups.reduce(full.where(present, -torch.inf), "max").where(some, 0.0)
-    return Span(lowest, highest, rounding(torch.maximum(lowest.abs(), highest.abs()), scores.dtype))
+    return ScoreSpan(lowest, highest, rounding(torch.maximum(lowest.abs(), highest.abs()), scores.dtype))
 
 
 def equal_scores(scores: Rows, present: Bool[Tensor, " b"], groups: RowIds) -> Bool[Tensor, " b"]:

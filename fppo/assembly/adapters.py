@@ -131,7 +131,7 @@ def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Bas
 
 
 def bases_of(bases: Mapping[str, Base | None]) -> dict[str, Base] | None:
-    """Those there are, by role; None if there is none."""
+    """Select the bases of adapted models, by role; None if no model is adapted."""
     return {role: base for role, base in bases.items() if base is not None} or None
 
 

@@ -73,13 +73,13 @@ class Placed:
 
     def _save(self, run: RunState, directory: Path, keep: int | None, notes: Mapping[str, str]) -> None:
         attempt, first, work = checkpoint_parts.begin(directory, run.step), 0, {}
-        for field, part in self._there(run):
+        for field, part in self._remote_parts(run):
             at = (field, attempt.draft.absolute(), first)
-            work[field] = _Call(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
+            work[field] = _LaterCall(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
             first += part.group.ranks
         try:
             written = at_once(work)
-            own = tree.replace(run, **{field: None for field, _ in self._there(run)})
+            own = tree.replace(run, **{field: None for field, _ in self._remote_parts(run)})
             rest = attrs.evolve(checkpoint_parts.write(own, "", attempt.draft, first), notes=dict(notes))
             checkpoint_parts.commit(attempt, [*written.values(), rest], first + 1, structure=run.ahead, keep=keep)
         except BaseException:
@@ -89,14 +89,14 @@ class Placed:
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
         """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
         work = {
-            field: _Call(
+            field: _LaterCall(
                 part.group,
                 _load,
                 (HERE, getattr(run, field), part.model, field, directory.absolute(), step),
                 f"load {field}",
                 stays=True,
             )
-            for field, part in self._there(run)
+            for field, part in self._remote_parts(run)
         }
         rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
         self.known.add(checkpoint.path_of(directory, step).absolute())
@@ -105,11 +105,11 @@ class Placed:
     def digest(self, run: RunState, kind: Kind, *, device: torch.device) -> dict[str, str]:
         """`digests.digest` of the whole state."""
         work = {
-            field: _Call(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
-            for field, part in self._there(run)
+            field: _LaterCall(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
+            for field, part in self._remote_parts(run)
         }
         there = {f".{field}{path}": x for field, each in at_once(work).items() for path, x in each.items()}
-        own = tree.replace(run, **{field: None for field, _ in self._there(run)})
+        own = tree.replace(run, **{field: None for field, _ in self._remote_parts(run)})
         every = there | digests.digest(own, kind, device=device)
         paths = [path for path, _ in tree.leaves_with_paths(run)]
         ordered = (name for path in paths for name in ([path] if path in every else checkpoint.inside(path, every)))
@@ -117,7 +117,10 @@ class Placed:
 
     def like(self, run: RunState) -> list[Tensor]:
         """Tensors without values, like those of the state that are in groups."""
-        work = {field: _Call(part.group, _kinds, (getattr(run, field),), "look") for field, part in self._there(run)}
+        work = {
+            field: _LaterCall(part.group, _kinds, (getattr(run, field),), "look")
+            for field, part in self._remote_parts(run)
+        }
         return [torch.empty(shape, dtype=x, device="meta") for each in at_once(work).values() for shape, x in each]
 
     def export(
@@ -128,12 +131,12 @@ class Placed:
         args = (model, run.actor.params, target.absolute(), tokenizer, generation, base and base.source)
         group.call(_export, HERE, *args, label="export")
 
-    def _there(self, run: RunState) -> Iterator[tuple[str, _Part]]:
+    def _remote_parts(self, run: RunState) -> Iterator[tuple[str, _Part]]:
         return ((field, part) for field, part in self.parts.items() if getattr(run, field) is not None)
 
 
 @attrs.frozen
-class _Call:
+class _LaterCall:
     """A call that is made later, beside others."""
 
     group: Group

@@ -20,7 +20,7 @@ from fppo.settings.train import TrainSettings
 
 
 @attrs.frozen
-class Places:
+class RolePlaces:
     """Where roles are that are not in this process, and the groups of one rank each that are engines."""
 
     roles: Mapping[str, AnyGroup] = attrs.field(factory=dict)
@@ -36,7 +36,7 @@ def home_of(settings: TrainSettings, places: Collection[str], device: torch.devi
 
 
 @contextlib.contextmanager
-def groups_of(settings: TrainSettings) -> Iterator[Places]:
+def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
     """All groups, started, for as long as the context lasts.
 
     Raises ValueError if there is no such cluster, or too few GPUs on this machine, GroupDied if it has no room for a
@@ -45,7 +45,7 @@ def groups_of(settings: TrainSettings) -> Iterator[Places]:
     placement = settings.placement
     places, pools = places_of(placement), pools_of(placement)
     if not places:
-        yield Places()
+        yield RolePlaces()
         return
     sharding, patience = sharding_of(settings), placement.patience
     home = home_of(settings, places, device_of(settings))
@@ -74,7 +74,7 @@ def groups_of(settings: TrainSettings) -> Iterator[Places]:
             one = attrs.evolve(pools[engines], ranks=1)
             own = [group(f"{engines} {i}", one, engines) for i in range(pools[engines].ranks)]
         at_once({group.name: group.start for group in (*groups.values(), *own)})
-        yield Places({role: groups[name] for role, name in places.items()}, own)
+        yield RolePlaces({role: groups[name] for role, name in places.items()}, own)
 
 
 def engine_pool(settings: TrainSettings, engines: Sequence[Group], roles: Roles, pad: int) -> EnginePool:

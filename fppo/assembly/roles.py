@@ -272,7 +272,7 @@ def make_roles(
 
 
 def _tools(here: Here, settings: TrainSettings) -> Tools:
-    """Those of a process that has made none yet, where functions of the user's are not found yet either."""
+    """Create this process's kernels and transfer lane, where functions of the user's are not found yet either."""
     search(settings.module_dirs)
     transformers_logging.disable_progress_bar()  # the controller speaks
     return Tools(kernels_of(settings), Lane(here.device))

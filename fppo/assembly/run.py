@@ -58,7 +58,7 @@ from fppo_kernels.record import Kernels
 
 
 @attrs.frozen
-class Drawn:
+class DrawnPrompts:
     """The prompts of a run by what they are for, of which its checkpoints note digests."""
 
     sets: Mapping[str, data.PromptSet]
@@ -90,7 +90,7 @@ class Assembly:
     device: torch.device  # which has the batches; the state may be on the host
     works: torch.device  # what models work on, which in pools may be another
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
-    drawn: Drawn
+    drawn: DrawnPrompts
     placed: Placed | None = None  # what of `run` is not in this process
     calls: Callable[[], list[Call]] = list  # to groups, since it was asked the last time
 
@@ -308,18 +308,18 @@ def _draw(settings: TrainSettings, inputs: Inputs, key: Key) -> Draw:
     )
 
 
-def _drawn(settings: TrainSettings, inputs: Inputs) -> Drawn:
+def _drawn(settings: TrainSettings, inputs: Inputs) -> DrawnPrompts:
     """The prompts that the run draws from: none where its rollouts are saved ones."""
     held_out = None if inputs.eval is None else inputs.eval.held_out
     sets = {} if settings.rollout.from_ is not None else {"prompts": inputs.prompts}
     sets |= {} if held_out is None else {"held-out prompts": held_out}
-    return Drawn(sets, may_change=settings.data.may_change)
+    return DrawnPrompts(sets, may_change=settings.data.may_change)
 
 
 def _evaluation(
     settings: TrainSettings, inputs: EvalInputs, answering: _Answering, resources: Resources | None = None
 ) -> EvaluateRun:
-    """Of the policy, and with a run's resources of its critic too, where the settings ask for that."""
+    """The evaluation of the policy, and with a run's resources of its critic where the settings say so."""
     batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
     engine, score, sampling = answering.engine, answering.score, inputs.sampling
     truth = None if resources is None or not settings.eval.exact_values else _truth(settings, inputs, resources)

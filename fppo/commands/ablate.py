@@ -121,7 +121,7 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
 
 
 def _chosen(settings: AblateSettings, op: str, table: Table) -> list[str]:
-    """Those of --implementations that the operation has (all, if none is its), and the user's own."""
+    """Select from --implementations what the operation has (all, if none is its), and the user's own."""
     own = [name for name in table[op] if name not in tables.BUILTIN[op]]
     named = [name for name in settings.names if name in table[op]]
     return list(dict.fromkeys([*named, *own])) if named else list(table[op])

@@ -32,7 +32,7 @@ from fppo.settings.train import TrainSettings
 
 
 @attrs.frozen
-class Here:
+class CommandRank:
     """Where a command runs: this process' place among others, and its device (None: the one that settings name)."""
 
     mesh: Mesh = LOCAL
@@ -41,10 +41,10 @@ class Here:
     sampling: Mesh | None = None  # the same ranks in other groups, for what samples while others train
 
 
-ALONE = Here()
+ALONE = CommandRank()
 
 
-def train(settings: TrainSettings, here: Here = ALONE) -> int:
+def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
@@ -64,7 +64,7 @@ def train(settings: TrainSettings, here: Here = ALONE) -> int:
     return _trained(settings, here)
 
 
-def _trained(settings: TrainSettings, here: Here) -> int:
+def _trained(settings: TrainSettings, here: CommandRank) -> int:
     directory = Path(settings.output_dir)
 
     def at_end(run: RunState) -> None:
@@ -96,7 +96,7 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
     return status
 
 
-def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
+def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Prints how a checkpoint of the run in output_dir, the newest or that of `resume`, answers held-out prompts.
 
     All metrics, and all responses, are written to files there, which are named on standard error. Raises ValueError if
@@ -124,7 +124,7 @@ def evaluate(settings: TrainSettings, here: Here = ALONE) -> int:
     return 0
 
 
-def rollout(settings: TrainSettings, here: Here = ALONE) -> int:
+def rollout(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Only samples and scores, and writes what comes; 130 if it was stopped before the last batch."""
     if settings.rollout.from_ is not None or settings.rollout.save:
         raise UsageError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
@@ -207,7 +207,7 @@ def export(
     return 0
 
 
-def replay(directory: Path, step: int, here: Here = ALONE) -> int:
+def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record.
 
     Each is computed with the settings of its time. Only the mesh of the run gives its bits.
@@ -249,7 +249,7 @@ def diff(first: Path, second: Path) -> int:
 
 @contextlib.contextmanager
 def _assemble(
-    settings: TrainSettings, here: Here, announce: Callable[[Sequence[str]], None] = lambda lines: None
+    settings: TrainSettings, here: CommandRank, announce: Callable[[Sequence[str]], None] = lambda lines: None
 ) -> Iterator[Assembly]:
     """`assemble`, without bars of transformers between a command's own lines. Says of which packages there are versions
     that fppo was not tested with."""
@@ -271,7 +271,7 @@ def _assemble(
         yield assembly
 
 
-def _say(here: Here) -> Callable[[Sequence[str]], None]:
+def _say(here: CommandRank) -> Callable[[Sequence[str]], None]:
     """Prints lines, on the first rank."""
     return (
         (lambda lines: print(printable("\n".join(lines), lines=True), flush=True)) if is_first(here.mesh) else _nothing

@@ -11,14 +11,14 @@ from fppo._errors import UsageError
 LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
 
 
-class Processes(NamedTuple):
+class LaunchOptions(NamedTuple):
     """How many processes run a command on this machine (None: as many as its mesh needs)."""
 
     nproc: int | None = None
     max_restarts: int = 0
 
 
-def processes(rest: Sequence[str]) -> tuple[Processes, list[str]]:
+def processes(rest: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
     """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
     numbers: dict[str, int] = {}
     left: list[str] = []
@@ -32,7 +32,7 @@ def processes(rest: Sequence[str]) -> tuple[Processes, list[str]]:
         if not value.isdecimal() or int(value) < LAUNCH[name]:
             raise UsageError(f"{name} {value}: give a whole number, {LAUNCH[name]} or more")
         numbers[name.removeprefix("--").replace("-", "_")] = int(value)
-    return Processes(**numbers), left
+    return LaunchOptions(**numbers), left
 
 
 def file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, list[str]]:

@@ -16,10 +16,10 @@ import tyro
 from fppo._errors import UsageError, did_you_mean
 from fppo.commands import completion
 from fppo.commands import help as helps
-from fppo.commands.arguments import Processes, file_and_overrides
+from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
-from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
+from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import checks, contents, files, machine, modules, places
@@ -108,7 +108,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
 def _train(rest: Sequence[str]) -> int | None:
     """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
     usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _train, sections)
     processes, own = processes_of(rest)
     if not own:
@@ -123,7 +123,7 @@ def _train(rest: Sequence[str]) -> int | None:
 def _rollout(rest: Sequence[str]) -> int | None:
     """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
     usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _rollout, sections)
     processes, own = processes_of(rest)
     if not own:
@@ -137,7 +137,7 @@ def _rollout(rest: Sequence[str]) -> int | None:
 def _eval(rest: Sequence[str]) -> int | None:
     """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
     usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
-    if (sections := helps.asked_for(rest)) is not None:
+    if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
     processes, own = processes_of(rest)
     run, overrides = file_and_overrides(own, "eval")
@@ -166,7 +166,7 @@ def _replay(rest: Sequence[str]) -> int | None:
     options = tyro.cli(Replay, args=rest, prog="fppo replay")
     from fppo.commands import actions, distributed
 
-    def command(settings: TrainSettings, here: actions.Here) -> int:
+    def command(settings: TrainSettings, here: actions.CommandRank) -> int:
         if options.device is not None and here.device is None:
             here = attrs.evolve(here, device=distributed.device_of(settings))
         return actions.replay(Path(options.run), options.step, here)
@@ -203,8 +203,8 @@ def _report(rest: Sequence[str]) -> int | None:
 def _trace(rest: Sequence[str]) -> int | None:
     """Writes who worked when in the last steps, for viewers of Chrome traces: fppo trace RUN"""
     if helps.wanted(rest):
-        return helps.show("fppo trace RUN [--out FILE]", Trace)
-    options = tyro.cli(Trace, args=rest, prog="fppo trace")
+        return helps.show("fppo trace RUN [--out FILE]", TraceOptions)
+    options = tyro.cli(TraceOptions, args=rest, prog="fppo trace")
     from fppo.report import timeline
 
     print(timeline.write(options.run, options.out))
@@ -213,8 +213,8 @@ def _trace(rest: Sequence[str]) -> int | None:
 def _diff(rest: Sequence[str]) -> int | None:
     """Says where two runs first differ: fppo diff RUN RUN"""
     if helps.wanted(rest):
-        return helps.show("fppo diff RUN RUN", Diff)
-    options = tyro.cli(Diff, args=rest, prog="fppo diff")
+        return helps.show("fppo diff RUN RUN", DiffOptions)
+    options = tyro.cli(DiffOptions, args=rest, prog="fppo diff")
     from fppo.commands import actions
 
     first, second = map(Path, options.runs)
@@ -289,7 +289,9 @@ def _no_file(command: str) -> int:
     return 2
 
 
-def _look(processes: Processes, settings: TrainSettings, known: Sequence[str], *, exports: bool = False) -> list[str]:
+def _look(
+    processes: LaunchOptions, settings: TrainSettings, known: Sequence[str], *, exports: bool = False
+) -> list[str]:
     """All problems with what settings name outside of themselves that can be seen before the run.
 
     Where it `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the

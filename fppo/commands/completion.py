@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.commands.options import Diff, Export, Quickstart, Replay, Report, Trace
+from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
@@ -21,7 +21,14 @@ SHELLS = ("bash", "zsh", "fish")
 ADVICE = """For this shell alone, or for all in the file that it reads as it starts (~/.bashrc, ~/.zshrc, config.fish):
   bash, zsh   eval "$(fppo completion bash)", or zsh in place of bash
   fish        fppo completion fish | source"""
-_OWN = {"quickstart": Quickstart, "replay": Replay, "export": Export, "report": Report, "trace": Trace, "diff": Diff}
+_OWN = {
+    "quickstart": Quickstart,
+    "replay": Replay,
+    "export": Export,
+    "report": Report,
+    "trace": TraceOptions,
+    "diff": DiffOptions,
+}
 _OWN |= {"ablate": AblateSettings, "compare": CompareSettings, "plan": PlanSettings}
 _SETTINGS, _LAUNCHED = ("train", "rollout", "eval", "compare"), ("quickstart", "train", "rollout", "eval", "compare")
 

@@ -10,7 +10,7 @@ import torch
 
 from fppo._errors import no_exit
 from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
-from fppo.commands.actions import ALONE, Here
+from fppo.commands.actions import ALONE, CommandRank
 from fppo.pipeline.ahead import check_devices, check_interrupts
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
@@ -19,7 +19,7 @@ from fppo.settings.train import TrainSettings
 
 
 def run(
-    command: Callable[[TrainSettings, Here], int],
+    command: Callable[[TrainSettings, CommandRank], int],
     settings: TrainSettings,
     arguments: Sequence[str],
     nproc: int | None = None,
@@ -75,4 +75,4 @@ def run(
         own, watch, sampling = joined
         ring = partial(attrs.evolve, ring=mesh.ring)
         with no_exit():  # inside of what watches the ranks: the others are told
-            return command(settings, Here(ring(own), device, watch, sampling and ring(sampling)))
+            return command(settings, CommandRank(ring(own), device, watch, sampling and ring(sampling)))

@@ -30,7 +30,7 @@ class _Setting(NamedTuple):
     text: str
 
 
-def asked_for(words: Sequence[str]) -> list[str] | None:
+def help_sections(words: Sequence[str]) -> list[str] | None:
     """The sections behind --help; None if no help is asked for."""
     place = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
     if place is None:

@@ -57,7 +57,7 @@ class Report:
 
 
 @attrs.frozen(kw_only=True)
-class Trace:
+class TraceOptions:
     """Writes who worked when in the last steps of a run as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -67,7 +67,7 @@ class Trace:
 
 
 @attrs.frozen(kw_only=True)
-class Diff:
+class DiffOptions:
     """Says where two runs first differ: in which step, in what which stage has made. 0 if they are equal, else 1."""
 
     runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")]

@@ -17,7 +17,7 @@ from fppo.assembly.parts import bare_model
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
-from fppo.plan.case import Case, Role, Sampling, balanced
+from fppo.plan.case import Case, PlannedSampling, Role, balanced
 from fppo.plan.columns import Batch, ColumnCall, column_calls
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import Plan, plan, plan_engines
@@ -221,11 +221,11 @@ def case_of(settings: PlanSettings) -> Case:
     )
 
 
-def _sampling(rollout: PlanRolloutSettings) -> Sampling | None:
+def _sampling(rollout: PlanRolloutSettings) -> PlannedSampling | None:
     if rollout.engine is None:
         return None
     share, vllm = rollout.memory_share, rollout.engine == "vllm"
-    return Sampling(
+    return PlannedSampling(
         engine=rollout.engine,
         sequences=rollout.batch_size,
         n=rollout.n,

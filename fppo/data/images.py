@@ -142,7 +142,7 @@ class ReadInputs(Sequence["RowInputs | None"]):
         return len(self._rows)
 
     def select(self, indices: Sequence[int]) -> ReadInputs:
-        """Those at `indices`."""
+        """The inputs at `indices`."""
         return ReadInputs(self._reader, [self._rows[i] for i in indices])
 
 

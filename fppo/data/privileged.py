@@ -31,7 +31,7 @@ class Judged(Protocol):
 
 
 class Answered(Protocol):
-    """The same of one with responses."""
+    """The ground truths' tokens beside rows with responses."""
 
     @property
     def tokens(self) -> Tensor: ...  # [B, P + T] int64

@@ -33,7 +33,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """As an editor takes it: file:line."""
+        """The row's place in the form that editors take, file:line."""
         return f"{self.file}:{self.line}"
 
     @property

@@ -31,7 +31,7 @@ class Clip(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """It as transformers' processors take it beside frames."""
+        """The metadata that transformers' processors take beside frames."""
         height, width = self.frames.shape[1:3]
         return {
             "total_num_frames": self.total,
@@ -43,7 +43,7 @@ class Clip(NamedTuple):
         }
 
 
-class _Source(NamedTuple):
+class _OpenVideo(NamedTuple):
     """A video that has been opened. `fps` is None where nothing says when its frames are."""
 
     total: int
@@ -71,7 +71,7 @@ class FramePicker:
         if self.fps is not None and self.frames is not None:
             raise ValueError(f"fps = {self.fps} and frames = {self.frames}: frames are picked by one of them")
 
-    def clip(self, source: _Source) -> Clip:
+    def clip(self, source: _OpenVideo) -> Clip:
         """The frames that are picked of a video."""
         indices, fps = self.pick(source.total, source.fps)
         return Clip(source.read(indices), indices, source.total, fps)
@@ -110,7 +110,7 @@ def opened_video(video: Any, number: int, picker: FramePicker, frame: Callable[[
         raise ValueError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
-def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -> _Source:
+def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -> _OpenVideo:
     if isinstance(video, Mapping):
         fps = video.get("fps")
         if fps is not None and (isinstance(fps, bool) or not isinstance(fps, (int, float)) or not fps > 0):
@@ -129,10 +129,10 @@ def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -
         return _images(video, frame)
     if hasattr(video, "get_frames_at"):  # torchcodec's, of datasets' Video
         total, fps = video.metadata.num_frames, video.metadata.average_fps
-        return _Source(total, fps, lambda picked: _plain(video.get_frames_at(list(picked)).data))
+        return _OpenVideo(total, fps, lambda picked: _plain(video.get_frames_at(list(picked)).data))
     if getattr(video, "ndim", None) == 4:
         frames = _array(video)
-        return _Source(len(frames), None, lambda picked: frames[list(picked)])
+        return _OpenVideo(len(frames), None, lambda picked: frames[list(picked)])
     raise ValueError(f"a {type(video).__name__}, not a path, bytes, images or an array of four dimensions")
 
 
@@ -150,7 +150,7 @@ def _array(video: Any) -> np.ndarray:
     return np.repeat(frames, 3, 3) if frames.shape[3] == 1 else frames[..., :3]
 
 
-def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _Source:
+def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _OpenVideo:
     """Images that are the frames, of the size of the first."""
     if not frames:
         raise ValueError("no frames")
@@ -168,10 +168,10 @@ def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _Source:
                 raise ValueError(f"frames of several sizes: {sizes} (frame {number + 1})")
         return np.stack(opened)
 
-    return _Source(len(frames), None, read)
+    return _OpenVideo(len(frames), None, read)
 
 
-def _animation(file: Path | io.BytesIO) -> _Source | None:
+def _animation(file: Path | io.BytesIO) -> _OpenVideo | None:
     """The frames of a GIF, PNG or WebP that moves; None for what PIL does not know. Raises ValueError for a still."""
     from PIL import Image, ImageSequence, UnidentifiedImageError
 
@@ -190,10 +190,10 @@ def _animation(file: Path | io.BytesIO) -> _Source | None:
         raise ValueError("one image; give the frames of a video as a list in the list of videos, or their directory")
     known = all(time > 0 for time in times)
     fps = 1000 * len(frames) / sum(times) if known else None
-    return _Source(len(frames), fps, lambda picked: np.stack([frames[i] for i in picked]))
+    return _OpenVideo(len(frames), fps, lambda picked: np.stack([frames[i] for i in picked]))
 
 
-def _decoded(video: Path | bytes, picker: FramePicker) -> _Source:
+def _decoded(video: Path | bytes, picker: FramePicker) -> _OpenVideo:
     """What a library reads of a file: all of it at once, as it is sampled while it is read."""
     if isinstance(video, Path) and not video.is_file():
         raise FileNotFoundError(f"[Errno 2] No such file or directory: '{video}'")
@@ -219,7 +219,7 @@ def _decoded(video: Path | bytes, picker: FramePicker) -> _Source:
             file.flush()
         frames, _ = VIDEO_DECODERS[backend](str(video) if isinstance(video, Path) else file.name, sample)
     (total, fps), plain = kept[0], _plain(frames)
-    return _Source(total, fps, lambda picked: _whole(plain, picked))
+    return _OpenVideo(total, fps, lambda picked: _whole(plain, picked))
 
 
 def _whole(frames: np.ndarray, picked: Sequence[int]) -> np.ndarray:

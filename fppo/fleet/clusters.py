@@ -39,14 +39,14 @@ class Cluster(Protocol):
         ...
 
 
-class Machine:
+class ThisMachine:
     """This machine. Its GPUs, as far as this process sees them, are dealt out from the first on."""
 
     def __init__(self) -> None:
         self._gpus: Gpus | None = None  # until they are asked for
         self._sent = Sent(put)
 
-    def __enter__(self) -> Machine:
+    def __enter__(self) -> ThisMachine:
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class Machine:
         threads: int | None = None,
         patience: float = PATIENCE,
     ) -> Processes:
-        """As `Cluster` has it. Raises ValueError too if there are not as many GPUs left."""
+        """Start ranks, as `Cluster.ranks`. Raises ValueError too if there are not as many GPUs left."""
         own: list[tuple[int, ...]] = []
         if gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())
@@ -90,4 +90,4 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
-    return Machine() if name == "processes" else RayCluster(name)
+    return ThisMachine() if name == "processes" else RayCluster(name)

@@ -40,7 +40,7 @@ class _Alike:
 
 
 @attrs.frozen
-class Packed:
+class PackedTree:
     """A tree; large tensors of it are beside it."""
 
     outline: Outline
@@ -60,7 +60,7 @@ class Packed:
         return call, part, leaves[0]
 
 
-def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Packed, list[Tensor]]:
+def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[PackedTree, list[Tensor]]:
     """The tree, and its large tensors as they are. `check` raises for results whose handles must not be in it."""
     outline, leaves = taken_apart(tree)
     types = list(map(type, leaves))
@@ -76,7 +76,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
     # the widest first: so all are aligned as their dtypes want it
     alike = sorted(small.items(), key=lambda each: -each[0][1].itemsize)
     parts = [_bytes(_stacked([tensors[place] for place in places])) for _, places in alike]
-    packed = Packed(
+    packed = PackedTree(
         outline,
         kinds,
         plain=_of_kind(leaves, kinds, _PLAIN),
@@ -99,7 +99,7 @@ def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
     return found
 
 
-def tensors_of(packed: Packed, large: Sequence[np.ndarray], *, device: torch.device = CPU) -> list[Tensor]:
+def tensors_of(packed: PackedTree, large: Sequence[np.ndarray], *, device: torch.device = CPU) -> list[Tensor]:
     """The tensors of the tree, on `device`. Small ones have memory of their own, large ones on the host that of
     their arrays, which others may read too."""
     tensors: dict[int, Tensor] = {}
@@ -115,7 +115,7 @@ def tensors_of(packed: Packed, large: Sequence[np.ndarray], *, device: torch.dev
 
 
 def tree_of(
-    packed: Packed,
+    packed: PackedTree,
     tensors: Iterable[Tensor],
     *,
     plain: Callable[[Any], Any] = lambda x: x,

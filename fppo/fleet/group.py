@@ -19,7 +19,7 @@ from torch import Tensor
 from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.outline import put_together
-from fppo.fleet.rank import Reply, Request, Stayed, Stays
+from fppo.fleet.rank import RankRequest, Reply, Stayed, Stays
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
 PATIENCE = 600.0  # seconds that a call may take
@@ -67,7 +67,7 @@ class Ranks(Protocol):
         """Starts them, anew if they ran; where each of them is, in words."""
         ...
 
-    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
         """Has every rank run a call, after those sent before. A future fails with RankLost if its rank is gone."""
         ...
 
@@ -162,7 +162,7 @@ class Group:
             self._calls += 1
             number, forget = self._calls, tuple(self._forget)
             del self._forget[: len(forget)]
-            sent = self._ranks.send(Request(number, packed, stays, label, forget, on_host), large)
+            sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host), large)
         reply, ran = self._first(sent, label)
         assert reply.packed is not None
         tensors = tensors_of(reply.packed, reply.large, device=self.device)

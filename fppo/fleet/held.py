@@ -58,7 +58,7 @@ class Held(Away):
 
     @property
     def device(self) -> torch.device:
-        """As tensors have it."""
+        """The device of the tensor."""
         return self.lease.device
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Held(Away):
 
 
 def handles(lease: Lease, count: int) -> list[Held]:
-    """Those of the first so many leaves of a result: what `Held(lease, leaf)` makes, in half the time."""
+    """The handles of the first `count` leaves of a result: what `Held(lease, leaf)` makes, in half the time."""
     made = list(map(object.__new__, repeat(Held, count)))
     slots: Any = Held
     for _ in map(slots.lease.__set__, made, repeat(lease)):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fppo.fleet.gpus import check
 from fppo.fleet.group import PATIENCE, RankLost
-from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.fleet.rank import Membership, Rank, RankRequest, Reply
 from fppo.fleet.sent import Sent
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.stores import new_token
@@ -174,8 +174,8 @@ class RayRanks:
         self._ray.get(joining, timeout=limit)
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
-    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
-        """As `Ranks` has it."""
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+        """Implement `Ranks`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
@@ -196,7 +196,7 @@ class RayRanks:
         return answer
 
     def stop(self) -> None:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
@@ -233,7 +233,7 @@ class _Actor:
         """Becomes a rank."""
         self._rank.join(member, address)
 
-    def run(self, request: Request, *large: Any) -> Reply:
+    def run(self, request: RankRequest, *large: Any) -> Reply:
         """Runs a call; Ray has fetched what stands for large tensors."""
         return self._rank.run(request, list(large))
 

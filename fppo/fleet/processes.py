@@ -22,9 +22,9 @@ from torch import Tensor
 
 from fppo.fleet.codec import array_of
 from fppo.fleet.group import PATIENCE, RankLost
-from fppo.fleet.rank import Membership, Rank, Reply, Request
+from fppo.fleet.rank import Membership, Rank, RankRequest, Reply
 from fppo.fleet.sent import Sent
-from fppo.fleet.shared import MOST, Lane, Parcel, Place, put
+from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
@@ -53,7 +53,7 @@ class Processes:
         ring: bool = False,
         threads: int | None = None,
         patience: float = PATIENCE,
-        sent: Sent[Place] | None = None,
+        sent: Sent[ArrayPlace] | None = None,
     ) -> None:
         self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
         self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
@@ -81,8 +81,8 @@ class Processes:
             raise RankLost(f"process {', '.join(pids)} was not up after {self._patience:g} s", again=False)
         return [f"process {child.process.pid}" for child in self._children]
 
-    def send(self, request: Request, large: Sequence[Tensor]) -> list[Future[Reply]]:
-        """As `Ranks` has it."""
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+        """Implement `Ranks`."""
         places = self._sent.refs(large)
         if places is None or len({place.memory for place in places}) > MOST:
             arrays = [array_of(x) for x in large]
@@ -91,7 +91,7 @@ class Processes:
         return [child.ask(parcel) for child in self._children]
 
     def stop(self) -> None:
-        """As `Ranks` has it."""
+        """Implement `Ranks`."""
         for child in self._children:
             child.process.kill()
         for child in self._children:
@@ -118,7 +118,7 @@ class _Child:
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
         line, other = context.Pipe()
-        self._lane = Lane(line)
+        self._lane = PipeLane(line)
         self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
         self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
         self._over: RankLost | None = None  # what is asked from then on
@@ -196,7 +196,7 @@ def _serve(line: Connection, member: Membership, port: int, gpus: str | None) ->
     os.environ |= loopback_only()
     rank = Rank()
     rank.join(member, (LOOPBACK, port))
-    lane = Lane(line)
+    lane = PipeLane(line)
     lane.send(Parcel(pickle.dumps(None), []))
     while True:
         try:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo._errors import no_exit
-from fppo.fleet.codec import CPU, Packed, Run, array_of, pack, tensors_of, tree_of
+from fppo.fleet.codec import CPU, PackedTree, Run, array_of, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
 from fppo.fleet.outline import Outline, taken_apart
 from fppo.runtime import launch
@@ -49,11 +49,11 @@ class _Own:
 
 
 @attrs.frozen
-class Request:
+class RankRequest:
     """A call: `packed` is (fn, args, kwargs)."""
 
     number: int
-    packed: Packed
+    packed: PackedTree
     stays: Stays
     label: str
     forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
@@ -64,7 +64,7 @@ class Request:
 class Reply:
     """What became of a call; ranks behind the first send no result."""
 
-    packed: Packed | None
+    packed: PackedTree | None
     large: list[np.ndarray]
     seconds: float
     error: bytes | None = None  # a pickled exception
@@ -140,7 +140,7 @@ class Rank:
         )
         self._here = Here(attrs.evolve(mesh, ring=member.ring), device, member.rank)
 
-    def run(self, request: Request, large: list[np.ndarray]) -> Reply:
+    def run(self, request: RankRequest, large: list[np.ndarray]) -> Reply:
         """Runs a call. Its errors are replies too."""
         for key in request.forget:
             self._held.pop(key, None)
@@ -159,7 +159,7 @@ class Rank:
         except Exception as error:
             return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
 
-    def _result(self, request: Request, large: list[np.ndarray]) -> Any:
+    def _result(self, request: RankRequest, large: list[np.ndarray]) -> Any:
         packed, device = request.packed, CPU if request.on_host else self._here.device
         tensors = tensors_of(packed, large, device=device)
         fn, args, kwargs = tree_of(packed, tensors, plain=lambda x: self._here if x is HERE else x, held=self._values)
@@ -186,7 +186,7 @@ class Rank:
             own = self._held[call, part]
             yield from (own[leaf] for leaf in leaves)
 
-    def _kept(self, request: Request, value: Any) -> Any:
+    def _kept(self, request: RankRequest, value: Any) -> Any:
         """The result with what stays here named by its place."""
         if not request.stays:
             return value

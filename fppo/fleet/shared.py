@@ -36,7 +36,7 @@ class Memory:
         weakref.finalize(self, os.close, file)
 
 
-class Place(NamedTuple):
+class ArrayPlace(NamedTuple):
     """Where the bytes of an array are."""
 
     memory: Memory
@@ -49,10 +49,10 @@ class Parcel:
     """A message, pickled, and its arrays: where they are, or themselves."""
 
     data: bytes
-    arrays: Sequence[Place] | Sequence[np.ndarray]
+    arrays: Sequence[ArrayPlace] | Sequence[np.ndarray]
 
 
-def put(arrays: Sequence[np.ndarray]) -> list[Place] | None:
+def put(arrays: Sequence[np.ndarray]) -> list[ArrayPlace] | None:
     """Copies arrays of bytes to memory of their own; None where there is none to be had."""
     if not arrays:
         return []
@@ -60,10 +60,10 @@ def put(arrays: Sequence[np.ndarray]) -> list[Place] | None:
         memory = Memory(os.memfd_create("fppo-fleet", os.MFD_CLOEXEC))
     except (AttributeError, OSError):  # a system without it, or that has no file left
         return None
-    places: list[Place] = []
+    places: list[ArrayPlace] = []
     start = 0
     for array in arrays:
-        places.append(Place(memory, start, array.nbytes))
+        places.append(ArrayPlace(memory, start, array.nbytes))
         rest = array.data
         try:
             while rest:
@@ -74,7 +74,7 @@ def put(arrays: Sequence[np.ndarray]) -> list[Place] | None:
     return places
 
 
-class Lane:
+class PipeLane:
     """One end of a pipe (`multiprocessing.Pipe`), which this takes over, that carries parcels."""
 
     def __init__(self, line: Connection) -> None:
@@ -87,12 +87,12 @@ class Lane:
 
     def send(self, parcel: Parcel) -> None:
         """Sends it. Raises OSError if the other end is gone."""
-        places = [x for x in parcel.arrays if isinstance(x, Place)]
+        places = [x for x in parcel.arrays if isinstance(x, ArrayPlace)]
         memories = list(dict.fromkeys(place.memory for place in places))
         where = [(memories.index(place.memory), place.start, place.size) for place in places]
         if memories and self._sent(parcel.data, where, [memory.file for memory in memories]):
             return
-        arrays = [_read(x.memory.file, x.start, x.size) if isinstance(x, Place) else x for x in parcel.arrays]
+        arrays = [_read(x.memory.file, x.start, x.size) if isinstance(x, ArrayPlace) else x for x in parcel.arrays]
         self._sent(parcel.data, arrays, [])
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:

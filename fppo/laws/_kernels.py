@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, differ
+from fppo.laws._search import LawExample, differ
 
 # A result may differ from the float64 reference by this, relative to the larger of 1 and the tensor's largest number.
 # In bfloat16, which keeps 8 bits, logits may be rounded on their way.
@@ -29,12 +29,12 @@ def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack
     return reason and f"in {words(dtype)}, {reason}"
 
 
-def exact(example: Example) -> Example:
+def exact(example: LawExample) -> LawExample:
     """The example in float64."""
     return example.map(lambda x: x.double() if x.is_floating_point() else x)
 
 
-def settings(example: Example) -> dict[str, Any]:
+def settings(example: LawExample) -> dict[str, Any]:
     """The extras as keywords: numbers, and tensors of more dimensions."""
     return {name: x.item() if x.dim() == 0 else x for name, x in example.extras.items()}
 
@@ -45,14 +45,14 @@ def grads(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, values, strict=True)]
 
 
-def carry(example: Example, names: Sequence[str]) -> tuple[Example, dict[str, Tensor]]:
+def carry(example: LawExample, names: Sequence[str]) -> tuple[LawExample, dict[str, Tensor]]:
     """The example with leaves that take a gradient under these names, and the leaves."""
     tensors = {**example.inputs, **example.extras}
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names if name in tensors}
     return example.put(**leaves), leaves
 
 
-def place(example: Example, dtype: torch.dtype, device: torch.device | str) -> Example:
+def place(example: LawExample, dtype: torch.dtype, device: torch.device | str) -> LawExample:
     """The example on a device in a dtype; numbers (0-d) stay, and every number is one that float32 holds."""
 
     def move(x: Tensor) -> Tensor:

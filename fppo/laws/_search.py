@@ -41,10 +41,10 @@ class Breach(NamedTuple):
     """What is wrong, and the example with which the function was called, where a law has changed it."""
 
     reason: str
-    example: Example
+    example: LawExample
 
 
-class Example(NamedTuple):
+class LawExample(NamedTuple):
     """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, and `weights` [B, T].
 
     `mode` is the weight mode of an update.
@@ -64,12 +64,12 @@ class Example(NamedTuple):
         """The shape of the mask, or of the first input where there is no mask, in words."""
         return " x ".join(map(str, self.inputs.get("mask", next(iter(self.inputs.values()))).shape))
 
-    def map(self, fn: Callable[[Tensor], Tensor]) -> Example:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> LawExample:
         """The example with `fn` applied to every tensor."""
         inputs, extras = ({k: fn(v) for k, v in tensors.items()} for tensors in (self.inputs, self.extras))
-        return Example(inputs, extras, fn(self.weights), self.mode)
+        return LawExample(inputs, extras, fn(self.weights), self.mode)
 
-    def put(self, **changes: Tensor) -> Example:
+    def put(self, **changes: Tensor) -> LawExample:
         """The example with some of its inputs or extras changed."""
         inputs = {k: changes.get(k, v) for k, v in self.inputs.items()}
         return self._replace(inputs=inputs, extras={k: changes.get(k, v) for k, v in self.extras.items()})
@@ -145,7 +145,7 @@ def _apart(a: float, b: float) -> tuple[str, str]:
     return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
-def unchanged(example: Example, copy: Example) -> str | None:
+def unchanged(example: LawExample, copy: LawExample) -> str | None:
     """What of the example differs from a copy of it, in words; None if nothing."""
     before = {**copy.inputs, **copy.extras}
     for name, x in {**example.inputs, **example.extras}.items():
@@ -154,7 +154,7 @@ def unchanged(example: Example, copy: Example) -> str | None:
     return None
 
 
-def impure(example: Example, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
+def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
     """What a function, called twice on the example by `call`, does beside its results, or how these `differ`."""
     copy, state = example.map(torch.clone), torch.get_rng_state()
     first = call()
@@ -166,7 +166,7 @@ def impure(example: Example, call: Callable[[], Any], differ: Callable[[Any, Any
     return reason and f"a second call gave another result: {reason}"
 
 
-def changed(reason: str | None, words: str, example: Example) -> Breach | None:
+def changed(reason: str | None, words: str, example: LawExample) -> Breach | None:
     """The breach of a law that called the function with an example of its own, `words` before what is wrong."""
     return None if reason is None else Breach(f"{words}{reason}", example)
 
@@ -199,7 +199,7 @@ def _digits(x: Tensor) -> tuple[str, bool]:
     return str(numbers), torch.isclose(whole, x.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True).all().item() is True
 
 
-def _describe(example: Example, name: str, see: Sequence[str]) -> list[str]:
+def _describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     """The example in 4 digits, as lines of Python that run where these are all of its digits and there are lines to
     `see` what it shows."""
     tensors = {**example.inputs, **example.extras}
@@ -218,7 +218,7 @@ def _describe(example: Example, name: str, see: Sequence[str]) -> list[str]:
     return [*lines, *(line.format(name) for line in see)]
 
 
-def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]]) -> tuple[str, Breach] | None:
+def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
     """The first example that breaks the law: its size, and the breach."""
     for seed, example in examples:
         try:
@@ -233,7 +233,7 @@ def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, Example]
 def check(
     fn: Callable,
     laws: Sequence[Law],
-    make_example: Callable[[int, int, int], Example],
+    make_example: Callable[[int, int, int], LawExample],
     *,
     sizes: Sequence[tuple[int, int]] = SIZES,
     seeds: int = SEEDS,

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import DTYPES, apart, checked
-from fppo.laws._search import Example, Law, check, differ, normal
+from fppo.laws._search import Law, LawExample, check, differ, normal
 
 SIZES = ((1, 1), (1, 2), (3, 2), (0, 3), (5, 130))
 STEPS = 3
 STATE = ("parameter", "first moment", "second moment")
 
 
-class Case(NamedTuple):
+class AdamWScalars(NamedTuple):
     """The scalars of a step."""
 
     lr: float = 0.1
@@ -30,12 +30,12 @@ class Case(NamedTuple):
 
 
 _CASES = (
-    Case(),
-    Case(weight_decay=0.3),
-    Case(lr=0.01, betas=(0.5, 0.9), eps=0.1),
-    Case(grad_scale=4.0, weight_decay=0.1),
-    Case(betas=(0.0, 0.95), found_inf=0.0, grad_scale=0.375),
-    Case(lr_tensor=True, found_inf=0.0),
+    AdamWScalars(),
+    AdamWScalars(weight_decay=0.3),
+    AdamWScalars(lr=0.01, betas=(0.5, 0.9), eps=0.1),
+    AdamWScalars(grad_scale=4.0, weight_decay=0.1),
+    AdamWScalars(betas=(0.0, 0.95), found_inf=0.0, grad_scale=0.375),
+    AdamWScalars(lr_tensor=True, found_inf=0.0),
 )
 
 
@@ -51,7 +51,7 @@ class _State(NamedTuple):
         return _State(*([x.clone() for x in part] for part in self))
 
 
-def _start(example: Example) -> _State:
+def _start(example: LawExample) -> _State:
     """Parameters, and moments as if steps had been made before."""
     params = list(example.inputs.values())
     moments = [0.1 * p.flip(0) if p.dim() else 0.1 * p for p in params]
@@ -59,11 +59,11 @@ def _start(example: Example) -> _State:
     return _State(params, moments, [m.square() for m in moments], steps).copy()
 
 
-def _grads(example: Example, step: int) -> list[Tensor]:
+def _grads(example: LawExample, step: int) -> list[Tensor]:
     return [x[step].clone() for x in example.extras.values()]
 
 
-def _step(kernel: Callable, state: _State, grads: list[Tensor], case: Case, **changes: Tensor) -> None:
+def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScalars, **changes: Tensor) -> None:
     device = state.params[0].device if state.params else torch.device("cpu")
     flags = {"grad_scale": case.grad_scale, "found_inf": case.found_inf}
     flags = {name: None if x is None else torch.tensor(x, device=device) for name, x in flags.items()} | changes
@@ -82,7 +82,9 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: Case, **ch
     )
 
 
-def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+def _textbook(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: AdamWScalars
+) -> tuple[Tensor, Tensor, Tensor]:
     """Algorithm 2 of Loshchilov and Hutter (2019, arXiv:1711.05101) with the learning rate in the decay, float64."""
     beta1, beta2 = case.betas
     g = g if case.grad_scale is None else g / case.grad_scale
@@ -91,7 +93,7 @@ def _textbook(p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: Case
     return p - case.lr * (unbiased_m / (unbiased_v.sqrt() + case.eps) + case.weight_decay * p), m, v
 
 
-def is_textbook(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
+def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
     """What of some steps differs from the textbook's numbers."""
     state, names = _start(example), list(example.inputs)
     expected = [tuple(x.double() for x in leaf) for leaf in zip(*state[:3], strict=True)]
@@ -109,7 +111,9 @@ def is_textbook(kernel: Callable, example: Example, generator: torch.Generator, 
     return None
 
 
-def keeps_skipped(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
+def keeps_skipped(
+    kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars
+) -> str | None:
     """What a step changes whose gradients were not finite."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
@@ -122,7 +126,7 @@ def keeps_skipped(kernel: Callable, example: Example, generator: torch.Generator
     return None
 
 
-def _alone(kernel: Callable, example: Example, generator: torch.Generator, *, case: Case) -> str | None:
+def _alone(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
     together = _start(example)
     _step(kernel, together, _grads(example, 0), case)
     for i, name in enumerate(example.inputs):
@@ -136,7 +140,7 @@ def _alone(kernel: Callable, example: Example, generator: torch.Generator, *, ca
 def _law(name: str, statement: str, breach: Callable, seeds: int) -> Law:
     """A law whose case goes with the example's seed."""
 
-    def with_case(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+    def with_case(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         return breach(kernel, example, generator, case=_CASES[generator.initial_seed() // seeds])
 
     return Law(name, statement, with_case)
@@ -150,13 +154,13 @@ def _laws(num_dtypes: int) -> tuple[Law, ...]:
     )
 
 
-def example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+def example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
     """A matrix, a vector and a number as parameters, and gradients of each for some steps."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     dtype, shapes = dtypes[seed % len(dtypes)], {"matrix": (rows, width), "vector": (width,), "number": ()}
     inputs = {name: normal(generator, *shape) for name, shape in shapes.items()}
     extras = {f"{name} gradients": normal(generator, STEPS, *shape) for name, shape in shapes.items()}
-    return Example(inputs, extras, torch.zeros(0)).map(lambda x: x.to(device, dtype))
+    return LawExample(inputs, extras, torch.zeros(0)).map(lambda x: x.to(device, dtype))
 
 
 def check_adamw(

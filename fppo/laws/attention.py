@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, words
-from fppo.laws._search import Example, Law, check, differ, normal, unchanged
+from fppo.laws._search import Law, LawExample, check, differ, normal, unchanged
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.padding import make_lengths
@@ -19,14 +19,14 @@ FEATURES = ("gqa", "window", "softcap", "sinks", "key_lengths")
 SIZES = ((0, 0), (1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (4, 7), (2, 130))  # sequences, length
 
 
-def _attention(kernel: Callable, example: Example) -> Tensor:
+def _attention(kernel: Callable, example: LawExample) -> Tensor:
     keywords, query = settings(example), example.inputs["query"]
     sizes = {name: x.tolist() for name, x in keywords.items() if name in ("lengths", "key_lengths")}
     keywords |= {name: make_lengths(x, query.device) for name, x in sizes.items()}
     return kernel(*example.inputs.values(), **keywords)
 
 
-def _places(example: Example) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _places(example: LawExample) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The number of its sequence, and its position there, of each query [N] and of each key [M]."""
     device, sizes = example.inputs["query"].device, example.extras["lengths"].cpu()
     keys = example.extras.get("key_lengths", sizes).cpu()
@@ -38,7 +38,7 @@ def _places(example: Example) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tens
     return places[0], places[1]
 
 
-def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _shape(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     query, out = example.inputs["query"], _attention(kernel, example)
     shape = [*query.shape[:2], example.inputs["value"].shape[2]]
     if list(out.shape) != shape or out.dtype != query.dtype:
@@ -46,7 +46,7 @@ def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> st
     return None if out.isfinite().all() else "the result is not finite"
 
 
-def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _purity(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     copy, first = example.map(torch.clone), _attention(kernel, example)
     _gradient_tree(kernel, example)
     if reason := unchanged(example, copy):
@@ -55,7 +55,7 @@ def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> s
     return reason and f"a second call gave another result: {reason}, as before"
 
 
-def _gradient_tree(kernel: Callable, example: Example, rows: Tensor | None = None) -> dict[str, Tensor]:
+def _gradient_tree(kernel: Callable, example: LawExample, rows: Tensor | None = None) -> dict[str, Tensor]:
     """The gradients of sum(weights * result), over `rows` [N] alone unless None."""
     example, leaves = carry(example, ("query", "key", "value", "sinks"))
     weights = example.weights if rows is None else example.weights.where(rows[:, None, None], 0.0)
@@ -63,7 +63,7 @@ def _gradient_tree(kernel: Callable, example: Example, rows: Tensor | None = Non
 
 
 def _unseen(
-    kernel: Callable, example: Example, generator: torch.Generator, readers: Tensor, unseen: Tensor
+    kernel: Callable, example: LawExample, generator: torch.Generator, readers: Tensor, unseen: Tensor
 ) -> str | None:
     """What the queries `readers` [N] get from the other ones and the keys `unseen` [M], in value or in gradient; None
     if nothing."""
@@ -81,7 +81,7 @@ def _unseen(
     return None
 
 
-def _sequences_apart(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _sequences_apart(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     (sequence, _), (of_key, _) = _places(example)
     for number in range(len(example.extras["lengths"])):
         own = sequence == number
@@ -90,7 +90,7 @@ def _sequences_apart(kernel: Callable, example: Example, generator: torch.Genera
     return None
 
 
-def _causal(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _causal(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     (_, positions), (_, of_keys) = _places(example)
     longest = int(positions.max()) if len(positions) else 0
     for cut in sorted({1, (longest + 1) // 2, longest} - {0}) if longest else ():
@@ -99,12 +99,12 @@ def _causal(kernel: Callable, example: Example, generator: torch.Generator) -> s
     return None
 
 
-def _values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _values(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     expected, actual = _attention(eager, exact(example)), _attention(kernel, example)
     return apart("the result", expected, actual, example.inputs["query"].dtype)
 
 
-def _gradients(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _gradients(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     actual, expected = _gradient_tree(kernel, example), _gradient_tree(eager, exact(example))
     dtype, width = example.inputs["query"].dtype, example.inputs["query"].shape[2]
     # what a rounded result is wrong by, in its product with a gradient, grows with the root of the number of terms
@@ -125,7 +125,7 @@ _LAWS = (
 )
 
 
-class _Case(NamedTuple):
+class _AttentionCase(NamedTuple):
     kv_heads: int = 1
     groups: int = 1
     window: int | None = None
@@ -141,18 +141,18 @@ class _Case(NamedTuple):
 
 
 _CASES = (
-    _Case(),
-    _Case(groups=2),
-    _Case(window=1),
-    _Case(softcap=1.0),
-    _Case(sinks=True),
-    _Case(2, scale=20.0),
-    _Case(2, 2, window=3),
-    _Case(2, 2, softcap=2.0),
-    _Case(2, 2, 2, 2.0, True),
-    _Case(2, 2, before=True),
-    _Case(window=3, before=True),
-    _Case(2, 1, 4, 2.0, True, before=True),
+    _AttentionCase(),
+    _AttentionCase(groups=2),
+    _AttentionCase(window=1),
+    _AttentionCase(softcap=1.0),
+    _AttentionCase(sinks=True),
+    _AttentionCase(2, scale=20.0),
+    _AttentionCase(2, 2, window=3),
+    _AttentionCase(2, 2, softcap=2.0),
+    _AttentionCase(2, 2, 2, 2.0, True),
+    _AttentionCase(2, 2, before=True),
+    _AttentionCase(window=3, before=True),
+    _AttentionCase(2, 1, 4, 2.0, True, before=True),
 )
 
 
@@ -160,11 +160,11 @@ def _example(
     dtypes: Sequence[torch.dtype],
     device: torch.device | str,
     head_dim: int,
-    cases: Sequence[_Case],
+    cases: Sequence[_AttentionCase],
     rows: int,
     width: int,
     seed: int,
-) -> Example:
+) -> LawExample:
     """Sequences of one length in one half of the cases, of different lengths in the other."""
     number, dtype = seed // len(dtypes), dtypes[seed % len(dtypes)]
     case = cases[number]
@@ -186,7 +186,7 @@ def _example(
         extras["softcap"] = torch.tensor(case.softcap, dtype=torch.float64)
     if case.sinks:
         extras["sinks"] = normal(generator, heads)
-    return place(Example(inputs, extras, normal(generator, total, heads, head_dim)), dtype, device)
+    return place(LawExample(inputs, extras, normal(generator, total, heads, head_dim)), dtype, device)
 
 
 def check_attention(

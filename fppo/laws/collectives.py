@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import settings, words
-from fppo.laws._search import Example, Law, check, differ
+from fppo.laws._search import Law, LawExample, check, differ
 from fppo.runtime.simulate import simulate
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
@@ -116,7 +116,7 @@ def _on_ranks(fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
     return simulate({"shard": len(per_rank[0])}, lambda mesh, *x: fn(mesh["shard"], *x), *per_rank)
 
 
-def _inputs(example: Example) -> list[Tensor]:
+def _inputs(example: LawExample) -> list[Tensor]:
     return [x.detach().clone() for x in example.inputs["x"].unbind(0)]
 
 
@@ -135,13 +135,13 @@ def _first(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor]) -> s
     return None
 
 
-def _values(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _values(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     keywords = settings(example)
     results = _on_ranks(lambda axis, x: kernel(x, axis, **keywords), _inputs(example))
     return _first("the result", DEFINITIONS[name](_inputs(example), **keywords), results)
 
 
-def _transpose(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _transpose(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     keywords, xs = settings(example), _inputs(example)
     if not xs[0].is_floating_point():
         return None
@@ -167,7 +167,7 @@ def _transpose(name: str, kernel: Callable, example: Example, generator: torch.G
     )
 
 
-def _purity(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _purity(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     keywords, xs = settings(example), _inputs(example)
 
     def run(axis: Axis, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,19 +183,19 @@ def _purity(name: str, kernel: Callable, example: Example, generator: torch.Gene
     )
 
 
-def _one_rank(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _one_rank(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     x, keywords = _inputs(example)[0], settings(example)
     return None if kernel(x, Axis(), **keywords) is x else "on an axis of one rank it returned another tensor than `x`"
 
 
-def _inverse(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _inverse(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     keywords = settings(example)
     back = INVERSE[name](keywords)
     results = _on_ranks(lambda axis, x: kernel(kernel(x, axis, **keywords), axis, **back), _inputs(example))
     return _first(f"what comes back with {back}", _inputs(example), results)
 
 
-def _uneven(name: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _uneven(name: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     keywords, xs = settings(example), _inputs(example)
     if len(xs) == 1:
         return None
@@ -233,7 +233,7 @@ def _laws(name: str) -> list[Law]:
     return [Law(title, statement, partial(breach, name)) for title, statement, breach in laws]
 
 
-def _example(name: str, ranks: int, width: int, seed: int) -> Example:
+def _example(name: str, ranks: int, width: int, seed: int) -> LawExample:
     """Small whole numbers, of which every dtype holds any sum, in three dimensions that the ranks divide.
 
     Half of the examples are not contiguous.
@@ -246,7 +246,7 @@ def _example(name: str, ranks: int, width: int, seed: int) -> Example:
         x = x.transpose(1, 3).contiguous().transpose(1, 3)
     keywords = _KEYWORDS[name](ranks, case, ranks * width)
     extras = {key: torch.as_tensor(value) for key, value in keywords.items()}
-    return Example({"x": x}, extras, torch.ones(1))
+    return LawExample({"x": x}, extras, torch.ones(1))
 
 
 def check_collective(kernel: Callable[..., Tensor], name: str, *, ranks: Sequence[int] = RANKS) -> None:

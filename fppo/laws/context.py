@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fppo.laws._search import Example, check
+from fppo.laws._search import LawExample, check
 from fppo.laws.ulysses import _CASES, RANKS, Leaves, _example, _gradients, _keywords, _leaves, laws_of_ranks
 from fppo.runtime.simulate import simulate
 from fppo_kernels.attention.sdpa import sdpa
@@ -20,7 +20,7 @@ BLOCKS = (1, 2, 4)
 TOLERANCE = 1e-12  # float64, relative to the larger of 1 and the number
 
 
-def _on_ranks(attend: Callable, attention: Callable, example: Example) -> list[tuple[Tensor, Leaves]]:
+def _on_ranks(attend: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
     """On every rank the gathered result, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
     ranks, blocks = (int(example.extras[name]) for name in ("ranks", "blocks"))
@@ -37,7 +37,7 @@ def _on_ranks(attend: Callable, attention: Callable, example: Example) -> list[t
     return simulate({"context": ranks}, run)
 
 
-def _dealt(ranks: int, rows: int, width: int, seed: int) -> Example:
+def _dealt(ranks: int, rows: int, width: int, seed: int) -> LawExample:
     """Heads of which there may be fewer than ranks; a row that divides into the most blocks."""
     example = _example(ranks, ranks * BLOCKS[-1], 2, rows, width, seed)
     return example._replace(extras=example.extras | {"blocks": torch.tensor(BLOCKS[(seed + rows) % len(BLOCKS)])})

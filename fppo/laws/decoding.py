@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import TOLERANCES, apart, checked, exact, place, settings, words
-from fppo.laws._search import Example, Law, check, differ, normal, spoil, unchanged
+from fppo.laws._search import Law, LawExample, check, differ, normal, spoil, unchanged
 from fppo_kernels.decode_attention.eager import eager
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 3), (3, 9), (2, 130))  # rows, columns
 
 
-def _attend(kernel: Callable, example: Example) -> Tensor:
+def _attend(kernel: Callable, example: LawExample) -> Tensor:
     return kernel(*example.inputs.values(), **settings(example))
 
 
-def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _shape(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     query, values = example.inputs["query"], example.inputs["values"]
     out, shape = _attend(kernel, example), [*query.shape[:2], values.shape[3]]
     if list(out.shape) != shape or out.dtype != query.dtype:
@@ -28,7 +28,7 @@ def _shape(kernel: Callable, example: Example, generator: torch.Generator) -> st
     return None if out.isfinite().all() else "the result is not finite"
 
 
-def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _purity(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     copy, first = example.map(torch.clone), _attend(kernel, example)
     if reason := unchanged(example, copy):
         return reason
@@ -36,7 +36,7 @@ def _purity(kernel: Callable, example: Example, generator: torch.Generator) -> s
     return reason and f"a second call gave another result: {reason}, as before"
 
 
-def _unseen(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _unseen(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     """Hidden columns hold other numbers then, and those before `start` and from `end` on no numbers at all."""
     start, end = (int(example.extras[name].item()) for name in ("start", "end"))
     before = _attend(kernel, example)
@@ -50,13 +50,13 @@ def _unseen(kernel: Callable, example: Example, generator: torch.Generator) -> s
     return differ("the result", before, _attend(kernel, example), 0.0)
 
 
-def _rows_apart(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _rows_apart(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     before = _attend(kernel, example)
     changes = {name: torch.cat([x[:1], normal(generator, *x[1:].shape).to(x)]) for name, x in example.inputs.items()}
     return differ("row 0", before[:1], _attend(kernel, example.put(**changes))[:1], 0.0)
 
 
-def _values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _values(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     dtype = example.inputs["query"].dtype
     return apart("the result", _attend(eager, exact(example)), _attend(kernel, example), dtype)
 
@@ -70,7 +70,7 @@ _LAWS = (
 )
 
 
-class _Case(NamedTuple):
+class _DecodingCase(NamedTuple):
     kv_heads: int = 1
     groups: int = 1
     head_dim: int = 4
@@ -83,18 +83,20 @@ class _Case(NamedTuple):
 
 
 _CASES = (
-    _Case(),
-    _Case(2, 3, 5, 3),
-    _Case(hidden=True),
-    _Case(2, 2, 32, 32, hidden=True, part=True),
-    _Case(1, 7, 64, 128, part=True, scale=2.0),
-    _Case(2, 1, 128, 64, hidden=True, softcap=2.0),
-    _Case(2, 2, 32, 8, part=True, softcap=1.0, sinks=True),
-    _Case(3, 2, hidden=True, part=True, sinks=True, scale=20.0),
+    _DecodingCase(),
+    _DecodingCase(2, 3, 5, 3),
+    _DecodingCase(hidden=True),
+    _DecodingCase(2, 2, 32, 32, hidden=True, part=True),
+    _DecodingCase(1, 7, 64, 128, part=True, scale=2.0),
+    _DecodingCase(2, 1, 128, 64, hidden=True, softcap=2.0),
+    _DecodingCase(2, 2, 32, 8, part=True, softcap=1.0, sinks=True),
+    _DecodingCase(3, 2, hidden=True, part=True, sinks=True, scale=20.0),
 )
 
 
-def _example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, columns: int, seed: int) -> Example:
+def _example(
+    dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, columns: int, seed: int
+) -> LawExample:
     number, dtype = seed // len(dtypes), dtypes[seed % len(dtypes)]
     case = _CASES[number]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * columns + number)
@@ -113,7 +115,7 @@ def _example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: in
     shapes = {"keys": case.head_dim, "values": case.value_dim}
     inputs = {"query": draw(rows, heads, case.head_dim)}
     inputs |= {name: draw(rows, case.kv_heads, columns, width) for name, width in shapes.items()}
-    return place(Example(inputs, extras, torch.ones(rows)), dtype, device)
+    return place(LawExample(inputs, extras, torch.ones(rows)), dtype, device)
 
 
 def check_decode_attention(

@@ -13,8 +13,8 @@ from torch import Tensor
 from fppo.laws._kernels import TOLERANCES, checked, words
 from fppo.laws._search import (
     Breach,
-    Example,
     Law,
+    LawExample,
     changed,
     check,
     differ,
@@ -30,7 +30,7 @@ from fppo.laws._search import (
 Tensors = tuple[Tensor, ...]
 
 
-def call(fn: Callable, example: Example) -> Tensors:
+def call(fn: Callable, example: LawExample) -> Tensors:
     """What `fn` returns for the example's inputs, as a tuple of [B, T]."""
     result = fn(*example.inputs.values())
     return (result,) if isinstance(result, Tensor) else tuple(result)
@@ -45,7 +45,7 @@ def results_differ(expected: Tensors, actual: Tensors, tolerance: float | None =
     return None
 
 
-def _shape(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _shape(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     dtype = example.weights.dtype
     for result in call(fn, example):
         if result.shape != example.mask.shape:
@@ -58,11 +58,11 @@ def _shape(fn: Callable, example: Example, generator: torch.Generator) -> str | 
     return None
 
 
-def _purity(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _purity(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     return impure(example, lambda: call(fn, example), partial(results_differ, tolerance=0.0))
 
 
-def _masked_garbage(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _masked_garbage(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     mask, plain = example.mask, call(fn, example)
     for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
         dirty = {
@@ -76,21 +76,21 @@ def _masked_garbage(fn: Callable, example: Example, generator: torch.Generator) 
     return None
 
 
-def _zero_outside(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _zero_outside(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     results = call(fn, example)
     outside = tuple(x.where(~example.mask, 0.0) for x in results)
     reason = results_differ(tuple(torch.zeros_like(x) for x in results), outside, 0.0)
     return reason and f"outside the mask {reason}"
 
 
-def _row_order(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _row_order(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     order = torch.randperm(len(example.mask), generator=generator)
     expected, moved = tuple(x[order] for x in call(fn, example)), example.map(lambda x: x[order])
     reason = results_differ(expected, call(fn, moved))
     return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
 
 
-def _padding(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _padding(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns))
@@ -109,7 +109,7 @@ COMMON = (
 )
 
 
-def _equal_rewards(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _equal_rewards(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     groups = torch.arange(len(example.mask)).div(2, rounding_mode="floor")
     if len(groups) < 2 or not example.mask.any(1).all():
         return None
@@ -121,7 +121,7 @@ def _equal_rewards(fn: Callable, example: Example, generator: torch.Generator) -
     return changed(differ("the advantage", torch.zeros_like(advantages), advantages, 0.0), "", example)
 
 
-def _higher_scores(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _higher_scores(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     scores, mask, groups = example.inputs.values()
     present, advantages = mask.any(1), call(fn, example)[0]
     means = advantages.sum(1) / mask.sum(1).clamp(min=1)
@@ -136,7 +136,7 @@ def _higher_scores(fn: Callable, example: Example, generator: torch.Generator) -
     )
 
 
-def _unequal_rewards(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _unequal_rewards(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     present, groups = example.mask.any(1), example.inputs["groups"]
     if (groups[present].bincount() < 2).all():
         return None
@@ -145,7 +145,7 @@ def _unequal_rewards(fn: Callable, example: Example, generator: torch.Generator)
     return None if call(fn, example)[0].any() else Breach("all advantages are 0, although all scores differ", example)
 
 
-def _alone(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _alone(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     try:
         call(fn, example)
     except Exception as error:
@@ -155,13 +155,13 @@ def _alone(fn: Callable, example: Example, generator: torch.Generator) -> str | 
     return None
 
 
-def _group_names(fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _group_names(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     renamed = example.put(groups=1000 - 7 * example.inputs["groups"])
     reason = results_differ(call(fn, example), call(fn, renamed))
     return changed(reason, "with these names of the groups, ", renamed)
 
 
-def as_reference(reference: Callable, fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def as_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     """Where the results of `fn` are not those of the reference."""
     expected, actual = call(reference, example), call(fn, example)
     both = min(len(expected), len(actual))  # one of them may give advantages alone
@@ -169,7 +169,7 @@ def as_reference(reference: Callable, fn: Callable, example: Example, generator:
     return reason and f"{reason}, as of {fn_name(reference)}"
 
 
-def _grouped_example(group_rows: int, dtype: torch.dtype, rows: int, width: int, seed: int) -> Example:
+def _grouped_example(group_rows: int, dtype: torch.dtype, rows: int, width: int, seed: int) -> LawExample:
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     rows = max(rows, group_rows)
     mask = draw_mask(rows, width, seed % 2, generator)
@@ -179,7 +179,7 @@ def _grouped_example(group_rows: int, dtype: torch.dtype, rows: int, width: int,
         mask = torch.cat([torch.zeros_like(mask[:1]), mask])
         groups = torch.cat([groups[:1], groups])
     scores = torch.randint(-2, 3, (len(groups),), generator=generator).to(dtype) * 0.7
-    return Example({"scores": scores, "mask": mask, "groups": groups}, {}, mask.to(dtype))
+    return LawExample({"scores": scores, "mask": mask, "groups": groups}, {}, mask.to(dtype))
 
 
 def check_advantages(
@@ -225,13 +225,13 @@ def check_advantages(
 
 def token_example(
     names: tuple[str, ...], rows: int, width: int, seed: int, dtype: torch.dtype = torch.float64
-) -> Example:
+) -> LawExample:
     """A batch of columns [B, T] by their names, of which "weights" are at least 0, with a mask by the seed."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed, generator)
     inputs = {name: short(normal(generator, rows, width)).to(dtype) for name in names}
     inputs = {name: x.abs() if name == "weights" else x for name, x in inputs.items()}
-    return Example({**inputs, "mask": mask}, {}, mask.to(dtype))
+    return LawExample({**inputs, "mask": mask}, {}, mask.to(dtype))
 
 
 class _Whitening(NamedTuple):
@@ -240,14 +240,14 @@ class _Whitening(NamedTuple):
     shift_mean: bool
     eps: float
 
-    def about_zero(self, fn: Callable, example: Example) -> tuple[Tensor, Tensor]:
+    def about_zero(self, fn: Callable, example: LawExample) -> tuple[Tensor, Tensor]:
         """The result [N] on the mask with its mean as it should be taken off, and the variance it should have."""
         x, result = example.inputs["x"][example.mask], call(fn, example)[0][example.mask]
         variance = x.var() if len(x) > 1 else x.new_zeros(())
         return result if self.shift_mean else result - x.mean(), variance / (variance + self.eps)
 
 
-def _moments(kind: _Whitening, fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _moments(kind: _Whitening, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     if example.mask.sum() < 2:
         return None
     x, variance = kind.about_zero(fn, example)
@@ -255,7 +255,7 @@ def _moments(kind: _Whitening, fn: Callable, example: Example, generator: torch.
     return differ(what, torch.zeros(()), x.mean()) or differ("the variance", variance, x.var())
 
 
-def _shift_and_scale(kind: _Whitening, fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _shift_and_scale(kind: _Whitening, fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     if not example.mask.any():
         return None
     plain, variance = kind.about_zero(fn, example)
@@ -268,7 +268,7 @@ def _shift_and_scale(kind: _Whitening, fn: Callable, example: Example, generator
     return None
 
 
-def _constant(kind: _Whitening, fn: Callable, example: Example, generator: torch.Generator) -> Breach | None:
+def _constant(kind: _Whitening, fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     example = example.put(x=torch.full_like(example.inputs["x"], 0.1))
     result, _ = kind.about_zero(fn, example)
     exact = kind.shift_mean and not kind.eps  # what is added to the variance bounds what roundings grow to

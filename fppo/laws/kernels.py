@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, words
-from fppo.laws._search import Example, Law, check, differ, normal, unchanged
+from fppo.laws._search import Law, LawExample, check, differ, normal, unchanged
 from fppo_kernels.log_probs.reference import reference
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared")
 SIZES = ((0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (3, 5), (5, 9), (33, 1100))  # tokens, vocabulary
 
 
-def _log_probs(kernel: Callable, example: Example, entropy: bool = True, sum_squared: bool = True) -> Any:
+def _log_probs(kernel: Callable, example: LawExample, entropy: bool = True, sum_squared: bool = True) -> Any:
     return kernel(*example.inputs.values(), **settings(example), entropy=entropy, sum_squared=sum_squared)
 
 
 def _log_probs_grads(
-    kernel: Callable, example: Example, outputs: Sequence[str], names: Sequence[str] = ("hidden", "weight", "bias")
+    kernel: Callable, example: LawExample, outputs: Sequence[str], names: Sequence[str] = ("hidden", "weight", "bias")
 ) -> dict[str, Tensor]:
     """The gradients by these names of sum(weights * output), summed over the outputs."""
     example, leaves = carry(example, names)
@@ -33,7 +33,7 @@ def _log_probs_grads(
     return dict(zip(leaves, grads(torch.stack(sums).sum(), list(leaves.values())), strict=True))
 
 
-def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _log_probs_shape(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     hidden = example.inputs["hidden"]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     both = _log_probs(kernel, example)
@@ -48,7 +48,7 @@ def _log_probs_shape(kernel: Callable, example: Example, generator: torch.Genera
     return None
 
 
-def _outputs_asked_for(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _outputs_requested(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     both, dtype = _log_probs(kernel, example), example.inputs["hidden"].dtype
     for entropy, sum_squared in ((False, False), (True, False), (False, True)):
         one = _log_probs(kernel, example, entropy, sum_squared)
@@ -58,7 +58,7 @@ def _outputs_asked_for(kernel: Callable, example: Example, generator: torch.Gene
     return None
 
 
-def _log_probs_purity(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _log_probs_purity(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     copy = example.map(torch.clone)
     first = _log_probs(kernel, example)
     _log_probs_grads(kernel, example, OUTPUTS)
@@ -71,7 +71,7 @@ def _log_probs_purity(kernel: Callable, example: Example, generator: torch.Gener
     return None
 
 
-def _log_probs_range(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _log_probs_range(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     result, vocab = _log_probs(kernel, example), len(example.inputs["weight"])
     slack = TOLERANCES[result.log_probs.dtype]  # moments are sums, and round
     for name, low, high in (
@@ -86,7 +86,7 @@ def _log_probs_range(kernel: Callable, example: Example, generator: torch.Genera
     return None
 
 
-def _log_probs_values(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _log_probs_values(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     actual, expected = _log_probs(kernel, example), _log_probs(reference, exact(example))
     for name in OUTPUTS:
         if reason := apart(name, getattr(expected, name), getattr(actual, name), example.inputs["hidden"].dtype):
@@ -95,7 +95,7 @@ def _log_probs_values(kernel: Callable, example: Example, generator: torch.Gener
 
 
 def _log_probs_gradient(
-    kernel: Callable, example: Example, generator: torch.Generator, *, outputs: Sequence[str]
+    kernel: Callable, example: LawExample, generator: torch.Generator, *, outputs: Sequence[str]
 ) -> str | None:
     actual, expected = (_log_probs_grads(fn, x, outputs) for fn, x in ((kernel, example), (reference, exact(example))))
     for name, grad in expected.items():
@@ -104,7 +104,7 @@ def _log_probs_gradient(
     return None
 
 
-def _frozen_head(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _frozen_head(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     whole = _log_probs_grads(kernel, example, OUTPUTS)
     for names in (("hidden",), ("weight",)):
         for name, grad in _log_probs_grads(kernel, example, OUTPUTS, names).items():
@@ -122,7 +122,7 @@ def _gradient_law(*outputs: str) -> Law:
 _LOG_PROBS_LAWS = (
     Law("shape", "every output is finite, [N], in the dtype of hidden or float32 if that is wider", _log_probs_shape),
     Law("purity", "arguments stay as they are, and equal arguments give equal bits", _log_probs_purity),
-    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_asked_for),
+    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_requested),
     Law("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _log_probs_range),
     Law("values", "values are those of the float64 reference", _log_probs_values),
     *(_gradient_law(output) for output in OUTPUTS),
@@ -136,7 +136,7 @@ SUM_TOLERANCES = MappingProxyType({**TOLERANCES, torch.bfloat16: 2**-8})
 
 def _sums_example(
     dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int
-) -> Example:
+) -> LawExample:
     """Every logit is 0, so that a term of a sum takes no rounding: hidden states are 0, or weights are."""
     dtype, of_hidden = dtypes[seed // 2], seed % 2 == 0
     generator = torch.Generator().manual_seed(seed)
@@ -145,10 +145,10 @@ def _sums_example(
     labels = torch.zeros(rows, dtype=torch.int64)
     weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None].expand(3, rows)
     inputs = {"hidden": hidden * (not of_hidden), "weight": weight * of_hidden, "labels": labels}
-    return place(Example(inputs, {}, weights), dtype, device)
+    return place(LawExample(inputs, {}, weights), dtype, device)
 
 
-def _long_sums(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _long_sums(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     actual, expected = (
         _log_probs_grads(fn, x, OUTPUTS[:1]) for fn, x in ((kernel, example), (reference, exact(example)))
     )
@@ -169,7 +169,7 @@ PIECE = 100  # tokens that the reference is asked about at a time: its logits of
 
 def _large_example(
     dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
-) -> Example:
+) -> LawExample:
     """Every token's probability lies on one column and those whose code differs from it in a bit or two.
 
     These columns are the borders of blocks of 64, and others by chance; so a label or a logit at the wrong place shows.
@@ -187,11 +187,11 @@ def _large_example(
     labels = peaks ^ torch.tensor([0, 1, 3])[torch.arange(rows) % 3]
     weights = torch.randint(-2, 3, (3, rows), generator=generator).double()
     return place(
-        Example({"hidden": 2 * codes[peaks], "weight": codes, "labels": labels}, {}, weights), dtypes[0], device
+        LawExample({"hidden": 2 * codes[peaks], "weight": codes, "labels": labels}, {}, weights), dtypes[0], device
     )
 
 
-def _large(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _large(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     dtype, (hidden, weight, labels) = example.inputs["hidden"].dtype, example.inputs.values()
     weight = weight.double().requires_grad_()
     values, by_hidden, by_weight = [], [], torch.zeros_like(weight)
@@ -240,7 +240,7 @@ _LOG_PROBS_CASES = (
 
 def _log_probs_example(
     dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
-) -> Example:
+) -> LawExample:
     """Numbers that float32 holds; extreme logits are whole, so that float32 makes no error in them."""
     case, dtype = _LOG_PROBS_CASES[seed // len(dtypes)], dtypes[seed % len(dtypes)]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed // len(dtypes))
@@ -261,7 +261,7 @@ def _log_probs_example(
         extras["temperature"] = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator).double()
     if case.bias:
         extras["bias"] = draw(width, step=64.0)
-    return place(Example(inputs, extras, normal(generator, 3, rows)), dtype, device)
+    return place(LawExample(inputs, extras, normal(generator, 3, rows)), dtype, device)
 
 
 def check_log_probs(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, words
-from fppo.laws._search import Example, Law, check, differ, normal, unchanged
+from fppo.laws._search import Law, LawExample, check, differ, normal, unchanged
 from fppo_kernels.glu.eager import ACTIVATIONS
 from fppo_kernels.glu.eager import eager as plain_glu
 from fppo_kernels.linear.plain import plain as plain_linear
@@ -27,29 +27,29 @@ KINDS = tuple(ACTIVATIONS)
 class Operation(NamedTuple):
     """How an operation is called on an example, what it must equal, which of its inputs have rows, and its examples."""
 
-    call: Callable[[Callable, Example], Tensor]
+    call: Callable[[Callable, LawExample], Tensor]
     reference: Callable[..., Any]
     rows: tuple[str, ...]
-    draw: Callable[[torch.Generator, int, int, int], Example]  # of rows, width and the number of a case
+    draw: Callable[[torch.Generator, int, int, int], LawExample]  # of rows, width and the number of a case
 
 
-def _linear(kernel: Callable, example: Example) -> Tensor:
+def _linear(kernel: Callable, example: LawExample) -> Tensor:
     return kernel(example.inputs["x"], example.inputs["weight"], example.extras.get("bias"))
 
 
-def _rms_norm(kernel: Callable, example: Example) -> Tensor:
+def _rms_norm(kernel: Callable, example: LawExample) -> Tensor:
     numbers = {name: x.item() for name, x in example.extras.items()}
     return kernel(example.inputs["x"], example.inputs["weight"], **numbers)
 
 
-def _add_norm(kernel: Callable, example: Example) -> Tensor:
+def _add_norm(kernel: Callable, example: LawExample) -> Tensor:
     """Both results, side by side."""
     numbers = {name: x.item() for name, x in example.extras.items()}
     inputs = example.inputs
     return torch.cat(_both(kernel(inputs["x"], inputs["residual"], inputs["weight"], **numbers), "normed", "sum"), -1)
 
 
-def _rotary(kernel: Callable, example: Example) -> Tensor:
+def _rotary(kernel: Callable, example: LawExample) -> Tensor:
     """Both results, side by side, head after head."""
     width = example.extras["cos"].shape[-1]
     heads = (example.inputs[name].unflatten(-1, (-1, width)) for name in ("query", "key"))
@@ -63,54 +63,54 @@ def _both(result: Any, *names: str) -> list[Tensor]:
     raise ValueError(f"the kernel returned a {type(result).__name__}, expected ({', '.join(names)})")
 
 
-def _glu(kernel: Callable, example: Example) -> Tensor:
+def _glu(kernel: Callable, example: LawExample) -> Tensor:
     activation = KINDS[int(example.extras["activation"].item())]
     return kernel(example.inputs["gate"], example.inputs["up"], activation=activation)
 
 
-def _draw_linear(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+def _draw_linear(generator: torch.Generator, rows: int, width: int, number: int) -> LawExample:
     """Twice or half as many columns as there are, with and without a bias, one batch [rows, H] or [2, rows, H]."""
     draw, out = partial(normal, generator), 2 * width if number % 2 else (width + 1) // 2
     batch = (2, rows) if number >= 2 else (rows,)
     extras = {"bias": draw(out)} if number % 3 else {}
     inputs = {"x": draw(*batch, width), "weight": draw(out, width) / width**0.5}
-    return Example(inputs, extras, draw(*batch, out))
+    return LawExample(inputs, extras, draw(*batch, out))
 
 
-def _draw_norm(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+def _draw_norm(generator: torch.Generator, rows: int, width: int, number: int) -> LawExample:
     """Rows of size 1, of the size of the root of `eps` and large ones, with and without an offset."""
     draw, eps = partial(normal, generator), EPS[number % 2]
     sizes = torch.tensor([1.0, eps**0.5, 100.0], dtype=torch.float64)[torch.arange(rows) % 3, None]
     extras = {"eps": torch.tensor(eps, dtype=torch.float64), "offset": torch.tensor(float(number >= 2))}
     inputs = {"x": sizes * draw(rows, width), "weight": draw(width)}
     # rows of a small size have a steep slope, and get so small a weight
-    return Example(inputs, extras, sizes.clamp(max=1.0) * draw(rows, width))
+    return LawExample(inputs, extras, sizes.clamp(max=1.0) * draw(rows, width))
 
 
-def _draw_add_norm(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+def _draw_add_norm(generator: torch.Generator, rows: int, width: int, number: int) -> LawExample:
     """Rows of a norm in two parts."""
     example = _draw_norm(generator, rows, width, number)
     residual = example.inputs["x"] * 0.5 + 0.1 * normal(generator, rows, width)
     weights = torch.cat([example.weights, normal(generator, rows, width)], -1)
     x, weight = example.inputs["x"], example.inputs["weight"]
-    return Example({"x": x - residual, "residual": residual, "weight": weight}, example.extras, weights)
+    return LawExample({"x": x - residual, "residual": residual, "weight": weight}, example.extras, weights)
 
 
-def _draw_rotary(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+def _draw_rotary(generator: torch.Generator, rows: int, width: int, number: int) -> LawExample:
     """One or three heads of queries, and one or two of keys, turned by any angle."""
     draw, queries, keys = partial(normal, generator), (1, 3)[number % 2], (1, 2)[number // 2]
     angle = 3 * draw(rows, width)
     extras = {name: fn(torch.cat([angle, angle], -1)) for name, fn in (("cos", torch.cos), ("sin", torch.sin))}
     inputs = {"query": draw(rows, 2 * width * queries), "key": draw(rows, 2 * width * keys)}
-    return Example(inputs, extras, draw(rows, 2 * width * (queries + keys)))
+    return LawExample(inputs, extras, draw(rows, 2 * width * (queries + keys)))
 
 
-def _draw_glu(generator: torch.Generator, rows: int, width: int, number: int) -> Example:
+def _draw_glu(generator: torch.Generator, rows: int, width: int, number: int) -> LawExample:
     """Gates of size 3, where activations bend, and some where they are flat."""
     draw = partial(normal, generator)
     gate = 3 * draw(rows, width) * torch.where(torch.arange(rows) % 5 == 4, 30.0, 1.0)[:, None]
     extras = {"activation": torch.tensor(number)}
-    return Example({"gate": gate, "up": draw(rows, width)}, extras, draw(rows, width))
+    return LawExample({"gate": gate, "up": draw(rows, width)}, extras, draw(rows, width))
 
 
 OPERATIONS: Mapping[str, Operation] = MappingProxyType(
@@ -124,12 +124,12 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
 )
 
 
-def _dtype(example: Example) -> torch.dtype:
+def _dtype(example: LawExample) -> torch.dtype:
     return next(iter(example.inputs.values())).dtype
 
 
 def gradients(
-    op: Operation, kernel: Callable, example: Example, names: Sequence[str] | None = None, rows: Tensor | None = None
+    op: Operation, kernel: Callable, example: LawExample, names: Sequence[str] | None = None, rows: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The gradients by these inputs (all and a bias) of sum(weights * result), over `rows` (bool) alone unless None."""
     example, leaves = carry(example, [*example.inputs, "bias"] if names is None else names)
@@ -137,7 +137,7 @@ def gradients(
     return dict(zip(leaves, grads((weights * op.call(kernel, example)).sum(), list(leaves.values())), strict=True))
 
 
-def _shape(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _shape(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     out = op.call(kernel, example)
     if out.shape != example.weights.shape or out.dtype != _dtype(example):
         expected = f"{words(_dtype(example))} {list(example.weights.shape)}"
@@ -145,7 +145,7 @@ def _shape(op: Operation, kernel: Callable, example: Example, generator: torch.G
     return None if out.isfinite().all() else "the result is not finite"
 
 
-def _purity(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _purity(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     copy, first, slopes = example.map(torch.clone), op.call(kernel, example), gradients(op, kernel, example)
     if reason := unchanged(example, copy):
         return reason
@@ -157,7 +157,7 @@ def _purity(op: Operation, kernel: Callable, example: Example, generator: torch.
     return None
 
 
-def _rows_apart(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _rows_apart(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     count = example.weights.shape[-2]
     for cut in sorted({1, count // 2} - {0, count}):
         readers = torch.arange(count, device=example.weights.device) < cut
@@ -173,11 +173,11 @@ def _rows_apart(op: Operation, kernel: Callable, example: Example, generator: to
     return None
 
 
-def _values(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _values(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     return apart("the result", op.call(op.reference, exact(example)), op.call(kernel, example), _dtype(example))
 
 
-def _gradients(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _gradients(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     actual, expected = gradients(op, kernel, example), gradients(op, op.reference, exact(example))
     for name, grad in expected.items():
         if reason := apart(f"the gradient by {name}", grad, actual[name], _dtype(example)):
@@ -185,7 +185,7 @@ def _gradients(op: Operation, kernel: Callable, example: Example, generator: tor
     return None
 
 
-def _frozen(op: Operation, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _frozen(op: Operation, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     for name, whole in gradients(op, kernel, example).items():
         (alone,) = gradients(op, kernel, example, (name,)).values()
         if reason := apart(f"the gradient by {name} alone", whole, alone, _dtype(example)):
@@ -213,7 +213,7 @@ def _example(
     rows: int,
     width: int,
     seed: int,
-) -> Example:
+) -> LawExample:
     number, dtype = numbers[seed // len(dtypes)], dtypes[seed % len(dtypes)]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)
     return place(op.draw(generator, rows, width, number), dtype, device)

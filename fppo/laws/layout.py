@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fppo import tree
-from fppo.laws._search import Example, Law, check, fn_name
-from fppo.laws.updates import HORIZON, VOCAB, _actor_update, _batch, _example, _Outcome, _outcomes_differ
+from fppo.laws._search import Law, LawExample, check, fn_name
+from fppo.laws.updates import HORIZON, VOCAB, _actor_update, _batch, _example, _outcomes_differ, _UpdateOutcome
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
@@ -38,7 +38,7 @@ TOLERANCE = 1e-10
 
 
 @attrs.frozen
-class Layout:
+class MeshCase:
     """A mesh, what is sharded on it, how many layers the model has, and how a batch is spread over it and cut."""
 
     axes: Mapping[str, int]
@@ -67,7 +67,7 @@ class Layout:
 # of a layout: axes, stage of the sharding, how layers are recomputed, stages of a pipeline on each rank
 Settings = tuple[Mapping[str, int], int | None, Recompute, int]
 # (example, layout, number of the model) -> what the update gave on every rank
-Run = Callable[[Example, Layout, int], list[_Outcome]]
+Run = Callable[[LawExample, MeshCase, int], list[_UpdateOutcome]]
 
 
 def meshes(max_ranks: int) -> list[dict[str, int]]:
@@ -151,7 +151,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
     def prepared(number: int, layers: int, tensor: int, expert: int) -> models.Prepared:
         return models.prepare(built[layers][number][0], Mesh({"tensor": Axis(tensor), "expert": Axis(expert)}))
 
-    def on_rank(example: Example, layout: Layout, number: int, mesh: Mesh) -> _Outcome:
+    def on_rank(example: LawExample, layout: MeshCase, number: int, mesh: Mesh) -> _UpdateOutcome:
         model, params = built[layout.layers][number]
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         sharding = None if layout.stage is None else Sharding(stage=layout.stage)
@@ -173,9 +173,9 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
             optimizer=optimizer,
         )
         grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
-        return _Outcome(grads, params, metrics)
+        return _UpdateOutcome(grads, params, metrics)
 
-    def run(example: Example, layout: Layout, number: int) -> list[_Outcome]:
+    def run(example: LawExample, layout: MeshCase, number: int) -> list[_UpdateOutcome]:
         prepared(number, layout.layers, layout.axes["tensor"], layout.axes["expert"])  # before there are threads
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
@@ -187,9 +187,9 @@ def _draw(
     stage: int | None,
     checkpoint_layers: Recompute,
     virtual_stages: int,
-    example: Example,
+    example: LawExample,
     generator: torch.Generator,
-) -> Layout:
+) -> MeshCase:
     """A split into micro-batches, and packed rows or, where no axis cuts them, any."""
 
     def draw(count: int) -> int:
@@ -197,7 +197,7 @@ def _draw(
 
     tokens = example.inputs["attention_mask"].sum().item()
     budget = draw(2) == 1
-    return Layout(
+    return MeshCase(
         axes=axes,
         stage=stage if _shards(axes) > 1 else None,
         checkpoint_layers=checkpoint_layers,
@@ -222,9 +222,9 @@ def _turns(layouts: Sequence[Settings], each: int):
     return turn
 
 
-def _one_process(run: Run, example: Example, number: int, layers: int = 2) -> _Outcome:
+def _one_process(run: Run, example: LawExample, number: int, layers: int = 2) -> _UpdateOutcome:
     axes: dict[str, int] = dict.fromkeys(AXES, 1)
-    return run(example, Layout(axes, layers=layers, size=len(example.mask)), number)[0]
+    return run(example, MeshCase(axes, layers=layers, size=len(example.mask)), number)[0]
 
 
 def _number(axes: Mapping[str, int], count: int) -> int:
@@ -235,7 +235,7 @@ def _number(axes: Mapping[str, int], count: int) -> int:
 def _laws(layouts: Sequence[Settings], each: int, seed: int) -> tuple[Law, ...]:
     turn, again = _turns(layouts, each), _turns(layouts, 1)
 
-    def same_as_one(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    def same_as_one(run: Run, example: LawExample, generator: torch.Generator) -> str | None:
         count, chosen = turn()
         expected = functools.cache(partial(_one_process, run, example))
         for settings in chosen:
@@ -250,7 +250,7 @@ def _laws(layouts: Sequence[Settings], each: int, seed: int) -> tuple[Law, ...]:
                     return f"{layout} (seed {seed}): rank {rank}: {reason}, as in one process"
         return None
 
-    def same_bits(run: Run, example: Example, generator: torch.Generator) -> str | None:
+    def same_bits(run: Run, example: LawExample, generator: torch.Generator) -> str | None:
         count, (settings,) = again()
         if count % 4:  # each is run twice
             return None

@@ -12,8 +12,8 @@ from torch import Tensor
 from fppo.laws._kernels import TOLERANCES, checked, words
 from fppo.laws._search import (
     Breach,
-    Example,
     Law,
+    LawExample,
     changed,
     check,
     differ,
@@ -34,24 +34,24 @@ OUTPUTS = ("outputs", "old_values", "returns")
 TOKENS = 6  # that an example must have where single tokens may be clipped or equal by chance
 
 
-class _Outcome(NamedTuple):
+class _LossOutcome(NamedTuple):
     loss: Tensor  # [B, T]
     grad: Tensor  # of (weights * loss).sum() by the first input, [B, T]
     metrics: Mapping[str, Metric]
 
 
-def _call(fn: LossFn, example: Example) -> tuple[Tensor, Mapping[str, Metric]]:
+def _call(fn: LossFn, example: LawExample) -> tuple[Tensor, Mapping[str, Metric]]:
     return fn(*example.inputs.values(), **example.extras)
 
 
-def _evaluate(fn: LossFn, example: Example) -> _Outcome:
+def _evaluate(fn: LossFn, example: LawExample) -> _LossOutcome:
     name = next(iter(example.inputs))
     carried = example.inputs[name].detach().clone().requires_grad_()
     loss, metrics = _call(fn, example.put(**{name: carried}))
     total = (example.weights * loss).sum()
     if not total.requires_grad:
-        return _Outcome(loss, torch.zeros_like(carried), metrics)
-    return _Outcome(loss.detach(), torch.autograd.grad(total, carried)[0], metrics)
+        return _LossOutcome(loss, torch.zeros_like(carried), metrics)
+    return _LossOutcome(loss.detach(), torch.autograd.grad(total, carried)[0], metrics)
 
 
 def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric], tolerance: float = 1e-9) -> str | None:
@@ -65,7 +65,7 @@ def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric],
     return None
 
 
-def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float | None = None) -> str | None:
+def _outcomes_differ(expected: _LossOutcome, actual: _LossOutcome, tolerance: float | None = None) -> str | None:
     """Where they differ, by more than the tolerance of their dtype or the one that is given."""
     within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
     return (
@@ -75,7 +75,7 @@ def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float | No
     )
 
 
-def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _per_token(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     name = next(iter(example.inputs))
     result = _call(fn, example.put(**{name: example.inputs[name].requires_grad_()}))
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
@@ -93,11 +93,11 @@ def _per_token(fn: LossFn, example: Example, generator: torch.Generator) -> str 
     return None
 
 
-def _purity(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _purity(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     return impure(example, lambda: _evaluate(fn, example), partial(_outcomes_differ, tolerance=0.0))
 
 
-def _precision(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _precision(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     dtype, outcome = example.weights.dtype, _evaluate(fn, example)
     if outcome.loss.dtype != dtype:
         return f"{words(dtype)} arguments gave a loss in {words(outcome.loss.dtype)}"
@@ -109,7 +109,7 @@ def _precision(fn: LossFn, example: Example, generator: torch.Generator) -> str 
     return None
 
 
-def _gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _gradient(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     first, second = (name for name in list(example.inputs)[:2])
     if example.inputs[first].shape == example.inputs[second].shape:
         example = example.put(**{second: example.inputs[first].clone()})
@@ -120,7 +120,7 @@ def _gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breac
     )
 
 
-def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _masked_garbage(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     def dirty(x: Tensor, kind: str) -> Tensor:
         return spoil(x, _along(~mask, x) if x.dim() >= 2 else ~mask.any(1), generator, kind)
 
@@ -132,7 +132,7 @@ def _masked_garbage(fn: LossFn, example: Example, generator: torch.Generator) ->
     return None
 
 
-def _zero_outside(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _zero_outside(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     outcome = _evaluate(fn, example)
     for what, x in (("the loss", outcome.loss), ("the gradient", outcome.grad)):
         outside = x.where(_along(~example.mask, x), 0.0)
@@ -146,7 +146,7 @@ def _along(mask: Tensor, x: Tensor) -> Tensor:
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
-def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _all_masked(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     empty = example.put(mask=torch.zeros_like(example.mask))
     outcome = _evaluate(fn, empty)
     zeros = [torch.zeros_like(x) for x in (outcome.loss, outcome.grad)]
@@ -156,7 +156,7 @@ def _all_masked(fn: LossFn, example: Example, generator: torch.Generator) -> Bre
     return changed(reason, "", empty)
 
 
-def _constants(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _constants(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     carried, *others = (name for name in example.inputs if name != "mask")
     leaves = {name: example.inputs[name].detach().clone().requires_grad_() for name in (carried, *others)}
     loss, _ = _call(fn, example.put(**leaves))
@@ -170,7 +170,7 @@ def _constants(fn: LossFn, example: Example, generator: torch.Generator) -> str 
     return None
 
 
-def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _micro_batches(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     whole, rows = _evaluate(fn, example), len(example.mask)
     for size in range(1, rows):
         pieces = [_evaluate(fn, example.map(lambda x, i=i, n=size: x[i : i + n])) for i in range(0, rows, size)]
@@ -185,14 +185,14 @@ def _micro_batches(fn: LossFn, example: Example, generator: torch.Generator) -> 
     return None
 
 
-def _metrics_add(fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _metrics_add(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     whole = _call(fn, example)[1]
     by_row = [_call(fn, example.map(lambda x, i=i: x[i : i + 1]))[1] for i in range(len(example.mask))]
     reason = metrics_differ(whole, merge(*by_row), TOLERANCES[example.weights.dtype])
     return reason and f"merged over single rows, {reason}, as in the whole batch"
 
 
-def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _row_order(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     order = torch.randperm(len(example.mask), generator=generator)
     moved = example.map(lambda x: x[order])
     plain = _evaluate(fn, example)
@@ -201,7 +201,7 @@ def _row_order(fn: LossFn, example: Example, generator: torch.Generator) -> Brea
     return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
 
 
-def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _padding(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns))._replace(
@@ -214,7 +214,7 @@ def _padding(fn: LossFn, example: Example, generator: torch.Generator) -> Breach
     return None
 
 
-def _reinforce(fn: LossFn, example: Example, generator: torch.Generator, *, by_row: bool) -> Breach | None:
+def _reinforce(fn: LossFn, example: LawExample, generator: torch.Generator, *, by_row: bool) -> Breach | None:
     log_probs, _, advantages, mask = list(example.inputs.values())[:4]
     if by_row:
         advantages = advantages[:, :1].expand_as(advantages).clone()
@@ -224,17 +224,17 @@ def _reinforce(fn: LossFn, example: Example, generator: torch.Generator, *, by_r
     return changed(_gradient_differs(expected, fn, example), "", example)
 
 
-def _error_gradient(fn: LossFn, example: Example, generator: torch.Generator) -> Breach | None:
+def _error_gradient(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
     values, _, returns, mask = list(example.inputs.values())[:4]
     expected, example = (example.weights * (values - returns)).where(mask, 0.0), example.put(old_values=values.clone())
     return changed(_gradient_differs(expected, fn, example), "", example)
 
 
-def _gradient_differs(expected: Tensor, fn: LossFn, example: Example) -> str | None:
+def _gradient_differs(expected: Tensor, fn: LossFn, example: LawExample) -> str | None:
     return differ("the gradient at old == new", expected, _evaluate(fn, example).grad, TOLERANCES[expected.dtype])
 
 
-def _as_reference(reference: LossFn, fn: LossFn, example: Example, generator: torch.Generator) -> str | None:
+def _as_reference(reference: LossFn, fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     expected, actual = _evaluate(reference, example), _evaluate(fn, example)
     reason = _outcomes_differ(expected, actual._replace(metrics=expected.metrics))
     return reason and f"{reason}, as of {fn_name(reference)}"
@@ -265,7 +265,7 @@ def make_example(
     seed: int,
     *,
     outputs: int = 1,
-) -> Example:
+) -> LawExample:
     """A batch of log-probs or values in a dtype, old ones a little or much apart, with a mask by the seed; the first
     are [B, T, outputs] where there are several."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
@@ -277,7 +277,7 @@ def make_example(
         inputs[names[0]] = normal(generator, rows, width, outputs)
     weights = torch.rand(rows, width, generator=generator, dtype=torch.float64).add(0.1).where(mask, 0.0)
     inputs = {name: short(x).to(dtype) for name, x in inputs.items()} | {"mask": mask}
-    return Example(inputs, {} if extras is None else extras(*inputs.values()), short(weights).to(dtype))
+    return LawExample(inputs, {} if extras is None else extras(*inputs.values()), short(weights).to(dtype))
 
 
 def _check(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import grads, words
-from fppo.laws._search import Example, Law, check, differ, fn_name, normal, unchanged
+from fppo.laws._search import Law, LawExample, check, differ, fn_name, normal, unchanged
 from fppo_kernels.padding import IGNORE, find_places
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 3), (5, 6), (0, 3))
@@ -19,7 +19,7 @@ MULTIPLES = (1, 2, 3, 8)
 FIELDS = ("tokens", "positions", "labels")
 
 
-def _rows(example: Example) -> list[Tensor]:
+def _rows(example: LawExample) -> list[Tensor]:
     """The real tokens of each row."""
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     return [row[keep] for row, keep in zip(tokens, mask, strict=True)]
@@ -41,7 +41,7 @@ def _lengths_differ(lengths: Any, sizes: list[int]) -> str | None:
     return None
 
 
-def _order(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _order(unpad: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     packed, rows = unpad(tokens, mask), _rows(example)
     wanted = {
@@ -55,13 +55,13 @@ def _order(unpad: Callable, example: Example, generator: torch.Generator) -> str
     return _lengths_differ(packed.lengths, [len(row) for row in rows])
 
 
-def _labels(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _labels(unpad: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     rows = [torch.cat([row[1:], row.new_full((min(len(row), 1),), IGNORE)]) for row in _rows(example)]
     return differ("labels", _joined(tokens, rows), unpad(tokens, mask).labels, 0.0)
 
 
-def _multiple(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+def _multiple(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     plain = unpad(tokens, mask)
     sizes, count = [len(row) for row in _rows(example)], int(mask.sum())
@@ -86,7 +86,7 @@ def _multiple(unpad: Callable, example: Example, generator: torch.Generator, *, 
     return None
 
 
-def _round_trip(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+def _round_trip(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     packed = unpad(tokens, mask)
     back = pad(packed.tokens, packed.index, mask.shape)
@@ -96,7 +96,7 @@ def _round_trip(unpad: Callable, example: Example, generator: torch.Generator, *
     return differ("unpad(pad(unpad(tokens)))", packed.tokens, again.tokens, 0.0)
 
 
-def _columns(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+def _columns(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
     """Numbers [B, S, 2] and [B, S]: where they stand, and their gradient, both ways."""
     tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
     wide = weights.clone().requires_grad_()
@@ -124,7 +124,7 @@ def _wide(mask: Tensor) -> Tensor:
     return mask[..., None].expand(*mask.shape, 2)
 
 
-def _places(unpad: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _places(unpad: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     tokens, mask = example.inputs["tokens"], example.inputs["mask"]
     found = find_places(mask)
     for multiple in (1, 4):
@@ -137,7 +137,7 @@ def _places(unpad: Callable, example: Example, generator: torch.Generator) -> st
     return None
 
 
-def _purity(unpad: Callable, example: Example, generator: torch.Generator, *, pad: Callable) -> str | None:
+def _purity(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
     copy, weights = example.map(torch.clone), example.weights.clone()
     packed = unpad(*example.inputs.values(), columns={"weights": example.weights})
     before = packed.tokens.clone(), packed.index.clone()
@@ -147,7 +147,7 @@ def _purity(unpad: Callable, example: Example, generator: torch.Generator, *, pa
     return unchanged(example, copy) or differ("its argument columns", weights, example.weights, 0.0)
 
 
-def _example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+def _example(device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
     """By the seed: no padding, on the right, left, both sides, in both with empty rows, with holes, padding alone."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)
@@ -159,7 +159,7 @@ def _example(device: torch.device | str, rows: int, width: int, seed: int) -> Ex
     both = (place >= first) & (place < first + sizes)
     masks = (both | True, place < sizes, place >= free, both, both & ~empty, both & ~holes, both & False)
     tokens = torch.randint(1, 100, (rows, width), generator=generator)
-    example = Example({"tokens": tokens, "mask": masks[seed]}, {}, normal(generator, rows, width, 2))
+    example = LawExample({"tokens": tokens, "mask": masks[seed]}, {}, normal(generator, rows, width, 2))
     return example.map(lambda x: x.to(device))
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fppo.batch import Annotated, Column
 from fppo.laws import adamw, layers, losses
 from fppo.laws._kernels import apart, carry, exact, grads, place
-from fppo.laws._search import Example, Law, check, normal, short
+from fppo.laws._search import Law, LawExample, check, normal, short
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.decode_attention.eager import eager as decode_eager
@@ -41,7 +41,7 @@ def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) 
     )
 
 
-def _rows(example: Example, names: Sequence[str]) -> Annotated:
+def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
     """The example as annotated rows. Of scores by name there are `names`; without names, all that are asked for."""
     x, rows = example.inputs, len(example.mask)
     named: dict[str, Tensor] = {name: x["scores"] for name in names} if names else defaultdict(lambda: x["scores"])
@@ -71,7 +71,7 @@ def _rows(example: Example, names: Sequence[str]) -> Annotated:
     )
 
 
-def _estimates(names: Sequence[str], fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _estimates(names: Sequence[str], fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     try:
         result = fn(_rows(example, names), example.inputs["rewards"])
     except LookupError:  # a column of the user's data, which rows that are made up have not
@@ -88,7 +88,7 @@ def _estimates(names: Sequence[str], fn: Callable, example: Example, generator: 
     return None
 
 
-def _estimator_example(group: int, rows: int, width: int, seed: int) -> Example:
+def _estimator_example(group: int, rows: int, width: int, seed: int) -> LawExample:
     """Three groups: of equal scores, of scores that differ, of one that does; zeros outside the mask, as in a run."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(width) < torch.randint(1, width + 1, (3 * group, 1), generator=generator)
@@ -102,7 +102,7 @@ def _estimator_example(group: int, rows: int, width: int, seed: int) -> Example:
         "log_probs": -short(torch.rand(mask.shape, generator=generator) + 0.1).where(mask, 0.0),
         "mask": mask,
     }
-    return Example(inputs, {}, mask.float())
+    return LawExample(inputs, {}, mask.float())
 
 
 def screen_estimator(
@@ -120,19 +120,19 @@ def screen_estimator(
     check(estimator, [law], partial(_estimator_example, group), sizes=((1, 3),), seeds=1, name=name)
 
 
-def _log_probs(kernel: Callable, example: Example) -> dict[str, Tensor]:
+def _log_probs(kernel: Callable, example: LawExample) -> dict[str, Tensor]:
     numbers = {"temperature": 0.7, "softcap": None, "scale": 1.0}
     out = kernel(*example.inputs.values(), bias=None, **numbers, entropy=True, sum_squared=False)
     return {"log_probs": out.log_probs, "entropy": out.entropy}
 
 
-def _attention(kernel: Callable, example: Example) -> dict[str, Tensor]:
+def _attention(kernel: Callable, example: LawExample) -> dict[str, Tensor]:
     lengths = make_lengths(example.extras["lengths"].tolist(), example.weights.device)
     keywords = {"scale": 0.125, "window": None, "softcap": None, "sinks": None}
     return {"the result": kernel(*example.inputs.values(), lengths=lengths, **keywords)}
 
 
-def _last_tokens(kernel: Callable, example: Example) -> dict[str, Tensor]:
+def _last_tokens(kernel: Callable, example: LawExample) -> dict[str, Tensor]:
     """The result for the last tokens of each sequence, as a context axis asks for it; zeros for the others."""
     sizes, (query, *keys) = example.extras["lengths"], example.inputs.values()
     own = torch.cat([torch.arange(n) >= n // 3 for n in sizes.tolist()]).nonzero().flatten().to(query.device)
@@ -142,13 +142,13 @@ def _last_tokens(kernel: Callable, example: Example) -> dict[str, Tensor]:
     return {"the result for last tokens": torch.zeros_like(query).index_copy(0, own, out)}
 
 
-def _decoded(kernel: Callable, example: Example) -> dict[str, Tensor]:
+def _decoded(kernel: Callable, example: LawExample) -> dict[str, Tensor]:
     *tensors, bias = example.inputs.values()
     numbers = {"start": 1, "end": bias.shape[1] - 1, "scale": 0.125, "softcap": None, "sinks": None}
     return {"the result": kernel(*tensors, bias, **numbers)}
 
 
-def _gae_near(kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _gae_near(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     columns = exact(example).inputs.values()
     expected = loop(*columns, gamma=0.9, lam=0.7)
     actual = kernel(*example.inputs.values(), gamma=0.9, lam=0.7)
@@ -158,12 +158,12 @@ def _gae_near(kernel: Callable, example: Example, generator: torch.Generator) ->
     return None
 
 
-def _gae_example(device: torch.device | str, rows: int, width: int, seed: int) -> Example:
+def _gae_example(device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
     """Rows of which the last tokens are no responses, the first of them whole."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(width) < torch.arange(width, width - rows, -1)[:, None]
     inputs = {"rewards": normal(generator, rows, width), "values": normal(generator, rows, width), "mask": mask}
-    return place(Example(inputs, {}, mask.float()), torch.float32, device)
+    return place(LawExample(inputs, {}, mask.float()), torch.float32, device)
 
 
 def _screen_state(op: str, kernel: Callable[..., Any], device: torch.device | str) -> None:
@@ -172,7 +172,7 @@ def _screen_state(op: str, kernel: Callable[..., Any], device: torch.device | st
         law = Law("near", "advantages and returns are about those of the float64 loop", _gae_near)
         check(kernel, [law], partial(_gae_example, device), sizes=((4, 5),), seeds=1)
         return
-    case = adamw.Case(weight_decay=0.3, grad_scale=4.0, found_inf=0.0)
+    case = adamw.AdamWScalars(weight_decay=0.3, grad_scale=4.0, found_inf=0.0)
     laws = [
         Law("textbook", "parameters, moments and counts are the textbook's", partial(adamw.is_textbook, case=case)),
         Law("skipped step", "where found_inf is 1, nothing changes a bit", partial(adamw.keeps_skipped, case=case)),
@@ -180,7 +180,7 @@ def _screen_state(op: str, kernel: Callable[..., Any], device: torch.device | st
     check(kernel, laws, partial(adamw.example, (torch.float32,), device), sizes=((4, 5),), seeds=1)
 
 
-def _of_rows(op: layers.Operation, kernel: Callable, example: Example) -> dict[str, Tensor]:
+def _of_rows(op: layers.Operation, kernel: Callable, example: LawExample) -> dict[str, Tensor]:
     return {"the result": op.call(kernel, example)}
 
 
@@ -192,7 +192,7 @@ _CALLS = MappingProxyType(
 _LEAVES = MappingProxyType({"log_probs": ("hidden", "weight"), "decode_attention": ()})
 
 
-def _near(op: str, kernel: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _near(op: str, kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     call, plain = _CALLS[op]
     results: list[dict[str, Tensor]] = []
     for fn, at in ((plain, exact(example)), (kernel, example)):
@@ -209,24 +209,24 @@ def _near(op: str, kernel: Callable, example: Example, generator: torch.Generato
 
 def _kernel_example(
     op: str, dtype: torch.dtype, device: torch.device | str, rows: int, width: int, seed: int
-) -> Example:
+) -> LawExample:
     """Tokens and heads of 64 numbers, for kernels that know no narrow ones."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(normal, generator)
     if op == "log_probs":
         labels = torch.randint(width * 19, (rows,), generator=generator)
         inputs = {"hidden": draw(rows, 64), "weight": draw(width * 19, 64) / 4, "labels": labels}
-        return place(Example(inputs, {}, draw(rows)), dtype, device)
+        return place(LawExample(inputs, {}, draw(rows)), dtype, device)
     if op == "decode_attention":
         inputs = {"query": draw(rows, 4, 64), "keys": draw(rows, 2, width, 64), "values": draw(rows, 2, width, 64)}
         padding = torch.arange(width) < torch.arange(rows)[:, None].clamp(max=width - 2)
         inputs["bias"] = torch.zeros(rows, width).masked_fill(padding, -torch.inf)
-        return place(Example(inputs, {}, draw(rows, 4, 64)), dtype, device)
+        return place(LawExample(inputs, {}, draw(rows, 4, 64)), dtype, device)
     if op in layers.OPERATIONS:
         return place(layers.OPERATIONS[op].draw(generator, rows, 64, 0), dtype, device)
     lengths = torch.arange(1, rows + 1) * width
     inputs = {name: draw(int(lengths.sum()), heads, 64) for name, heads in (("query", 4), ("key", 2), ("value", 2))}
-    example = place(Example(inputs, {}, draw(*inputs["query"].shape)), dtype, device)
+    example = place(LawExample(inputs, {}, draw(*inputs["query"].shape)), dtype, device)
     return example._replace(extras={"lengths": lengths})
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import apart, checked, place, words
-from fppo.laws._search import SIZES, Example, Law, check, differ
+from fppo.laws._search import SIZES, Law, LawExample, check, differ
 from fppo.laws.estimators import COMMON, as_reference, call, results_differ, token_example
 
 _DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
@@ -28,7 +28,7 @@ def _definition(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam:
 
 
 def _is_definition(
-    fn: Callable, example: Example, generator: torch.Generator, dtype: torch.dtype = torch.float64
+    fn: Callable, example: LawExample, generator: torch.Generator, dtype: torch.dtype = torch.float64
 ) -> str | None:
     example = place(example, dtype, "cpu")
     rewards, values, mask = example.inputs.values()
@@ -46,18 +46,18 @@ def _is_definition(
     return None
 
 
-def _monte_carlo(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _monte_carlo(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     rewards, values, mask = example.inputs.values()
     returns = rewards.where(mask, 0.0).flip(1).cumsum(1).flip(1)
     advantages = call(partial(fn, gamma=1.0, lam=1.0), example)[0]
     return differ("the advantage", (returns - values).where(mask, 0.0), advantages)
 
 
-def _deletion(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _deletion(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     return _deleted(partial(fn, gamma=0.9, lam=0.7), example, generator)
 
 
-def _deleted(fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _deleted(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     whole = call(fn, example)
     for b, row in enumerate(example.mask):
         if row.any():
@@ -67,7 +67,7 @@ def _deleted(fn: Callable, example: Example, generator: torch.Generator) -> str 
     return None
 
 
-def _discounted(breach: Callable, fn: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _discounted(breach: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     return breach(partial(fn, gamma=0.9, lam=0.7), example, generator)
 
 

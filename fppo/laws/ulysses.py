@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import settings
-from fppo.laws._search import Example, Law, check, differ, normal
+from fppo.laws._search import Law, LawExample, check, differ, normal
 from fppo.runtime.simulate import simulate
 from fppo_kernels import ulysses as kernels
 from fppo_kernels.attention.sdpa import sdpa
@@ -22,7 +22,7 @@ RANKS = (2, 4)
 TOLERANCE = 1e-10  # float64, relative to the larger of 1 and the number
 
 
-class _Case(NamedTuple):
+class _UlyssesCase(NamedTuple):
     heads: int = 1  # query heads per rank
     kv_heads: int = 0  # 0: as many as query heads
     window: int | None = None
@@ -31,24 +31,31 @@ class _Case(NamedTuple):
 
 
 # with 4 ranks: one key head for all, two ranks to a key head, three key heads that no rank holds whole, and more
-_CASES = (_Case(), _Case(1, 1), _Case(3, 2, window=2), _Case(3, 3), _Case(2, 0, 3, 2.0, True), _Case(2, 2, sinks=True))
+_CASES = (
+    _UlyssesCase(),
+    _UlyssesCase(1, 1),
+    _UlyssesCase(3, 2, window=2),
+    _UlyssesCase(3, 3),
+    _UlyssesCase(2, 0, 3, 2.0, True),
+    _UlyssesCase(2, 2, sinks=True),
+)
 
 Leaves = dict[str, Tensor]
 
 
-def _keywords(example: Example) -> tuple[Lengths, dict]:
+def _keywords(example: LawExample) -> tuple[Lengths, dict]:
     keywords = settings(example)
     for name in ("ranks", "blocks"):
         keywords.pop(name, None)
     return make_lengths(keywords.pop("lengths").tolist()), keywords
 
 
-def _leaves(example: Example) -> Leaves:
+def _leaves(example: LawExample) -> Leaves:
     tensors = {**example.inputs, **({"sinks": example.extras["sinks"]} if "sinks" in example.extras else {})}
     return {name: x.detach().clone().requires_grad_() for name, x in tensors.items()}
 
 
-def _whole(attention: Callable, example: Example) -> tuple[Tensor, Leaves]:
+def _whole(attention: Callable, example: LawExample) -> tuple[Tensor, Leaves]:
     """The result over the whole row and its gradients."""
     lengths, keywords = _keywords(example)
     leaves = _leaves(example)
@@ -56,11 +63,11 @@ def _whole(attention: Callable, example: Example) -> tuple[Tensor, Leaves]:
     return out.detach(), _gradients(out, example, leaves)
 
 
-def _gradients(out: Tensor, example: Example, leaves: Leaves) -> Leaves:
+def _gradients(out: Tensor, example: LawExample, leaves: Leaves) -> Leaves:
     return dict(zip(leaves, torch.autograd.grad((out * example.weights).sum(), list(leaves.values())), strict=True))
 
 
-def _on_ranks(wrap: Callable, attention: Callable, example: Example) -> list[tuple[Tensor, Leaves]]:
+def _on_ranks(wrap: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
     """On every rank the gathered result, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
 
@@ -77,19 +84,19 @@ def _on_ranks(wrap: Callable, attention: Callable, example: Example) -> list[tup
 
 
 # (what is under test, an attention kernel, example) -> on every rank the whole result and its share of the gradients
-OnRanks = Callable[[Callable, Callable, Example], list[tuple[Tensor, Leaves]]]
+OnRanks = Callable[[Callable, Callable, LawExample], list[tuple[Tensor, Leaves]]]
 
 
 def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
-    """That ranks with parts of the row together have the result and the gradients of `attention` over all of it."""
+    """The laws by which ranks with parts of a row have the result and the gradients of `attention` over all of it."""
 
-    def values(subject: Callable, example: Example, generator: torch.Generator) -> str | None:
+    def values(subject: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         expected, _ = _whole(attention, example)
         results = on_ranks(subject, attention, example)
         reasons = (differ(f"the result on rank {rank}", expected, x, tolerance) for rank, (x, _) in enumerate(results))
         return next((reason for reason in reasons if reason), None)
 
-    def shares(subject: Callable, example: Example, generator: torch.Generator) -> str | None:
+    def shares(subject: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         _, expected = _whole(attention, example)
         by_rank = [shares for _, shares in on_ranks(subject, attention, example)]
         for name, grad in expected.items():
@@ -104,7 +111,7 @@ def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> l
     ]
 
 
-def _one_rank(attention: Callable, wrap: Callable, example: Example, generator: torch.Generator) -> str | None:
+def _one_rank(attention: Callable, wrap: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     return None if wrap(attention, Axis()) is attention else "on an axis of one rank it is not the attention it wraps"
 
 
@@ -115,7 +122,7 @@ def _laws(attention: Callable) -> list[Law]:
     ]
 
 
-def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> Example:
+def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> LawExample:
     """Sequences of 1 to `width` tokens, the last as long as makes the row a multiple; a case's heads so many times."""
     case = _CASES[seed]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
@@ -135,7 +142,7 @@ def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed:
         extras["softcap"] = torch.tensor(case.softcap, dtype=torch.float64)
     if case.sinks:
         extras["sinks"] = normal(generator, heads)
-    return Example(inputs, extras, normal(generator, total, heads, 3))
+    return LawExample(inputs, extras, normal(generator, total, heads, 3))
 
 
 def check_ulysses(

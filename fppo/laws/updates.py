@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo import tree
-from fppo.laws._search import Breach, Example, Law, changed, check, differ, draw_mask, fn_name, normal, widen
+from fppo.laws._search import Breach, Law, LawExample, changed, check, differ, draw_mask, fn_name, normal, widen
 from fppo.laws.losses import metrics_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
@@ -30,14 +30,14 @@ VOCAB = 11
 HORIZON = 7
 
 
-class _Outcome(NamedTuple):
+class _UpdateOutcome(NamedTuple):
     grads: dict[str, Tensor]
     params: dict[str, Tensor]
     metrics: Metrics
 
 
 # (batch, mode, micro-batch size or None, token budget or None, remove_padding) -> what the update gave
-Run = Callable[["Experience", str, int | None, int | None, bool], _Outcome]
+Run = Callable[["Experience", str, int | None, int | None, bool], _UpdateOutcome]
 
 
 def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
@@ -72,7 +72,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
     optimizer = adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0, max_grad_norm=None)
     packed = Forward(model)
 
-    def run(batch: Experience, mode: str, size: int | None, budget: int | None, remove_padding: bool) -> _Outcome:
+    def run(batch: Experience, mode: str, size: int | None, budget: int | None, remove_padding: bool) -> _UpdateOutcome:
         loop = Loop(
             mini_batch_size=len(batch.tokens),
             micro_batching=MicroBatching(size=size, token_budget=budget),
@@ -81,16 +81,16 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
         )
         forward = attrs.evolve(packed, remove_padding=remove_padding)
         state, metrics = update(init_state(params, optimizer), batch, forward=forward, loop=loop, optimizer=optimizer)
-        return _Outcome(state.opt.mu, state.params, metrics)
+        return _UpdateOutcome(state.opt.mu, state.params, metrics)
 
     return run
 
 
 def _remembered(run: Run) -> Run:
     """`run`, but a batch that is cut as before gives what it gave: all laws compare with the same run."""
-    known: dict[object, _Outcome] = {}
+    known: dict[object, _UpdateOutcome] = {}
 
-    def remembered(batch: Experience, *cut: Any) -> _Outcome:
+    def remembered(batch: Experience, *cut: Any) -> _UpdateOutcome:
         key = (*tree.digest(batch).items(), *cut)
         if key not in known:
             known[key] = run(batch, *cut)
@@ -99,7 +99,7 @@ def _remembered(run: Run) -> Run:
     return remembered
 
 
-def _batch(example: Example) -> Experience:
+def _batch(example: LawExample) -> Experience:
     """The example as an Experience."""
     from fppo.batch import Column, Experience
 
@@ -131,7 +131,7 @@ def _batch(example: Example) -> Experience:
     )
 
 
-def _example(modes: Sequence[str], rows: int, width: int, seed: int) -> Example:
+def _example(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
     """Ragged prompts and responses, holes and empty rows in the mask; the weight modes take turns."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed + 2 * rows + width, generator)  # so that every mode meets every kind of mask
@@ -149,17 +149,17 @@ def _example(modes: Sequence[str], rows: int, width: int, seed: int) -> Example:
         "ref_log_probs": old + 0.3 * normal(generator, rows, width),
         **{name: normal(generator, rows, width) for name in ("values", "advantages", "returns")},
     }
-    return Example(inputs, {}, mask.double(), modes[seed % len(modes)])
+    return LawExample(inputs, {}, mask.double(), modes[seed % len(modes)])
 
 
-def _run(run: Run, example: Example, *, size: int | None = None, budget: int | None = None, packed: bool = True):
+def _run(run: Run, example: LawExample, *, size: int | None = None, budget: int | None = None, packed: bool = True):
     if size is None and budget is None:
         size = len(example.mask)
     assert example.mode is not None
     return run(_batch(example), example.mode, size, budget, packed)
 
 
-def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e-9) -> str | None:
+def _outcomes_differ(expected: _UpdateOutcome, actual: _UpdateOutcome, tolerance: float = 1e-9) -> str | None:
     for what, wanted, got in (
         ("the gradient of", expected.grads, actual.grads),
         ("the new parameter", expected.params, actual.params),
@@ -170,7 +170,7 @@ def _outcomes_differ(expected: _Outcome, actual: _Outcome, tolerance: float = 1e
     return metrics_differ(expected.metrics, actual.metrics, tolerance)
 
 
-def _finite(run: Run, example: Example, generator: torch.Generator) -> str | None:
+def _finite(run: Run, example: LawExample, generator: torch.Generator) -> str | None:
     outcome = _run(run, example)
     for name, grad in outcome.grads.items():
         if not grad.isfinite().all():
@@ -181,7 +181,7 @@ def _finite(run: Run, example: Example, generator: torch.Generator) -> str | Non
     return None
 
 
-def _micro_batches(run: Run, example: Example, generator: torch.Generator) -> str | None:
+def _micro_batches(run: Run, example: LawExample, generator: torch.Generator) -> str | None:
     whole, rows = _run(run, example), len(example.mask)
     tokens = example.inputs["attention_mask"].sum(1)
     for size in sorted({1, (rows + 1) // 2} - {rows}):
@@ -193,7 +193,7 @@ def _micro_batches(run: Run, example: Example, generator: torch.Generator) -> st
     return None
 
 
-def _row_order(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
+def _row_order(run: Run, example: LawExample, generator: torch.Generator) -> Breach | None:
     order = torch.randperm(len(example.mask), generator=generator)
     moved = example.map(lambda x: x[order])
     reason = _outcomes_differ(_run(run, example), _run(run, moved, size=2))
@@ -201,14 +201,14 @@ def _row_order(run: Run, example: Example, generator: torch.Generator) -> Breach
     return changed(reason, words, moved)
 
 
-def _wide(example: Example, left: int, right: int) -> Example:
+def _wide(example: LawExample, left: int, right: int) -> LawExample:
     """More padding on both sides, NaN where there are numbers."""
     wide = example.map(partial(widen, columns=right))
     prompts = {name: torch.nn.functional.pad(wide.inputs[name], (left, 0)) for name in ("tokens", "attention_mask")}
     return wide.put(**prompts)
 
 
-def _padding(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
+def _padding(run: Run, example: LawExample, generator: torch.Generator) -> Breach | None:
     for left, right in ((0, 1), (2, 3)):
         wide = _wide(example, left, right)
         if reason := _outcomes_differ(_run(run, example), _run(run, wide)):
@@ -217,7 +217,7 @@ def _padding(run: Run, example: Example, generator: torch.Generator) -> Breach |
     return None
 
 
-def _packing(run: Run, example: Example, generator: torch.Generator) -> Breach | None:
+def _packing(run: Run, example: LawExample, generator: torch.Generator) -> Breach | None:
     packed = _run(run, example)
     for columns in (0, 2):
         wide = _wide(example, columns, columns)

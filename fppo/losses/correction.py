@@ -111,7 +111,7 @@ def _sequence_metrics(rows: Rows, valid: Tensor, *, center: float) -> Metrics:
 def _weight_metrics(
     weights: Tokens, raw: Tokens, row_log: Rows | None, mask: Mask, bounds: tuple[float, float]
 ) -> Metrics:
-    """Of the applied weights; how many are out of bounds, and the sequence level's extremes, of the raw ones."""
+    """Metrics of the applied weights, and of the raw ones how many are out of bounds and a sequence's extremes."""
     valid = mask.any(-1)
     low, high = bounds
     _, middle, variance = _moments(weights, mask)

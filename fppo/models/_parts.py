@@ -75,7 +75,7 @@ def read_parts(
 
 
 def _unexpected(module: PreTrainedModel, names: Sequence[str]) -> set[str]:
-    """Those of the stored names that transformers would complain of: it ignores some of each family, as the layers
+    """Select the stored names that transformers would complain of: it ignores some of each family, as the layers
     that predict several tokens."""
     info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(names))
     module._adjust_missing_and_unexpected_keys(info)  # type: ignore[arg-type]

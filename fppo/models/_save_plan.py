@@ -25,7 +25,7 @@ _FIRST_NUMBER = re.compile(r"\D*\d*")
 
 
 @attrs.frozen
-class Plan:
+class SavePlan:
     """A module on meta, or None for a family that has none for value heads, and how its files are filled."""
 
     model: Model
@@ -67,7 +67,7 @@ def _without_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> Plan:
+def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> SavePlan:
     """The plan for a model whose parameters have these dtypes; files hold `max_shard_bytes`, or one tensor.
 
     Raises ValueError for parameters that transformers' class lacks, and the other way round.
@@ -80,7 +80,7 @@ def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) 
             named = _filled(module, named)
             _keep_config(module, model.whole_config)
         first = next(iter(params.values())).dtype
-        plan = Plan(model, first, module, renamed, files={}, like={}, made_of={}, index=None)
+        plan = SavePlan(model, first, module, renamed, files={}, like={}, made_of={}, index=None)
         ours = {theirs: name for name, theirs in renamed.items()}
         order = [ours.get(name, name) for name in named]
         stored = plan.stored({name: params[name] for name in order})

@@ -55,7 +55,7 @@ OWN = Inner(
 
 
 def inner_of(kernels: Kernels) -> Inner:
-    """Those of the kernels."""
+    """The kernels inside layers."""
     return Inner(kernels.linear, kernels.rms_norm, kernels.glu, kernels.add_rms_norm, kernels.rotary)
 
 

@@ -98,7 +98,7 @@ class Model:
 
     @property
     def kept_shapes(self) -> Mapping[str, torch.Size]:
-        """The same with the shapes of codes and scales in the place of their weights'."""
+        """Shapes as kept, with those of codes and scales in the place of their weights'."""
         return self.all_shapes if self.layout is None else self.layout.whole
 
     @property

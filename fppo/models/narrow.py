@@ -108,7 +108,7 @@ def find_cuts(
 
 
 def _segments(name: str, size: int, config: PreTrainedConfig) -> tuple[int, ...]:
-    """Of a dimension along which several projections are merged, the sizes of these."""
+    """The sizes of the projections that are merged along a dimension."""
     if _QKV.search(name):
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         queries = config.num_attention_heads * width

@@ -119,7 +119,7 @@ class Prepared:
         return staged(placed, pipeline, virtual_stages=mesh.virtual_stages, cuts=cuts)
 
     def like(self, model: Model) -> Prepared:
-        """The same of a model that differs from this one in how it runs alone: its dtype, or recomputation."""
+        """Adapt what is prepared to a model that differs in how it runs alone: its dtype, or recomputation."""
         narrower, fewer = self.narrowed, self.dispatched
         return Prepared(
             model,

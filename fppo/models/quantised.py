@@ -52,7 +52,7 @@ class Form:
 
     @property
     def shapes(self) -> tuple[torch.Size, torch.Size]:
-        """Those of the codes and the scales of the whole weight."""
+        """The shapes of the codes and the scales of the whole weight."""
         *stack, out, wide = self.rows
         if self.kind == "int8":
             return self.rows, torch.Size((*stack, out))
@@ -62,7 +62,7 @@ class Form:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Those of the codes and the scales."""
+        """The dtypes of the codes and the scales."""
         return torch.int8 if self.kind == "int8" else torch.uint8, torch.float32
 
     def value(self, codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Quantised:
@@ -329,7 +329,7 @@ def _turned(weight: Quantised, *dims: int) -> Tensor:
 
 
 def _to(weight: Quantised, *args: Any, **kwargs: Any) -> Quantised:
-    """The same codes, on another device or for another dtype."""
+    """Move the codes to another device, or prepare them for another dtype."""
     kwargs.pop("copy", None)
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
     stored = weight.stored

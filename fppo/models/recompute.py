@@ -46,26 +46,26 @@ class _Layout(NamedTuple):
         return cls(x.size(), x.stride(), int(x.storage_offset()))
 
 
-class _View(NamedTuple):
+class _AttentionView(NamedTuple):
     """What attention saved of one of its inputs."""
 
     number: int
     layout: _Layout
 
 
-class _Again(NamedTuple):
+class _OuterTensor(NamedTuple):
     """In the place of a saved tensor: what the checkpoint around has in its place."""
 
     holder: Any
 
 
-class _Call(NamedTuple):
+class _AttentionCall(NamedTuple):
     """A call of attention, as its recomputation needs it."""
 
     output: Any
     trains: bool
     inputs: list[_Layout]
-    views: list[_View]
+    views: list[_AttentionView]
 
 
 class _Calls:
@@ -74,7 +74,7 @@ class _Calls:
     def __init__(self) -> None:
         # outside the checkpoint; a saved output that is no copy holds the node that holds it
         self._keep, self._give = _hooks() or (Tensor.detach, lambda kept: kept)
-        self._calls: list[_Call] = []
+        self._calls: list[_AttentionCall] = []
         self._made = False
 
     def run(self, call: Callable[..., Any], attend: Attend, /, *args: Any, **kwargs: Any) -> Any:
@@ -104,27 +104,27 @@ class _Calls:
         owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(inputs)}
         keep, give = self._keep, self._give
         pack_again, unpack_again = cast(Hooks, _hooks())
-        views: list[_View] = []
+        views: list[_AttentionView] = []
 
         def pack(x: Tensor) -> Any:
             number = owners.get((x.untyped_storage()._cdata, x.dtype)) if x.numel() else None
             if number is None:
                 return keep(x)
-            views.append(_View(number, _Layout.of(x)))
-            return _Again(pack_again(x))
+            views.append(_AttentionView(number, _Layout.of(x)))
+            return _OuterTensor(pack_again(x))
 
         def unpack(kept: Any) -> Tensor:
-            return unpack_again(kept.holder) if isinstance(kept, _Again) else give(kept)
+            return unpack_again(kept.holder) if isinstance(kept, _OuterTensor) else give(kept)
 
         with saved_tensors_hooks(pack, unpack):
             out = attend(query, key, value, layer)
         own = out.detach()
         outputs.append((own, own._version))
-        self._calls.append(_Call(keep(own), out.requires_grad, [_Layout.of(x) for x in inputs], views))
+        self._calls.append(_AttentionCall(keep(own), out.requires_grad, [_Layout.of(x) for x in inputs], views))
         return out
 
     def _again(
-        self, calls: Iterator[_Call], query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer
+        self, calls: Iterator[_AttentionCall], query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer
     ) -> Tensor:
         """What the checkpoint around is to have of the inputs, and the output that was kept."""
         inputs, call = _inputs(query, key, value, layer), next(calls)

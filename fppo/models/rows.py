@@ -43,7 +43,7 @@ class RowWise:
         return self.attend(query, key, value, layer)
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Rows of a packed row that run together, padded on the right to the longest: [B, S] = `shape`."""
 
     tokens: Tensor  # [M]: in the packed row
@@ -52,7 +52,7 @@ class Group(NamedTuple):
     rows: tuple[int, ...]
 
 
-def grouped(lengths: Lengths, *, like: float) -> list[Group]:
+def grouped(lengths: Lengths, *, like: float) -> list[RowGroup]:
     """The rows of a packed row in groups, each no shorter than `like` times the longest of its group."""
     sizes = lengths.lengths
     starts = [0, *accumulate(sizes)]
@@ -64,14 +64,14 @@ def grouped(lengths: Lengths, *, like: float) -> list[Group]:
     return [_group(sorted(rows), sizes, starts, lengths.cu_seqlens.device) for rows in groups]
 
 
-def _group(rows: Sequence[int], sizes: Sequence[int], starts: Sequence[int], device: torch.device) -> Group:
+def _group(rows: Sequence[int], sizes: Sequence[int], starts: Sequence[int], device: torch.device) -> RowGroup:
     width = max(sizes[row] for row in rows)
     tokens = torch.cat([torch.arange(starts[row], starts[row] + sizes[row]) for row in rows])
     places = torch.cat([torch.arange(i * width, i * width + sizes[row]) for i, row in enumerate(rows)])
-    return Group(sent(tokens, device), sent(places, device), (len(rows), width), tuple(rows))
+    return RowGroup(sent(tokens, device), sent(places, device), (len(rows), width), tuple(rows))
 
 
-def by_groups(groups: Sequence[Group], hidden: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
+def by_groups(groups: Sequence[RowGroup], hidden: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
     """What `run(number, rows)` gives for the groups' rows [B, S, H], as of a packed row `hidden` [1, N, H]."""
     packed = hidden[0]
     outputs = []

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMix
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from fppo.models import lora
-from fppo.models._save_plan import Plan, plan
+from fppo.models._save_plan import SavePlan, plan
 from fppo.models.model import Model, Params
 from fppo.models.place import whole_params
 from fppo.runtime import fsdp
@@ -153,7 +153,7 @@ def _save_file(
 
 def _tensors(
     model: Model,
-    chosen: Plan,
+    chosen: SavePlan,
     names: Iterable[str],
     params: Params,
     dtypes: Mapping[str, torch.dtype],

@@ -34,7 +34,7 @@ class Images(NamedTuple):
     counts: tuple[int, int]  # how many features are of images, and of videos
 
     def within(self, start: int, length: int) -> Images:
-        """Those of `length` tokens from `start` on, as places among them."""
+        """Select the images of `length` tokens from `start` on, as places among them."""
         own = ((self.places >= start) & (self.places < start + length)).nonzero().flatten()
         return self._replace(numbers=self.numbers[own], places=self.places[own] - start)
 

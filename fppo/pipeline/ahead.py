@@ -198,7 +198,7 @@ def keep(
     return kept
 
 
-class Beside:
+class AheadSampler:
     """What samples beside the steps of a run that is `ahead` by so many."""
 
     def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:

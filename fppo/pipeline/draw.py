@@ -31,7 +31,7 @@ def sample_groups(
     max_draws: int = 10,
     by: str = SCORE,
 ) -> tuple[Scored, DataCursor, Metrics]:
-    """As many prompts as one draw has, none of whose responses all came to the same (DAPO, arXiv:2503.14476, 3.2).
+    """Sample as many prompts as one draw has, none with responses of equal score (DAPO, arXiv:2503.14476, 3.2).
 
     Such groups (`equal_groups`) have nothing to compare; they are dropped, and prompts are drawn again, up to
     `max_draws` times in all. What is missing then is filled up with dropped groups, for `equal_groups` to leave out of

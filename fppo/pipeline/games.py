@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fppo.advantages import GameTree, game_values, token_rewards
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.stops import token_pieces
-from fppo.pipeline.passes import there
+from fppo.pipeline.passes import required
 from fppo.pipeline.truth import Continued, PolicyOf, Truth
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns.engine import TurnsEngine
@@ -48,7 +48,7 @@ class Played:
         ways = Ways(self)
         for prompt, extra in zip(prompts, rollout.extras, strict=True):
             ways.add(prompt, extra[EPISODE]["opening"])
-        log_probs = there(of_policy(ways.rows(rollout.tokens.device)).log_probs).detach()
+        log_probs = required(of_policy(ways.rows(rollout.tokens.device)).log_probs).detach()
         exact = game_values(log_probs.cpu()[ways.row, ways.column].double().exp(), ways.tree(), gamma=self.gamma)
         mask = rollout.response_mask
         values, said = torch.zeros(2, *mask.shape, dtype=torch.float64)

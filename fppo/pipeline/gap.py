@@ -73,7 +73,7 @@ def watch_annotate(annotate: AnnotateStage, *, limit: float, then: Then) -> Anno
 
 
 def watch_update(update: UpdateStage, *, limit: float, then: Then) -> UpdateStage:
-    """As `watch_annotate`, for an actor's update that is one optimizer step and measures the gap itself."""
+    """Watch the gap that an actor's update of one optimizer step measures, as `watch_annotate` does."""
 
     @functools.wraps(update)
     def watched(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:

@@ -71,10 +71,10 @@ def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOut
     """What a critic without a model makes of the log-probs [B, T] and what else it reads of the policy's pass."""
     mask, signs = rows.response_mask, passes.truth_signs and passes.truth_signs(rows)
     if passes.confidence is not None:
-        values = passes.confidence(params, log_probs, there(out.entropy), mask, signs)
+        values = passes.confidence(params, log_probs, required(out.entropy), mask, signs)
     else:
         assert passes.hidden is not None
-        values = passes.hidden(params, there(out.hidden), mask, signs)
+        values = passes.hidden(params, required(out.hidden), mask, signs)
     each = (values, None) if values.dim() == 2 else (values.mean(0), disagreement(values))
     return ReadValues(*each, signs)
 
@@ -145,7 +145,7 @@ def balance_of(lengths: Sequence[int], forward: Forward) -> Metrics:
     return {"perf/imbalance": metrics.mean(imbalance(forward.model, lengths, places))}
 
 
-def there(x: Tensor | None) -> Tensor:
+def required(x: Tensor | None) -> Tensor:
     """What a pass was asked for, and gave."""
     assert x is not None
     return x

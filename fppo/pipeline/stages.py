@@ -29,7 +29,7 @@ from fppo.pipeline.passes import (
     balance_of,
     policy_pass,
     read_values,
-    there,
+    required,
     value_pass,
 )
 from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
@@ -183,7 +183,7 @@ def _old(
     alone, old = list(asked) == ["log_probs"], scored.rollout_log_probs
 
     def again(rows: Scored) -> Tensor:
-        return there(policy(run.actor.params, rows, outputs=asked).log_probs)
+        return required(policy(run.actor.params, rows, outputs=asked).log_probs)
 
     if source == "auto" and alone:
         source, old, report = of_engine(scored, run, again)
@@ -191,14 +191,14 @@ def _old(
     if source in ("engine", "update") and alone:
         return (source, old, TokenOutputs()), {}
     out = policy(run.actor.params, scored, outputs=asked)
-    log_probs = there(out.log_probs)
+    log_probs = required(out.log_probs)
     source = "pass" if source == "auto" else source
     report = rollout_gap(log_probs, scored.rollout_log_probs, scored.response_mask)
     return (source, log_probs if source == "pass" else old, out), report
 
 
 def _ref(scored: Scored, params: Params, reference: PolicyPass) -> tuple[Tensor, Metrics]:
-    return there(reference(params, scored, outputs=("log_probs",)).log_probs), {}
+    return required(reference(params, scored, outputs=("log_probs",)).log_probs), {}
 
 
 def _values(scored: Scored, params: Params, values: ValuePass) -> tuple[Tensor, Metrics]:

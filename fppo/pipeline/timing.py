@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R", bound=tuple[Any, ...])
 
 
-class Span(NamedTuple):
+class StageSpan(NamedTuple):
     """When a stage ran: its start by `now`, and its seconds."""
 
     stage: str
@@ -37,10 +37,10 @@ def timed(name: str, stage: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def spans(report: Mapping[str, Metric]) -> list[Span]:
+def spans(report: Mapping[str, Metric]) -> list[StageSpan]:
     """When each stage ran of which the metrics tell that, in order."""
     found = [
-        Span(name.removeprefix(TIMING), *row)
+        StageSpan(name.removeprefix(TIMING), *row)
         for name, metric in report.items()
         if isinstance(metric, metrics.Spent)
         for row in metric.spans.tolist()
@@ -48,7 +48,7 @@ def spans(report: Mapping[str, Metric]) -> list[Span]:
     return sorted(found, key=lambda span: span.start)
 
 
-def covered(ran: Iterable[Span]) -> float:
+def covered(ran: Iterable[StageSpan]) -> float:
     """The seconds in which at least one of them ran."""
     total, end = 0.0, float("-inf")
     for span in sorted(ran, key=lambda span: span.start):

@@ -14,11 +14,11 @@ from torch.profiler import record_function
 from fppo import metrics
 from fppo.batch import Experience
 from fppo.metrics import Metrics
-from fppo.pipeline.ahead import Beside, check_devices, check_interrupts
+from fppo.pipeline.ahead import AheadSampler, check_devices, check_interrupts
 from fppo.pipeline.measure import memory_metrics
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.step import ppo_step
-from fppo.pipeline.timing import TIMING, Span, covered, now, spans
+from fppo.pipeline.timing import TIMING, StageSpan, covered, now, spans
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.offload import copied
 from fppo.tree import replace
@@ -32,7 +32,7 @@ class StepRecord:
     run: RunState
     experience: Experience | None
     metrics: dict[str, float]
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StageSpan, ...] = ()
 
 
 Observe = Callable[[StepRecord], Mapping[str, float] | None]  # what it returns joins the numbers: see `train`
@@ -62,7 +62,7 @@ def iterate(
     if program.interrupts:
         check_interrupts(ahead, ranks_on(mesh, AXES))
     stream = torch.cuda.Stream() if ahead and torch.cuda.is_initialized() else None
-    beside = Beside(ahead, program=program, draw=draw, stream=stream)
+    beside = AheadSampler(ahead, program=program, draw=draw, stream=stream)
     try:
         while True:
             start = now()
@@ -141,7 +141,7 @@ class _Left(NamedTuple):
     """What the last observer of a step returned, and when it ran: the next step's."""
 
     numbers: Mapping[str, float] = MappingProxyType({})
-    spans: tuple[Span, ...] = ()
+    spans: tuple[StageSpan, ...] = ()
 
 
 _NOTHING = _Left()
@@ -169,12 +169,14 @@ def _observe(
         times, whole = {}, ()
         if experience is not None:
             times = _times(called - since, stages, numbers["perf/total_num_tokens"] / ranks)
-            whole = (Span("step", since, called - since),)
+            whole = (StageSpan("step", since, called - since),)
         record = StepRecord(run=run, experience=experience, metrics=numbers | times, spans=(*whole, *ran))
         added = observe(record) or {}
         stages += _in_stages(added)
         numbers |= added
-        own = tuple(Span(name.removeprefix(TIMING), called, x) for name, x in added.items() if name.startswith(TIMING))
+        own = tuple(
+            StageSpan(name.removeprefix(TIMING), called, x) for name, x in added.items() if name.startswith(TIMING)
+        )
         ran += own
     return called, _Left(added, own)
 

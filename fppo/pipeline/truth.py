@@ -16,7 +16,7 @@ from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
 from fppo.batch import Column, Prompts, Rollout
 from fppo.metrics import Metrics
-from fppo.pipeline.passes import Passes, read_values, there
+from fppo.pipeline.passes import Passes, read_values, required
 from fppo.pipeline.program import RunState
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.steps.forward import Rows, TokenOutputs
@@ -108,7 +108,7 @@ def critic_truth(
                 values = of_critic(run.critic.params, rows)
             else:
                 out = of_policy(rows) if out is None else out
-                values = read_values(passes, run.critic.params, there(out.log_probs), out, rows).values
+                values = read_values(passes, run.critic.params, required(out.log_probs), out, rows).values
             exact.append(true[own].double())
             guessed.append(values[own].double())
             if rewards is not None and real is not None:
@@ -126,7 +126,7 @@ def one_answer(
     answer, answered = (x.to(rollout.tokens.device) for x in answers(asked))
     right = _answered(asked, answer, answered)
     out = of_policy(right)
-    value = partial(exact_values, there(out.log_probs), answer, answered, gamma=gamma)
+    value = partial(exact_values, required(out.log_probs), answer, answered, gamma=gamma)
     yield Truth(right, out, value(answer, answered))
     mask = rollout.response_mask
     said = rollout.tokens[:, -mask.shape[1] :]

@@ -18,7 +18,7 @@ _MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
 ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the gradients written
 
 
-class Dispatched(NamedTuple):
+class DispatchCounter(NamedTuple):
     """What is asked of an operation again and again."""
 
     name: str
@@ -28,12 +28,12 @@ class Dispatched(NamedTuple):
 
 
 @functools.cache
-def dispatched(func: Any) -> Dispatched:
+def dispatched(func: Any) -> DispatchCounter:
     """The operation by its plain name, and what it is."""
     name = func._schema.name.rpartition("::")[2]
     attention = "attention" in name and "fused_sdp_choice" not in name
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-    return Dispatched(name, attention, attention, writes)
+    return DispatchCounter(name, attention, attention, writes)
 
 
 def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
@@ -82,8 +82,8 @@ def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """Of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: the pairs that see one
-    another; 2 matmuls forward, 5 backward."""
+    """FLOPs of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: of the pairs
+    that see one another; 2 matmuls forward, 5 backward."""
     query, key = inputs[1:3] if name.endswith("backward") else inputs[:2]
     rows, heads, length, width = query.shape
     forward = 4.0 * rows * heads * width * (length * key.shape[2] - length * (length - 1) / 2)

@@ -48,7 +48,7 @@ class Role:
 
 
 @attrs.frozen(kw_only=True)
-class Sampling:
+class PlannedSampling:
     """How the responses of a case are sampled."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
@@ -101,7 +101,7 @@ class Case:
     forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
     only: tuple[str, ...] | None = None  # of a pool: the roles that are in it; the others' stages and state are not
-    sampling: Sampling | None = None  # None: the rollout is not planned
+    sampling: PlannedSampling | None = None  # None: the rollout is not planned
     columns: float = 0.0  # bytes of a batch in the host's memory, which the controller has too
     full: bool = False  # run every layer, where few tell of all
 
@@ -121,7 +121,7 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Of a rank, with ranks of each axis that has several; and of the shard and expert axes together."""
+        """Process groups of a rank: one for each axis of several ranks, and one for shard and expert together."""
         return sum(size > 1 for size in self.mesh.values()) + (self.size("expert") > 1)
 
     def has(self, role: str) -> bool:
@@ -157,8 +157,8 @@ class Case:
 
     @property
     def in_flight(self) -> int:
-        """Of how many passes through one of its stages the planned rank of a pipeline keeps results for the backward
-        pass, at most: those before its first one, and this (1F1B and interleaved, arXiv:2104.04473)."""
+        """Most micro-batches whose activations the planned rank of a pipeline holds at once, for one of its stages:
+        those before its first backward pass, and this (1F1B and interleaved, arXiv:2104.04473)."""
         if self.in_turn:
             return 1
         ranks, virtual = self.size("pipeline"), self.virtual_stages
@@ -183,7 +183,7 @@ class Case:
 
     @property
     def response_tokens(self) -> int:
-        """Of one sequence."""
+        """Response tokens of one sequence."""
         return min(self.length - 1, max(1, round(self.length * self.response)))
 
     @property

@@ -40,7 +40,7 @@ class Seconds(NamedTuple):
         return self.compute + self.exposed + self.idle
 
 
-class Wire(NamedTuple):
+class WireTraffic(NamedTuple):
     """What a rank sends over an axis."""
 
     sent: float  # bytes
@@ -99,7 +99,7 @@ def busy_seconds(cost: Cost, hardware: Hardware) -> float:
     return busy
 
 
-def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
+def wires(phases: Sequence[Phase], case: Case) -> dict[str, WireTraffic]:
     """What a rank sends in a stage with all of its passes, by axis."""
     by_axis: dict[str, Counter] = {}
     for phase, times in _repeated(phases, case):
@@ -109,7 +109,7 @@ def wires(phases: Sequence[Phase], case: Case) -> dict[str, Wire]:
             counts["sent"] += times * sent  # type: ignore[assignment]
             counts["calls"] += times * calls  # type: ignore[assignment]
             counts["seconds"] += times * _collective(case, axis, op, sent, calls)  # type: ignore[assignment]
-    return {axis: Wire(**by_axis[axis]) for axis in (*ORDER, DENSE) if axis in by_axis}
+    return {axis: WireTraffic(**by_axis[axis]) for axis in (*ORDER, DENSE) if axis in by_axis}
 
 
 def link(case: Case, axis: str) -> tuple[bool, float, float]:

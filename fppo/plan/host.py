@@ -34,7 +34,7 @@ POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
 
 
 @attrs.frozen
-class Host:
+class HostMemory:
     """Bytes of the host's memory by kind: as long as the process lives, and while it starts, sends weights or writes a
     checkpoint, during which it goes on with all else."""
 
@@ -49,12 +49,12 @@ class Host:
         return sum(self.rest.values()) + moving
 
 
-def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> Host:
+def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
     """What the process of a rank holds, whose stages are those."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
-    return Host(
+    return HostMemory(
         rest=rest,
         starting={READ: read_bytes(case, built)},
         meanwhile={COPIES: checkpoint_bytes(case, built), BUCKET: bucket_bytes(case, built)},
@@ -67,7 +67,7 @@ def process_bytes() -> int:
 
 
 def state_bytes(case: Case, built: Built) -> float:
-    """Of parameters and moments that are on the host between uses (`--offload`)."""
+    """Bytes of parameters and moments that are on the host between uses (`--offload`)."""
     every: list[int] = []
     for name in filter(case.has, models_of(case)):
         at = case.at(name if name == REWARD else f"update {name}")
@@ -82,15 +82,15 @@ def state_bytes(case: Case, built: Built) -> float:
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
-    """Of the activations that the fullest pass puts away (`--offload-activations`), and all that are under way."""
+    """Bytes of the activations that the fullest pass offloads (`--offload-activations`), and of those under way."""
     passes_of_all = (phase for phases in stages.values() for phase in phases)
     most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
     return float(most * case.in_flight / case.virtual_stages)
 
 
 def read_bytes(case: Case, built: Built) -> float:
-    """Of a rank's part of the largest model, on its way to a GPU, and of the largest tensor; on a CPU of that alone, as
-    the part stays."""
+    """Bytes of a rank's part of the largest model, on its way to a GPU, and of the largest tensor; on a CPU of that
+    alone, as the part stays."""
     sizes = [0.0]
     for name in filter(case.has, models_of(case)):
         largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
@@ -101,8 +101,8 @@ def read_bytes(case: Case, built: Built) -> float:
 
 
 def checkpoint_bytes(case: Case, built: Built) -> float:
-    """Of the copies that a thread writes: all that is trained of actor and critic and their optimizers' states, on the
-    ranks that hold parts of their own; and of what copies go through from a GPU."""
+    """Bytes of the copies that a thread writes: all that is trained of actor and critic and their optimizers' states,
+    on the ranks that hold parts of their own; and of what copies go through from a GPU."""
     size = 0
     for name in (name for name in models_of(case) if name != REWARD and case.has(name)):
         at = case.at(f"update {name}")
@@ -111,7 +111,7 @@ def checkpoint_bytes(case: Case, built: Built) -> float:
 
 
 def bucket_bytes(case: Case, built: Built) -> float:
-    """Of the memory in which weights go to vLLM's process, or to an engine of a pool: the fullest bucket."""
+    """Bytes of the memory in which weights go to vLLM's process, or to an engine of a pool: the fullest bucket."""
     sampling = case.sampling
     if sampling is None or not sampling.shared:
         return 0.0
@@ -125,7 +125,7 @@ def bucket_bytes(case: Case, built: Built) -> float:
 
 
 def came_bytes(case: Case, built: Built) -> float:
-    """Of the policy as vLLM's rank in a pool has it, which hands it on."""
+    """Bytes of the policy as vLLM's rank in a pool has it, which hands it on."""
     sampling = case.sampling
     if sampling is None or sampling.pool is None or sampling.engine != "vllm":
         return 0.0

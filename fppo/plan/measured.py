@@ -1,4 +1,4 @@
-"""The same stages on real tensors and a real mesh, simulated or not: what a plan is compared with."""
+"""Planned stages on real tensors and a real mesh, simulated or not: what a plan is compared with."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # torch's stubs name the parameters of its C++ classes otherwise than torch calls them

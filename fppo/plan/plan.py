@@ -16,11 +16,11 @@ from fppo.plan import layers, passes
 from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
 from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
 from fppo.plan.case import Case, problems
-from fppo.plan.estimate import Seconds, Wire, seconds_of, wires
+from fppo.plan.estimate import Seconds, WireTraffic, seconds_of, wires
 from fppo.plan.hardware import overhead
-from fppo.plan.host import Host, host_of, moments
+from fppo.plan.host import HostMemory, host_of, moments
 from fppo.plan.piped import SHORT, piped
-from fppo.plan.rollout import Rollout, rollout_of
+from fppo.plan.rollout import PlannedRollout, rollout_of
 from fppo.plan.shapes import every_shape, shard_shapes
 from fppo.plan.values import Phase, peak_of
 from fppo.runtime.mesh import LOCAL
@@ -37,7 +37,7 @@ class Stage:
     name: str
     where: str  # the phase in which most is held
     memory: Mapping[str, float]  # bytes by kind at that moment
-    wire: Mapping[str, Wire]  # by axis
+    wire: Mapping[str, WireTraffic]  # by axis
     seconds: Seconds
     model_flops: float  # of this rank's share, without what is computed again
     recorded: bool = False  # its passes run as CUDA graphs
@@ -58,8 +58,8 @@ class Plan:
     rest: Mapping[str, float]  # bytes at rest on a rank, by kind
     stages: tuple[Stage, ...]
     imbalance: float = 1.0  # of a pipeline: the work of the rank that has most, over the mean of all
-    rollout: Rollout | None = None
-    host: Host | None = None  # of a plan that went no further, None
+    rollout: PlannedRollout | None = None
+    host: HostMemory | None = None  # of a plan that went no further, None
 
     @property
     def peak(self) -> Stage:
@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Of the step, without the rollout, and of rewards only the reward model's."""
+        """Seconds of the step, without the rollout, and of rewards only the reward model's."""
         return sum(stage.seconds.total for stage in self.stages)
 
     @property
     def tokens(self) -> int:
-        """Of the step, over all ranks."""
+        """Tokens of the step, over all ranks."""
         return self.case.mini_batch * self.case.length
 
     def mfu(self, *names: str) -> float:
@@ -99,8 +99,8 @@ class Engines:
     """A pool of engines: what each does and holds, which is all alike."""
 
     case: Case
-    rollout: Rollout
-    host: Host
+    rollout: PlannedRollout
+    host: HostMemory
 
     @property
     def fits(self) -> bool:

@@ -34,7 +34,7 @@ class Remedy:
 
     @property
     def words(self) -> str:
-        """As on the command line; axes and ranks of a pool as in a settings file."""
+        """The words for the command line; axes and ranks of a pool as in a settings file."""
         return " ".join(self._word(name, value) for name, value in self.flags.items())
 
     def _word(self, name: str, value: Any) -> str:

@@ -11,7 +11,7 @@ import torch
 from fppo.models import experts, flops
 from fppo.models.model import Model
 from fppo.plan.built import Built, base_dtype
-from fppo.plan.case import Case, Sampling
+from fppo.plan.case import Case, PlannedSampling
 from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, LATENCY, LINK_SHARE, MATMUL_SHARE, link
 from fppo.plan.hardware import overhead
 from fppo.plan.prefill import Prefill, prefill_of
@@ -29,7 +29,7 @@ LOGITS = 3  # as they are, scaled, and their weights: float32
 
 
 @attrs.frozen
-class Rollout:
+class PlannedRollout:
     """The rollout of a step on the GPU of an engine."""
 
     engines: int
@@ -51,7 +51,7 @@ class Rollout:
 
     @property
     def seconds(self) -> float:
-        """Of prompts, responses and weights, where all responses are as long as they may be."""
+        """Seconds of prompts, responses and weights, where all responses are as long as they may be."""
         return self.prefill + self.decode + self.sending
 
 
@@ -75,7 +75,7 @@ class _Engine:
 
     @property
     def numbers(self) -> int:
-        """Of its parameters on one of its GPUs."""
+        """Parameters on one of its GPUs."""
         return sum(shape.numel() for shape in self.model.whole_shapes.values()) // self.cut
 
     @property
@@ -90,7 +90,7 @@ class _Engine:
         return columns * self.column + self.prefill.states / self.cut
 
 
-def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> Rollout | None:
+def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> PlannedRollout | None:
     """The rollout of a case that has these bytes at rest on a rank; None where none is to be planned."""
     sampling = case.sampling
     if sampling is None:
@@ -104,7 +104,7 @@ def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> Rollout |
         memory, together, waves = _embedded(case, sampling, engine, rest)
         stays = 0.0
     gathered, sent, sending = _weights(case, sampling, engine)
-    return Rollout(
+    return PlannedRollout(
         engines=engine.count,
         gpus=engine.cut,
         rows=rows,
@@ -119,7 +119,7 @@ def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> Rollout |
     )
 
 
-def _engine(case: Case, sampling: Sampling, built: Built) -> _Engine:
+def _engine(case: Case, sampling: PlannedSampling, built: Built) -> _Engine:
     model = built.model(case, "actor").plain
     alone = sampling.engine == "vllm" or sampling.pool is not None
     cut = sampling.tensor if sampling.engine == "vllm" else _decodes_cut(case)
@@ -145,7 +145,7 @@ def _decodes_cut(case: Case) -> int:
 
 
 def _embedded(
-    case: Case, sampling: Sampling, engine: _Engine, rest: Mapping[str, float]
+    case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, int]:
     """Bytes by kind, the rows that decode together, and how many such waves there are, as the engine deals them."""
     recorded = case.hardware.on_gpu and engine.cut == 1
@@ -175,7 +175,7 @@ def _embedded(
     return memory, together, -(-engine.prompts // prompts) * -(-n // draws)
 
 
-def _gathered(case: Case, sampling: Sampling, engine: _Engine) -> float:
+def _gathered(case: Case, sampling: PlannedSampling, engine: _Engine) -> float:
     """Bytes of the embedded engine's weights where a rank has them beside its parts: gathered from those, which are
     cast before, or as they are kept, from elsewhere."""
     away = sampling.pool is not None or case.offload == "all"
@@ -214,7 +214,7 @@ def _made(case: Case, engine: _Engine) -> float:
 
 
 def _vllm(
-    case: Case, sampling: Sampling, engine: _Engine, rest: Mapping[str, float]
+    case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, float]:
     """Bytes by kind, the rows that decode together, and the bytes that updates have not."""
     own = {} if sampling.apart or sampling.pool is not None else dict(rest)
@@ -236,15 +236,15 @@ def _vllm(
 
 
 def prefill_seconds(case: Case, engine: _Engine) -> float:
-    """Of an engine's prompts, each once: max(FLOPs / (peak * MATMUL_SHARE), bytes of the weights, once, / (bandwidth *
-    COPY_SHARE))."""
+    """Seconds of an engine's prompts, each once: max(FLOPs / (peak * MATMUL_SHARE), bytes of the weights, once, /
+    (bandwidth * COPY_SHARE))."""
     needed = flops.forward_flops(engine.model, [engine.prompt] * engine.prompts, head_tokens=engine.prompts)
     reading = engine.numbers * engine.dtype.itemsize / (case.hardware.bandwidth * COPY_SHARE)
     return max(needed / engine.cut / (_peak(case, engine) * MATMUL_SHARE), reading)
 
 
 def decode_seconds(case: Case, engine: _Engine, rows: int) -> float:
-    """Of so many rows that decode together, token by token. A step takes
+    """Seconds of `rows` rows that decode together, token by token. A step takes
 
         max(bytes of the weights that some row meets / (bandwidth * COPY_SHARE), FLOPs / (peak * MATMUL_SHARE))
         + max(bytes of keys and values so far / (bandwidth * COPY_SHARE), FLOPs / (peak * ATTENTION_SHARE))
@@ -283,7 +283,7 @@ def _peak(case: Case, engine: _Engine) -> float:
     return case.hardware.flops if engine.dtype.itemsize == 2 else case.hardware.flops_float32
 
 
-def _weights(case: Case, sampling: Sampling, engine: _Engine) -> tuple[float, float, float]:
+def _weights(case: Case, sampling: PlannedSampling, engine: _Engine) -> tuple[float, float, float]:
     """Bytes that a rank sends for whole weights, and bytes that an engine is sent; and the seconds of both."""
     every = sum(shape.numel() for shape in engine.model.whole_shapes.values())
     if sampling.pool is not None:

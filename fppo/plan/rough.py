@@ -140,12 +140,12 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
 
 
 def _tokens(case: Case) -> float:
-    """Of a pass, that a rank has between blocks before the tensor axis cuts them."""
+    """Tokens of a pass that a rank has between blocks before the tensor axis cuts them."""
     return case.tokens / (case.size("sequence") * case.size("context"))
 
 
 def _seconds(case: Case, name: str, facts: Facts) -> float:
-    """Of a stage with all of its passes."""
+    """Seconds of a stage with all of its passes."""
     hardware, trains = case.hardware, name.startswith("update")
     parts = case.world // case.data_ranks
     times = (4 if case.checkpoint_layers else 3) if trains else 1

@@ -30,13 +30,13 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """As on the command line."""
+        """The words for the command line."""
         sizes = {**self.case.mesh, "virtual-stages": self.case.virtual_stages}
         return " ".join(f"--mesh.{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 @attrs.frozen
-class Found:
+class SearchResult:
     """What a search has found: the plans that fit, the fastest first; those that turned out not to; and of all others
     why not."""
 
@@ -48,12 +48,12 @@ class Found:
 
     @property
     def count(self) -> int:
-        """Of all meshes."""
+        """Number of meshes considered."""
         mine = (self.best, self.failed, self.slower, self.too_large)
         return sum(map(len, mine)) + sum(self.refused.values())
 
 
-def search(case: Case, ranks: int) -> Found:
+def search(case: Case, ranks: int) -> SearchResult:
     """Plans the meshes of `ranks` GPUs on which the formula has a step of the case fastest, among those that fit.
 
     A step has as many sequences on each mesh: those of the case's passes on `ranks` data ranks, or of its mini-batch.
@@ -74,7 +74,7 @@ def search(case: Case, ranks: int) -> Found:
     limit = ROOM * case.hardware.memory
     large = sorted((c for c in every if c.rough.memory > limit), key=lambda candidate: candidate.rough.memory)
     best, failed, slower = _planned([c for c in every if c.rough.memory <= limit], built)
-    return Found(best, failed, slower, tuple(large), refused)
+    return SearchResult(best, failed, slower, tuple(large), refused)
 
 
 def _planned(

@@ -50,7 +50,7 @@ def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
 
 def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> LogProbs:
     """The shapes of log_probs/triton's results, through storages of the sizes of its own."""
-    out = _Triton.apply(hidden, weight)
+    out = _StandInTriton.apply(hidden, weight)
     return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
 
 
@@ -97,7 +97,7 @@ def attention(
     return torch.cat(outputs)
 
 
-class _Triton(torch.autograd.Function):
+class _StandInTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         tokens = len(hidden)

@@ -40,5 +40,5 @@ def _mib(size: int) -> str:
 
 
 def columns_summary(calls: Sequence[ColumnCall]) -> list[dict[str, Any]]:
-    """The same for machines: bytes."""
+    """Columns as JSON, in bytes."""
     return [{"role": call.role, "call": call.call, "there": call.there, "back": call.back} for call in calls]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
-from fppo.plan.case import Sampling
-from fppo.plan.host import Host
+from fppo.plan.case import PlannedSampling
+from fppo.plan.host import HostMemory
 from fppo.plan.plan import Engines, Plan
-from fppo.plan.rollout import Rollout
+from fppo.plan.rollout import PlannedRollout
 from fppo.plan.text_values import gib, seconds, table
 from fppo.plan.values import GIB
 
@@ -30,7 +30,7 @@ def rollout_lines(plan: Plan | Engines, *, width: int) -> list[str]:
     return [*_head(sampling, rollout, width), *_memory(rollout), *_times(sampling, rollout, width)]
 
 
-def _head(sampling: Sampling, rollout: Rollout, width: int) -> list[str]:
+def _head(sampling: PlannedSampling, rollout: PlannedRollout, width: int) -> list[str]:
     kind = "vLLM" if sampling.engine == "vllm" else "the embedded engine"
     gpus = f" on {rollout.gpus} GPUs each" if rollout.gpus > 1 else ""
     each = "engine has" if rollout.engines == 1 else f"of {rollout.engines:,} engines{gpus} has"
@@ -38,13 +38,13 @@ def _head(sampling: Sampling, rollout: Rollout, width: int) -> list[str]:
     return textwrap.wrap(f"{words}{rollout.together:,} decode together", width)
 
 
-def _memory(rollout: Rollout) -> list[str]:
+def _memory(rollout: PlannedRollout) -> list[str]:
     rows = [(kind, [gib(size)]) for kind, size in rollout.memory.items()]
     lines = ["memory of a GPU that samples, GiB", *table(["rollout"], rows, ("together", [gib(rollout.total)]))]
     return [*lines, f"{gib(rollout.stays)} GiB of it stay beside updates"] if rollout.stays else lines
 
 
-def _times(sampling: Sampling, rollout: Rollout, width: int) -> list[str]:
+def _times(sampling: PlannedSampling, rollout: PlannedRollout, width: int) -> list[str]:
     tokens = f"prompts {seconds(rollout.prefill)} s, responses {seconds(rollout.decode)} s"
     gathered = f"a rank sends others {gib(rollout.gathered)} GiB" if rollout.gathered else ""
     sent = f"an engine is sent {gib(rollout.sent)} GiB" if rollout.sent else ""
@@ -53,7 +53,7 @@ def _times(sampling: Sampling, rollout: Rollout, width: int) -> list[str]:
     return textwrap.wrap(f"estimated: {tokens}; weights: {weights}{took}. {ROLLOUT}", width)
 
 
-def host_lines(host: Host | None, *, width: int) -> list[str]:
+def host_lines(host: HostMemory | None, *, width: int) -> list[str]:
     """The memory of the host, for a terminal."""
     if host is None:
         return []
@@ -76,7 +76,7 @@ def engines_report(engines: Engines, *, width: int = 100) -> str:
 
 
 def engines_summary(engines: Engines) -> dict[str, Any]:
-    """The same for machines: bytes and seconds."""
+    """Summary as JSON, in bytes and seconds."""
     return {
         "fits": engines.fits,
         "parameter_bytes": engines.rollout.sent,
@@ -86,8 +86,8 @@ def engines_summary(engines: Engines) -> dict[str, Any]:
     }
 
 
-def host_summary(host: Host | None) -> dict[str, Any] | None:
-    """The same for machines: bytes."""
+def host_summary(host: HostMemory | None) -> dict[str, Any] | None:
+    """The host as JSON, in bytes."""
     if host is None:
         return None
     return {
@@ -98,8 +98,8 @@ def host_summary(host: Host | None) -> dict[str, Any] | None:
     }
 
 
-def rollout_summary(rollout: Rollout | None) -> dict[str, Any] | None:
-    """The same for machines: bytes and seconds."""
+def rollout_summary(rollout: PlannedRollout | None) -> dict[str, Any] | None:
+    """Summary as JSON, in bytes and seconds."""
     if rollout is None:
         return None
     return {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fppo.plan.plan import Plan
-from fppo.plan.search import Candidate, Found
+from fppo.plan.search import Candidate, SearchResult
 from fppo.plan.values import GIB
 
 ROUGH = (
@@ -16,7 +16,7 @@ ROUGH = (
 )
 
 
-def found_report(found: Found, *, width: int = 100) -> str:
+def found_report(found: SearchResult, *, width: int = 100) -> str:
     """Everything, for a terminal."""
     if not found.count:
         return "there is no mesh of so many GPUs"
@@ -37,7 +37,7 @@ def _row(candidate: Candidate, planned: Plan) -> str:
     return f"  {planned.seconds:>6,.4g}  {speed:>13,.0f}  {mfu:>4.0%}  {memory:>8,.1f}  {candidate.words}"
 
 
-def _others(found: Found, width: int) -> list[str]:
+def _others(found: SearchResult, width: int) -> list[str]:
     lines = []
     for candidate, planned in found.failed:
         need, have = planned.needs / GIB, planned.case.hardware.memory / GIB
@@ -60,14 +60,14 @@ def _others(found: Found, width: int) -> list[str]:
     return [line for text in lines for line in wrap.wrap(text)]
 
 
-def _times(found: Found, candidate: Candidate) -> str:
+def _times(found: SearchResult, candidate: Candidate) -> str:
     """How long a step takes there, beside that of the best one, both by the formula."""
     if not found.best:
         return f"{candidate.rough.seconds:,.3g} s"
     return f"{candidate.rough.seconds / found.best[0][0].rough.seconds:.2f} times the best one's time"
 
 
-def found_summary(found: Found) -> dict[str, Any]:
+def found_summary(found: SearchResult) -> dict[str, Any]:
     """Everything, for machines: bytes and seconds."""
 
     def rough(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:

@@ -42,7 +42,7 @@ class Diff:
 
 
 @attrs.frozen
-class _Run:
+class _RecordedRun:
     """What a run has written of its steps, and the settings of its last start."""
 
     path: Path
@@ -75,17 +75,17 @@ def diff(first: Path, second: Path) -> Diff:
     return Diff([*lines, f"equal in steps {_span(common)}, {_extent(common, a, b)}"], False)
 
 
-def _read(path: Path) -> _Run:
+def _read(path: Path) -> _RecordedRun:
     metrics, digests = (
         {line["step"]: line for line in jsonl.read(path / name, on_damage=lambda _: None) if "step" in line}
         for name in (METRICS, DIGESTS)
     )
     if not metrics and not digests:
         raise ValueError(f"{path} holds no {METRICS} and no {DIGESTS} with a step; give the output_dir of a run")
-    return _Run(path, metrics, digests, starts.last(path))
+    return _RecordedRun(path, metrics, digests, starts.last(path))
 
 
-def _settings(a: _Run, b: _Run) -> Iterator[str]:
+def _settings(a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     names = [name for name in {**a.settings, **b.settings} if name not in _WHERE]
     unlike = [name for name in names if a.settings.get(name) != b.settings.get(name)]
     if unlike:
@@ -93,13 +93,13 @@ def _settings(a: _Run, b: _Run) -> Iterator[str]:
         yield f"settings that differ: {shown}"
 
 
-def _alone(a: _Run, b: _Run) -> Iterator[str]:
+def _alone(a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     for run, other in ((a, b), (b, a)):
         if left := run.steps - other.steps:
             yield f"{run.path} alone has steps {_span(left)}"
 
 
-def _evaluated_alone(common: Sequence[int], a: _Run, b: _Run) -> Iterator[str]:
+def _evaluated_alone(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     for run, other in ((a, b), (b, a)):
         both = [step for step in common if step in run.metrics and step in other.metrics]
         if left := {
@@ -112,7 +112,7 @@ def _is_evaluated(line: Mapping[str, Any]) -> bool:
     return any(name.startswith(_EVALUATED) for name in line)
 
 
-def _digests(step: int, a: _Run, b: _Run) -> Iterator[str]:
+def _digests(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     """What differs in the batch of a step and in the state after it, the earliest stage first."""
     one, other = a.digests.get(step), b.digests.get(step)
     if one is None or other is None or _kind(one) != _kind(other):
@@ -137,7 +137,7 @@ def _maker(leaf: str) -> str:
     return _MAKERS.get(leaf.removeprefix(".").partition("[")[0].partition(".")[0], _DRAWN)
 
 
-def _metrics(step: int, a: _Run, b: _Run) -> Iterator[str]:
+def _metrics(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     """The metrics of a step that differ, the furthest apart first; those of an evaluation if both runs made it."""
     one, other = a.metrics.get(step), b.metrics.get(step)
     if one is None or other is None:
@@ -158,7 +158,7 @@ def _apart(x: Any, y: Any) -> float:
     return abs(x - y) / max(abs(x), abs(y), 1e-300)
 
 
-def _extent(common: Sequence[int], a: _Run, b: _Run) -> str:
+def _extent(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> str:
     """What the equality of these steps is one of."""
     both = [step for step in common if step in a.digests and step in b.digests]
     alike = [step for step in both if _kind(a.digests[step]) == _kind(b.digests[step])]
@@ -175,7 +175,7 @@ def _kind(line: Mapping[str, Any]) -> str:
 
 
 def _span(steps: Sequence[int] | set[int]) -> str:
-    """As 1 to 3, 7."""
+    """Steps in words, as 1 to 3, 7."""
     every = sorted(steps)
     begins = [step for step in every if step - 1 not in every]
     ends = [step for step in every if step + 1 not in every]

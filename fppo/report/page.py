@@ -105,7 +105,7 @@ def _truth(page: Page) -> str:
 
 
 @attrs.frozen
-class Scale:
+class ColourScale:
     """What the strongest colours of the tokens stand for."""
 
     log_prob: float
@@ -118,12 +118,12 @@ def _numbers(samples: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     return [x for s in samples for x in s.get(name) or [] if isinstance(x, int | float) and math.isfinite(x)]
 
 
-def scale_of(samples: Sequence[Mapping[str, Any]]) -> Scale:
+def scale_of(samples: Sequence[Mapping[str, Any]]) -> ColourScale:
     """From the samples' own numbers; the 2 % largest advantages do not count, so that one does not pale the rest."""
     sizes = sorted(abs(x) for x in _numbers(samples, "advantages"))
     values = _numbers(samples, "values")
     advantage = sizes[min(int(0.98 * len(sizes)), len(sizes) - 1)] if sizes else 1.0
-    return Scale(5.0, advantage or 1.0, min(values, default=0.0), max(values, default=1.0))
+    return ColourScale(5.0, advantage or 1.0, min(values, default=0.0), max(values, default=1.0))
 
 
 def _samples(page: Page) -> str:
@@ -161,7 +161,7 @@ def _samples(page: Page) -> str:
     return f"<section class=samples><h2>Samples</h2>{inputs}{switch}{note}{groups}</section>"
 
 
-def _card(sample: Mapping[str, Any], scale: Scale) -> str:
+def _card(sample: Mapping[str, Any], scale: ColourScale) -> str:
     score = sample.get("score")
     named = sample.get("named_scores") or {}
     facts = [
@@ -196,7 +196,7 @@ def _frames(item: Any, number: int) -> str:
     return f"<span class=film>{''.join(frames)}</span>"
 
 
-def _tokens(sample: Mapping[str, Any], scale: Scale) -> str:
+def _tokens(sample: Mapping[str, Any], scale: ColourScale) -> str:
     tokens = sample.get("tokens") or []
     if not tokens:
         return escape(str(sample.get("response", ""))) or "<span class=note>(empty)</span>"
@@ -207,7 +207,7 @@ def _tokens(sample: Mapping[str, Any], scale: Scale) -> str:
     return markup + more
 
 
-def _token(text: str, log_prob: float | None, advantage: float | None, value: float | None, scale: Scale) -> str:
+def _token(text: str, log_prob: float | None, advantage: float | None, value: float | None, scale: ColourScale) -> str:
     """A span whose style holds how strong each of its three colours is, from 0 to 1."""
     style, tip, css = [], [], ["t"]
     if log_prob is not None:

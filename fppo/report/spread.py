@@ -28,7 +28,7 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Of numbers that are draws of one distribution. Raises ValueError for none."""
+    """The spread of numbers that are draws of one distribution. Raises ValueError for none."""
     if not values:
         raise ValueError("there are no numbers to take the mean of")
     if len(values) == 1:

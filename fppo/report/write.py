@@ -73,7 +73,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
-    """Of the last evaluation's responses, values and advantages by token, the critic's and the exact ones."""
+    """Panels of the last evaluation's responses: values and advantages by token, the critic's and the exact ones."""
     files_there = sorted(directory.glob("*.jsonl"))
     drawn = []
     for line in unlike(jsonl.read(files_there[-1], on_damage=lambda _: None) if files_there else []):

@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fppo.rewards.early import EarlyRewardRunner
-from fppo.rewards.functions import Term
+from fppo.rewards.functions import RewardTerm
 from fppo.rewards.runner import RewardResults, RewardRunner, log_failures, results_of
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, is_first, place_on
 from fppo.steps.ranks import deal
@@ -30,7 +30,7 @@ class SpreadRewardRunner:
     device: torch.device
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self) -> tuple[RewardTerm, ...]:
         """The functions of the reward."""
         return self.runner.terms
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fppo.rewards.functions import Term
+from fppo.rewards.functions import RewardTerm
 from fppo.rewards.runner import Outcomes, RewardResults, RewardRunner, log_failures, results_of
 from fppo.rewards.scoring import sample_of
 from fppo.workers.sample import Outcome, Sample
@@ -64,7 +64,7 @@ class EarlyRewardRunner:
         self.close()
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def terms(self) -> tuple[RewardTerm, ...]:
         """The functions of the reward."""
         return self._runner.terms
 

@@ -43,7 +43,7 @@ def shaping_reward(fn: F) -> F:
     return fn
 
 
-class Term(NamedTuple):
+class RewardTerm(NamedTuple):
     """One function of a reward, by name, with its factor in the sum."""
 
     name: str
@@ -70,7 +70,7 @@ class Term(NamedTuple):
 class WeightedSum(NamedTuple):
     """A reward that is a sum: each term is run, isolated and reported by itself."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[RewardTerm, ...]
 
 
 Reward = RewardFn | WeightedSum
@@ -85,7 +85,7 @@ def weighted_sum(functions: Mapping[str, Reward], weights: Mapping[str, float] |
     unknown = sorted(set(weights) - set(functions))
     if unknown or not functions:
         raise ValueError(f"weights for {unknown}, which are not among the functions {sorted(functions)}")
-    terms: list[Term] = []
+    terms: list[RewardTerm] = []
     for name, fn in functions.items():
         weight = float(weights.get(name, 1.0))
         if not math.isfinite(weight):
@@ -94,12 +94,12 @@ def weighted_sum(functions: Mapping[str, Reward], weights: Mapping[str, float] |
     return WeightedSum(tuple(terms))
 
 
-def _terms(name: str, fn: Reward) -> list[Term]:
+def _terms(name: str, fn: Reward) -> list[RewardTerm]:
     if isinstance(fn, WeightedSum):
         return [term._replace(name=f"{name}/{term.name}") for term in fn.terms]
     if not callable(fn):
         raise ValueError(f"the reward {name!r} is a {type(fn).__name__}, not a function")
-    return [Term(name, 1.0, fn)]
+    return [RewardTerm(name, 1.0, fn)]
 
 
 def as_sum(reward: Reward) -> WeightedSum:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from fppo._errors import RunFailed, printable
-from fppo.rewards.functions import Reward, Term, as_sum
+from fppo.rewards.functions import Reward, RewardTerm, as_sum
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Outcome, Sample
 
@@ -39,7 +39,7 @@ class Runner(Protocol):
     """What scoring needs of a reward that is ready to run. `groups` say which samples answer the same prompt."""
 
     @property
-    def terms(self) -> tuple[Term, ...]: ...
+    def terms(self) -> tuple[RewardTerm, ...]: ...
 
     def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults: ...
 
@@ -63,7 +63,7 @@ class RewardRunner(FunctionRunner):
         concurrency: int = 64,
         start_limit: float = 120.0,
     ) -> None:
-        self.terms: tuple[Term, ...] = as_sum(reward).terms
+        self.terms: tuple[RewardTerm, ...] = as_sum(reward).terms
         super().__init__(
             self.terms,
             role="reward",
@@ -92,7 +92,7 @@ class RewardRunner(FunctionRunner):
 
 
 def results_of(
-    terms: Sequence[Term], outcomes: Mapping[str, Sequence[Outcome]], samples: Sequence[Sample]
+    terms: Sequence[RewardTerm], outcomes: Mapping[str, Sequence[Outcome]], samples: Sequence[Sample]
 ) -> RewardResults:
     """The results of all functions, from what became of each sample with each of them.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fppo.rewards.functions import Term
+from fppo.rewards.functions import RewardTerm
 from fppo.rewards.runner import Runner, check_failures
 from fppo.workers.sample import Sample
 
@@ -87,7 +87,7 @@ def _means(scored: Scored) -> Metrics:
     }
 
 
-def _total(terms: Sequence[Term], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """The weighted sum [B] float64 of the terms; one of weight 0 adds nothing, nan neither."""
     import torch
 
@@ -134,7 +134,7 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def _tensor_scores(term: Term, rollout: Rollout) -> tuple[Tensor, Metrics]:
+def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Metrics]:
     """The scores of a function of the whole rollout, nan where it says that it has none, and its metrics if any.
 
     Raises ValueError unless the scores are finite and of shape [B].

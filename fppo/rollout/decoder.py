@@ -39,7 +39,7 @@ class Rotation(NamedTuple):
         return (x * self.cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(self.sin))
 
 
-class _Norm(NamedTuple):
+class _DecoderNorm(NamedTuple):
     weight: Tensor
     eps: float
     kernel: Callable[..., Tensor] | None  # where it is not the model's own
@@ -56,11 +56,11 @@ class _Norm(NamedTuple):
 class _Layer(NamedTuple):
     """A decoder layer's parameters. Products of one input stand together, in one weight or in several."""
 
-    before: _Norm
+    before: _DecoderNorm
     qkv: Sequence[_Product]
-    head_norms: tuple[_Norm, _Norm] | None  # of queries and keys
+    head_norms: tuple[_DecoderNorm, _DecoderNorm] | None  # of queries and keys
     out: _Product
-    after: _Norm
+    after: _DecoderNorm
     gate_up: Sequence[_Product]
     glu: Callable[[Tensor, Tensor], Tensor]
     down: _Product
@@ -75,13 +75,13 @@ class Decoder(NamedTuple):
     embedding: nn.Module
     axis: Axis
     layers: Sequence[_Layer]
-    norm: _Norm
+    norm: _DecoderNorm
     heads: tuple[int, int, int]  # of queries, of keys; width
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
 
     def rotation(self, length: int) -> Rotation:
-        """Of all positions of a row of this length."""
+        """The rotation of all positions of a row of this length."""
         like: Any = self.embedding.weight
         cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
         half = sin.shape[-1] // 2
@@ -162,8 +162,10 @@ def _layer(layer: Any, *, joined: bool) -> _Layer:
     )
 
 
-def _norm(module: Any) -> _Norm:
-    return _Norm(module.weight, module.variance_epsilon, module._kernel if isinstance(module, NormSeam) else None)
+def _norm(module: Any) -> _DecoderNorm:
+    return _DecoderNorm(
+        module.weight, module.variance_epsilon, module._kernel if isinstance(module, NormSeam) else None
+    )
 
 
 def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -178,7 +180,7 @@ def _product(module: nn.Linear) -> _Product:
 
 
 def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
-    """Of modules with one input, side by side."""
+    """The products of modules with one input, side by side."""
     weights: list[Tensor] = [module.weight for module in modules]
     if not joined or any(isinstance(weight, Adapted | Quantised) for weight in weights):
         return [_product(module) for module in modules]

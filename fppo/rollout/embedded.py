@@ -31,7 +31,7 @@ from fppo.rollout.records import check_prompts, check_stops, number_rows, respon
 from fppo.rollout.routed import Fed, of_prompts
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, Policy, Rows, fixed_steps, plain_steps, wide_product
+from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, fixed_steps, plain_steps, wide_product
 from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
@@ -120,7 +120,9 @@ class EmbeddedEngine:
             columns = self._columns(model, head)
             record = self._record(device, decoder, columns.axis)
             routers, budget = model.routers if self.routed else (), self.prefill_tokens
-            policy = Policy(model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers)
+            policy = DecodingPolicy(
+                model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers
+            )
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -147,14 +149,14 @@ class EmbeddedEngine:
         return as_graphs(device) if device.type == "cuda" else _as_it_is
 
     def _columns(self, model: Model, head: Head) -> Columns:
-        """Those of the logits that the head gives on this rank."""
+        """The columns of the logits that the head gives on this rank."""
         axis, (name, _) = models.tensor_axis(model, self.mesh), vocabulary_head(model)
         if model.layout is None or axis.size == 1:
             return Columns(axis, 0, len(head.weight))
         first, _ = model.layout.cuts[name].runs(axis.rank)[0]
         return Columns(axis, first, model.whole_shapes[name][0])
 
-    def _waves(self, policy: Policy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    def _waves(self, policy: DecodingPolicy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
         device, budget = policy.head.weight.device, self.cache_bytes
         if budget is None and device.type == "cuda":
@@ -244,7 +246,7 @@ def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
     yield slice(start, len(lengths))
 
 
-def _row_bytes(policy: Policy, columns: int) -> int:
+def _row_bytes(policy: DecodingPolicy, columns: int) -> int:
     """Bytes of a row's keys and values and states, seen in a pass over one token for each rank."""
     count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
     tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
@@ -256,7 +258,7 @@ def _row_bytes(policy: Policy, columns: int) -> int:
 
 
 def _prefill(
-    policy: Policy, wave: _Wave, columns: int, fed: list[Fed]
+    policy: DecodingPolicy, wave: _Wave, columns: int, fed: list[Fed]
 ) -> tuple[Tensor, caches.Layers, States, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
     what each call asks of attention. Each prompt runs once; what its routers tell goes to `fed`."""
@@ -283,7 +285,9 @@ def _prefill(
     return wave.each(torch.cat(logits)), cache, States.joined_(states), asked
 
 
-def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: Attend, routes: Routes | None) -> Tensor:
+def _hidden(
+    policy: DecodingPolicy, packed: Packed, wave: _Wave, part: slice, attend: Attend, routes: Routes | None
+) -> Tensor:
     """Hidden states [N, H] of prompts, packed, with what images they have."""
     tokens = packed.tokens[None]
     inputs, lengths = None if wave.inputs is None else wave.inputs[part], wave.lengths[part]
@@ -293,7 +297,7 @@ def _hidden(policy: Policy, packed: Packed, wave: _Wave, part: slice, attend: At
     return models.forward(policy.text, tokens, positions, attend=attend, routes=routes, embedded=embedded, deep=deep)[0]
 
 
-def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]) -> list[Step]:
+def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]) -> list[Step]:
     """Responses to the wave's prompts; what routers tell goes to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
@@ -303,7 +307,7 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None,
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
-    live = Rows(cache, columns, pads, pads - wave.each(shifts.to(pads.device)), states)
+    live = LiveRows(cache, columns, pads, pads - wave.each(shifts.to(pads.device)), states)
     step_of = _steps(policy, asked, total, alike=not shifts.any())
     advance = step_of(live)
     done = torch.zeros_like(rows, dtype=torch.bool)
@@ -331,7 +335,7 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None,
             if changed := left < len(done) * (_COMPACT if policy.record is None else _HALF):
                 keep, holes = _survivors(done, left)
                 packed = caches.compact_(live.cache, holes, keep[holes], left, width + t)
-                live = Rows(packed, live.columns, live.pads[keep], live.starts[keep], states.take_(keep))
+                live = LiveRows(packed, live.columns, live.pads[keep], live.starts[keep], states.take_(keep))
                 rows, done, uniforms, new, last = (x[keep] for x in (rows, done, uniforms, new, last))
         if t + 1 == most:
             break
@@ -347,13 +351,15 @@ def _decode(policy: Policy, wave: _Wave, ask: Ask, on_step: FinishedRows | None,
     return steps
 
 
-def _steps(policy: Policy, asked: Sequence[AttentionLayer], length: int, *, alike: bool) -> Callable[[Rows], Advance]:
+def _steps(
+    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
+) -> Callable[[LiveRows], Advance]:
     if policy.record is None:
         return plain_steps(policy, asked, length, alike=alike)
     return fixed_steps(policy, asked, length, policy.record)
 
 
-def _room(policy: Policy, columns: int) -> int:
+def _room(policy: DecodingPolicy, columns: int) -> int:
     """How many columns the cache gets for so many: of a step that reads all of them, as kernels read them best."""
     return columns if policy.record is None else -(-columns // _ALIGNED) * _ALIGNED
 

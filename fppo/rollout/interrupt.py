@@ -55,7 +55,7 @@ class InterruptibleEngine:
         params, version = _newest(params, ask.version, ask.newer)
         first = attrs.evolve(ask, version=version, newer=None, on_finished=None)
         limits = torch.tensor([limit for limit in response_limits(ask) for _ in range(ask.sampling.n)])
-        rows, live, part = _Rows(), torch.arange(len(limits)), first
+        rows, live, part = _ResponseRows(), torch.arange(len(limits)), first
         while True:
             with self._one:
                 piece = self.engine.generate(params, _within(part, self.every))
@@ -71,7 +71,7 @@ class InterruptibleEngine:
             part = _continued(attrs.evolve(first, version=version), rows, live, limits)
 
 
-class _Rows(NamedTuple):
+class _ResponseRows(NamedTuple):
     """The responses so far, [B, T], and the version of the policy at each of the T positions."""
 
     tokens: Tensor = torch.empty(0, 0, dtype=torch.int64)
@@ -80,7 +80,7 @@ class _Rows(NamedTuple):
     sampling_log_probs: Tensor = torch.empty(0, 0)
     versions: tuple[int, ...] = ()
 
-    def extended(self, piece: Rollout, live: Tensor, count: int, version: int) -> _Rows:
+    def extended(self, piece: Rollout, live: Tensor, count: int, version: int) -> _ResponseRows:
         """With what the rows `live`, of `count` rows, were given more."""
         width = piece.response_mask.shape[1]
         new = (piece.tokens[:, -width:], piece.response_mask, piece.rollout_log_probs, piece.sampling_log_probs)
@@ -88,7 +88,7 @@ class _Rows(NamedTuple):
         columns = [x.new_zeros(count, width).index_copy(0, where, x) for x in new]
         if self.versions:
             columns = [torch.cat(both, 1) for both in zip(self[:4], columns, strict=True)]
-        return _Rows(*columns, versions=(*self.versions, *[version] * width))
+        return _ResponseRows(*columns, versions=(*self.versions, *[version] * width))
 
     def response(self, row: int) -> list[int]:
         return self.tokens[row][self.drawn[row]].tolist()
@@ -103,7 +103,7 @@ def _within(ask: Ask, most: int) -> Ask:
     return attrs.evolve(ask, sampling=attrs.evolve(ask.sampling, max_tokens=min(most, ask.sampling.max_tokens)))
 
 
-def _continued(ask: Ask, rows: _Rows, live: Tensor, limits: Tensor) -> Ask:
+def _continued(ask: Ask, rows: _ResponseRows, live: Tensor, limits: Tensor) -> Ask:
     """What asks for more of the rows `live`, which have had the same number of tokens each."""
     n, had, where = ask.sampling.n, rows.drawn.shape[1], live.to(rows.tokens.device)
     prompts = batches.rows(ask.prompts, live // n)
@@ -119,7 +119,7 @@ def _continued(ask: Ask, rows: _Rows, live: Tensor, limits: Tensor) -> Ask:
     )
 
 
-def _done(rows: _Rows, piece: Rollout, live: Tensor, limits: Tensor, ask: Ask) -> Tensor:
+def _done(rows: _ResponseRows, piece: Rollout, live: Tensor, limits: Tensor, ask: Ask) -> Tensor:
     """Which of the rows `live` have ended, bool [L]: an engine does not see a text that began in an earlier piece."""
     ended = torch.tensor([reason == "stop" for reason in piece.finish]) | (limits[live] <= rows.drawn.shape[1])
     if (texts := ask.sampling.stop_texts) is not None:
@@ -127,7 +127,7 @@ def _done(rows: _Rows, piece: Rollout, live: Tensor, limits: Tensor, ask: Ask) -
     return ended
 
 
-def _report(ask: Ask, rows: _Rows, done: Tensor) -> None:
+def _report(ask: Ask, rows: _ResponseRows, done: Tensor) -> None:
     if ask.on_finished is None:
         return
     for row in done.tolist():
@@ -142,7 +142,7 @@ def _cut(response: Sequence[int], ask: Ask) -> list[int]:
     return list(response if end is None else response[: end[0]])
 
 
-def _whole(ask: Ask, rows: _Rows, pad_token_id: int) -> Rollout:
+def _whole(ask: Ask, rows: _ResponseRows, pad_token_id: int) -> Rollout:
     """The rollout of all rows, as long as the longest of them."""
     drawn, device = rows.drawn, rows.tokens.device
     if ask.sampling.stop_texts is not None:

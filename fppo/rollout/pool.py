@@ -27,7 +27,7 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.in_order import InOrder
 from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.records import check_prompts, response_limits, widened
-from fppo.rollout.sync import Bucket, How, Origin
+from fppo.rollout.sync import Bucket, CopyOrigin, How
 from fppo.rollout.vllm.host import EngineDied
 
 _ENDING = 100  # tenths of seconds in which the thread of an engine may end
@@ -68,7 +68,7 @@ class _Replica:
     group: Group
     generate: Any
     params: Params | None = None
-    origin: Origin | None = None  # of those weights
+    origin: CopyOrigin | None = None  # of those weights
     up: bool = True
     gone: bool = False  # for good
 
@@ -77,7 +77,7 @@ class _Replica:
 
 
 @attrs.define(eq=False)
-class _Work:
+class _RolloutWork:
     """A rollout under way. `todo` are numbers of requests, each of some prompts; the costliest is first."""
 
     params: Params
@@ -124,7 +124,7 @@ class EnginePool:
         self._threads: list[threading.Thread] = []
         self._one = InOrder()  # rollout at a time
         self._changed = threading.Condition()  # of all below
-        self._work: _Work | None = None
+        self._work: _RolloutWork | None = None
         self._sending = 0  # threads that read weights of the rollout under way
         self._deaths: list[str] = []
         self._told = 0  # of them
@@ -153,7 +153,7 @@ class EnginePool:
     def generate(self, params: Params, ask: Ask) -> Rollout:
         """The rollout; `ask.on_finished` is called for the rows of a request once that is answered."""
         requests = _requests(ask, self._rows)
-        work = _Work(params, ask, requests, deque(range(len(requests))))
+        work = _RolloutWork(params, ask, requests, deque(range(len(requests))))
         with self._one:
             self._send([replica for replica in self._replicas if replica.up], params, ask.version)
             try:
@@ -178,7 +178,7 @@ class EnginePool:
         with self._one:
             self._send([replica for replica in self._replicas if replica.up], params, 0)
 
-    def _tell(self, work: _Work) -> None:
+    def _tell(self, work: _RolloutWork) -> None:
         """Warns of engines that died since the last time. Raises what ended the work before it was done."""
         with self._changed:
             deaths, self._told = self._deaths[self._told :], len(self._deaths)
@@ -229,7 +229,7 @@ class EnginePool:
         with self._changed:
             replica.up = True
 
-    def _serve(self, replica: _Replica, work: _Work) -> None:
+    def _serve(self, replica: _Replica, work: _RolloutWork) -> None:
         """Has the engine answer a request."""
         number = None
         try:
@@ -257,7 +257,7 @@ class EnginePool:
             if died:
                 self._lose(replica, error)
 
-    def _bring(self, replica: _Replica, work: _Work) -> None:
+    def _bring(self, replica: _Replica, work: _RolloutWork) -> None:
         """Sends a newcomer the weights of the rollout under way, which waits for that before it ends."""
         with self._changed:
             if work is not self._work:
@@ -281,7 +281,7 @@ class EnginePool:
             there = {name: there[name] | handles for name, handles in taken.items() if handles is not None}
         for name, handles in there.items():
             sync.compare_names(self._names, handles)
-            stale[name].params, stale[name].origin = handles, Origin.of(params, version)
+            stale[name].params, stale[name].origin = handles, CopyOrigin.of(params, version)
 
     def _take(self, replica: _Replica, bucket: Bucket) -> dict[str, Any] | None:
         """Handles of the tensors on the engine, which has confirmed them; None if it has died."""
@@ -294,7 +294,7 @@ class EnginePool:
         sync.compare(bucket.digests, digests)
         return weights
 
-    def _answer(self, replica: _Replica, work: _Work, prompts: Sequence[int]) -> Rollout:
+    def _answer(self, replica: _Replica, work: _RolloutWork, prompts: Sequence[int]) -> Rollout:
         assert replica.params is not None
         ask = work.ask
         part = attrs.evolve(
@@ -334,7 +334,7 @@ def _report(answer: Rollout, prompts: Sequence[int], ask: Ask) -> None:
         ask.on_finished(prompts[place // n] * n + place % n, tokens[mask].tolist(), finish)
 
 
-def _joined(work: _Work, pad_token_id: int) -> Rollout:
+def _joined(work: _RolloutWork, pad_token_id: int) -> Rollout:
     """The rollout whose rows were answered in parts."""
     answers, n = [work.done[number] for number in range(len(work.requests))], work.ask.sampling.n
     width = max(answer.response_mask.shape[1] for answer in answers)

@@ -20,8 +20,8 @@ class Fed(NamedTuple):
 
 
 def of_prompts(experts: Tensor, index: Tensor, rows: Tensor, width: int) -> Fed:
-    """Those of packed prompts, [N, L, k] of which the first are at the flat places `index` [M] of prompts that are
-    `width` wide, for the draws [P, n] of each."""
+    """The experts of packed prompts for the draws [P, n] of each: the first of [N, L, k] are at the flat places `index`
+    [M] of prompts that are `width` wide."""
     columns = (index % width - width)[:, None]
     return Fed(rows[index // width], columns, experts[: len(index), None])
 

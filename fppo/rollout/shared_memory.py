@@ -49,7 +49,7 @@ class SharedMemory:
 
     @staticmethod
     def at(path: str) -> SharedMemory:
-        """That of another process."""
+        """Attach the memory of another process."""
         return SharedMemory(os.open(path, os.O_RDWR))
 
     @property

@@ -15,7 +15,7 @@ from fppo_kernels.padding import Lengths, sent
 
 
 class States:
-    """Those of R rows, which a pass of one more token per row changes; rows can leave, be repeated and re-ordered."""
+    """The states of R rows, changed by each pass of one more token; rows can leave, be repeated and re-ordered."""
 
     def __init__(self, model: Model) -> None:
         self._cache = DynamicCache(config=model.config if model.stateful else None)
@@ -70,7 +70,7 @@ class PromptStates:
         return by_groups(self._groups, hidden, lambda number, rows: self._states[number](mixer, rows))
 
     def states_(self, prompts: int, n: int) -> States:
-        """Those after the first `prompts` prompts, `n` times each; they are used up."""
+        """The states after the first `prompts` prompts, `n` times each; they are used up."""
         order = [row for group in self._groups for row in group.rows]
         places = sorted(range(len(order)), key=lambda place: order[place])[:prompts]
         index = torch.tensor([place for place in places for _ in range(n)])

@@ -41,7 +41,7 @@ class Next(NamedTuple):
 Advance = Callable[[Tensor, int], Next]
 
 
-class Policy(NamedTuple):
+class DecodingPolicy(NamedTuple):
     """What a forward pass needs, inside `bind`."""
 
     model: Model
@@ -65,7 +65,7 @@ class Policy(NamedTuple):
         return Routes() if self.routers else None
 
 
-class Rows(NamedTuple):
+class LiveRows(NamedTuple):
     """The rows that are being generated, their cache of `columns` columns, and the states of their mixers."""
 
     cache: caches.Layers
@@ -76,15 +76,15 @@ class Rows(NamedTuple):
 
 
 def plain_steps(
-    policy: Policy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
-) -> Callable[[Rows], Advance]:
+    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, *, alike: bool
+) -> Callable[[LiveRows], Advance]:
     """Steps of rows of at most `length` tokens that are computed as they are, for rows as they stand.
 
     `asked` is what each layer asks of attention; `alike` says that a row's positions begin where its padding ends.
     """
     next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
-    def of(rows: Rows) -> Advance:
+    def of(rows: LiveRows) -> Advance:
         first, bias = _padding(rows)
 
         def advance(tokens: Tensor, column: int) -> Next:
@@ -101,12 +101,12 @@ def plain_steps(
 
 
 def fixed_steps(
-    policy: Policy, asked: Sequence[AttentionLayer], length: int, record: Record
-) -> Callable[[Rows], Advance]:
+    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int, record: Record
+) -> Callable[[LiveRows], Advance]:
     """`plain_steps` that `record` may record: a step is a function of tensors that stay where they are."""
     next_hidden, kernel = _hidden_of(policy, asked, length), policy.kernels.decode_attention
 
-    def of(rows: Rows) -> Advance:
+    def of(rows: LiveRows) -> Advance:
         tokens, column = torch.zeros_like(rows.starts), rows.starts.new_zeros(1)
 
         def step() -> Tensor:
@@ -133,7 +133,7 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _hidden_of(
-    policy: Policy, asked: Sequence[AttentionLayer], length: int
+    policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int
 ) -> Callable[[Tensor, Tensor, Attend, Routes | None], Tensor]:
     """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
 
@@ -159,7 +159,7 @@ def _hidden_of(
     )
 
 
-def _padding(rows: Rows) -> tuple[int, Tensor | None]:
+def _padding(rows: LiveRows) -> tuple[int, Tensor | None]:
     """The first column that any row uses, and what hides each row's padding."""
     first, last = (int(x) for x in rows.pads.aminmax())
     if first == last:

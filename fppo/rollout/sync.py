@@ -39,16 +39,16 @@ class Bucket(NamedTuple):
     how: How
 
 
-class Origin(NamedTuple):
+class CopyOrigin(NamedTuple):
     """What a copy of parameters was made of: the leaves themselves, tensors or handles, under a version."""
 
     version: int
     leaves: dict[str, weakref.ref[Any]]
 
     @staticmethod
-    def of(params: Mapping[str, Any], version: int) -> Origin:
-        """That of a copy of these."""
-        return Origin(version, {name: weakref.ref(x) for name, x in params.items()})
+    def of(params: Mapping[str, Any], version: int) -> CopyOrigin:
+        """The origin of a copy of these parameters."""
+        return CopyOrigin(version, {name: weakref.ref(x) for name, x in params.items()})
 
     def matches(self, params: Mapping[str, Any], version: int) -> bool:
         """Whether the copy is one of these parameters. A tensor that was written into has another version; the value of

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fppo.assembly.run import Drawn
+from fppo.assembly.run import DrawnPrompts
 from fppo.runtime import checkpoint
 
 _TRAINED = "prompts, "  # what the notes of the prompts to train on begin with
 
 
-def check(own: Drawn, path: Path, *, speaks: bool) -> None:
+def check(own: DrawnPrompts, path: Path, *, speaks: bool) -> None:
     """Raises ValueError if the prompts of a run are others than those of the checkpoint at `path`, unless they may
     change. `speaks`: says on stderr what has changed, and may, as held-out prompts may. What a checkpoint has no notes
     of is not compared."""

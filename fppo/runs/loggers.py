@@ -196,7 +196,7 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """As 0:07, 12:30 or 1:02:03."""
+    """Seconds in words, as 0:07, 12:30 or 1:02:03."""
     whole = max(round(seconds), 0)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

@@ -42,7 +42,7 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
             opened.enter_context(session.alone_in(directory))
             files.save(settings, directory / session.SETTINGS)
             lines = opened.enter_context(contextlib.closing(JsonLines(directory / loggers.SAMPLES)))
-        asked = opened.enter_context(session.asked_to_stop(announce=STOPPING if first else ""))
+        asked = opened.enter_context(session.stop_requests(announce=STOPPING if first else ""))
         for number in range(settings.steps):
             start = now()
             scored, cursor, report = sample(

@@ -171,7 +171,7 @@ def _check_beginning(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def asked_to_stop(*, announce: str = "") -> Iterator[list[float]]:
+def stop_requests(*, announce: str = "") -> Iterator[list[float]]:
     """A list that is not empty once ctrl-C or SIGTERM has asked for a stop, which prints `announce`.
 
     Asked again, it interrupts at once. What comes within a second is one request: a terminal and a launcher may both
@@ -235,7 +235,7 @@ def _trained(
     """The state after the last step, or the one before a stop, saved; what has observed the steps is closed with
     `opened`."""
     observers, digested, saved = _writing(settings, assembly, run, opened, watch)
-    with asked_to_stop(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
+    with stop_requests(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
         try:
             run = train(
                 run,

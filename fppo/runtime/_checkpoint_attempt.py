@@ -22,7 +22,7 @@ import torch
 
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_files import CheckpointError, DamagedError
-from fppo.runtime.clock import Clock, Unchanged
+from fppo.runtime.clock import ProcessClock, Unchanged
 from fppo.runtime.exports import sync
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 
@@ -168,7 +168,7 @@ class Attempt:
 
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
         """What `look` finds. CheckpointError once nothing in the draft has changed for the time to wait."""
-        clock, unchanged, pause = Clock(2 * LONGEST_PAUSE), Unchanged(), 0.005
+        clock, unchanged, pause = ProcessClock(2 * LONGEST_PAUSE), Unchanged(), 0.005
         while (seen := look()) is None:
             if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:
                 raise CheckpointError(f"for {self.timeout:g} seconds nothing has happened: {complaint()}")

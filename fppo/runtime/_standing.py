@@ -10,7 +10,7 @@ from types import FrameType
 
 import attrs
 
-from fppo.runtime.watch import Waiting, Watch
+from fppo.runtime.watch import WaitingCollective, Watch
 
 _SHOWN = 4  # ranks told of one by one
 _OUTSIDE = {*sys.stdlib_module_names, "torch"} - {"__main__"}
@@ -33,7 +33,7 @@ class Standing:
 
     @staticmethod
     def of(watch: Watch, beat: int, thread: int) -> Standing:
-        """That of this rank, whose work is done in `thread`."""
+        """The standing of this rank, whose work is done in `thread`."""
         calls, line, waiting = watch.begun(), _line(sys._current_frames().get(thread)), watch.oldest()
         if waiting is None:
             return Standing(beat, watch.step, calls, line, at=watch.place)
@@ -50,7 +50,7 @@ class Standing:
         return f"in {op} {over(axis)} for {self.seconds:.0f} s after step {self.step}"
 
     def dumped(self) -> str:
-        """As text."""
+        """The standing as text."""
         return json.dumps(attrs.asdict(self))
 
     @staticmethod
@@ -83,7 +83,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """Those of the ranks that have not begun so many collectives over their axis."""
+    """Select the ranks that have not begun so many collectives over their axis."""
 
     def begun(standing: Standing | None) -> bool:
         return standing is not None and standing.calls.get(axis, 0) >= number
@@ -123,7 +123,11 @@ def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) ->
 
 
 def too_long(
-    waiting: Waiting, step: int, seconds: float, others: Sequence[int], standings: Mapping[int, Standing | None]
+    waiting: WaitingCollective,
+    step: int,
+    seconds: float,
+    others: Sequence[int],
+    standings: Mapping[int, Standing | None],
 ) -> str:
     """What is wrong if a collective is waited for so long. `others` are the ranks that take part in it."""
     late = missing(waiting.axis, waiting.number, others, standings)
@@ -139,7 +143,7 @@ def too_long(
 
 
 def broken(
-    waiting: Waiting, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
+    waiting: WaitingCollective, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
 ) -> str:
     """What is wrong if a collective fails. `gone` are the ranks that are not heard of any more."""
     of_whom = f"; not heard of any more: {described(gone, standings)}" if gone else ""

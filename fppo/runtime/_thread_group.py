@@ -265,7 +265,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the group, among all."""
+        """The ranks of the group, among all."""
         return self._meeting.ranks
 
     def size(self) -> int:

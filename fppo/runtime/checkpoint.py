@@ -370,7 +370,7 @@ def _mismatches(
 
 
 def inside(path: str, names: Iterable[str]) -> list[str]:
-    """Those of the names that are paths of leaves of what is at `path`."""
+    """Select the names that are paths of leaves of what is at `path`."""
     return [name for name in names if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".", "[")]
 
 

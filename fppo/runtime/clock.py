@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-class Clock:
+class ProcessClock:
     """Seconds that a process has lived through: those in which it was stopped are no more than `most`."""
 
     def __init__(self, most: float) -> None:
@@ -19,7 +19,7 @@ class Clock:
 
 def sleep(seconds: float) -> None:
     """Returns when the process has lived through so many seconds, in which others could do something too."""
-    clock = Clock(0.2)
+    clock = ProcessClock(0.2)
     while clock.now() < seconds:
         time.sleep(0.1)
 

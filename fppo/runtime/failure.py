@@ -17,8 +17,8 @@ from torch.distributed import DistError
 
 from fppo._errors import printable
 from fppo.runtime._standing import Standing, broken, too_long
-from fppo.runtime.clock import Clock, Unchanged, sleep
-from fppo.runtime.watch import Waiting, Watch
+from fppo.runtime.clock import ProcessClock, Unchanged, sleep
+from fppo.runtime.watch import WaitingCollective, Watch
 
 MONITOR = "monitor"  # what the keys of monitors in a store begin with
 FAILED = 1  # the exit status of a rank that ends for another's error
@@ -146,7 +146,7 @@ class Monitor:
             return other
         return self._watch
 
-    def _of_broken(self, watch: Watch, waiting: Waiting, error: object) -> str:
+    def _of_broken(self, watch: Watch, waiting: WaitingCollective, error: object) -> str:
         """What became of the collective that failed in this rank. It fails for another rank's sake, which has a word
         first, or is gone: whoever is alive speaks meanwhile."""
         try:
@@ -184,7 +184,7 @@ class Monitor:
 
     def _run(self) -> None:
         limits, next_one = self._limits, (self._rank + 1) % self._world
-        clock = Clock(4 * limits.period)
+        clock = ProcessClock(4 * limits.period)
         watches = [watch for watch in (self._watch, self._beside) if watch is not None]
         neighbour, awaited = Unchanged(), [Unchanged() for _ in watches]
         beat = 0

@@ -39,7 +39,7 @@ def axes_of(names: Iterable[str], mesh: Mesh, cuts: Mapping[str, Cut]) -> list[A
 def shard_shapes(
     shapes: Mapping[str, torch.Size], mesh: Mesh, cuts: Mapping[str, Cut] = {}
 ) -> dict[str, tuple[int, ...]]:
-    """Those of this rank's shards of tensors of these shapes; the shapes themselves if not `mesh.sharded`."""
+    """The shapes of this rank's shards of tensors of these shapes; the shapes themselves if not `mesh.sharded`."""
     if not mesh.sharded:
         return {name: tuple(shape) for name, shape in shapes.items()}
     own = {}

@@ -247,7 +247,7 @@ def activations_on_host(
     return run
 
 
-class _Kept:
+class _KeptStorage:
     """A storage that was put away: its bytes on the host and, while it is near, on the device."""
 
     __slots__ = ("__weakref__", "arriving", "here", "host", "leaving", "places", "version")
@@ -267,7 +267,7 @@ class _Kept:
 class _Saved(NamedTuple):
     """A tensor in a storage that was put away."""
 
-    kept: _Kept
+    kept: _KeptStorage
     place: int
     dtype: torch.dtype
     size: torch.Size
@@ -281,12 +281,12 @@ class _Shelf:
     def __init__(self, lane: Lane, minimum: int, window: int, inputs: Sequence[Tensor]) -> None:
         self._lane, self._minimum, self._window = lane, minimum, window
         self._inputs = weakref.WeakSet(x.untyped_storage() for x in inputs)
-        self._known: weakref.WeakKeyDictionary[Any, weakref.ref[_Kept]] = weakref.WeakKeyDictionary()
-        self._order: list[weakref.ref[_Kept]] = []  # by place
-        self._near: set[_Kept] = set()
+        self._known: weakref.WeakKeyDictionary[Any, weakref.ref[_KeptStorage]] = weakref.WeakKeyDictionary()
+        self._order: list[weakref.ref[_KeptStorage]] = []  # by place
+        self._near: set[_KeptStorage] = set()
         self._near_bytes = 0
         self._next = 0  # all places below are still to be looked at, to fetch ahead
-        self._done: _Kept | None = None
+        self._done: _KeptStorage | None = None
 
     def pack(self, x: Tensor) -> Tensor | _Saved:
         """What autograd keeps in place of `x`."""
@@ -338,19 +338,19 @@ class _Shelf:
             return False
         return not _is_parameter(x) and x.untyped_storage() not in self._inputs
 
-    def _put(self, x: Tensor) -> _Kept:
+    def _put(self, x: Tensor) -> _KeptStorage:
         here = x.detach().as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).view(torch.uint8)
         host = self._lane.host_like(here)
         self._make_room(len(host))
-        kept = _Kept(x._version, here, host, self._lane.store([here], [host]))
+        kept = _KeptStorage(x._version, here, host, self._lane.store([here], [host]))
         self._bring(kept)
         return kept
 
-    def _bring(self, kept: _Kept) -> None:
+    def _bring(self, kept: _KeptStorage) -> None:
         self._near.add(kept)
         self._near_bytes += len(kept.host)
 
-    def _fetch(self, kept: _Kept) -> None:
+    def _fetch(self, kept: _KeptStorage) -> None:
         self._make_room(len(kept.host))
         kept.arriving = self._lane.fetch([kept.host])
         self._bring(kept)
@@ -368,9 +368,9 @@ class _Shelf:
     def _make_room(self, size: int) -> None:
         """Lets go of what is needed last, until `size` bytes fit."""
         while self._near and self._near_bytes + size > self._window:
-            self._drop(min(self._near, key=_Kept.needed))
+            self._drop(min(self._near, key=_KeptStorage.needed))
 
-    def _drop(self, kept: _Kept) -> None:
+    def _drop(self, kept: _KeptStorage) -> None:
         if kept not in self._near:
             return
         self._near.remove(kept)

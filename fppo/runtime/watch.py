@@ -34,7 +34,7 @@ class Traffic(NamedTuple):
         return Traffic(self.calls - before.calls, self.bytes - before.bytes, self.seconds - before.seconds)
 
 
-class Waiting(NamedTuple):
+class WaitingCollective(NamedTuple):
     """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. For a
     message between two ranks the axis is their line, as `Watch.message` names it."""
 
@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
 class _Stall(NamedTuple):
     """A wait that is queued on a GPU, between two of its events."""
 
-    waiting: Waiting
+    waiting: WaitingCollective
     start: Any
     end: Any
 
@@ -71,7 +71,7 @@ class Watch:
     def __init__(self, ranks: Mapping[str, Sequence[int]], place: str = "") -> None:
         self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # of each axis' group, or line, among all
         self.place = place  # of this rank on the axes, in words
-        self.waiting: Waiting | None = None
+        self.waiting: WaitingCollective | None = None
         self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
         self.step = 0  # the last step that is whole; whoever drives the steps sets it
         self.thread = 0  # the one that waited last
@@ -86,7 +86,7 @@ class Watch:
             self._drain()
             return dict(self._traffic)
 
-    def oldest(self) -> Waiting | None:
+    def oldest(self) -> WaitingCollective | None:
         """The collective that has been waited for the longest, by this process or on its GPU."""
         with self._lock:
             self._drain()
@@ -117,7 +117,7 @@ class Watch:
 
     def wait(self, about: tuple[str, str, int], device: torch.device | None, call: Callable[[], Any]) -> Any:
         """What `call` returns, which waits for a collective: its axis, its name, its number."""
-        waiting = Waiting(*about, time.monotonic())
+        waiting = WaitingCollective(*about, time.monotonic())
         self.waiting, self.error, self.thread = waiting, None, threading.get_ident()
         start = _event(device)
         try:
@@ -264,7 +264,7 @@ class WatchedGroup(RelayGroup):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those of the group, among all."""
+        """The ranks of the group, among all."""
         return tuple(_ranks(self.group))
 
     def _call(

@@ -60,7 +60,7 @@ RENAMED = {
 }
 
 
-class Part(Protocol):
+class Component(Protocol):
     """A section that names a function."""
 
     @property
@@ -103,7 +103,7 @@ def table_of(cls: type) -> Functions | None:
     return None if field is None else field.metadata.get("table")
 
 
-def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Part, Functions]]:
+def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Component, Functions]]:
     """The path, the section and the table of every part in the settings."""
     for field in attrs.fields(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
@@ -175,7 +175,7 @@ def keyword_problems(path: str, function: str, keywords: Mapping[str, Any], tabl
             yield problem(f"{path}.{name}", value, text)
 
 
-def value_of(part: Part, table: Functions, name: str, otherwise: Any = None) -> Any:
+def value_of(part: Component, table: Functions, name: str, otherwise: Any = None) -> Any:
     """The value of a keyword: the one given, or the function's default; `otherwise` if it has no such keyword."""
     signature = signature_of(part.name, table)
     if signature is None:
@@ -185,7 +185,7 @@ def value_of(part: Part, table: Functions, name: str, otherwise: Any = None) -> 
     return called_with(part.keywords[name], keyword) if name in part.keywords else keyword.default
 
 
-def requires(part: Part, table: Functions, name: str) -> bool:
+def requires(part: Component, table: Functions, name: str) -> bool:
     """Whether the part's function has a parameter of that name without a default, as far as its source says."""
     signature = signature_of(part.name, table)
     return signature is not None and name in signature.required
@@ -274,7 +274,7 @@ def _kind(annotation: ast.expr) -> Any:
     return Any
 
 
-def functions_of(part: Part, table: Functions, setting: str) -> list[Callable[..., Any]]:
+def functions_of(part: Component, table: Functions, setting: str) -> list[Callable[..., Any]]:
     """The functions of a part, imported. Raises ValueError, naming the setting, for what does not import."""
     if ":" in part.name:
         return [imported(part.name, f"{setting}.name")]
@@ -285,7 +285,7 @@ def functions_of(part: Part, table: Functions, setting: str) -> list[Callable[..
     return [getattr(importlib.import_module(module), name) for module, _, name in paths]
 
 
-def bound(part: Part, table: Functions, setting: str) -> list[Callable[..., Any]]:
+def bound(part: Component, table: Functions, setting: str) -> list[Callable[..., Any]]:
     """The functions of a part, each with those keywords bound that it takes.
 
     Raises ValueError, naming the setting, for what does not import and for a keyword that none of them takes.

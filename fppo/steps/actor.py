@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
-from fppo.steps.experts import RouterLosses, check_routers, outputs_of, told
+from fppo.steps.experts import RouterLosses, check_routers, outputs_of, router_terms
 from fppo.steps.forward import Forward, forward_micro_batch, run_passes
 from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, WithRouters, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
@@ -189,7 +189,7 @@ def policy_objective(
     if terms.nll_coef:
         nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, marks["positive"])
         loss, sums = loss + nll, sums | known
-    added, of_routers = told(out.loads, out.router_sums, routers, "actor")
+    added, of_routers = router_terms(out.loads, out.router_sums, routers, "actor")
     if added:
         loss = torch.stack([loss, *(x.to(loss) for x in added)]).sum()
     if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives

@@ -40,7 +40,7 @@ def between(clock: Clock) -> Clock:
     return replace(clock, step=0, steps=0)
 
 
-class Turn(NamedTuple):
+class UpdateTurn(NamedTuple):
     """One of the `each` updates of a step, the first being number 0."""
 
     timeline: Timeline
@@ -53,7 +53,7 @@ def at_step(clock: Clock, step: int, steps: int) -> Clock:
     return replace(clock, first=step if clock.first < 0 else clock.first, step=step, steps=steps)
 
 
-def tick(clock: Clock, turn: Turn) -> tuple[Clock, float]:
+def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
     """The clock before an update, and the place at which the schedule is asked for its rate: the number of updates
     before, where the run is as the schedule has it."""
     timeline, number, each = turn
@@ -69,7 +69,7 @@ def tick(clock: Clock, turn: Turn) -> tuple[Clock, float]:
     return clock, int(place) if place == int(place) else place
 
 
-def tock(clock: Clock, turn: Turn, report: Metrics) -> Clock:
+def tock(clock: Clock, turn: UpdateTurn, report: Metrics) -> Clock:
     """The clock after an update with the optimizer's metrics. It looks whether one was skipped in the warm-up alone:
     that waits for the device."""
     if clock.ended >= 0 or clock.made >= turn.timeline.warmup:

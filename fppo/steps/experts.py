@@ -27,7 +27,7 @@ from fppo_kernels.ulysses import gather_sequence
 LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # the names of metrics, after a prefix
 
 
-class _Rows(Protocol):
+class _RoutedRows(Protocol):
     """What routers' parts of passes read of a record."""
 
     @property
@@ -37,14 +37,14 @@ class _Rows(Protocol):
 
 
 class RouterSums(NamedTuple):
-    """Of each router, over the tokens of a pass on all ranks that have its rows: gradients are each rank's shares."""
+    """Sums for each router over the tokens of a pass on all ranks with its rows: gradients are each rank's shares."""
 
     probs: Float[Tensor, "l e"]  # softmax of the router's logits
     squares: Float[Tensor, ""]  # squared logsumexp of the logits, of all routers
 
 
 class RouterTotals(NamedTuple):
-    """Of a whole mini-batch, over all ranks: its tokens, and the part of its choices that fell to each expert."""
+    """Totals of a mini-batch, over all ranks: its tokens, and the part of its choices that fell to each expert."""
 
     tokens: Float[Tensor, ""]
     fractions: Float[Tensor, "l e"] | None
@@ -109,14 +109,14 @@ def check_routers(model: Model, what: str) -> tuple[Router, ...]:
     return model.routers
 
 
-def tells_loads(model: Model) -> bool:
+def reports_loads(model: Model) -> bool:
     """Whether passes of a model tell the loads of its experts, as updates of it report them."""
     return bool(model.routers) and not model.compile_layers
 
 
 def outputs_of(model: Model, losses: RouterLosses | None) -> tuple[str, ...]:
     """The outputs of an update's passes that routers tell."""
-    return (("loads",) if tells_loads(model) else ()) + (() if losses is None else ("router_sums",))
+    return (("loads",) if reports_loads(model) else ()) + (() if losses is None else ("router_sums",))
 
 
 def own_routers(model: Model) -> list[int]:
@@ -133,7 +133,7 @@ def check_biases(model: Model, what: str) -> None:
         raise ValueError(f"model type {model.config.model_type!r} has no router with a bias to balance by: {what}")
 
 
-def columns(rows: _Rows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
+def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
     """What the routers' part of a pass reads of the rows, [B, S, ...]; nothing if they neither tell nor replay."""
     if not (tells or replay):
         return {}
@@ -151,7 +151,7 @@ def columns(rows: _Rows, *, tells: Sequence[str], replay: bool) -> dict[str, Ten
 
 def routed_pass(
     columns: Mapping[str, Tensor],
-    rows: _Rows,
+    rows: _RoutedRows,
     tells: Sequence[str],
     *,
     index: Tensor | None = None,
@@ -168,7 +168,7 @@ def routed_pass(
 def of_routers(
     routed: RoutedPass | None, outputs: Sequence[str], model: Model, mesh: Mesh, pad: Callable[..., Tensor]
 ) -> dict[str, Any]:
-    """Those of the outputs that routers tell."""
+    """Compute the outputs that routers report."""
     if routed is None:
         return {}
     makes: dict[str, Callable[[], Any]] = {
@@ -244,7 +244,7 @@ def router_totals(rows: Annotated, model: Model) -> RouterTotals:
     return RouterTotals(tokens, counts / counts.sum(1, keepdim=True).clamp(min=1.0))
 
 
-def told(
+def router_terms(
     loads: Tensor | None, sums: RouterSums | None, losses: RouterLosses | None, prefix: str
 ) -> tuple[list[Tensor], Metrics]:
     """What the routers of a pass add to its loss, 0-d tensors; and their metrics."""
@@ -253,7 +253,7 @@ def told(
     return [*terms.values()], report | {f"{prefix}/{name}": metrics.term(x) for name, x in terms.items()}
 
 
-def with_told(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
+def with_router_terms(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
     """The metrics of the last stage of a pipeline, on all ranks, those of routers with what this rank's `others` told;
     every rank must call."""
     own, added = metrics.merge(*others), Metrics()

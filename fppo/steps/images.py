@@ -15,7 +15,7 @@ from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import Places
 
 
-class _Rows(Protocol):
+class _ImageRows(Protocol):
     @property
     def tokens(self) -> Tensor: ...
     @property
@@ -23,7 +23,7 @@ class _Rows(Protocol):
 
 
 def packed_images(
-    rows: _Rows, model: Model, tokens: Tensor, positions: Tensor, lengths: Sequence[int]
+    rows: _ImageRows, model: Model, tokens: Tensor, positions: Tensor, lengths: Sequence[int]
 ) -> tuple[Images | None, Tensor]:
     """The images in the packed row [N] of `rows` of these `lengths` [B], and the positions of its tokens, [N] or
     [3, N]."""
@@ -45,7 +45,7 @@ def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tu
     return images._replace(numbers=numbers, places=own.places[order]), columns
 
 
-def padded_images(rows: _Rows, model: Model, positions: Tensor, real: Places) -> tuple[Images | None, Tensor]:
+def padded_images(rows: _ImageRows, model: Model, positions: Tensor, real: Places) -> tuple[Images | None, Tensor]:
     """The images in padded rows, whose tokens are at `real` places, and the positions of their tokens; `positions` are
     [B, S], the result may be [3, B, S]."""
     if getattr(rows, "inputs", None) is None:

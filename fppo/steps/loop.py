@@ -20,23 +20,23 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import DATA_AXES, data_metrics, gradient_sum, place_on, ranks_on
 from fppo.runtime.schedule import MakeSchedule, one_f_one_b
 from fppo.shapes import Tokens
-from fppo.steps.clock import Timeline, Turn
+from fppo.steps.clock import Timeline, UpdateTurn
 from fppo.steps.experts import (
     RouterLosses,
     balanced,
     check_biases,
     outputs_of,
+    router_terms,
     router_totals,
     split_loads,
-    told,
-    with_told,
+    with_router_terms,
 )
 from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_states
 from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import Indices, Masks, blank_masks, indexed, masks_of
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
-from fppo.steps.recorded import ready, told_apart
+from fppo.steps.recorded import identity_of, ready
 from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
 from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
@@ -72,10 +72,10 @@ class Loop:
             if value < 1:
                 raise ValueError(f"{name}={value}: give 1 or more")
 
-    def turn(self, number: int, rows: int) -> Turn | None:
+    def turn(self, number: int, rows: int) -> UpdateTurn | None:
         """Update `number` of those that a batch of so many rows becomes, by the timeline; None without one."""
         each = self.epochs * -(-rows // self.mini_batch_size)
-        return None if self.timeline is None else Turn(self.timeline, number, each)
+        return None if self.timeline is None else UpdateTurn(self.timeline, number, each)
 
 
 class MiniBatch(NamedTuple):
@@ -114,7 +114,7 @@ class Pass(NamedTuple):
         ready = attrs.evolve(forward, indices=self.indices)
         outputs = outputs_of(forward.model, self.routers)
         states, out = stage_states(params, self.rows, forward=ready, outputs=outputs)
-        added, report = told(out.loads, out.router_sums, self.routers, prefix)
+        added, report = router_terms(out.loads, out.router_sums, self.routers, prefix)
         loss = torch.stack(added).sum() if added else None
         if loss is None or not loss.requires_grad:  # a stage without routers
             return states, report
@@ -278,7 +278,7 @@ def _gradients(params: Params, passes: Iterable[Pass], forward: Forward) -> tupl
 
 def _gradient(one: Pass, inputs: Params | Gathered, forward: Forward) -> tuple[Metrics, Any]:
     """The metrics and the gradient of a pass; of one that is recorded, until the next."""
-    recorder, what, objective = forward.record, told_apart(one.objective), one.objective
+    recorder, what, objective = forward.record, identity_of(one.objective), one.objective
     columns = one.rows, one.weights, one.marks, one.scale
     if (
         recorder is None
@@ -335,5 +335,5 @@ def _stage_gradients(
         make_schedule=make_schedule,
         dtypes=kinds,
     )
-    report = with_told(report, prefix, others, mesh["pipeline"])
+    report = with_router_terms(report, prefix, others, mesh["pipeline"])
     return scattered(grads, params, forward.model, mesh) if once else grads, report

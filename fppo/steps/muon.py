@@ -16,8 +16,8 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, gather_over
 from fppo.steps.optimizers import (
     AdamWState,
-    Call,
     Optimizer,
+    UpdateCall,
     adamw_write,
     check_decays,
     clipped,
@@ -88,7 +88,7 @@ def muon(
     check_decays(weight_decay=weight_decay, momentum=momentum)
     rest_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
 
-    def write_(params: Params, grads: Params, state: MuonState, call: Call) -> MuonState:
+    def write_(params: Params, grads: Params, state: MuonState, call: UpdateCall) -> MuonState:
         _check(call.mesh)
         lr, matrices, skipped = schedule(call.step), list(state.momentum), call.skipped.bool()
         decay_([params[n] for n in matrices], lr * weight_decay, call.skipped)

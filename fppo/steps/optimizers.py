@@ -50,7 +50,7 @@ class Optimizer(NamedTuple):
     loss_scale: Callable[[Any], Tensor] | None = None
 
 
-class Call(NamedTuple):
+class UpdateCall(NamedTuple):
     """What an update knows beside its trees."""
 
     step: float
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 # write_(params, grads, state, call) -> state: it overwrites the tensors of its arguments, which are its own
-Write = Callable[[Params, Params, Any, Call], Any]
+Write = Callable[[Params, Params, Any, UpdateCall], Any]
 
 
 def clipped(
@@ -104,7 +104,7 @@ def _update(
     scale = None
     if max_grad_norm is not None:
         scale = ((norm.float() + 1e-6) / max_grad_norm).clamp(min=1.0)
-    state = write_(params, grads, state, Call(step, mesh, scale, skipped))
+    state = write_(params, grads, state, UpdateCall(step, mesh, scale, skipped))
     report: Metrics = {"grad_norm": metrics.mean(norm)}
     if schedule is not None:
         report["lr"] = metrics.mean(schedule(step))
@@ -188,7 +188,7 @@ def _write_adamw_(
     params: Params,
     grads: Params,
     state: AdamWState,
-    call: Call,
+    call: UpdateCall,
     *,
     schedule: Schedule,
     betas: tuple[float, float],
@@ -234,7 +234,7 @@ def sgd(
     """
     check_decays(weight_decay=weight_decay, momentum=momentum)
 
-    def write_(params: Params, grads: Params, state: SgdState, call: Call) -> SgdState:
+    def write_(params: Params, grads: Params, state: SgdState, call: UpdateCall) -> SgdState:
         lr, names = schedule(call.step), list(params)
         if weight_decay:
             decay_(list(params.values()), lr * weight_decay, call.skipped)
@@ -283,7 +283,7 @@ def from_function(
     elementwise would be wrong there. The state is a tree of tensors, see `Optimizer`; `init(params)` makes it.
     """
 
-    def write_(params: Params, grads: Params, state: Any, call: Call) -> Any:
+    def write_(params: Params, grads: Params, state: Any, call: UpdateCall) -> Any:
         if call.scale is not None:
             grads = {name: g.div_(call.scale) for name, g in grads.items()}
         skipped = call.skipped.bool()

@@ -62,7 +62,7 @@ def masks_of(rows: Masked) -> Masks:
 
 
 def blank_masks(masks: Masks) -> Masks:
-    """Those of `ranks.blank`, a row of one token."""
+    """The masks of `ranks.blank`, a row of one token."""
     attention = masks.attention.new_zeros(1, masks.attention.shape[1])
     attention[:, -1:] = True
     return Masks(attention, masks.response.new_zeros(1, masks.response.shape[1]))
@@ -161,7 +161,7 @@ def indexed(rows: Masked, masks: Masks, forward: Forward) -> Indexed:
 
 
 def indices_of(rows: Masked, forward: Forward) -> Indices:
-    """Those that the forward has, if they are of these rows; else new ones, for which the host may wait."""
+    """The indices that the forward has, if they are of these rows; else new ones, for which the host may wait."""
     known = forward.indices
     if known is not None and known.of(rows, forward.mesh, forward.remove_padding):
         return known
@@ -183,8 +183,8 @@ def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, dealt: Deal | None) -
 
 
 def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
-    """Those of `tokens` (places among all ranks' tokens [M], one rank after the other) that this rank has, of `length`
-    tokens."""
+    """Select from `tokens` (places among all ranks' tokens [M], one rank after the other) those of this rank, which has
+    `length` tokens."""
     if axis.size == 1:
         return Own(slice(None), tokens)
     places = tokens - axis.rank * length

@@ -100,7 +100,7 @@ def update_perceptron(
         drawn = None if key is None else key.fold("epoch", epoch)
         for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
             (_, report), grads = _gradient(
-                state.params, _Rows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
+                state.params, _PolicyRows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
             )
             turn = loop.turn(len(history), len(batch.row_ids))
             state, stepped = optimizer_step(state, grads, optimizer=optimizer, turn=turn, donate=True)
@@ -108,7 +108,7 @@ def update_perceptron(
     return state, metrics.merge(*history)
 
 
-class _Rows(NamedTuple):
+class _PolicyRows(NamedTuple):
     values: Tensor  # [b, T]
     returns: Tensor  # [b, T]
     mask: Tensor  # [b, T]
@@ -116,7 +116,7 @@ class _Rows(NamedTuple):
     member: Tensor  # [b]
 
 
-def _objective(params: Params, rows: _Rows, *, loop: Loop, loss_fn: ValueLossFn) -> tuple[Tensor, Metrics]:
+def _objective(params: Params, rows: _PolicyRows, *, loop: Loop, loss_fn: ValueLossFn) -> tuple[Tensor, Metrics]:
     outputs, mask = perceptron(params, rows.seen), rows.mask
     if outputs.dim() == 4:
         outputs = outputs[rows.member, torch.arange(len(mask), device=mask.device)]

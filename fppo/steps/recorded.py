@@ -39,7 +39,7 @@ _ROWS, _WIDTH, _STEP, _PARTS = 8, 64, 64, 4  # what rows are a multiple of; the 
 
 
 class Sizes(NamedTuple):
-    """Those of the tensors that a recorded pass runs on."""
+    """The sizes of the tensors that a recorded pass runs on."""
 
     rows: int
     prompt: int
@@ -64,7 +64,7 @@ class _Untold:
         self._refuse()
 
 
-class _Kept(NamedTuple):
+class _KeptPass(NamedTuple):
     """A pass that may be run again: what it is, and where it takes its numbers from."""
 
     signature: tuple[Any, ...]
@@ -87,7 +87,7 @@ class Recorder:
     make: Callable[[], Record]
     most_tokens: int
     _records: list[Record] = attrs.field(factory=list, init=False)
-    _passes: list[_Kept] = attrs.field(factory=list, init=False)
+    _passes: list[_KeptPass] = attrs.field(factory=list, init=False)
     _params_of: dict[Any, Params] = attrs.field(factory=dict, init=False)
     _results_of: dict[Any, list[Tensor]] = attrs.field(factory=dict, init=False)
 
@@ -132,7 +132,9 @@ class Recorder:
         kept.numbers.copy_(sent(numbers_of(masks, sizes, forward.model), kept.numbers.device))
         return kept.run()
 
-    def _new(self, signature: tuple[Any, ...], fn: Callable[..., Any], columns: Any, masks: Masks, mesh: Mesh) -> _Kept:
+    def _new(
+        self, signature: tuple[Any, ...], fn: Callable[..., Any], columns: Any, masks: Masks, mesh: Mesh
+    ) -> _KeptPass:
         sizes = sizes_of(masks)
 
         def place(x: Any) -> Any:
@@ -149,7 +151,7 @@ class Recorder:
             self._passes.clear()
             self._results_of.clear()
             self._records[:] = [self.make()]
-        kept = _Kept(signature, pytree.tree_leaves(places), rows, numbers, _recorded(run, self._records[0]))
+        kept = _KeptPass(signature, pytree.tree_leaves(places), rows, numbers, _recorded(run, self._records[0]))
         self._passes.append(kept)
         return kept
 
@@ -171,7 +173,7 @@ def graphs(model: Model, device: torch.device) -> Recorder:
 
 
 def most_tokens(model: Model) -> int:
-    """Of the passes that `graphs` records."""
+    """The most tokens of a pass that `graphs` records."""
     size = sum(shape.numel() for shape in model.whole_shapes.values())
     return int(LAYER_TOKENS * len(model.layers) / size)
 
@@ -183,14 +185,14 @@ def records(model: Model, mesh: Mesh) -> bool:
     return whole and plain and not model.checkpoint_layers and not model.compile_layers
 
 
-def told_apart(fn: Any) -> Any:
+def identity_of(fn: Any) -> Any:
     """A function by what it is made of, so that two partials of the same are equal; None if a tensor is in it."""
     if isinstance(fn, Tensor):
         return None
     if not isinstance(fn, partial):
         return (fn,)
     keywords: dict[str, Any] = fn.keywords
-    parts = [told_apart(x) for x in (fn.func, *fn.args, *keywords.values())]
+    parts = [identity_of(x) for x in (fn.func, *fn.args, *keywords.values())]
     return None if None in parts else (*parts, *keywords)
 
 
@@ -271,7 +273,7 @@ def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
     return (sizes.rows, *(widths.get(n, n) for n in x.shape[1:2]), *x.shape[2:])
 
 
-def _fill(kept: _Kept, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
+def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
     """Copies columns to where a pass takes them from."""
     count, width = masks.attention.shape
     for place, x in zip(kept.columns, leaves, strict=True):

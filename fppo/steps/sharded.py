@@ -140,7 +140,7 @@ def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Open
 
 
 def _own(params: Params, model: Model) -> Params:
-    """Of a rank's parameters those of the stage that a model is, if it is one."""
+    """Select the parameters of the stage that a model is, if it is one."""
     return {name: params[name] for name in model.all_shapes} if model.spans else params
 
 
@@ -214,7 +214,7 @@ class _Stream:
         return finish()
 
     def gathered(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """The same as a function of the group's shards."""
+        """Gather as a function of the group's shards."""
         if not self._groups[number]:
             return self.take(number, step)
         axes, sharding = self._axes[number], self._mesh.sharding or Sharding()

@@ -15,7 +15,7 @@ from fppo.metrics import Metrics
 from fppo.models.model import Params
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.steps.clock import Clock, Turn, tick, tock
+from fppo.steps.clock import Clock, UpdateTurn, tick, tock
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
@@ -60,7 +60,7 @@ def optimizer_step(
     optimizer: Optimizer,
     mesh: Mesh = LOCAL,
     fixed: Collection[str] = (),
-    turn: Turn | None = None,
+    turn: UpdateTurn | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
     """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.

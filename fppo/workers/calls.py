@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from fppo._errors import printable, words_of
-from fppo.runtime.clock import Clock
+from fppo.runtime.clock import ProcessClock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
 OnOutcome = Callable[[int, Outcome], None]
@@ -159,7 +159,7 @@ async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome:
 
 async def _within(waited: Awaitable[Any], limit: float) -> Any:
     """What is waited for; TimeoutError after `limit` seconds in which this process was not stopped."""
-    task, clock = asyncio.ensure_future(waited), Clock(2 * _LOOK)
+    task, clock = asyncio.ensure_future(waited), ProcessClock(2 * _LOOK)
     try:
         while not task.done() and (left := limit - clock.now()) > 0:
             await asyncio.wait([task], timeout=min(left, _LOOK))

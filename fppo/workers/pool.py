@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 
-from fppo.runtime.clock import Clock
+from fppo.runtime.clock import ProcessClock
 from fppo.workers.calls import Mode, Patience
 from fppo.workers.channel import SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
@@ -80,7 +80,7 @@ class WorkerPool:
         self._names = f"{role} {', '.join(name for name, _ in functions)}"
         self._functions = pickle.dumps([_portable(name, fn, role) for name, fn in functions])
         self._count, self._start_limit = workers, start_limit
-        self._clock = Clock(2 * _LOOK)
+        self._clock = ProcessClock(2 * _LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
         self._starter: ThreadPoolExecutor | None = None

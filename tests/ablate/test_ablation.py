@@ -11,7 +11,7 @@ import torch
 
 from fppo.ablate import ablate, cases_around, measure, operations, presets
 from fppo.ablate.group import check_contract
-from fppo.ablate.result import Machine
+from fppo.ablate.result import HostRates
 from fppo.laws import attention, collectives, kernels, temporal
 from fppo_kernels import table as tables
 from fppo_kernels.log_probs.reference import reference
@@ -55,7 +55,7 @@ def table():
 
 
 RATES = {"float64": 1e10, "float32": 1e10, "bfloat16": 1e10}
-MACHINE = Machine(device="a machine", threads=1, torch="0", matmul=RATES, copy=1e10)
+MACHINE = HostRates(device="a machine", threads=1, torch="0", matmul=RATES, copy=1e10)
 
 
 def small(op, **keywords):

@@ -82,11 +82,12 @@ def test_a_loss_that_would_train_on_in_silence_ends_the_command_before_any_work(
 
 def test_keywords_of_ones_own_functions_are_checked_before_any_work(task, monkeypatch, capsys):
     monkeypatch.chdir(task)
-    wrong = ["--actor.loss.name", "mine:loss", "--actor.loss.radus", "0.1"]
+    (task / "radii.py").write_text(MINE)  # a name that no other test has imported
+    wrong = ["--actor.loss.name", "radii:loss", "--actor.loss.radus", "0.1"]
     assert main(["train", "run.toml", *wrong]) == 2
-    assert "actor.loss.radus = 0.1: mine:loss has no such keyword; did you mean radius?" in capsys.readouterr().err
+    assert "actor.loss.radus = 0.1: radii:loss has no such keyword; did you mean radius?" in capsys.readouterr().err
     vary = ["--vary", "actor.loss.radius=0.1,far"]
-    assert main(["compare", "run.toml", "--actor.loss.name", "mine:loss", *vary, "--seeds", "1"]) == 2
+    assert main(["compare", "run.toml", "--actor.loss.name", "radii:loss", *vary, "--seeds", "1"]) == 2
     assert "actor.loss.radius = 'far': must be a number" in capsys.readouterr().err
 
 

@@ -16,7 +16,7 @@ import torch
 
 from fppo.fleet import Group, Processes, processes
 from fppo.fleet.sent import Sent
-from fppo.fleet.shared import Lane, Parcel, put
+from fppo.fleet.shared import Parcel, PipeLane, put
 
 
 def arrays_of(*sizes):
@@ -52,7 +52,7 @@ TROUBLES = {
 
 @pytest.fixture
 def lanes():
-    made = tuple(Lane(line) for line in multiprocessing.Pipe())
+    made = tuple(PipeLane(line) for line in multiprocessing.Pipe())
     for lane in made:
         lane._socket.settimeout(10)  # what is not sent is not waited for
     return made
@@ -106,7 +106,7 @@ def test_several_read_the_same_memory_and_none_sees_what_another_writes():
     places = put(arrays_of(100_000, 70_000))
     found = []
     for _ in range(2):
-        one, other = (Lane(x) for x in multiprocessing.Pipe())
+        one, other = (PipeLane(x) for x in multiprocessing.Pipe())
         one.send(Parcel(pickle.dumps(None), places))
         found.append(other.receive()[1])
     found[0][1][5] = 99
@@ -118,7 +118,7 @@ def test_several_read_the_same_memory_and_none_sees_what_another_writes():
 
 
 def test_who_is_gone_is_found_at_both_ends():
-    one, _ = (Lane(x) for x in multiprocessing.Pipe())
+    one, _ = (PipeLane(x) for x in multiprocessing.Pipe())
     del _
     with pytest.raises(OSError):
         one.send(Parcel(pickle.dumps(1), put(arrays_of(9))))

@@ -208,7 +208,7 @@ MISTAKES = {
     "dense twice": ("expert", loop, "gradient_sum", dense_twice),
     "dense once": ("expert", Layout, "owns", first_expert_rank_owns),
     "copies": ("pipeline", meshes, "_sum_copies", copies_apart),
-    "loads of stages": ("pipeline", loop, "with_told", lambda report, prefix, others, axis: report),
+    "loads of stages": ("pipeline", loop, "with_router_terms", lambda report, prefix, others, axis: report),
     "metrics of stages": ("pipeline", staging, "_metrics_of_last", lambda report, axis, device: report),
     "shard": ("shard", loop, "gradient_sum", sharded_twice),
     "totals": ("replicate", losses, "loss_weights", own_totals),

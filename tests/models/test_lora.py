@@ -120,6 +120,9 @@ def test_every_adapted_weight_has_a_draw_of_its_own():
     drawn = {name: x for name, x in adapter.items() if name.endswith("lora_A")}
     shapes = {x.shape for x in drawn.values()}
     assert len(shapes) < len(drawn) == 14
+    for x in drawn.values():  # PEFT's: uniform within 1 / sqrt(what goes in), its kaiming_uniform of a = sqrt(5)
+        bound = x.shape[-1] ** -0.5
+        assert 0.8 * bound < x.abs().max() <= bound
     names = list(drawn)
     for i, one in enumerate(names):
         for other in names[:i]:

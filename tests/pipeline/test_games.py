@@ -249,7 +249,11 @@ BAD = [
     (lambda state: End(1.0), {}, "must begin with a turn that shows ''"),
     (lambda state: Turn("look", {"b": 0}), {}, "must begin with a turn that shows ''"),
     (lambda state: Turn("", {}), {}, "it allows nothing"),
-    (lambda state: Turn("" if state == "x" else "c", {"b": 0}), {}, "has a turn 5, which shows 'c': rollout.turns.max"),
+    (
+        lambda state: Turn("" if state == "x" else "c", {"b": 0}),
+        {},
+        "has a turn 5, which shows 'c': rollout.turns.max",
+    ),
     (lambda state: Turn("", {"bcb": 0}), {"turn_tokens": 3}, "'bcb' cannot be said in 3 tokens"),
     (lambda state: Turn("", {"b?": 0}), {}, "'b\\?' cannot be said in 3"),
     (lambda state: Chance([(0.5, 0), (0.4, 1)]), {}, "with a sum of 1"),

@@ -85,5 +85,5 @@ def test_stages_say_when_they_ran_and_their_seconds_add_up():
     ran = timing.spans(merged)
     assert ran == [("a", 1.0, 0.5), ("b", 5.0, 4.0), ("a", 7.0, 2.0)]
     assert timing.covered(ran) == 4.5
-    assert timing.covered([*ran, timing.Span("c", 8.0, 3.0), timing.Span("d", 0.0, 1.0)]) == 7.5
+    assert timing.covered([*ran, timing.StageSpan("c", 8.0, 3.0), timing.StageSpan("d", 0.0, 1.0)]) == 7.5
     assert timing.covered([]) == 0.0

@@ -17,7 +17,7 @@ from fppo.models import flops
 from fppo.plan import host, passes
 from fppo.plan._track import STATE, Tracker
 from fppo.plan.built import Built, model_of
-from fppo.plan.case import Role, Sampling
+from fppo.plan.case import PlannedSampling, Role
 from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, MATMUL_SHARE
 from fppo.plan.hardware import hardware_of, overhead
 from fppo.plan.measured import telling
@@ -26,7 +26,7 @@ from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, met_weights, rollo
 from fppo.plan.values import GIB, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
-from fppo.rollout.engine import Sampling as Drawn
+from fppo.rollout.engine import PlannedSampling as Drawn
 from fppo.rollout.shared_memory import places_of
 from fppo.rollout.sync import reshard
 from fppo.runtime import checkpoint
@@ -83,7 +83,7 @@ def _bound(what):
     ],
 )
 def test_an_engine_holds_and_gathers_what_was_planned(mesh, changes, within):
-    sampling = Sampling(sequences=8, n=N, cache=changes.get("cache"))
+    sampling = PlannedSampling(sequences=8, n=N, cache=changes.get("cache"))
     changes = {name: value for name, value in changes.items() if name != "cache"}
     what = case(mesh=mesh, critic=False, reference=False, sampling=sampling, length=32, **changes)
     planned = rollout_of(what, {}, Built())
@@ -96,7 +96,9 @@ def test_an_engine_holds_and_gathers_what_was_planned(mesh, changes, within):
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_the_time_of_a_rollout_is_that_of_its_steps(engine):
     gpu = hardware_of("h100")
-    what = case(hardware=gpu, compute_dtype=torch.bfloat16, length=96, sampling=Sampling(sequences=8, engine=engine))
+    what = case(
+        hardware=gpu, compute_dtype=torch.bfloat16, length=96, sampling=PlannedSampling(sequences=8, engine=engine)
+    )
     model, response = model_of(what, "actor"), what.response_tokens
     prompt = what.length - response
     column, bandwidth = 2 * 2 * 64 * 3, COPY_SHARE * gpu.bandwidth  # of three layers, in 16 bits
@@ -125,7 +127,7 @@ def test_rows_meet_more_experts_the_more_they_are():
 
 def test_vllm_takes_its_share_of_the_memory_from_updates_unless_it_sleeps_or_is_elsewhere():
     gpu = hardware_of("h100", memory=8 * GIB)
-    shared = Sampling(engine="vllm", share=0.25, sequences=4096, n=4)
+    shared = PlannedSampling(engine="vllm", share=0.25, sequences=4096, n=4)
     what = case(layers=1, hardware=gpu, micro_batches=1, critic=False, reference=False, sampling=shared)
     found, rest = plan(what), _at_rest(what, Built())
     numbers = sum(x.numel() for x in model_of(what, "actor").whole_shapes.values())
@@ -146,7 +148,9 @@ def test_vllm_takes_its_share_of_the_memory_from_updates_unless_it_sleeps_or_is_
 
 def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_path):
     roles = {"reference": Role(offload="all")}
-    what = case(layers=1, offload="moments", roles=roles, sampling=Sampling(engine="vllm", shared=True, bucket=300_000))
+    what = case(
+        layers=1, offload="moments", roles=roles, sampling=PlannedSampling(engine="vllm", shared=True, bucket=300_000)
+    )
     built, states, optimizer = Built(), {}, passes.optimizer_of(what)
     for name in ("actor", "critic"):
         states[name] = init_state(models.init_params(model_of(what, name), Key(0)), optimizer)

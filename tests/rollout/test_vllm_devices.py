@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fppo.rollout.vllm.devices import (
     GIB,
-    Memory,
+    GpuMemory,
     buffer_bytes,
     gpus_of,
     memory_keywords,
@@ -18,7 +18,7 @@ from fppo.rollout.vllm.host import VllmOptions
 from fppo.runtime.launch import visible
 
 MEMORIES = st.integers(1, 200 * GIB).flatmap(lambda total: st.tuples(st.integers(100, max(total, 100)), st.just(total)))
-MEMORIES = MEMORIES.filter(lambda pair: pair[0] <= pair[1]).map(lambda pair: Memory(*pair))
+MEMORIES = MEMORIES.filter(lambda pair: pair[0] <= pair[1]).map(lambda pair: GpuMemory(*pair))
 
 
 def starts(memory, share):
@@ -51,7 +51,7 @@ def test_vllm_starts_beside_a_trainer_or_the_setting_is_named(memories, given):
 
 
 def test_beside_a_trainer_that_holds_a_third_vllm_gets_what_is_free():
-    third = [Memory(53 * GIB, 80 * GIB)]
+    third = [GpuMemory(53 * GIB, 80 * GIB)]
     free = 0.95 * 53 / 80
     assert not starts(third[0], 0.92)  # vLLM's own default is refused
     given = memory_keywords(VllmOptions(cache_gb=2), third, alone=False)

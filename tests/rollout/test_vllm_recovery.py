@@ -332,7 +332,7 @@ class InStep:
 @pytest.mark.parametrize("fates", [[("generate", DIED)], [("generate", DIED), ("start", DIED)], [("begin_load", DIED)]])
 def test_ranks_whose_transfer_goes_in_step_restart_together(start, monkeypatch, fates):
     """The parameters are whole on each of them: without the transfer each rank would sync alone."""
-    monkeypatch.setattr(vllm_engine, "Transfer", InStep)
+    monkeypatch.setattr(vllm_engine, "WeightTransfer", InStep)
 
     def run(mesh):
         engine, _ = engines[mesh["replicate"].rank]
@@ -355,7 +355,7 @@ def test_the_largest_tensor_fits_the_buffer_of_a_transfer(start, monkeypatch):
         sizes.append(size)
         return LOCAL
 
-    monkeypatch.setattr(vllm_engine, "Transfer", InStep)
+    monkeypatch.setattr(vllm_engine, "WeightTransfer", InStep)
     largest = max(x.nbytes for x in PARAMS.values())
     for bucket in (1, 1 << 20):
         engine, _ = start(bucket_bytes=bucket)

@@ -374,7 +374,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(task, tmp_path):
 
 
 def test_a_request_to_stop_says_what_a_second_one_costs(capsys):
-    with session.asked_to_stop(announce=session.STOPPING) as asked:
+    with session.stop_requests(announce=session.STOPPING) as asked:
         for _ in range(2):  # both within a second: one request, from a terminal and a launcher
             signal.raise_signal(signal.SIGINT)
         assert len(asked) == 2

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from fppo.pipeline.timing import Span
+from fppo.pipeline.timing import StageSpan
 from fppo.pipeline.train import StepRecord
 from fppo.runs import jsonl
 from fppo.runs.trace import KEPT, Tracer
@@ -10,7 +10,7 @@ from fppo.runs.trace import KEPT, Tracer
 
 def record(step):
     return StepRecord(
-        run=SimpleNamespace(step=step), experience=None, metrics={}, spans=(Span("gen", float(step), 0.5),)
+        run=SimpleNamespace(step=step), experience=None, metrics={}, spans=(StageSpan("gen", float(step), 0.5),)
     )
 
 

@@ -16,7 +16,7 @@ def test_seconds_lived_through_are_those_that_passed_but_for_long_gaps(gaps, mos
     with pytest.MonkeyPatch.context() as patch:
         passed = [100.0]
         patch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-        lived, unchanged, value, since = clock.Clock(most), clock.Unchanged(), 0, 0.0
+        lived, unchanged, value, since = clock.ProcessClock(most), clock.Unchanged(), 0, 0.0
         expected = 0.0
         assert unchanged.seconds(value, lived.now()) == 0.0
         for gap, changed in gaps:

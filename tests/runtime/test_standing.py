@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.runtime._standing import Standing, broken, causes, missing, too_long
-from fppo.runtime.watch import Waiting, Watch
+from fppo.runtime.watch import WaitingCollective, Watch
 
 
 def at_work(**calls):
@@ -38,7 +38,7 @@ def test_the_cause_is_whoever_waits_for_nobody():
         2: in_collective("shard", "all_gather", 5, [2, 3]),
         3: at_work(shard=4, replicate=2),
     }
-    text = too_long(Waiting("shard", "all_gather", 5, 0.0), 7, 60.0, [1], standings)
+    text = too_long(WaitingCollective("shard", "all_gather", 5, 0.0), 7, 60.0, [1], standings)
     assert text == (
         "after step 7: all_gather over the axis 'shard' has waited for 60 s for rank 1, in all_reduce over the axis "
         "'replicate' for 3 s after step 7; that is for rank 3, at a/b.py:5 in load after step 7 "
@@ -65,19 +65,19 @@ def test_the_search_for_causes_ends_and_finds_ranks_that_do_not_wait(seed, ranks
 
 def test_ranks_that_have_all_come_are_in_different_collectives():
     standings = {0: None, 1: in_collective("shard", "all_reduce", 5, [0, 1])}
-    text = too_long(Waiting("shard", "all_gather", 5, 0.0), 7, 60.0, [1], standings)
+    text = too_long(WaitingCollective("shard", "all_gather", 5, 0.0), 7, 60.0, [1], standings)
     assert "although all its ranks have come to one: rank 1, in all_reduce over the axis 'shard' for 3 s" in text
 
 
 def test_of_many_ranks_the_first_are_told():
     standings = {rank: at_work() for rank in range(100)}
-    text = too_long(Waiting("shard", "all_gather", 5, 0.0), 7, 60.0, range(1, 100), standings)
+    text = too_long(WaitingCollective("shard", "all_gather", 5, 0.0), 7, 60.0, range(1, 100), standings)
     assert text.count("at a/b.py") == 4
     assert "; and 95 more" in text
 
 
 def test_a_broken_collective_names_who_is_gone():
-    waiting = Waiting("shard", "all_gather", 5, 0.0)
+    waiting = WaitingCollective("shard", "all_gather", 5, 0.0)
     assert broken(waiting, 7, "reset", [], {}) == "after step 7: all_gather over the axis 'shard' failed (reset)"
     text = broken(waiting, 7, "reset", [1], {1: at_work()})
     assert "failed; not heard of any more: rank 1, at a/b.py:5 in load after step 7 (reset)" in text
@@ -99,7 +99,7 @@ def test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for():
         assert found.line.startswith("runtime/test_standing.py:")
         assert found.line.endswith(" in stands")
         assert (found.beat, found.step, found.calls, found.waiting) == (4, 2, {"shard": 1}, None)
-        watch.waiting = Waiting("shard", "barrier", number, time.monotonic() - 9)
+        watch.waiting = WaitingCollective("shard", "barrier", number, time.monotonic() - 9)
         found = Standing.of(watch, 5, thread.ident)
         assert (found.waiting, found.group) == (("shard", "barrier", 1), (0, 3))
         assert found.place == "in barrier over the axis 'shard' for 9 s after step 2"
@@ -115,8 +115,10 @@ def test_a_message_is_waited_for_from_its_sender_alone():
     line = "pipeline from rank 1 to rank 2"
     standings = {0: at_work(pipeline=1), 1: at_work(pipeline=9, **{line: 3}), 2: None}
     standings[1] = Standing.loaded(attrs.evolve(standings[1], at="pipeline 1, tensor 0").dumped().encode())
-    assert too_long(Waiting(line, "receive", 4, 0.0), 7, 60.0, [1], standings) == (
+    assert too_long(WaitingCollective(line, "receive", 4, 0.0), 7, 60.0, [1], standings) == (
         "after step 7: receive over the axis 'pipeline' from rank 1 to rank 2 has waited for 60 s for rank 1 "
         "(pipeline 1, tensor 0), at a/b.py:5 in load after step 7 (mesh.timeout is how long it may)"
     )
-    assert "although all its ranks have come" in too_long(Waiting(line, "receive", 3, 0.0), 7, 60.0, [1], standings)
+    assert "although all its ranks have come" in too_long(
+        WaitingCollective(line, "receive", 3, 0.0), 7, 60.0, [1], standings
+    )

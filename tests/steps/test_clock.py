@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fppo import losses, metrics
 from fppo.steps.actor import update_actor
-from fppo.steps.clock import Clock, Timeline, Turn, at_step, tick, tock
+from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, tick, tock
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -32,7 +32,7 @@ def rates(kind, steps, *, warmup=0, first=0, each=lambda step: 2, planned=None, 
         rate = schedule(kind, 1.0, total_steps=total, warmup_steps=warmup, min_ratio=0.01)
         clock = at_step(clock, step, steps)
         for i in range(count):
-            turn = Turn(Timeline(warmup, total), i, count)
+            turn = UpdateTurn(Timeline(warmup, total), i, count)
             clock, place = tick(clock, turn)
             found.append(rate(place))
             clock = tock(clock, turn, {"skipped": metrics.mean(float(skipped(number)))})
@@ -122,5 +122,5 @@ def test_an_update_loop_keeps_the_clock():
 
 def test_a_mini_batch_that_is_not_full_is_an_update_too():
     loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(4), epochs=2, timeline=Timeline(1, 10))
-    assert loop.turn(5, 10) == Turn(Timeline(1, 10), 5, 6)
-    assert loop.turn(0, 8) == Turn(Timeline(1, 10), 0, 4)
+    assert loop.turn(5, 10) == UpdateTurn(Timeline(1, 10), 5, 6)
+    assert loop.turn(0, 8) == UpdateTurn(Timeline(1, 10), 0, 4)

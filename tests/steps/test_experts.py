@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig
 from fppo import batch as batches
 from fppo import losses, models, tree
 from fppo.grad import value_and_grad
-from fppo.laws.updates import _Outcome, _outcomes_differ
+from fppo.laws.updates import _outcomes_differ, _UpdateOutcome
 from fppo.metrics import report
 from fppo.models.routing import Routes
 from fppo.runtime.mesh import LOCAL, Sharding
@@ -73,7 +73,7 @@ def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **setting
         terms=TERMS,
     )
     grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
-    return _Outcome(grads, params, metrics)
+    return _UpdateOutcome(grads, params, metrics)
 
 
 def test_the_column_is_what_the_routers_chose():

@@ -18,7 +18,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
 from fppo.steps.packed import Masks, masks_of
-from fppo.steps.recorded import Recorder, told_apart
+from fppo.steps.recorded import Recorder, identity_of
 from fppo.steps.train_state import init_state
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.record import Kernels
@@ -231,10 +231,10 @@ def test_a_kernel_that_plans_on_the_host_is_refused():
 
 def test_functions_are_told_apart_by_what_they_are_made_of():
     low, high = (partial(losses.ppo_clip, clip_low=x) for x in (0.1, 0.2))
-    assert told_apart(partial(low, mask=1)) == told_apart(partial(partial(losses.ppo_clip, clip_low=0.1), mask=1))
-    assert told_apart(low) != told_apart(high)
-    assert told_apart(low) != told_apart(partial(losses.gspo, clip_low=0.1))
-    assert told_apart(partial(losses.ppo_clip, clip_low=torch.tensor(0.1))) is None
+    assert identity_of(partial(low, mask=1)) == identity_of(partial(partial(losses.ppo_clip, clip_low=0.1), mask=1))
+    assert identity_of(low) != identity_of(high)
+    assert identity_of(low) != identity_of(partial(losses.gspo, clip_low=0.1))
+    assert identity_of(partial(losses.ppo_clip, clip_low=torch.tensor(0.1))) is None
 
 
 def test_sizes_are_few_and_have_room():

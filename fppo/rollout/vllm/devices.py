@@ -13,21 +13,21 @@ KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make context
 BESIDE = 0.5  # of the rest, for a vLLM that stays beside a trainer
 
 
-class Gpus(NamedTuple):
+class EngineGpus(NamedTuple):
     """The GPUs that an engine runs on, and whether no rank trains on any of them."""
 
     numbers: tuple[int, ...]
     alone: bool
 
 
-class Memory(NamedTuple):
+class GpuMemory(NamedTuple):
     """Bytes of one GPU, as the driver counts them."""
 
     free: int
     total: int
 
 
-def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> Gpus:
+def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> EngineGpus:
     """The GPUs of one of the engines that a machine's ranks start, each its own, as this process counts its `count`.
 
     `own` is the one it trains on. An engine without `devices` shares that; where it cannot, because NCCL joins no two
@@ -45,7 +45,7 @@ def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 
             f"transport = 'ipc': it is between processes of one GPU, and of {list(chosen)}, vLLM's, not all train a "
             "rank; give transport = 'nccl' or 'auto'"
         )
-    return Gpus(chosen, trainers.isdisjoint(chosen))
+    return EngineGpus(chosen, trainers.isdisjoint(chosen))
 
 
 def _unnamed(options: VllmOptions, own: int | None, spare: list[int], engine: int, engines: int) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ def _named(options: VllmOptions, own: int | None, count: int, engine: int, engin
     return chosen
 
 
-def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: bool) -> dict[str, Any]:
+def memory_keywords(options: VllmOptions, memories: Sequence[GpuMemory], *, alone: bool) -> dict[str, Any]:
     """vLLM's keywords for its memory on these GPUs; on none, those of a CPU.
 
     Where neither the cache's size nor a share is given, vLLM gets nearly all that is free if it is `alone` there, or
@@ -111,8 +111,8 @@ def memory_keywords(options: VllmOptions, memories: Sequence[Memory], *, alone: 
     return {"gpu_memory_utilization": free if alone or options.sleep else free * BESIDE}
 
 
-def share_of_free(memory: Memory) -> float:
-    """Of all memory the share that vLLM may take of what is free now."""
+def share_of_free(memory: GpuMemory) -> float:
+    """The share of all memory that vLLM may take of what is free now."""
     return (1 - KEPT_FREE) * memory.free / memory.total
 
 

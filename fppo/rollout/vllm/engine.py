@@ -26,7 +26,7 @@ from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
-from fppo.rollout.sync import Bucket, Origin, Rename, SyncError
+from fppo.rollout.sync import Bucket, CopyOrigin, Rename, SyncError
 from fppo.rollout.vllm.adapter import changes_something, deliver, factors_of, weights_of, with_room
 from fppo.rollout.vllm.devices import buffer_bytes
 from fppo.rollout.vllm.host import (
@@ -45,7 +45,7 @@ from fppo.rollout.vllm.host import (
 from fppo.rollout.vllm.names import Names
 from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probes
 from fppo.rollout.vllm.start import give_memory_back, start_host
-from fppo.rollout.vllm.transfer import MakeInfo, Meta, Transfer, metadata, transfer_info
+from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata, transfer_info
 from fppo.rollout.vllm.vision import inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.parts import dtypes_of
@@ -54,7 +54,7 @@ __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
 
 class _Weights(NamedTuple):
-    origin: Origin
+    origin: CopyOrigin
     digests: dict[str, str]  # of this rank's shards, where only changes are sent
 
 
@@ -101,7 +101,7 @@ class VllmEngine:
             raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
         check_installed()
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
-        self._transfer: Transfer | None = None  # of the host
+        self._transfer: WeightTransfer | None = None  # of the host
         self._targets = sync.targets(self._model.whole_shapes, self._rename)
         self._weights: _Weights | None = None
         self.replaced = 0  # processes that died or hung, and were replaced
@@ -188,7 +188,7 @@ class VllmEngine:
         """
         started = time.perf_counter()
         before, self._weights = self._weights, None  # unless all goes well, the engine holds nothing that may be used
-        origin = Origin.of(params, version)
+        origin = CopyOrigin.of(params, version)
         dtype, adapter = getattr(torch, self._dtype), params
         factors = factors_of(self._source, params, self._mesh, dtype) if self._alone else {}
         params = weights_of(self._source, params, self._mesh, alone=self._alone)
@@ -240,7 +240,7 @@ class VllmEngine:
             elif only and self._info is not None:
                 dtypes = dtypes_of(params, self._mesh)
                 size = buffer_bytes(self._bucket_bytes, [x.nbytes for x in self._announced(dtypes, self._targets)])
-                self._transfer = self._transfer or Transfer(host, self._info(self._options, size))
+                self._transfer = self._transfer or WeightTransfer(host, self._info(self._options, size))
                 result = self._transfer.send(self._announced(dtypes, only), buckets, how)
             if factors:  # weights that come take all adapters away
                 self._delivered += 1

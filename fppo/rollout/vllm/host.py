@@ -149,7 +149,7 @@ class Request:
     inputs: Inputs = None
 
     def part(self, rows: Sequence[int]) -> Request:
-        """The same for some rows."""
+        """The request for some of the rows."""
         return attrs.evolve(
             self,
             prompts=[self.prompts[row] for row in rows],

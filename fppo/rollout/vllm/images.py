@@ -26,7 +26,7 @@ from vllm.multimodal.processing import (  # pyright: ignore[reportMissingImports
 
 from fppo.batch import RowInputs
 from fppo.models.vision import TIMES, VIDEOS
-from fppo.rollout.vllm.vision import GRIDS, Placed, placed_images
+from fppo.rollout.vllm.vision import GRIDS, PlacedMedia, placed_images
 
 KEYWORDS: Mapping[str, Any] = {"skip_mm_profiling": True, "mm_processor_cache_gb": 0}
 
@@ -62,7 +62,7 @@ def with_images(config: PreTrainedConfig, dtype: torch.dtype, prompt: Sequence[i
     )
 
 
-def _range(one: Placed) -> PlaceholderRange:
+def _range(one: PlacedMedia) -> PlaceholderRange:
     features = None if one.features is None else torch.tensor(one.features)
     return PlaceholderRange(offset=one.start, length=one.length, is_embed=features)
 

@@ -22,7 +22,7 @@ from fppo.data.stops import StopReader, StopTexts
 from fppo.models.vision import takes_images
 from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
-from fppo.rollout.vllm.devices import Memory, memory_keywords
+from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
 
 # the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
@@ -120,7 +120,7 @@ class LocalHost:
                     extra_args={worker.ROW: row},
                 )
                 own = None if inputs is None else inputs[row]
-                engine.add_request(str(row), self._asked(prompt, own), params, lora_request=adapter)
+                engine.add_request(str(row), self._prompt_of(prompt, own), params, lora_request=adapter)
                 open_rows.add(str(row))
             while engine.has_unfinished_requests():
                 with self._death_noticed():
@@ -137,7 +137,7 @@ class LocalHost:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
 
-    def _asked(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
+    def _prompt_of(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
         """The prompt as vLLM takes it: its ids, and its images as they were processed."""
         if inputs is None:
             return {"prompt_token_ids": list(prompt)}
@@ -329,16 +329,16 @@ def _sees(config: PreTrainedConfig) -> Mapping[str, Any]:
     return images.KEYWORDS
 
 
-def _memories(count: int) -> list[Memory]:
-    """Of the GPUs that vLLM takes; none on a CPU."""
+def _memories(count: int) -> list[GpuMemory]:
+    """The memory of each GPU that vLLM takes; none on a CPU."""
     if not torch.cuda.is_available():
         return []
     if count == 1:
-        return [Memory(*torch.cuda.mem_get_info(0))]
+        return [GpuMemory(*torch.cuda.mem_get_info(0))]
     # asked for by a process that ends: this one would keep a context on each of them
     code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(gpu) for gpu in range({count})]))"
     answer = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE).stdout
-    return [Memory(*pair) for pair in json.loads(answer)]
+    return [GpuMemory(*pair) for pair in json.loads(answer)]
 
 
 def _why(error: Exception, options: VllmOptions) -> str:

@@ -46,7 +46,7 @@ class RayHost:
         gpus = options.tensor_parallel if self._ray.cluster_resources().get("GPU") else 0
         paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
         there = {"num_cpus": 1, "num_gpus": gpus, "runtime_env": {"env_vars": {"PYTHONPATH": paths}}}
-        self._actor = self._ray.remote(_Server).options(**there).remote()
+        self._actor = self._ray.remote(_RayServer).options(**there).remote()
         self._loading: Any = None  # what takes weights in while the next are packed
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
         try:
@@ -57,16 +57,16 @@ class RayHost:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """As `LocalHost.call`."""
+        """Implement `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
     def begin_load(self, how: How, transfer: bool = False) -> None:
-        """As `LocalHost.begin_load`."""
+        """Implement `LocalHost.begin_load`."""
         self._loading = None
         self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `LocalHost.take_in`; two of them may be under way, so that one is packed while the other is taken in."""
+        """Implement `LocalHost.take_in`; two may be under way, so that one is packed while the other is taken in."""
         places, end = places_of(tensors)
         packed = np.empty(end, np.uint8)
         memory = torch.from_numpy(packed)
@@ -77,14 +77,14 @@ class RayHost:
             self._get(before, "start_patience")
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
-        """As `LocalHost.end_load`."""
+        """Implement `LocalHost.end_load`."""
         before, self._loading = self._loading, None
         if before is not None:
             self._get(before, "start_patience")
         return self._ask("end_load", wait="start_patience")
 
     def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
-        """As `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the actor."""
+        """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the actor."""
         stream = self._actor.generate.options(num_returns="streaming").remote(request)
         try:
             while True:
@@ -101,11 +101,11 @@ class RayHost:
             raise
 
     def sleep(self) -> None:
-        """As `LocalHost.sleep`."""
+        """Implement `LocalHost.sleep`."""
         self._ask("sleep")
 
     def wake(self, part: str) -> None:
-        """As `LocalHost.wake`."""
+        """Implement `LocalHost.wake`."""
         self._ask("wake", part)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class RayHost:
         )
 
 
-class _Server:
+class _RayServer:
     """The actor: a `LocalHost` whose weights and answers take another way."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ _TOKENS = 16
 _TABLE = Kernels.named(log_probs="reference")
 
 
-class Probe(NamedTuple):
+class ProbeRow(NamedTuple):
     """A row, and the first of its tokens whose log-prob is compared."""
 
     tokens: list[int]
@@ -32,18 +32,18 @@ class Probe(NamedTuple):
     inputs: RowInputs | None = None
 
 
-def probes(model: Model, limit: int) -> list[Probe]:
+def probes(model: Model, limit: int) -> list[ProbeRow]:
     """Rows of at most `limit` tokens: one of text, and one with an image for a model that takes them."""
     count = min(_TOKENS, limit)
     uniforms = Key(0).fold("probe").uniform(torch.zeros(1, dtype=torch.int64), count)[0]
     tokens = (uniforms * model.config.vocab_size).long().tolist()
-    text = Probe(tokens, max(count // 2, 1))
+    text = ProbeRow(tokens, max(count // 2, 1))
     seen = None if model.vision is None else probe_row(model, tokens, limit)
-    return [text] if seen is None else [text, Probe(seen[0], len(seen[0]) - count // 2, seen[1])]
+    return [text] if seen is None else [text, ProbeRow(seen[0], len(seen[0]) - count // 2, seen[1])]
 
 
 @torch.no_grad()
-def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe: Probe) -> Tensor:
+def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe: ProbeRow) -> Tensor:
     """The model's log-probs of the probe's tokens from its start on, float32 on the CPU. Every rank of a mesh that cuts
     parameters calls; each runs the whole model, of which it has one layer at a time."""
     start, tokens = probe.start, torch.tensor(probe.tokens, device=device_of(params))

@@ -22,7 +22,7 @@ from torch import Tensor
 from fppo.rollout.shared_memory import Place as Bytes
 from fppo.rollout.shared_memory import SharedMemory, current_device
 from fppo.rollout.sync import How, SyncError
-from fppo.rollout.vllm.devices import Gpus, gpus_of
+from fppo.rollout.vllm.devices import EngineGpus, gpus_of
 from fppo.rollout.vllm.host import (
     NOT_FOR_VLLM,
     Answer,
@@ -33,7 +33,7 @@ from fppo.rollout.vllm.host import (
     check_installed,
 )
 from fppo.rollout.vllm.local import LocalHost
-from fppo.runtime.clock import Clock
+from fppo.runtime.clock import ProcessClock
 from fppo.runtime.launch import Place, visible
 
 _START = (
@@ -74,23 +74,23 @@ class ProcessHost:
             raise
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """As `LocalHost.call`."""
+        """Implement `LocalHost.call`."""
         return self._ask("call", method, *arguments, wait="start_patience")
 
     def begin_load(self, how: How, transfer: bool = False) -> None:
-        """As `LocalHost.begin_load`."""
+        """Implement `LocalHost.begin_load`."""
         self._ask("begin_load", how, transfer, wait="start_patience")
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """As `LocalHost.take_in`, through one piece of shared memory; what goes wrong is for `end_load` to raise."""
+        """Implement `LocalHost.take_in`, through one piece of shared memory; `end_load` raises what goes wrong."""
         self._ask("take_in", self._memory.put(tensors), wait="start_patience")
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
-        """As `LocalHost.end_load`."""
+        """Implement `LocalHost.end_load`."""
         return self._ask("end_load", wait="start_patience")
 
     def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
-        """As `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the process."""
+        """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the process."""
         self._send("generate", request)
         ended = False
         try:
@@ -104,11 +104,11 @@ class ProcessHost:
             raise
 
     def sleep(self) -> None:
-        """As `LocalHost.sleep`."""
+        """Implement `LocalHost.sleep`."""
         self._ask("sleep")
 
     def wake(self, part: str) -> None:
-        """As `LocalHost.wake`."""
+        """Implement `LocalHost.wake`."""
         self._ask("wake", part)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class ProcessHost:
 
     def _waited(self, patience: float) -> bool:
         """Whether there is a message before that much time went by; not while this process, too, stood still."""
-        clock = Clock(2.0)
+        clock = ProcessClock(2.0)
         while clock.now() < patience:
             if self._connection.poll(min(1.0, patience)):
                 return True
@@ -163,8 +163,8 @@ class ProcessHost:
         return EngineDied(f"the process of vLLM ended {reason}{hint}")
 
 
-def _gpus(options: VllmOptions) -> Gpus | None:
-    """Those the process is to run on; None: it may see what this one does. Raises ValueError if there are too few."""
+def _gpus(options: VllmOptions) -> EngineGpus | None:
+    """The GPUs for the process; None: it may see what this one does. Raises ValueError if there are too few."""
     on_gpu, place = torch.cuda.is_initialized(), Place.of_environment()
     if not (on_gpu or options.devices):
         return None
@@ -172,7 +172,7 @@ def _gpus(options: VllmOptions) -> Gpus | None:
     return gpus_of(options, own=own, count=count, engine=place.local_rank, engines=place.local_world)
 
 
-def _environment(gpus: Gpus | None) -> dict[str, str]:
+def _environment(gpus: EngineGpus | None) -> dict[str, str]:
     """The process's environment, in which it sees its own GPUs alone."""
     variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
     if gpus is not None:

@@ -85,7 +85,7 @@ def place(options: VllmOptions) -> tuple[str, int]:
         return address, probe.getsockname()[1]
 
 
-class Transfer:
+class WeightTransfer:
     """The trainer's side of one host's transfer engine. Raises EngineFailure if the two sides do not meet."""
 
     def __init__(self, host: Host, info: Any) -> None:
@@ -150,16 +150,16 @@ class _Client:
         self._host.call("init_weight_transfer_engine", init_info)
 
     def start_weight_update(self) -> None:
-        self._told(lambda: self._host.begin_load(self.how, transfer=True))
+        self._attempt(lambda: self._host.begin_load(self.how, transfer=True))
 
     def update_weights(self, update_info: Any) -> None:
-        self._told(lambda: self._host.call("update_weights", update_info))
+        self._attempt(lambda: self._host.call("update_weights", update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         del weight_version
-        self.result = self._told(self._host.end_load) or self.result
+        self.result = self._attempt(self._host.end_load) or self.result
 
-    def _told(self, tell: Callable[[], T]) -> T | None:
+    def _attempt(self, tell: Callable[[], T]) -> T | None:
         try:
             return tell() if self.died is None else None
         except EngineDied as error:

@@ -25,7 +25,7 @@ GRIDS, STACKS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), ("idefics3", "smolvlm", 
 APART = ("qwen3_vl",)  # those that have words between the frames of a video
 
 
-class Placed(NamedTuple):
+class PlacedMedia(NamedTuple):
     """An image or a video of a row: where its tokens are, and which of them stand for features; None: all."""
 
     kind: str  # "image" or "video"
@@ -65,11 +65,11 @@ def _check_row(model: Model, tokens: Sequence[int], inputs: RowInputs) -> None:
     _check_positions(model, inputs, placed_images(model.vision.config, tokens, inputs))
 
 
-def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowInputs) -> list[Placed]:
+def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowInputs) -> list[PlacedMedia]:
     """Where a row's images stand, and then its videos. Raises ValueError for places that do not hold what stands for
     them, and for images and videos whose tokens are not as many as their features, or do not stand together."""
     video = getattr(config, "video_token_id", None)
-    placed: list[Placed] = []
+    placed: list[PlacedMedia] = []
     for kind, token, places in (("image", image_token(config), inputs.places), ("video", video, inputs.video_places)):
         left = places.tolist()
         if any(place >= len(tokens) or tokens[place] != token for place in left):
@@ -86,15 +86,15 @@ def placed_images(config: PreTrainedConfig, tokens: Sequence[int], inputs: RowIn
     return placed
 
 
-def _placed(kind: str, own: Sequence[int], *, apart: bool) -> Placed:
+def _placed(kind: str, own: Sequence[int], *, apart: bool) -> PlacedMedia:
     """Where the features of one image or video are that stand at the places `own`; with the token before each frame of
     a video whose frames stand `apart`, for which vLLM looks."""
     if apart:
         start = own[0] - 1
-        return Placed(kind, start, own[-1] + 1 - start, tuple(i in {*own} for i in range(start, own[-1] + 1)))
+        return PlacedMedia(kind, start, own[-1] + 1 - start, tuple(i in {*own} for i in range(start, own[-1] + 1)))
     if list(own) != list(range(own[0], own[0] + len(own))):
         raise ValueError(f"the {len(own)} tokens of one of the {kind}s do not stand together, as vLLM needs them")
-    return Placed(kind, own[0], len(own))
+    return PlacedMedia(kind, own[0], len(own))
 
 
 def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
@@ -113,7 +113,7 @@ def _counts(config: Any, inputs: RowInputs, kind: str = "image") -> list[int]:
     return [count] * len(inputs.tensors["pixel_values"])
 
 
-def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[Placed]) -> None:
+def _check_positions(model: Model, inputs: RowInputs, placed: Sequence[PlacedMedia]) -> None:
     """Raises ValueError for a row whose tokens would have other positions in vLLM: the text after a video goes on
     behind its last time there, and in transformers behind its longer side."""
     assert model.vision is not None

@@ -39,7 +39,7 @@ def masked_attention(
 
 
 def _places(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each packed token the number of its sequence [N], and how many tokens of the sequence come after it [N]."""
+    """The number of each packed token's sequence [N], and how many tokens of the sequence come after it [N]."""
     sizes = torch.tensor(lengths.lengths, dtype=torch.int64)
     sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
     after = sizes.cumsum(0)[sequence] - 1 - torch.arange(len(sequence))

@@ -103,13 +103,13 @@ def sdpa(
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
     plan = _plan(lengths.lengths, query.device)
     groups: list[tuple[Tensor, ...]] = [
-        _Rows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)
+        _GatheredRows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)
     ]
     outputs: list[Tensor] = []
     for (count, longest), *group in zip(plan.shapes, *groups, strict=True):
         batch = [x.view(count, longest, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
-    return _Rows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
+    return _GatheredRows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
 
 
 def _last_tokens(
@@ -142,7 +142,7 @@ def _last_tokens(
     return torch.cat(outputs)
 
 
-class _Rows(torch.autograd.Function):
+class _GatheredRows(torch.autograd.Function):
     """x[index], for an index that `back` undoes: the gradient is read from its places, where autograd would add it.
 
     `real`, unless None, says which rows of `x` are read at all.

@@ -22,7 +22,7 @@ def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return out
 
 
-class _Glu(torch.autograd.Function):
+class _CppGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(gate, up)
@@ -51,4 +51,4 @@ def cpp(
     kind_of(gate, up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu/cpp has no activation {activation!r}; it has {list(ACTIVATIONS)}")
-    return (_Glu.apply if torch.is_grad_enabled() else _forward)(gate.contiguous(), up.contiguous(), activation)
+    return (_CppGlu.apply if torch.is_grad_enabled() else _forward)(gate.contiguous(), up.contiguous(), activation)

@@ -23,7 +23,7 @@ def _cut(count: int, activation: str) -> tuple[tuple[int], dict[str, Any]]:
     return (_triton.cdiv(count, BLOCK),), {"KIND": activation, "BLOCK": BLOCK}
 
 
-class _Glu(torch.autograd.Function):
+class _TritonGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         out, count = torch.empty_like(gate), gate.numel()
@@ -62,4 +62,4 @@ def triton(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu/triton has no activation {activation!r}; it has {list(ACTIVATIONS)}")
-    return _Glu.apply(gate.contiguous(), up.contiguous(), activation)
+    return _TritonGlu.apply(gate.contiguous(), up.contiguous(), activation)

@@ -64,10 +64,10 @@ def float8(
         raise ValueError(f"linear/float8 computes in {[str(d) for d in DTYPES]}, got {x.dtype}: take linear/torch")
     if not x.numel() or not weight.numel():
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
+    return _Float8Linear.apply(x, weight, bias)  # type: ignore[return-value]
 
 
-class _Linear(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -28,10 +28,10 @@ def reference(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
     """The layer and its gradient (see fppo_kernels.linear.float8) for finite numbers, in float64."""
-    return _Linear.apply(x, weight, bias)  # type: ignore[return-value]
+    return _ReferenceLinear.apply(x, weight, bias)  # type: ignore[return-value]
 
 
-class _Linear(torch.autograd.Function):
+class _ReferenceLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)

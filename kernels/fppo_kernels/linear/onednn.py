@@ -34,7 +34,7 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return a.new_empty(*a.shape[:-1], b.shape[0])
 
 
-class _Linear(torch.autograd.Function):
+class _OnednnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -73,7 +73,7 @@ def onednn(
     if not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
-        return _Linear.apply(x, weight, bias)
+        return _OnednnLinear.apply(x, weight, bias)
     return _product(x, weight, bias)
 
 

@@ -11,7 +11,7 @@ from fppo_kernels.collectives import Axis, all_gather
 
 
 class Moments(NamedTuple):
-    """Of the softmax over logits z: all [N], or [splits, N] for the softmax over each split of the vocabulary."""
+    """Moments of the softmax over logits z: all [N], or [splits, N] for that over each split of the vocabulary."""
 
     maximum: Tensor  # the largest z
     log_sum: Tensor  # log sum exp(z - maximum)

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The same as `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
+"""Compute `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ CPU_TILES = Tiles(8192, 6 << 20, 1 << 17)
 CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
-class Work(NamedTuple):
+class SlabWork(NamedTuple):
     """What is done with the numbers of a slab of raw logits [n, v], which it may overwrite."""
 
     # (inputs, slab, tokens, vocab, moments, split): writes the moments of a split of the vocabulary
-    measure: Callable[[Inputs, Tensor, slice, slice, Moments, int], None]
+    measure: Callable[[PassInputs, Tensor, slice, slice, Moments, int], None]
     # (inputs, slab, tokens, vocab, coefficients, share, total): writes the gradient by the raw logits in their place,
     # but for what is added at the labels; `share` [N] is the probability of the split, `total` the moments of all
-    differentiate: Callable[[Inputs, Tensor, slice, slice, Coefficients, Tensor, Moments], None]
+    differentiate: Callable[[PassInputs, Tensor, slice, slice, Coefficients, Tensor, Moments], None]
 
 
 class Rule(NamedTuple):
@@ -49,10 +49,10 @@ class Rule(NamedTuple):
     entropy: bool
     sum_squared: bool
     tiles: Tiles
-    work: Work
+    work: SlabWork
 
 
-class Inputs(NamedTuple):
+class PassInputs(NamedTuple):
     """What both passes read."""
 
     rule: Rule
@@ -91,7 +91,7 @@ def _split(length: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
-def _slabs(inputs: Inputs) -> tuple[list[slice], list[slice]]:
+def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
     """Parts of the vocabulary and of the tokens: a slab is one of each."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
@@ -104,7 +104,7 @@ def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor,
         yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
 
 
-def _forward(inputs: Inputs) -> tuple[Tensor, Moments]:
+def _forward(inputs: PassInputs) -> tuple[Tensor, Moments]:
     """Logits of the labels [N], and the moments of each split of the vocabulary."""
     splits, runs = _slabs(inputs)
     moments = _moments.empty(len(splits), inputs.temperature)
@@ -129,14 +129,14 @@ class Coefficients(NamedTuple):
     label: Tensor  # what is added at the label
 
     def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
+        """Columns of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
         linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
         squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
         return (self.constant[rows] * share[rows])[:, None], linear, squared
 
 
 def _coefficients(
-    inputs: Inputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
+    inputs: PassInputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Coefficients:
     """With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2)."""
     d_label, d_entropy, d_squared = grads
@@ -158,7 +158,7 @@ def _coefficients(
 
 
 def _write_d_raw(
-    inputs: Inputs,
+    inputs: PassInputs,
     logits: Tensor,
     rows: slice,
     coefficients: Coefficients,
@@ -180,14 +180,14 @@ def _write_d_raw(
     torch.mul(probs if bend is None else probs.mul_(bend), factor, out=out)
 
 
-def _measure(inputs: Inputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
+def _measure(inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
     for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
         logits = inputs.logits(raw, rows, vocab)
         _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
 
 
 def _differentiate(
-    inputs: Inputs,
+    inputs: PassInputs,
     slab: Tensor,
     tokens: slice,
     vocab: slice,
@@ -200,7 +200,7 @@ def _differentiate(
         _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
 
 
-BLOCKS = Work(_measure, _differentiate)
+BLOCKS = SlabWork(_measure, _differentiate)
 
 
 class _Chunked(torch.autograd.Function):
@@ -216,7 +216,7 @@ class _Chunked(torch.autograd.Function):
         axis: Axis,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide_bias = None if bias is None else bias.to(temperature)
-        inputs = Inputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
+        inputs = PassInputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
         label_logits, moments = _forward(inputs)
         label_logits = all_reduce(label_logits, axis)
         total = _moments.merge_ranks(moments, axis)
@@ -230,7 +230,7 @@ class _Chunked(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        inputs = Inputs(ctx.rule, *ctx.saved_tensors[:5])
+        inputs = PassInputs(ctx.rule, *ctx.saved_tensors[:5])
         label_logits, *moments = ctx.saved_tensors[5:]
         moments, total = Moments(*moments[:4]), Moments(*moments[4:])
         shared = ctx.axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
@@ -246,7 +246,7 @@ class _Chunked(torch.autograd.Function):
 
 
 def _backward(
-    inputs: Inputs, coefficients: Coefficients, moments: Moments, total: Moments, needed: tuple[bool, ...]
+    inputs: PassInputs, coefficients: Coefficients, moments: Moments, total: Moments, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     hidden, weight, wide = inputs.hidden, inputs.weight, inputs.wide
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
@@ -295,7 +295,7 @@ def chunked(
     sum_squared: bool = False,
     axis: Axis | None = None,
     tiles: Tiles | None = None,
-    work: Work = BLOCKS,
+    work: SlabWork = BLOCKS,
 ) -> LogProbs:
     """`reference` with memory for one slab of logits, in both passes; sums are added up in float32 or wider.
 

@@ -7,12 +7,12 @@ from torch import Tensor
 from fppo_kernels._cpp import call
 from fppo_kernels.collectives import Axis
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs.chunked import Coefficients, Inputs, Work, chunked
+from fppo_kernels.log_probs.chunked import Coefficients, PassInputs, SlabWork, chunked
 from fppo_kernels.log_probs.reference import LogProbs
 from fppo_kernels.shapes import Float, Int
 
 
-def _call(name: str, inputs: Inputs, slab: Tensor, tokens: slice, vocab: slice, *more: Tensor | None) -> None:
+def _call(name: str, inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, *more: Tensor | None) -> None:
     rule = inputs.rule
     bias = None if inputs.bias is None else inputs.bias[vocab].contiguous()
     temperature = inputs.temperature[tokens].contiguous() if rule.tempered else None
@@ -21,14 +21,14 @@ def _call(name: str, inputs: Inputs, slab: Tensor, tokens: slice, vocab: slice, 
     call("log_probs/_epilogue.cpp", f"{name}_{kind}", slab, *slab.shape, *rules, *more)
 
 
-def _measure(inputs: Inputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
+def _measure(inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
     asked = True, True, inputs.rule.entropy, inputs.rule.sum_squared
     outputs = [x[split, tokens] if wanted else None for x, wanted in zip(moments, asked, strict=True)]
     _call("measure", inputs, slab, tokens, vocab, *outputs)
 
 
 def _differentiate(
-    inputs: Inputs,
+    inputs: PassInputs,
     slab: Tensor,
     tokens: slice,
     vocab: slice,
@@ -41,7 +41,7 @@ def _differentiate(
     _call("differentiate", inputs, slab, tokens, vocab, *(None if x is None else x[tokens] for x in columns))
 
 
-_WORK = Work(_measure, _differentiate)
+_WORK = SlabWork(_measure, _differentiate)
 
 
 def cpp(

@@ -28,7 +28,7 @@ def _forward(
     return out, x if total is None else total, scales
 
 
-class _Norm(torch.autograd.Function):
+class _CppNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
@@ -67,7 +67,7 @@ def cpp(
     """
     kind_of(x, weight)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    apply: Callable[..., tuple[Tensor, ...]] = _Norm.apply if torch.is_grad_enabled() else _forward
+    apply: Callable[..., tuple[Tensor, ...]] = _CppNorm.apply if torch.is_grad_enabled() else _forward
     return apply(rows, None, weight.contiguous(), eps, offset)[0].view(x.shape)
 
 
@@ -82,6 +82,6 @@ def add_cpp(
     """`add_eager` as `cpp` is `eager`."""
     kind_of(x, residual, weight)
     rows, others = (each.reshape(-1, x.shape[-1]).contiguous() for each in (x, residual))
-    apply: Callable[..., tuple[Tensor, ...]] = _Norm.apply if torch.is_grad_enabled() else _forward
+    apply: Callable[..., tuple[Tensor, ...]] = _CppNorm.apply if torch.is_grad_enabled() else _forward
     normed, total, *_ = apply(rows, others, weight.contiguous(), eps, offset)
     return normed.view(x.shape), total.view(x.shape)

@@ -24,7 +24,7 @@ def _cut(width: int, **asked: bool) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **asked}
 
 
-class _Norm(torch.autograd.Function):
+class _TritonNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
@@ -73,7 +73,7 @@ def triton(
     """
     _check("rms_norm", x, weight)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _Norm.apply(rows, None, weight.contiguous(), eps, offset)[0].view(x.shape)
+    return _TritonNorm.apply(rows, None, weight.contiguous(), eps, offset)[0].view(x.shape)
 
 
 def add_triton(
@@ -87,7 +87,7 @@ def add_triton(
     """`add_eager` as `triton` is `eager`, with the same errors."""
     _check("add_rms_norm", x, weight)
     rows = (each.reshape(-1, x.shape[-1]).contiguous() for each in (x, residual))
-    normed, total = _Norm.apply(*rows, weight.contiguous(), eps, offset)
+    normed, total = _TritonNorm.apply(*rows, weight.contiguous(), eps, offset)
     return normed.view(x.shape), total.view(x.shape)
 
 
