@@ -119,6 +119,22 @@ def prose(root: Path = ROOT) -> Iterator[str]:
                 yield f"{module}.{name}: the name holds {word!r}; take the field's word"
 
 
+def openings(root: Path = ROOT) -> Iterator[str]:
+    """Rooms of several modules whose docstring does not say what flows in and out and where to begin, or names there
+    what does not exist."""
+    trees = sources(root)
+    for room, tree in trees.items():
+        if room.count(".") > (room.startswith("fppo.")) or not any(module.startswith(f"{room}.") for module in trees):
+            continue
+        text = ast.get_docstring(tree) or ""
+        if room != "fppo" and not re.search(r"In:\s.*Out:\s.*Begin with `", text, re.DOTALL):
+            yield f"{room}: the docstring has no `In:`, `Out:` and `Begin with`"
+        for module, name in re.findall(r"`(\w+)(?:\.(\w+))?`", text.partition("Begin with")[2]):
+            found = trees.get(f"{room}.{module}")
+            if found is None or (name and name not in {getattr(node, "name", "") for node in found.body}):
+                yield f"{room}: its docstring begins with {module}.{name}, which does not exist"
+
+
 def doubles(root: Path = ROOT) -> dict[str, list[str]]:
     """The modules of each class name that stands in several of them."""
     found: dict[str, list[str]] = {}

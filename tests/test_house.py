@@ -64,6 +64,17 @@ def test_prose_that_only_looks_like_it_passes(tmp_path):
     assert list(house.prose(tmp_path)) == []
 
 
+def test_rooms_say_what_flows_in_and_out_and_where_to_begin():
+    assert list(house.openings()) == []
+
+
+@pytest.mark.parametrize("begin", ["", "Begin with `nowhere.f`.", "Begin with `policy.g`."])
+def test_a_room_that_does_not_is_noticed(tmp_path, begin):
+    write(tmp_path, "fppo/losses/__init__.py", f'"""Losses.\n\nIn: rows. Out: sums.\n{begin}\n"""\n')
+    write(tmp_path, "fppo/losses/policy.py", "def f(): ...\n")
+    assert len(list(house.openings(tmp_path))) == 1
+
+
 def test_a_name_stands_for_one_class():
     assert house.doubles() == {}
 

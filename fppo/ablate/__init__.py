@@ -1,4 +1,9 @@
-"""Ablations of kernels: every implementation of an operation side by side, with laws, errors, memory and times."""
+"""Ablations of kernels: every implementation of an operation side by side, with laws, errors, memory and times.
+
+In: the name of an operation, or functions of your own, with shapes and dtypes. Out: an `Ablation`, a row for each
+implementation that a table, JSON or a chart shows. Nothing of a run is read but, for a replay, a checkpoint.
+Begin with `ablation.ablate`; `cases` has what an operation computes, `measure` how it is timed.
+"""
 
 from fppo.ablate.ablation import ablate
 

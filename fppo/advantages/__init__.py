@@ -1,4 +1,9 @@
-"""Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them."""
+"""Advantages as pure functions of rewards, values, masks and groups; no gradient passes through them.
+
+In: token rewards [B, T] or scores [B], the response mask bool [B, T], and values, groups or baselines. Out:
+`Advantages`, a pair of advantages and returns [B, T], 0 outside the mask; `whiten` gives them mean 0 and variance 1.
+Begin with `grouped.grpo` and `temporal.gae`; `exact` has the true values of small games.
+"""
 
 from fppo.advantages._common import Advantages, equal_scores
 from fppo.advantages.ensemble import decisive, disagreement, undisputed

@@ -1,1 +1,6 @@
-"""The command line, and what its commands do."""
+"""The command line, and what its commands do.
+
+In: the words behind `fppo`. Out: an exit status, lines on the console, and what runs write to their directories. Help
+and checks of settings answer before torch is loaded.
+Begin with `cli.main`; `actions` has what needs torch, `ends` what becomes of errors.
+"""

@@ -1,6 +1,9 @@
 """Prompts: read from files and data sets, encoded, and drawn in batches that resume exactly.
 
+In: files or rows, a tokenizer, fields and limits. Out: a `PromptSet`, and batches `Prompts` [N, P] with a cursor, which
+is state. One error names every faulty row.
 A name is imported when it is first used: what looks at rows before a run comes through here, and loads no torch.
+Begin with `encode.load_prompts` and `cursor.next_batch`.
 """
 
 from importlib import import_module

@@ -1,4 +1,9 @@
-"""One controller over groups of ranks: values stay where they were computed, and functions are sent to them."""
+"""One controller over groups of ranks: values stay where they were computed, and functions are sent to them.
+
+In: functions and trees, whose leaves may be handles (`Held`) of what a group computed earlier. Out: handles, or the
+values themselves where they are asked back; on processes of this machine or of a Ray cluster.
+Begin with `group.Group`; `rank` runs what is sent, `codec` packs trees.
+"""
 
 from fppo.fleet.clusters import Cluster, cluster
 from fppo.fleet.group import LOCAL_GROUP, AnyGroup, Call, Group, GroupDied, LocalGroup, at_once, on

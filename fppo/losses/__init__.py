@@ -1,4 +1,9 @@
-"""Losses as pure functions: per-token values [B, T] and metrics; `loss_weights` turns them into one sum."""
+"""Losses as pure functions: per-token values [B, T] and metrics; `loss_weights` turns them into one sum.
+
+In: log-probs, old log-probs, advantages [B, T] and the mask bool [B, T], or values and returns. Out: per-token losses,
+0 outside the mask, and metrics that add up over any split of the rows. Weights are counted over a whole mini-batch.
+Begin with `policy.ppo_clip`; `weights` has the modes, `correction` off-policy weights, `kl` divergences.
+"""
 
 from fppo.losses.correction import LEVELS, REJECTIONS, Correction, geometric_mean, rollout_correction
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl

@@ -1,4 +1,10 @@
-"""A model as a pure function of its parameters."""
+"""A model as a pure function of its parameters.
+
+In: a Hugging Face directory or config, and parameters by their names there. Out: a `Model` without parameters, a
+mapping of parameters, and forward passes over packed rows on kernels of one's choice. A probe at load holds them
+against transformers.
+Begin with `load.load` and `run.forward`; `place` cuts a model over a mesh, `lora` adapts it.
+"""
 
 from fppo.models.adapted import Lora
 from fppo.models.bases import quantise

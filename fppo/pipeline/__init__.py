@@ -1,4 +1,9 @@
-"""A run as state and stages: one step of it, the loop around it, and what computes or compares its steps again."""
+"""A run as state and stages: one step of it, the loop around it, and what computes or compares its steps again.
+
+In: a `RunState` and a `Program` of stages: sample, score, annotate, estimate, update. Out: the next state, the step's
+`Experience` and metrics. Each stage adds columns to the record of the stage before it.
+Begin with `step.ppo_step` and `wiring.pieces`; `stages` has the stages, `estimators` what reads their columns.
+"""
 
 from fppo.pipeline.estimators import OfRows
 from fppo.pipeline.evaluate import evaluate

@@ -1,4 +1,9 @@
-"""Steps: compositions of models, losses, kernels and mesh that take state and return state."""
+"""Steps: compositions of models, losses, kernels and mesh that take state and return state.
+
+In: a `TrainState` (parameters, optimizer state, a step count) and an `Experience`. Out: the next state and metrics; or,
+without gradients, log-probs, values and scores. Splits into micro-batches, packing and meshes change no number.
+Begin with `actor.update_actor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` their updates.
+"""
 
 from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
 from fppo.steps.confidence import confidence_values, init_confidence, update_confidence
