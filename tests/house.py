@@ -82,13 +82,37 @@ def arrows(root: Path = ROOT) -> dict[tuple[str, str], list[str]]:
 
 
 def circles(pairs: set[tuple[str, str]]) -> list[str]:
-    """Rooms that import each other, straight or through others."""
+    """Rooms, or modules, that import each other, straight or through others."""
     rest = set(pairs)
     while leaves := {b for _, b in rest} - {a for a, _ in rest}:
         rest = {(a, b) for a, b in rest if b not in leaves}
     while tops := {a for a, _ in rest} - {b for _, b in rest}:
         rest = {(a, b) for a, b in rest if a not in tops}
     return sorted({room for pair in rest for room in pair})
+
+
+def module_arrows(root: Path = ROOT) -> set[tuple[str, str]]:
+    """(importer, imported) of modules, also inside of functions, but for types alone; a package for what is no module
+    of it."""
+    trees = sources(root)
+    pairs: set[tuple[str, str]] = set()
+    for module, tree in trees.items():
+        blocks = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ]
+        for_types = {id(node) for block in blocks for node in ast.walk(block)}
+        for node in ast.walk(tree):
+            if id(node) in for_types:
+                continue
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                below = [f"{node.module}.{alias.name}" for alias in node.names]
+                names = [name if name in trees else node.module for name in below]
+            else:
+                continue
+            pairs |= {(module, name) for name in names if name in trees and name != module}
+    return pairs
 
 
 def drawing(root: Path = ROOT) -> str:

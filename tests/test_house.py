@@ -27,6 +27,18 @@ def test_rooms_form_no_circle():
     assert house.circles(set(house.arrows())) == []
 
 
+def test_modules_form_no_circle():
+    """Inside of a room neither, also where an import waits inside of a function."""
+    assert house.circles(house.module_arrows()) == []
+
+
+def test_a_circle_of_modules_is_noticed(tmp_path):
+    write(tmp_path, "fppo/losses/policy.py", "def f():\n    from fppo.losses import value\n")
+    write(tmp_path, "fppo/losses/value.py", "from fppo.losses.policy import f\n")
+    write(tmp_path, "fppo/losses/kl.py", "from fppo.losses.policy import f\n")
+    assert house.circles(house.module_arrows(tmp_path)) == ["fppo.losses.policy", "fppo.losses.value"]
+
+
 def test_every_room_of_the_table_is_there_and_the_other_way_round():
     assert {house.room_of(module) for module in house.sources()} - {"fppo"} <= set(house.FLOOR)
     assert set(house.FLOOR) <= {house.room_of(module) for module in house.sources()}

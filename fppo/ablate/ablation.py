@@ -31,7 +31,7 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     table: Table = tables.BUILTIN,
     progress: Progress | None = None,
 ) -> Ablation:
-    """Every implementation of `op` (or of each of some) side by side: `ablate("log_probs").table()`.
+    """Every implementation of `op` (or of each of some) side by side; `text.table` shows them.
 
     `implementations` are names of `table`, or a mapping of your own by name, which join those of the table:
     `ablate("log_probs", implementations={"mine": my_function})`. `shapes` are mappings such as {"N": 256}; a size

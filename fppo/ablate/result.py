@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import attrs
@@ -100,21 +99,9 @@ class Ablation:
     machine: HostRates
     interrupted: bool = False
 
-    def table(self, *, width: int = 120) -> str:
-        """The rows as text that is at most `width` columns wide, where that is possible."""
-        from fppo.ablate import text  # here, as below: those modules are made of this one's records
-
-        return text.table(self, width=width)
-
     def to_json(self) -> str:
         """Everything as JSON; a number that is not finite is a string, as "inf"."""
         return json.dumps(plain(attrs.asdict(self)), indent=1)
-
-    def save_png(self, path: str | Path) -> None:
-        """A chart of time and error, one row of panels for each shape and dtype."""
-        from fppo.ablate import chart
-
-        chart.save(self, Path(path))
 
 
 def plain(value: Any) -> Any:

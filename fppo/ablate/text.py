@@ -13,8 +13,8 @@ GAP = "  "
 LAWS = MappingProxyType({"kept": "kept", "broken": "FAILED", "partly": "partly", "not checked": "-"})
 
 
-def table(ablation: Ablation, *, width: int) -> str:
-    """All groups of rows, one below the other, with the machine's rates on top."""
+def table(ablation: Ablation, *, width: int = 120) -> str:
+    """All groups of rows as text with the machine's rates on top, at most `width` columns wide where possible."""
     machine = ablation.machine
     rates = [f"matmul {name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in machine.matmul.items()]
     rates += [f"copy {machine.copy / 1e9:,.1f} GB/s"] if machine.copy == machine.copy else []

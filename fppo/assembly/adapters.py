@@ -21,7 +21,7 @@ from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
 from fppo.settings.checks import uses_critic_model
-from fppo.settings.lora import critic_uses_lora, shares_base, uses_lora
+from fppo.settings.checks_lora import critic_uses_lora, shares_base, uses_lora
 from fppo.settings.train import TrainSettings
 
 

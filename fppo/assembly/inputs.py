@@ -50,7 +50,7 @@ from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
-from fppo.settings.lora import critic_uses_lora
+from fppo.settings.checks_lora import critic_uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.record import Kernels

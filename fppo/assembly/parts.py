@@ -26,9 +26,9 @@ from fppo.runtime.devices import named_device
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import checks, files
 from fppo.settings.checks_data import has_held_out
+from fppo.settings.checks_lora import reference_is_base, shares_base, uses_lora
 from fppo.settings.component import bound
 from fppo.settings.critic import CriticSettings
-from fppo.settings.lora import reference_is_base, shares_base, uses_lora
 from fppo.settings.modules import INNER, kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.tables import VALUE_HEADS

@@ -49,7 +49,7 @@ from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings import checks
-from fppo.settings.lora import critic_uses_lora, uses_lora
+from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Clock
 from fppo.steps.confidence import confidence_values

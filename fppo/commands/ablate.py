@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo._errors import UsageError
 from fppo.ablate import ablate as run_all
-from fppo.ablate import operations
+from fppo.ablate import operations, text
 from fppo.ablate.presets import sizes_of
 from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, kernels_of
@@ -57,12 +57,14 @@ def ablate(settings: AblateSettings) -> int:
             table={op: {name: table[op][name] for name in _chosen(settings, op, table)} for op in ops},
             progress=say,
         )
-    print(ablation.table(width=shutil.get_terminal_size((120, 24)).columns))
+    print(text.table(ablation, width=shutil.get_terminal_size((120, 24)).columns))
     if settings.json is not None:
         _write(settings.json, ablation.to_json())
     if settings.png is not None and ablation.rows:
         Path(settings.png).parent.mkdir(parents=True, exist_ok=True)
-        ablation.save_png(settings.png)
+        from fppo.ablate import chart  # here: it loads matplotlib
+
+        chart.save(ablation, Path(settings.png))
     return 130 if ablation.interrupted else 0
 
 
@@ -102,13 +104,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
     """The table with the user's own implementations. Raises ValueError if it lacks one that is asked for by name."""
-    for text in settings.with_:
-        op, _, place = text.rpartition("=")
+    for own in settings.with_:
+        op, _, place = own.rpartition("=")
         if not op and len(ops) > 1:
-            raise UsageError(f"--with {text}: say which operation it is for, as {ops[0]}={text}")
+            raise UsageError(f"--with {own}: say which operation it is for, as {ops[0]}={own}")
         op = op or ops[0]
         if op not in ops:
-            raise UsageError(f"--with {text}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
+            raise UsageError(f"--with {own}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
         name = place.rpartition(":")[2]
         name = place if name in table[op] else name
         table = tables.register(op, name, tables.own(op, imported(place, "--with")), table=table)

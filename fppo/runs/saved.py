@@ -22,7 +22,7 @@ from fppo.runs.session import CHECKPOINTS, CONFIGS
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.settings import checks
-from fppo.settings.lora import critic_uses_lora, uses_lora
+from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState
 

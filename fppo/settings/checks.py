@@ -9,7 +9,9 @@ from fppo.settings.algorithm import AlgorithmSettings
 from fppo.settings.checks_critic import critic_problems
 from fppo.settings.checks_data import data_problems, has_held_out
 from fppo.settings.checks_eval import eval_problems
+from fppo.settings.checks_experts import expert_problems
 from fppo.settings.checks_kl import kl_problems
+from fppo.settings.checks_lora import lora_problems
 from fppo.settings.checks_mesh import (
     context_axis_problems,
     expert_axis_problems,
@@ -22,10 +24,8 @@ from fppo.settings.checks_sampling import sampling_problems
 from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
 from fppo.settings.component import part_problems, requires, signature_of, value_of
 from fppo.settings.critic import CriticSettings
-from fppo.settings.experts import expert_problems
 from fppo.settings.fields import wrong_values
 from fppo.settings.graphs import graphs_problems
-from fppo.settings.lora import lora_problems
 from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem

@@ -9,7 +9,8 @@ import attrs
 import pytest
 import torch
 
-from fppo.ablate import ablate, cases_around, measure, operations, presets
+from fppo.ablate import ablate, cases_around, chart, measure, operations, presets
+from fppo.ablate import text as texts
 from fppo.ablate.group import check_contract
 from fppo.ablate.result import HostRates
 from fppo.laws import attention, collectives, kernels, temporal
@@ -189,7 +190,7 @@ def test_json_has_the_rows(ablation):
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_and_hides_nothing(ablation, width):
-    text = ablation.table(width=width)
+    text = texts.table(ablation, width=width)
     assert max(map(len, text.splitlines())) <= width
     joined = " ".join(text.split())
     for what in ("FAILED", 'law "gradient of entropy"', "cannot run here: needs a machine of another kind"):
@@ -201,10 +202,10 @@ def test_the_table_fits_and_hides_nothing(ablation, width):
 
 @pytest.mark.slow
 def test_the_chart_is_a_picture(ablation, tmp_path):
-    ablation.save_png(tmp_path / "chart.png")
+    chart.save(ablation, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="nothing was measured"):
-        attrs.evolve(ablation, rows=()).save_png(tmp_path / "none.png")
+        chart.save(attrs.evolve(ablation, rows=()), tmp_path / "none.png")
 
 
 def test_ctrl_c_gives_what_was_measured():
@@ -220,7 +221,7 @@ def test_ctrl_c_gives_what_was_measured():
     found = small("log_probs", dtypes=["float64"], law_seconds=0, implementations={"stops": stops}, table=one)
     assert found.interrupted
     assert [r.status for r in found.rows] == ["ok", "interrupted"]
-    assert "interrupted" in found.table()
+    assert "interrupted" in texts.table(found)
 
 
 def test_the_default_is_the_runs_own():
