@@ -83,6 +83,15 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> Iterator[None]:
+    """What a module's tests have left is looked through by no later collection: each would take a second or more after
+    some hundred modules, and ablations, for one, collect before each measurement."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def unhooked() -> Iterator[None]:
     """Without the checks of annotations, for what the functions themselves refuse."""

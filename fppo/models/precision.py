@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-_SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax)
+_GROUPED = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
+# what is computed otherwise: all else is handed on after one look, for there are thousands of calls in a pass
+_CHANGED = frozenset({Tensor.float, Tensor.to, Tensor.type, F.softmax, torch.softmax, Tensor.softmax, _GROUPED})
 
 
 class KeepDouble(TorchFunctionMode):
@@ -24,16 +26,15 @@ class KeepDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is Tensor.float:
-                return args[0]
-            if func is torch._grouped_mm:  # pyright: ignore[reportPrivateImportUsage]
-                return _grouped_product(*args, **kwargs)
-            if func in (Tensor.to, Tensor.type) or func in _SOFTMAX:
-                args = tuple(torch.float64 if x is torch.float32 else x for x in args)
-                kwargs = {name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()}
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if func not in _CHANGED or not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float64:
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            return args[0]
+        if func is _GROUPED:
+            return _grouped_product(*args, **kwargs)
+        args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+        return func(*args, **{name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()})
 
 
 def _grouped_product(x: Tensor, weights: Tensor, *, offs: Tensor, **_: None) -> Tensor:

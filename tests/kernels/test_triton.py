@@ -17,8 +17,9 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 CHECKS = (
     *("laws_in_float32", "layers_in_float32", "tile_boundaries", "tensor_descriptors", "split_vocabulary"),
-    *("masked_words", "refusals", "mistakes"),
+    *("masked_words", "refusals", "mistakes", "layer_refusals"),
     *("laws_in_bfloat16", "layers_in_bfloat16"),  # these mend how the interpreter rounds, for good
+    "layers_of_other_layouts",  # this changes how many instances there are
 )
 
 
@@ -35,12 +36,6 @@ def run(module, *names, interpret):
 @needs_triton
 def test_under_the_interpreter():
     assert run("interpreted", *CHECKS, interpret="1").count("held") == len(CHECKS)
-
-
-@needs_triton
-def test_norms_and_gated_activations_under_the_interpreter():
-    names = ("layers_of_other_layouts", "layer_refusals")
-    assert run("interpreted", *names, interpret="1").count("held") == len(names)
 
 
 @needs_triton

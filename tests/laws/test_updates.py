@@ -9,7 +9,7 @@ import torch
 from fppo import batch as batches
 from fppo import laws, losses, metrics, tree
 from fppo.key import Key
-from fppo.laws import updates
+from fppo.laws import layout, updates
 from fppo.metrics import masked_mean, term
 from fppo.runtime import checkpoint
 from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
@@ -27,6 +27,7 @@ from tests import tiny
 def few(monkeypatch):
     """Examples of two rows and more: those between are for smaller counter-examples."""
     monkeypatch.setattr(updates, "SIZES", updates.SIZES[1::2])
+    monkeypatch.setattr(layout, "SIZES", layout.SIZES[2:])
 
 
 @pytest.mark.slow
