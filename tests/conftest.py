@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """What a module of tests leaves, as caches of what it called, is looked through by no later collection either: a
-    seventh of all processor seconds went into that."""
+    seventh of all processor seconds went into that, most of it where tests and ablations collect garbage themselves."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
@@ -81,15 +81,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_sessionfinish() -> None:
     """Some libraries complain of what was not collected."""
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
-    """What a module's tests have left is looked through by no later collection: each would take a second or more after
-    some hundred modules, and ablations, for one, collect before each measurement."""
-    yield
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture
