@@ -214,6 +214,17 @@ def test_the_schedule_spans_all_updates():
         assert after.opt.mu["w"].item() == pytest.approx(100.0)  # not clipped
 
 
+@pytest.mark.parametrize(
+    ("first", "of_actor"), [({}, 40), ({"critic__warmup_steps": 3}, 28), ({"critic__pretrain": 4}, 24)]
+)
+def test_a_schedule_counts_the_updates_of_its_own_role(tmp_path, first, of_actor):
+    """10 steps of 2 epochs of 2 mini-batches, and of 1 for the critic, which learns in all of them."""
+    sizes = {"rollout__batch_size": 8, "actor__mini_batch_size": 4, "actor__epochs": 2, "critic__mini_batch_size": 8}
+    settings = tiny_run.settings(tmp_path, steps=10, critic__epochs=2, **sizes, **first)
+    assert optimizers.updates_of(settings, "actor") == of_actor
+    assert optimizers.updates_of(settings, "critic") == 20
+
+
 def test_losses_by_name_take_their_scalars():
     keywords = {"clip_low": 0.1, "ratio": 0.5}
     loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", keywords=keywords)))
