@@ -8,7 +8,7 @@ Begin with `policy.ppo_clip`; `weights` has the modes, `correction` off-policy w
 from fppo.losses.correction import LEVELS, REJECTIONS, Correction, geometric_mean, rollout_correction
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
 from fppo.losses.mismatch import off_policy_metrics
-from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo
+from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo, vespo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from fppo.losses.value import (
     ValueHead,
@@ -74,4 +74,5 @@ __all__ = [
     "two_hot_head",
     "update_kl",
     "value_loss",
+    "vespo",
 ]

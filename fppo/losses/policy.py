@@ -242,3 +242,35 @@ def dro(
     delta = log_ratio(log_probs, old_log_probs, bound=None)
     loss = -adv * log_probs + 0.5 * scalar(beta, delta) * delta.square()
     return loss.where(mask, 0.0), {"actor/ppo_kl": masked_mean(-delta, mask)}
+
+
+def vespo(
+    log_probs: Tokens,
+    old_log_probs: Tokens,
+    advantages: Tokens,
+    mask: Mask,
+    *,
+    k_pos: Scalar = 2.0,
+    lam_pos: Scalar = 3.0,
+    k_neg: Scalar = 3.0,
+    lam_neg: Scalar = 2.0,
+) -> tuple[Tokens, Metrics]:
+    """-A phi(W) log_probs with the weight phi(W) = W^k exp(lam (1 - W)) held constant, at every token of the row.
+
+    W is the row's ratio, the product of its tokens' without a root by length, its log clamped to +-20; k and lam are
+    those of its token's advantage: k_pos, lam_pos where A > 0, else k_neg, lam_neg. phi(1) = 1, and phi falls to 0 on
+    both sides of k / lam. VESPO (arXiv:2602.10693, equation 20). "actor/pg_clipfrac" is the share of tokens whose weight
+    is below 1/2.
+    """
+    positive_all(k_pos=k_pos, lam_pos=lam_pos, k_neg=k_neg, lam_neg=lam_neg)
+    log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)
+    delta = log_ratio(log_probs, old_log_probs, bound=None).detach()
+    total = delta.where(mask, 0.0).sum(-1, keepdim=True).clamp(-20.0, 20.0)
+    k = torch.where(adv > 0, scalar(k_pos, adv), scalar(k_neg, adv))
+    lam = torch.where(adv > 0, scalar(lam_pos, adv), scalar(lam_neg, adv))
+    weight = (k * total + lam * (1 - total.exp())).exp()
+    metrics: Metrics = {
+        "actor/pg_clipfrac": masked_mean(weight < 0.5, mask),
+        "actor/ppo_kl": masked_mean(-delta, mask),
+    }
+    return (-adv * weight * log_probs).where(mask, 0.0), metrics

@@ -13,7 +13,7 @@ _LOSSES, _SELECTION = "fppo.losses.policy", "fppo.losses.selection"
 POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-batch for it
     **{name: (f"{_LOSSES}:{name}",) for name in ("ppo_clip", "gspo", "sapo", "gpg", "cispo", "gmpo")},
     **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov")},
-    **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro")},
+    **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo")},
 }
 _GROUPED, _TEMPORAL, _TRACES = (f"fppo.advantages.{module}" for module in ("grouped", "temporal", "traces"))
 ESTIMATORS: Functions = {  # of columns of the batch, by their names

@@ -16,7 +16,7 @@ def selected(log_probs, old_log_probs, advantages, mask):
     return {"selected": (advantages > 0.3) & mask}
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "gpg", "cispo", "dppo_tv", "dppo_kl", "dro", "vespo"])
 def test_policy_losses_keep_the_laws(name):
     laws.check_policy_loss(getattr(losses, name))
 

@@ -82,6 +82,15 @@ def slow_dro(lp, old, adv):
     return [-(x * a - 0.7 / 2 * (x - y) ** 2) for x, y, a in zip(lp, old, adv, strict=True)]
 
 
+def slow_vespo(lp, old, adv):
+    total = clip(sum(x - y for x, y in zip(lp, old, strict=True)), -20, 20)
+    out = []
+    for x, a in zip(lp, adv, strict=True):
+        k, lam = (1.5, 2.5) if a > 0 else (2.0, 0.5)
+        out.append(-a * math.exp(k * total) * math.exp(lam * (1 - math.exp(total))) * x)
+    return out
+
+
 BOUNDS = {"clip_low": LOW, "clip_high": HIGH}
 CASES = {
     "ppo_clip": (partial(losses.ppo_clip, **BOUNDS), slow_ppo),
@@ -94,6 +103,7 @@ CASES = {
     "dppo_tv": (partial(losses.dppo_tv, **BOUNDS, max_ratio=2.0), slow_dppo_tv),
     "dppo_kl": (partial(losses.dppo_kl, **BOUNDS, max_ratio=2.0), slow_dppo_kl),
     "dro": (partial(losses.dro, beta=0.7), slow_dro),
+    "vespo": (partial(losses.vespo, k_pos=1.5, lam_pos=2.5, k_neg=2.0, lam_neg=0.5), slow_vespo),
 }
 every_loss = pytest.mark.parametrize("loss_fn", [fn for fn, _ in CASES.values()], ids=CASES)
 
@@ -112,7 +122,7 @@ def test_equals_the_loop(loss_fn, slow, batch):
 @given(batches(rows=(1, 1), columns=(1, 4)))
 def test_gradient_is_the_loop_s(loss_fn, slow, batch):
     """By central differences of the loop; the losses that hold a ratio constant get it from the old log-probs."""
-    if slow in (slow_cispo, slow_dppo_tv, slow_dppo_kl, slow_gspo) or not batch.mask.any():
+    if slow in (slow_cispo, slow_dppo_tv, slow_dppo_kl, slow_gspo, slow_vespo) or not batch.mask.any():
         return
     (lp,), (old,), (adv,) = (kept(x, batch.mask) for x in batch[:3])
     found = gradient(lambda x: loss_fn(x, *batch[1:])[0], batch.log_probs)[batch.mask].tolist()
@@ -123,7 +133,7 @@ def test_gradient_is_the_loop_s(loss_fn, slow, batch):
         assert g == pytest.approx((sum(slow(up, old, adv)) - sum(slow(down, old, adv))) / (2 * h), rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("name", ["cispo", "dppo_tv", "dppo_kl", "vespo"])
 @given(batches())
 def test_gradient_of_constant_ratios_is_loss_over_log_prob(name, batch):
     loss_fn, _ = CASES[name]

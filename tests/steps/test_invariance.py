@@ -35,6 +35,7 @@ POLICY_LOSSES = {
     "dppo_tv": losses.dppo_tv,
     "dppo_kl": losses.dppo_kl,
     "dro": losses.dro,
+    "vespo": losses.vespo,
 }
 CUTS = (
     MicroBatching(size=1),
