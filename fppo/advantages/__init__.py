@@ -8,7 +8,7 @@ Begin with `grouped.grpo` and `temporal.gae`; `exact` has the true values of sma
 from fppo.advantages._common import Advantages, equal_scores
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
-from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo
+from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
 from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
 from fppo.advantages.token_baseline import optimal_token_baseline
 from fppo.advantages.traces import length_lam, td, turn_gae, turn_returns, vtrace
@@ -35,6 +35,7 @@ __all__ = [
     "grpo",
     "grpo_passk",
     "length_lam",
+    "maxrl",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus",

@@ -44,6 +44,18 @@ def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Adv
     return spread(stats.deviation / _divisor(stats, scale), scores, mask)
 
 
+def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
+    """(S - mean) / mean over the group, and 0 where the mean is not above 1e-6; arXiv:2602.02710.
+
+    For scores of 0 and 1, where the mean of n rows makes the expected gradient that of the log of the success
+    probability, as its series has it up to the order n: rare successes count the more. Others' means may be near 0.
+    """
+    stats = _centre(scores, mask, groups)
+    mean = (scores.detach().double() - stats.deviation).where(stats.rows > 1, 1.0)
+    kept = mask.any(1) & (mean > _EPS)
+    return spread((stats.deviation / mean.where(kept, 1.0)).where(kept, 0.0), scores, mask)
+
+
 def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """S minus the mean of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)

@@ -259,8 +259,8 @@ def vespo(
 
     W is the row's ratio, the product of its tokens' without a root by length, its log clamped to +-20; k and lam are
     those of its token's advantage: k_pos, lam_pos where A > 0, else k_neg, lam_neg. phi(1) = 1, and phi falls to 0 on
-    both sides of k / lam. VESPO (arXiv:2602.10693, equation 20). "actor/pg_clipfrac" is the share of tokens whose weight
-    is below 1/2.
+    both sides of k / lam. VESPO (arXiv:2602.10693, equation 20). "actor/pg_clipfrac" is the share of tokens with a
+    weight below 1/2.
     """
     positive_all(k_pos=k_pos, lam_pos=lam_pos, k_neg=k_neg, lam_neg=lam_neg)
     log_probs, old_log_probs, adv = clean_inputs(log_probs, old_log_probs, advantages, mask)

@@ -19,7 +19,7 @@ _GROUPED, _TEMPORAL, _TRACES = (f"fppo.advantages.{module}" for module in ("grou
 ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),
     **{name: (f"{_TRACES}:{name}",) for name in ("turn_gae", "td", "vtrace")},
-    **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
+    **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
     "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
     "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),
     **{name: (f"{_TEMPORAL}:{name}",) for name in ("remax", "reinforce_plus_plus")},

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.advantages import gdpo, gpg, grpo, grpo_passk, opo, reinforce_plus_plus_baseline, rloo, whiten
+from fppo.advantages import gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo, whiten
 from tests.advantages._data import cases, close, spoil
 
 
@@ -37,6 +37,14 @@ def slow_dr_grpo(s, _, i):
     return s[i] if len(s) == 1 else s[i] - s.mean()
 
 
+def slow_maxrl(s, _, i):
+    if len(s) == 1:
+        return s[i]
+    d = s - s[0]
+    mean = s[0] + d.mean()
+    return (d[i] - d.mean()) / mean if mean > 1e-6 else 0.0
+
+
 def slow_rloo(s, _, i):
     others = [s[j] for j in range(len(s)) if j != i]
     return s[i] - sum(others) / len(others) if others else s[i]
@@ -61,6 +69,7 @@ ESTIMATORS = {
     "grpo": grpo,
     "grpo without std": partial(grpo, scale="none"),
     "rloo": rloo,
+    "maxrl": maxrl,
     "opo": opo,
     "gpg": gpg,
     "grpo_passk": grpo_passk,
@@ -77,6 +86,7 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
         (grpo, slow_grpo),
         (partial(grpo, scale="none"), slow_dr_grpo),
         (rloo, slow_rloo),
+        (maxrl, slow_maxrl),
         (opo, slow_opo),
     ],
 )
