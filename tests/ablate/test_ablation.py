@@ -274,3 +274,8 @@ def test_models_give_sizes(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not say hidden_size"):
         presets.sizes_of(str(tmp_path))
+
+
+def test_numbers_of_a_table_are_short():
+    assert [texts.share(x) for x in (None, 0.0123456, 0.5, 1.0, 12.34)] == ["-", "1.23 %", "50 %", "100 %", "1234 %"]
+    assert [texts.size(x) for x in (0, 999, 1_500, 2_500_000, 10**10)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "10 GB"]

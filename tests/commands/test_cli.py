@@ -15,7 +15,7 @@ import pytest
 import fppo
 from fppo.commands import actions, cli, distributed
 from fppo.commands.actions import ALONE
-from fppo.commands.arguments import file_and_overrides
+from fppo.commands.arguments import file_and_overrides, processes
 from fppo.runtime.checkpoint import CheckpointError
 from fppo.settings import checks, files, places
 from fppo.settings.train import TrainSettings
@@ -285,3 +285,11 @@ def test_where_an_error_came_from_is_offered_where_that_tells_something(calls, c
     monkeypatch.setattr(actions, "settings_of", broken)
     assert cli.main(["replay", "runs/a", "--step", "3"]) == 2
     assert "(--traceback shows where)" in capsys.readouterr().err
+
+
+def test_the_least_numbers_of_processes_and_restarts_are_taken():
+    found, left = processes(["--nproc", "1", "--steps", "3", "--max-restarts=0"])
+    assert (found.nproc, found.max_restarts, left) == (1, 0, ["--steps", "3"])
+    for words in (["--nproc", "0"], ["--max-restarts", "-1"], ["--nproc"]):
+        with pytest.raises(ValueError, match="give a whole number"):
+            processes(words)
