@@ -123,3 +123,14 @@ def test_activations_and_dtypes_that_a_kernel_lacks_are_left_out():
     laws.check_glu(silu, activations=["silu"], dtypes=[torch.float32])
     with pytest.raises(ValueError, match="activations must be some of"):
         laws.check_glu(silu, activations=["relu"])
+
+
+def test_the_norm_that_others_are_held_to_rounds_once():
+    """In 16 bits it is the number nearest to the definition's, but where float32 rounds over a tie."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((200, 64), (64,)))
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.double() + 1.0)
+    found = rms_norm(x, weight, eps=1e-6, offset=1.0)
+    assert found.dtype == torch.bfloat16
+    assert (found == exact.bfloat16()).double().mean() > 0.999
