@@ -26,7 +26,7 @@ from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, met_weights, rollo
 from fppo.plan.values import GIB, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
-from fppo.rollout.engine import PlannedSampling as Drawn
+from fppo.rollout.engine import Sampling as Drawn
 from fppo.rollout.shared_memory import places_of
 from fppo.rollout.sync import reshard
 from fppo.runtime import checkpoint
