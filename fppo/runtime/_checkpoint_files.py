@@ -81,12 +81,16 @@ class Contents:
         wide = [place for place, count in enumerate(self.writers) if count > 1]
         return [", ".join(f"{WRITERS[i]} {place[i]}" for i in wide) or "shard 0" for place in every]
 
+    def numbered(self, first: int) -> Contents:
+        """The same in files whose numbers begin with `first`, beside those of other parts."""
+        place = {"first": first, "writers": self.writers}
+        return attrs.evolve(self, leaves={path: {**leaf, **place} for path, leaf in self.leaves.items()})
+
 
 def contents(
     tensors: Mapping[str, Tensor],
     cuts: Mapping[str, Part],
     plain: Mapping[str, Any],
-    structure: str | None,
     mesh: Mesh,
     device: torch.device,
 ) -> Contents:
@@ -106,7 +110,18 @@ def contents(
     every = gather_objects([leaves, plain, grids and _largest(grids)], mesh, ["pipeline"], device)
     all_leaves, all_plain = ({p: x for each in reversed(every) for p, x in each[i].items()} for i in (0, 1))
     grid = _largest([each[2] for each in every if each[2]] or [(1,) * len(WRITERS)])
-    return Contents(all_plain, structure, all_leaves, grid)
+    return Contents(all_plain, None, all_leaves, grid)
+
+
+def joined(parts: Sequence[Contents]) -> Contents:
+    """What parts of a state hold together, whose leaves say which files they are in; the last is the rest of it."""
+    return Contents(
+        plain={path: x for part in parts for path, x in part.plain.items()},
+        structure=parts[-1].structure,
+        leaves={path: leaf for part in parts for path, leaf in part.leaves.items()},
+        writers=(1,) * len(WRITERS),
+        notes=parts[-1].notes,
+    )
 
 
 def _grid(part: Part) -> tuple[int, ...]:
