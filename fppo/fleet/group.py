@@ -19,10 +19,9 @@ from torch import Tensor
 from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.outline import put_together
-from fppo.fleet.rank import RankRequest, Reply, Stayed, Stays
+from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
-PATIENCE = 600.0  # seconds that a call may take
 _CALLS = 4096  # of the last ones, what is known of them until it is asked for
 
 

@@ -10,23 +10,21 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
 from fppo.fleet.codec import array_of
-from fppo.fleet.group import PATIENCE, RankLost
-from fppo.fleet.rank import Membership, Rank, RankRequest, Reply
+from fppo.fleet.group import RankLost
+from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
 from fppo.fleet.sent import Sent
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
-from fppo.runtime.mesh import Sharding
 from fppo.runtime.parent import end_with
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
@@ -35,30 +33,22 @@ _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUD
 
 
 class Processes:
-    """The ranks of a mesh as processes of this machine, for tests and laptops: `Group("actor", Processes(2))`.
+    """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
-    `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. With `gpus` each rank works on
-    the first of its own, by their numbers here, and sees no others. Functions that are sent to them must be importable,
-    as multiprocessing has it. Ranks of several pools that share `sent` find tensors there that one of them was sent.
+    With `gpus` each rank works on the first of its own, by their numbers here, and sees no others. Functions that are
+    sent to them must be importable, as multiprocessing has it. Ranks of several pools that share `sent` find tensors
+    there that one of them was sent.
     """
 
     def __init__(
         self,
-        count: int = 1,
+        spec: RankSpec | None = None,
         *,
         gpus: Sequence[Sequence[int]] = (),
-        sizes: Mapping[str, int] | None = None,
-        sharding: Sharding | None = None,
-        virtual_stages: int = 1,
-        ring: bool = False,
-        threads: int | None = None,
-        patience: float = PATIENCE,
         sent: Sent[ArrayPlace] | None = None,
     ) -> None:
-        self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
-        self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
-        self._virtual_stages, self._ring = virtual_stages, ring
-        self._threads, self._patience = threads or torch.get_num_threads(), patience
+        self._spec = spec or RankSpec()
+        self.count, self._gpus, self._device = self._spec.count, list(gpus), "cuda" if gpus else "cpu"
         self._children: list[_Child] = []
         self._sent = sent or Sent(put)
 
@@ -69,16 +59,17 @@ class Processes:
         store, token = listening(), new_token()
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
-        self._children = [_Child(context, self._member(i, token), store.port, own) for i, own in enumerate(seen)]
+        members = [Membership(rank=i, spec=self._spec, device=self._device, token=token) for i in range(self.count)]
+        self._children = [_Child(context, own, store.port, gpus) for own, gpus in zip(members, seen, strict=True)]
         self._store = store  # as long as they live
         answers = {child.answer(): child.process.pid for child in self._children}
         # the first to be lost says so, whichever it is: the others wait for it to join
-        done, waiting = futures.wait(answers, self._patience, futures.FIRST_EXCEPTION)
+        done, waiting = futures.wait(answers, self._spec.patience, futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()
         if waiting:
             pids = sorted(str(answers[answer]) for answer in waiting)
-            raise RankLost(f"process {', '.join(pids)} was not up after {self._patience:g} s", again=False)
+            raise RankLost(f"process {', '.join(pids)} was not up after {self._spec.patience:g} s", again=False)
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
@@ -97,20 +88,6 @@ class Processes:
         for child in self._children:
             child.end()
         self._children = []
-
-    def _member(self, rank: int, token: str) -> Membership:
-        return Membership(
-            rank=rank,
-            token=token,
-            ranks=self.count,
-            sizes=self._sizes,
-            sharding=self._sharding,
-            virtual_stages=self._virtual_stages,
-            ring=self._ring,
-            device=self._device,
-            threads=self._threads,
-            patience=self._patience,
-        )
 
 
 class _Child:

@@ -27,6 +27,7 @@ from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.stores import TOKEN, listening
 
+PATIENCE = 600.0  # seconds that a call may take
 PLAIN = (bool, int, float, str, type(None))  # what is equal on all ranks comes back, though its tree stays
 Stays = tuple[int, ...] | bool
 
@@ -72,18 +73,30 @@ class Reply:
 
 
 @attrs.frozen(kw_only=True)
+class RankSpec:
+    """The ranks of a group: how many, of which mesh, and what each of them gets.
+
+    `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
+    has so many `gpus`, or a share of one.
+    """
+
+    count: int = 1
+    gpus: float = 0
+    sizes: Mapping[str, int] = attrs.field(default=attrs.Factory(lambda own: {"shard": own.count}, takes_self=True))
+    sharding: Sharding | None = None
+    virtual_stages: int = 1
+    ring: bool = False
+    threads: int = attrs.field(factory=torch.get_num_threads)  # of torch's, in each rank: bits depend on them
+    patience: float = PATIENCE  # seconds that ranks wait for each other, at the start and in collectives
+
+
+@attrs.frozen(kw_only=True)
 class Membership:
     """What a rank joins."""
 
     rank: int
-    ranks: int
-    sizes: Mapping[str, int]  # of the mesh's axes, from the slowest
-    sharding: Sharding | None
-    virtual_stages: int
-    ring: bool
+    spec: RankSpec
     device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
-    threads: int  # of torch's, in each rank: bits depend on them
-    patience: float  # seconds that collectives wait
     token: str = ""  # which their keys in the store begin with
 
 
@@ -110,35 +123,30 @@ class Rank:
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
         """Becomes a rank of the group's mesh, by the code that torchrun's ranks come through."""
-        torch.set_num_threads(member.threads)
+        spec = member.spec
+        torch.set_num_threads(spec.threads)
         device = torch.device(member.device)
         if device.type == "cuda":
             device = torch.device("cuda", 0)
             torch.cuda.set_device(device)
         self._here = Here(device=device, rank=member.rank)
-        if member.ranks == 1:
+        if spec.count == 1:
             return
         os.environ |= {
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
             "RANK": str(member.rank),
-            "WORLD_SIZE": str(member.ranks),
+            "WORLD_SIZE": str(spec.count),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             TOKEN: member.token,
         }
-        place = Place(member.rank, 0, member.ranks, started=True)
-        sharding = member.sharding or Sharding()
-        mesh, _, _ = self._open.enter_context(
-            launch.joined(
-                member.sizes,
-                place,
-                device,
-                timeout=member.patience,
-                sharding=sharding,
-                virtual_stages=member.virtual_stages,
-            )
+        place = Place(member.rank, 0, spec.count, started=True)
+        sharding, stages = spec.sharding or Sharding(), spec.virtual_stages
+        joining = launch.joined(
+            spec.sizes, place, device, timeout=spec.patience, sharding=sharding, virtual_stages=stages
         )
-        self._here = Here(attrs.evolve(mesh, ring=member.ring), device, member.rank)
+        mesh, _, _ = self._open.enter_context(joining)
+        self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> Reply:
         """Runs a call. Its errors are replies too."""

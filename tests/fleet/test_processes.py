@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fppo.fleet import HERE, Group, GroupDied, cluster, processes
+from fppo.fleet import HERE, Group, GroupDied, RankSpec, cluster, processes
 from fppo.fleet.group import RankLost
 from tests.fleet.test_group import fails_on, make, reduced
 
@@ -75,7 +75,7 @@ def test_who_is_lost_at_the_start_says_so_before_those_who_wait_for_it_to_join(m
 
     monkeypatch.setattr(processes, "_Child", Child)
     with pytest.raises(RankLost) as raised:
-        processes.Processes(3, patience=0.2).start()
+        processes.Processes(RankSpec(count=3, patience=0.2)).start()
     words = "process 1 ended with status -9" if lost else "process 0, 1, 2 was not up after 0.2 s"
     assert (str(raised.value), raised.value.again) == (words, lost)
 
@@ -86,9 +86,9 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
     with cluster("processes") as there:
-        there.ranks(gpus=1)
-        ranks = there.ranks(2, gpus=1, threads=1, patience=120.0)
-    assert ranks._member(0, "a token").device == "cuda"
+        there.ranks(RankSpec(gpus=1))
+        ranks = there.ranks(RankSpec(count=2, gpus=1, threads=1, patience=120.0))
+    assert ranks._device == "cuda"
     ranks._device = "cpu"
     with Group("two", ranks, patience=120.0) as two:
         assert two.call(gpus, HERE) == [5, 3]
@@ -113,7 +113,8 @@ def test_a_group_that_starts_again_and_again_keeps_nothing_of_the_processes_befo
     def kept():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    with cluster("processes") as there, Group("one", there.ranks(threads=1, patience=120.0), patience=120.0) as one:
+    spec = RankSpec(threads=1, patience=120.0)
+    with cluster("processes") as there, Group("one", there.ranks(spec), patience=120.0) as one:
         one.start()
         before = kept()
         for _ in range(3):
