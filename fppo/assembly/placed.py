@@ -19,7 +19,7 @@ from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.pipeline.program import RunState
 from fppo.runtime import checkpoint, digests
-from fppo.runtime.checkpoint import Contents, Parts, Pending
+from fppo.runtime.checkpoint import Contents, Pending, RemoteParts
 from fppo.runtime.digests import Kind
 from fppo.runtime.layout import Extent
 from fppo.steps.train_state import Params, TrainState, whole_shapes
@@ -66,7 +66,8 @@ class Placed:
             return Pending.written(path)
         remote = dict(self._remote_parts(run))
         own = tree.replace(run, **dict.fromkeys(remote))
-        parts = Parts(sum(part.group.ranks for part in remote.values()), lambda draft: _written(run, remote, draft))
+        count = sum(part.group.ranks for part in remote.values())
+        parts = RemoteParts(count, lambda draft: _written(run, remote, draft))
         pending = checkpoint.begin_save(own, directory, run.step, free=AHEAD, keep=keep, notes=notes, parts=parts)
         pending.wait()
         self.known.add(path.absolute())

@@ -8,8 +8,9 @@ import importlib.util
 import os
 import socket
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -149,7 +150,29 @@ class RayRanks:
         """Implement `Ranks`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
+        if request.streams:
+            how = {"name": request.label, "num_returns": "streaming"}
+            return [self._stream(x.stream.options(**how).remote(shared, *columns)) for x in self._actors]
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
+
+    def _stream(self, refs: Any) -> Future[Reply]:
+        """The first of the replies, each of which has the next."""
+        first: Future[Reply] = Future()
+
+        def listen(future: Future[Reply]) -> None:
+            try:
+                for ref in refs:
+                    reply = self._ray.get(ref)
+                    future.set_result(answer := reply.linked(reply.large))
+                    if answer.rest is None:
+                        return
+                    future = answer.rest
+                raise RankLost("its replies ended before the call did")
+            except Exception as error:
+                future.set_exception(self._lost(error))
+
+        threading.Thread(target=listen, args=(first,), daemon=True).start()
+        return first
 
     def _answer(self, ref: Any) -> Future[Reply]:
         answer: Future[Reply] = Future()
@@ -158,13 +181,14 @@ class RayRanks:
             error = future.exception()
             if error is None:
                 answer.set_result(future.result())
-            elif isinstance(error, self._ray.exceptions.RayError):
-                answer.set_exception(RankLost(_line(error)))
             else:
-                answer.set_exception(error)
+                answer.set_exception(self._lost(error))
 
         ref.future().add_done_callback(arrived)
         return answer
+
+    def _lost(self, error: BaseException) -> BaseException:
+        return RankLost(_line(error)) if isinstance(error, self._ray.exceptions.RayError) else error
 
     def stop(self) -> None:
         """Implement `Ranks`."""
@@ -207,6 +231,10 @@ class _Actor:
     def run(self, request: RankRequest, *large: Any) -> Reply:
         """Runs a call; Ray has fetched what stands for large tensors."""
         return self._rank.run(request, list(large))
+
+    def stream(self, request: RankRequest, *large: Any) -> Iterator[Reply]:
+        """Runs a call whose items are replies of their own."""
+        yield from self._rank.stream(request, list(large))
 
 
 def _check_reached(address: str) -> None:

@@ -153,10 +153,13 @@ class _Child:
         if (future := self._asked.get()) is None:
             return True, lost
         try:
-            if lost is None:
+            while lost is None:
                 reply, large = self._lane.receive()
-                future.set_result(reply and attrs.evolve(reply, large=large))
-                return False, None
+                future.set_result(answer := reply and reply.linked(large))
+                if not (reply and reply.more):
+                    return False, None
+                future = answer.rest
+                del reply, large, answer
         except (EOFError, OSError):
             self.process.join()
             lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
@@ -180,8 +183,10 @@ def _serve(line: Connection, member: Membership, port: int, gpus: str | None) ->
             request, large = lane.receive()
         except (EOFError, ConnectionError):  # the controller is gone
             return
-        reply = rank.run(request, large)
+        replies = rank.stream(request, large) if request.streams else iter([rank.run(request, large)])
         del request, large  # what this call was sent goes before the next one comes
-        data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
-        lane.send(Parcel(data, put(reply.large) or reply.large))
-        del reply
+        for reply in replies:
+            data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
+            lane.send(Parcel(data, put(reply.large) or reply.large))
+            del reply
+        del replies

@@ -8,6 +8,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from itertools import compress
 from typing import Any
 
@@ -59,17 +60,25 @@ class RankRequest:
     label: str
     forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
     on_host: bool = False  # where tensors among the arguments are to be, instead of on the rank's device
+    streams: bool = False  # whether what it gives is an iterator, whose items are sent one by one
 
 
 @attrs.frozen
 class Reply:
-    """What became of a call; ranks behind the first send no result."""
+    """What became of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, to
+    which its reader gets the `rest`: the next reply."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
     seconds: float
     error: bytes | None = None  # a pickled exception
     trace: str = ""
+    more: bool = False  # whether another reply follows
+    rest: Future[Reply] | None = None
+
+    def linked(self, large: list[np.ndarray]) -> Reply:
+        """This reply with its large tensors and, if another follows, the future of that."""
+        return attrs.evolve(self, large=large, rest=Future() if self.more else None)
 
 
 @attrs.frozen(kw_only=True)
@@ -162,10 +171,20 @@ class Rank:
             value = self._kept(request, value)
             if self._here.rank:
                 return Reply(None, [], seconds)
-            packed, tensors = pack(value)
-            return Reply(packed, [array_of(x) for x in tensors], seconds)
+            return _reply(value, seconds)
         except Exception as error:
-            return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
+            return _failure(error, start)
+
+    def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[Reply]:
+        """Runs a call that gives an iterator: a reply for each item, and one at the end."""
+        start = time.perf_counter()
+        try:
+            with no_exit():
+                for item in self._result(request, large):
+                    yield attrs.evolve(_reply(item, time.perf_counter() - start), more=True)
+            yield _reply(None, time.perf_counter() - start)
+        except Exception as error:
+            yield _failure(error, start)
 
     def _result(self, request: RankRequest, large: list[np.ndarray]) -> Any:
         packed, device = request.packed, CPU if request.on_host else self._here.device
@@ -223,6 +242,15 @@ class Rank:
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
+
+
+def _reply(value: Any, seconds: float) -> Reply:
+    packed, tensors = pack(value)
+    return Reply(packed, [array_of(x) for x in tensors], seconds)
+
+
+def _failure(error: Exception, start: float) -> Reply:
+    return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
 
 
 def _pickled(error: Exception) -> bytes:

@@ -82,7 +82,7 @@ class Contents:
         return [", ".join(f"{WRITERS[i]} {place[i]}" for i in wide) or "shard 0" for place in every]
 
     def numbered(self, first: int) -> Contents:
-        """The same in files whose numbers begin with `first`, beside those of other parts."""
+        """Contents of files whose numbers begin with `first`, beside those of other parts."""
         place = {"first": first, "writers": self.writers}
         return attrs.evolve(self, leaves={path: {**leaf, **place} for path, leaf in self.leaves.items()})
 

@@ -1,6 +1,6 @@
 """A run's state on disk: whole, committed by one rename over all ranks, checked when read, loaded onto any mesh.
 
-Where parts of a state are on meshes of their own (`Parts`), their ranks write them into the draft of whoever saves.
+Where parts of a state are on meshes of their own, their ranks write them into the draft of whoever saves.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ __all__ = [
     "STAGE_BYTES",
     "CheckpointError",
     "Contents",
-    "Parts",
     "Pending",
+    "RemoteParts",
     "begin_save",
     "load",
     "misnamed",
@@ -97,7 +97,7 @@ class Pending:
 
 
 @attrs.frozen
-class Parts:
+class RemoteParts:
     """Parts of a state that are on meshes of their own: `write` has their ranks write them into a draft, by
     `write_part`, in files with numbers below `files`."""
 
@@ -116,7 +116,7 @@ def begin_save(
     keep: int | None = None,
     notes: Mapping[str, str] = {},
     timeout: float = TIMEOUT,
-    parts: Parts | None = None,
+    parts: RemoteParts | None = None,
 ) -> Pending:
     """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
 
@@ -280,7 +280,7 @@ class _Job:
         attempts.drop_old(attempt.directory, self.keep)
 
 
-def _written(parts: Parts, attempt: Attempt) -> Sequence[Contents]:
+def _written(parts: RemoteParts, attempt: Attempt) -> Sequence[Contents]:
     """What the ranks of the parts have written into the attempt's draft, which goes if one of them fails."""
     try:
         return parts.write(attempt.draft.absolute())

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from fppo.fleet import HERE, Group, GroupDied, RankSpec, cluster, processes
 from fppo.fleet.group import RankLost
-from tests.fleet.test_group import fails_on, make, reduced
+from tests.fleet.test_group import check_stream, fails_on, make, reduced
 
 
 def pid(here):
@@ -107,6 +107,20 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
         assert two.call(reduced, HERE, 1.0) == 2.0
         with pytest.raises(KeyError):
             two.call(fails_on, HERE, 0)
+
+
+def dies(number):
+    yield from range(number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_items_of_a_process_come_one_by_one_until_it_dies(tmp_path):
+    with Group("one", processes.Processes(RankSpec(threads=1, patience=120.0)), patience=120.0) as one:
+        check_stream(one, tmp_path)
+        items = []
+        with pytest.raises(GroupDied, match=r"was lost in dies: process .* ended with status -9"):
+            one.call(dies, 3, on_item=items.append)
+        assert items == [0, 1, 2]
 
 
 def test_a_group_that_starts_again_and_again_keeps_nothing_of_the_processes_before():

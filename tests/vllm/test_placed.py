@@ -11,8 +11,8 @@ from fppo.fleet import HERE, Group, GroupDied, Processes, RankSpec, cluster, on_
 from fppo.pipeline.program import RunState
 from tests import tiny_run
 from tests.assembly.test_placed import placed, steps
-from tests.fleet.test_group import fails_on, make, reduced, writes
-from tests.fleet.test_processes import pid
+from tests.fleet.test_group import check_stream, fails_on, make, reduced, writes
+from tests.fleet.test_processes import dies, pid
 
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 PATIENCE = 120.0
@@ -47,6 +47,15 @@ def test_values_stay_and_come_back_and_large_columns_are_sent_once(there):
         assert len(there._sent._known) == 1
         with pytest.raises(ValueError, match="writes has written into its argument"):
             one.call(writes, {"b": torch.ones(3)}, 2.0)
+
+
+def test_items_of_an_actor_come_one_by_one_until_it_dies(there, tmp_path):
+    with Group("one", there.ranks(RankSpec(threads=1)), patience=PATIENCE) as one:
+        check_stream(one, tmp_path)
+        items = []
+        with pytest.raises(GroupDied, match="was lost in dies"):
+            one.call(dies, 3, on_item=items.append)
+        assert items == [*range(len(items))]
 
 
 def test_ranks_meet_and_one_that_is_killed_is_named(there):
