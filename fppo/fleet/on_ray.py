@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from fppo.fleet.gpus import check
 from fppo.fleet.group import RankLost
 from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
 from fppo.fleet.sent import Sent
+from fppo.runtime.parent import module_path
 from fppo.runtime.stores import new_token
 
 _REACHED = 10.0  # seconds for somebody to answer at an address
@@ -120,8 +120,7 @@ class RayRanks:
     def _started(self) -> list[str]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
-        variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self._spec.threads)}
+        variables = {"PYTHONPATH": os.pathsep.join(module_path()), "OMP_NUM_THREADS": str(self._spec.threads)}
         actors = [
             self._ray.remote(_Actor)
             .options(

@@ -10,7 +10,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -25,7 +25,7 @@ from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
 from fppo.fleet.sent import Sent
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
-from fppo.runtime.parent import end_with
+from fppo.runtime.parent import end_with, kill_session, start_python
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
@@ -37,7 +37,8 @@ class Processes:
 
     With `gpus` each rank works on the first of its own, by their numbers here, and sees no others. Functions that are
     sent to them must be importable, as multiprocessing has it. Ranks of several pools that share `sent` find tensors
-    there that one of them was sent.
+    there that one of them was sent. With an `environment` each rank is a new Python that has no other variables, may
+    start processes, which end with it, and prints to standard error.
     """
 
     def __init__(
@@ -46,16 +47,21 @@ class Processes:
         *,
         gpus: Sequence[Sequence[int]] = (),
         sent: Sent[ArrayPlace] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._spec = spec or RankSpec()
+        self._spec, self._environment = spec or RankSpec(), environment
         self.count, self._gpus, self._device = self._spec.count, list(gpus), "cuda" if gpus else "cpu"
         self._children: list[_Child] = []
         self._sent = sent or Sent(put)
 
     def start(self) -> Sequence[str]:
         """Starts the processes. Raises RankLost if one does not come up."""
-        context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
-        context.set_forkserver_preload(sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo"))
+        if self._environment is None:
+            context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
+            own = sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo")
+            context.set_forkserver_preload(own)
+        else:
+            context = _Pythons(self._environment)
         store, token = listening(), new_token()
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
@@ -94,9 +100,9 @@ class _Child:
     """A process, with a thread that passes its answers on, in the order of what was asked."""
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
-        line, other = context.Pipe()
-        self._lane = PipeLane(line)
-        self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
+        line, other = multiprocessing.Pipe()
+        self._lane, self._member = PipeLane(line), (member, port)
+        self.process = context.Process(target=_serve, args=(other, gpus), daemon=True)
         self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
         self._over: RankLost | None = None  # what is asked from then on
         begun: Future[None] = Future()
@@ -130,6 +136,8 @@ class _Child:
             begun.set_exception(error)
             return
         other.close()  # so that the line ends with the process
+        with contextlib.suppress(OSError):
+            self._lane.send(Parcel(pickle.dumps(self._member), []))
         begun.set_result(None)
         lost = None
         while True:
@@ -167,16 +175,62 @@ class _Child:
         return False, lost
 
 
-def _serve(line: Connection, member: Membership, port: int, gpus: str | None) -> None:
+@attrs.frozen
+class _Pythons:
+    """New Pythons with an environment of their own, as a context of multiprocessing that starts them."""
+
+    environment: Mapping[str, str]
+
+    def Process(self, *, args: tuple[Connection, None], **_: Any) -> _Python:
+        """A process that serves the other end of a line."""
+        return _Python(args[0], self.environment)
+
+
+class _Python:
+    """A new Python, with what is used of multiprocessing's processes."""
+
+    def __init__(self, line: Connection, environment: Mapping[str, str]) -> None:
+        self._line, self._environment = line, environment
+
+    def start(self) -> None:
+        line = self._line.fileno()
+        target = "fppo.fleet.processes:serve"
+        self._process = start_python(target, line, os.getpid(), pass_fds=(line,), environment=self._environment)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        kill_session(self._process)
+
+    def join(self) -> None:
+        self._process.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def serve(descriptor: str, parent: str) -> None:
+    """The life of a rank in a new Python."""
+    end_with(int(parent))
+    _serve(Connection(int(descriptor)), None)
+
+
+def _serve(line: Connection, gpus: str | None) -> None:
     """The life of a rank, which sees these GPUs alone."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
     os.environ |= loopback_only()
-    rank = Rank()
+    rank, lane = Rank(), PipeLane(line)
+    (member, port), _ = lane.receive()
     rank.join(member, (LOOPBACK, port))
-    lane = PipeLane(line)
     lane.send(Parcel(pickle.dumps(None), []))
     while True:
         try:

@@ -1,11 +1,12 @@
 """Ranks in processes of this machine: collectives over gloo, and what is said of one that is killed."""
 
-import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -39,7 +40,7 @@ def test_a_rank_outlives_the_thread_that_asked_for_it():
         def start(self):
             started.append(threading.current_thread())
 
-    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+    context = SimpleNamespace(Process=Process)
     asked = threading.Thread(target=processes._Child, args=(context, None, 0, None))
     asked.start()
     asked.join()
@@ -55,7 +56,7 @@ def test_a_rank_that_does_not_start_says_so():
             raise OSError("no memory for a process")
 
     with pytest.raises(OSError, match="no memory for a process"):
-        processes._Child(SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process), None, 0, None)
+        processes._Child(SimpleNamespace(Process=Process), None, 0, None)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -121,6 +122,34 @@ def test_items_of_a_process_come_one_by_one_until_it_dies(tmp_path):
         with pytest.raises(GroupDied, match=r"was lost in dies: process .* ended with status -9"):
             one.call(dies, 3, on_item=items.append)
         assert items == [0, 1, 2]
+
+
+def sleeper():
+    """A process that this one has started, and this one's variables but for those that a rank sets."""
+    child = subprocess.Popen(["sleep", "600"])
+    return child.pid, {name for name in os.environ if name not in ("GLOO_SOCKET_IFNAME", "LC_CTYPE")}
+
+
+def test_a_new_python_has_an_environment_of_its_own_and_what_it_starts_ends_with_it():
+    ranks = processes.Processes(RankSpec(threads=1, patience=120.0), environment={"MINE": "1"})
+    with Group("one", ranks, patience=120.0) as one:
+        for _ in range(2):
+            started, variables = one.call(sleeper)
+            assert variables == {"MINE"}
+            assert os.getsid(started) == one.call(pid, HERE) != os.getsid(0)
+            one.start()
+            deadline = time.monotonic() + 120
+            while running(started) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not running(started)
+
+
+def running(number):
+    """Whether a process is at work, which one that is dead and has no parent yet that notices is not."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_group_that_starts_again_and_again_keeps_nothing_of_the_processes_before():
