@@ -139,8 +139,8 @@ class RayRanks:
         order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
         self._actors = [actors[i] for i in order]
         address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
-        device, token = "cuda" if self._spec.gpus else "cpu", new_token()
-        members = [Membership(rank=i, spec=self._spec, device=device, token=token) for i in range(self.count)]
+        token = new_token()
+        members = [Membership(rank=i, spec=self._spec, token=token) for i in range(self.count)]
         joining = [actor.join.remote(own, address) for actor, own in zip(self._actors, members, strict=True)]
         self._ray.get(joining, timeout=limit)
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]

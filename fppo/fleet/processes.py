@@ -25,7 +25,7 @@ from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
 from fppo.fleet.sent import Sent
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
-from fppo.runtime.parent import end_with, kill_session, start_python
+from fppo.runtime.parent import end_with, in_words, kill_session, start_python
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
@@ -35,7 +35,7 @@ _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUD
 class Processes:
     """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
-    With `gpus` each rank works on the first of its own, by their numbers here, and sees no others. Functions that are
+    With `gpus` each rank sees its own, by their numbers here, and no others. Functions that are
     sent to them must be importable, as multiprocessing has it. Ranks of several pools that share `sent` find tensors
     there that one of them was sent. With an `environment` each rank is a new Python that has no other variables, may
     start processes, which end with it, and prints to standard error.
@@ -50,7 +50,7 @@ class Processes:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._spec, self._environment = spec or RankSpec(), environment
-        self.count, self._gpus, self._device = self._spec.count, list(gpus), "cuda" if gpus else "cpu"
+        self.count, self._gpus = self._spec.count, list(gpus)
         self._children: list[_Child] = []
         self._sent = sent or Sent(put)
 
@@ -65,7 +65,7 @@ class Processes:
         store, token = listening(), new_token()
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
-        members = [Membership(rank=i, spec=self._spec, device=self._device, token=token) for i in range(self.count)]
+        members = [Membership(rank=i, spec=self._spec, token=token) for i in range(self.count)]
         self._children = [_Child(context, own, store.port, gpus) for own, gpus in zip(members, seen, strict=True)]
         self._store = store  # as long as they live
         answers = {child.answer(): child.process.pid for child in self._children}
@@ -170,7 +170,7 @@ class _Child:
                 del reply, large, answer
         except (EOFError, OSError):
             self.process.join()
-            lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
+            lost = RankLost(f"process {self.process.pid} ended {in_words(self.process.exitcode)}")
         future.set_exception(lost)
         return False, lost
 

@@ -86,7 +86,7 @@ class RankSpec:
     """The ranks of a group: how many, of which mesh, and what each of them gets.
 
     `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
-    has so many `gpus`, or a share of one.
+    has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
     """
 
     count: int = 1
@@ -95,6 +95,7 @@ class RankSpec:
     sharding: Sharding | None = None
     virtual_stages: int = 1
     ring: bool = False
+    device: str = attrs.field(default=attrs.Factory(lambda own: "cuda" if own.gpus else "cpu", takes_self=True))
     threads: int = attrs.field(factory=torch.get_num_threads)  # of torch's, in each rank: bits depend on them
     patience: float = PATIENCE  # seconds that ranks wait for each other, at the start and in collectives
 
@@ -105,7 +106,6 @@ class Membership:
 
     rank: int
     spec: RankSpec
-    device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
     token: str = ""  # which their keys in the store begin with
 
 
@@ -134,7 +134,7 @@ class Rank:
         """Becomes a rank of the group's mesh, by the code that torchrun's ranks come through."""
         spec = member.spec
         torch.set_num_threads(spec.threads)
-        device = torch.device(member.device)
+        device = torch.device(spec.device)
         if device.type == "cuda":
             device = torch.device("cuda", 0)
             torch.cuda.set_device(device)

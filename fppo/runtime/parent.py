@@ -51,6 +51,14 @@ def kill_session(process: subprocess.Popen[bytes]) -> None:
     process.kill()
 
 
+def in_words(status: int | None) -> str:
+    """How a process ended that has this exit status, which is minus the number of a signal."""
+    if status is None or status >= 0:
+        return f"with status {status}"
+    hint = ", perhaps for want of memory" if status == -signal.SIGKILL else ""
+    return f"by {signal.Signals(-status).name}{hint}"
+
+
 def end_with_launcher() -> None:
     """Makes a rank end when its launcher does; in other processes this does nothing.
 

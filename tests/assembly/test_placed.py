@@ -172,6 +172,7 @@ def test_roles_and_engines_in_processes_of_their_own_are_one_process_though_an_e
     monkeypatch.setattr(EnginePool, "_answer", killing)
     ranks = {"actor": Processes(RankSpec(patience=120.0)), "critic": Processes(RankSpec(patience=120.0))}
     with pytest.warns(
-        RuntimeWarning, match=r"'engine [01]': rank 0 of 1 .* ended with status -9; others answer for it"
+        RuntimeWarning,
+        match=r"'engine [01]': rank 0 of 1 .* ended by SIGKILL, perhaps for want of memory; others answer for it",
     ):
         assert placed(settings, ranks, engines=[Processes(RankSpec(patience=120.0)) for _ in range(2)]) == expected

@@ -8,6 +8,7 @@ from fppo.models.model import Model
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import Host, VllmOptions, config_directory
 from fppo.rollout.vllm.local import LocalHost
+from fppo.rollout.vllm.remote import RemoteHost
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
@@ -16,14 +17,8 @@ def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
     give_memory_back()
     remote = model.trust_remote_code
     with config_directory(model.whole_config, trust_remote_code=remote) as path:
-        match options.host:
-            case "process":
-                from fppo.rollout.vllm.process import ProcessHost as Chosen
-            case "ray":
-                from fppo.rollout.vllm.on_ray import RayHost as Chosen
-            case _:
-                Chosen = LocalHost
-        return Chosen(path, options, dtype=dtype, trust_remote_code=remote)
+        chosen = LocalHost if options.host == "local" else RemoteHost
+        return chosen(path, options, dtype=dtype, trust_remote_code=remote)
 
 
 def give_memory_back() -> None:
