@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
-from fppo.fleet.gpus import Gpus
+from fppo.fleet.codec import Sent
 from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster
 from fppo.fleet.processes import Processes
 from fppo.fleet.rank import RankSpec
-from fppo.fleet.sent import Sent
 from fppo.fleet.shared import put
 
 
@@ -21,8 +21,7 @@ class Cluster(Protocol):
     """What has room for ranks."""
 
     def ranks(self, spec: RankSpec | None = None) -> Ranks:
-        """The ranks that the spec describes; one on the CPU without it. Raises ValueError for ranks of one mesh that
-        would share a GPU."""
+        """The ranks that the spec describes; one on the CPU without it."""
         ...
 
 
@@ -57,3 +56,30 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
     return ThisMachine() if name == "processes" else RayCluster(name)
+
+
+_LEAST = 1e-6  # of a GPU: three thirds are one
+
+
+class Gpus:
+    """So many GPUs, which are dealt out from the first on."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = [1.0] * count
+
+    def deal(self, ranks: int, each: float) -> list[tuple[int, ...]]:
+        """The GPUs of each rank: so many of its own, or a share of one. Raises ValueError if there are too few."""
+        free, dealt = list(self._free), list[tuple[int, ...]]()
+        need, share = math.ceil(each), each if each < 1 else 1.0
+        for _ in range(ranks):
+            own = [gpu for gpu, left in enumerate(free) if left >= share - _LEAST][:need]
+            if len(own) < need:
+                left = ", ".join(f"{x:g} of GPU {gpu}" for gpu, x in enumerate(self._free) if x > _LEAST)
+                text = f"{ranks} ranks want {each:g} GPUs each, and of the {self.count} here there is free: "
+                raise ValueError(f"{text}{left or 'nothing'}; give fewer ranks, or less of a GPU")
+            for gpu in own:
+                free[gpu] -= share
+            dealt.append(tuple(own))
+        self._free = free
+        return dealt

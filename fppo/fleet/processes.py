@@ -19,10 +19,9 @@ from typing import Any
 import attrs
 from torch import Tensor
 
-from fppo.fleet.codec import array_of
+from fppo.fleet.codec import Sent, array_of
 from fppo.fleet.group import RankLost
 from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
-from fppo.fleet.sent import Sent
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
 from fppo.runtime.parent import end_with, in_words, kill_session, start_python

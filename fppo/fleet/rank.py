@@ -87,6 +87,7 @@ class RankSpec:
 
     `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
     has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
+    Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
     """
 
     count: int = 1
@@ -98,6 +99,14 @@ class RankSpec:
     device: str = attrs.field(default=attrs.Factory(lambda own: "cuda" if own.gpus else "cpu", takes_self=True))
     threads: int = attrs.field(factory=torch.get_num_threads)  # of torch's, in each rank: bits depend on them
     patience: float = PATIENCE  # seconds that ranks wait for each other, at the start and in collectives
+
+    def __attrs_post_init__(self) -> None:
+        each = self.gpus
+        if 0 < each < 1 and self.count > 1:
+            text = f"{self.count} ranks of one mesh cannot share a GPU; give 1, or one rank"
+            raise ValueError(f"gpus = {each:g}: {text}")
+        if each > 1 and each != int(each):
+            raise ValueError(f"gpus = {each:g}: must be whole, or less than 1")
 
 
 @attrs.frozen(kw_only=True)

@@ -25,8 +25,7 @@ from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, misnamed, path_of, place_of, steps
-from fppo.runtime._checkpoint_files import CheckpointError, Contents, DamagedError
-from fppo.runtime._checkpoint_host import STAGE_BYTES, on_host
+from fppo.runtime._checkpoint_files import STAGE_BYTES, CheckpointError, Contents, DamagedError, on_host
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps

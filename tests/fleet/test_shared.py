@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fppo.fleet import Group, Processes, RankSpec, processes
-from fppo.fleet.sent import Sent
+from fppo.fleet.codec import Sent
 from fppo.fleet.shared import Parcel, PipeLane, put
 
 

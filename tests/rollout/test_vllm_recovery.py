@@ -17,7 +17,6 @@ from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import probe as vllm_probe
 from fppo.rollout.vllm import remote
-from fppo.rollout.vllm import start as vllm_start
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
 from fppo.rollout.vllm.remote import RemoteHost
@@ -375,8 +374,8 @@ def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(start
     generate(engine, version=2)
     assert log == [*("given back", "woke weights", "loaded", "given back", "woke kv_cache", "asked for 12", "slept")]
     log.clear()
-    monkeypatch.setattr(vllm_start, "LocalHost", lambda *_, **__: log.append("start"))
-    vllm_start.start_host(MODEL, VllmOptions(), "float32")
+    monkeypatch.setattr(remote, "LocalHost", lambda *_, **__: log.append("start"))
+    remote.start_host(MODEL, VllmOptions(), "float32")
     assert log == ["given back", "start"]
 
 

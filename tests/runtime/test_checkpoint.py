@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fppo import tree
 from fppo.key import Key
 from fppo.runtime import _checkpoint_files as files
-from fppo.runtime import _checkpoint_host, checkpoint
+from fppo.runtime import checkpoint
 
 
 def _state(seed=0):
@@ -82,7 +82,7 @@ def test_what_is_pinned_is_loaded_as_pinned(tmp_path, pinned, monkeypatch):
 def test_a_copy_in_pieces_is_a_copy(shape, dtype, size):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     for source in (x, x.T if x.dim() == 2 else x[..., ::2] if x.dim() else x):
-        copy = _checkpoint_host._staged(source, torch.zeros(8 * size, dtype=torch.uint8))
+        copy = files._staged(source, torch.zeros(8 * size, dtype=torch.uint8))
         assert copy.dtype == dtype
         assert copy.is_contiguous()
         assert torch.equal(copy, source)
@@ -91,10 +91,10 @@ def test_a_copy_in_pieces_is_a_copy(shape, dtype, size):
 
 def test_a_state_on_a_gpu_is_copied_through_a_bounded_piece_of_pinned_memory(tmp_path, pinned, monkeypatch):
     """A state on the CPU that says it is on a GPU."""
-    monkeypatch.setattr(_checkpoint_host, "STAGE_BYTES", 16)
+    monkeypatch.setattr(files, "STAGE_BYTES", 16)
     state = _state()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    copies = _checkpoint_host.on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
+    copies = files.on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
     monkeypatch.undo()
     assert pinned == [16]
     assert tree.digest(copies) == tree.digest(dict(state["params"].items()))

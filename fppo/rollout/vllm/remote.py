@@ -21,17 +21,21 @@ from torch import Tensor
 from fppo.fleet import Group, GroupDied, Processes, RankSpec
 from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster, joined
+from fppo.models.model import Model
 from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import EngineGpus, gpus_of
+from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import (
     NOT_FOR_VLLM,
     Answer,
     EngineDied,
     EngineFailure,
+    Host,
     Request,
     VllmOptions,
     check_installed,
+    config_directory,
 )
 from fppo.rollout.vllm.local import LocalHost
 from fppo.runtime.launch import Place, visible
@@ -215,3 +219,19 @@ def _answers(host: LocalHost, request: Request) -> Iterator[list[tuple[int, Answ
         if ended or time.monotonic() - yielded > _BEAT:
             yield ended
             yielded = time.monotonic()
+
+
+def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
+    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that it cannot run."""
+    check_family(model.whole_config, tensor_parallel=options.tensor_parallel, alone=options.adapter == "alone")
+    give_memory_back()
+    remote = model.trust_remote_code
+    with config_directory(model.whole_config, trust_remote_code=remote) as path:
+        chosen = LocalHost if options.host == "local" else RemoteHost
+        return chosen(path, options, dtype=dtype, trust_remote_code=remote)
+
+
+def give_memory_back() -> None:
+    """Lets the GPU have what torch keeps of its memory and uses for nothing: vLLM does not get it from torch."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
