@@ -114,7 +114,7 @@ def check_training(step: Callable[..., TrainState], state: TrainState, directory
     laws.check_resume(
         step,
         state,
-        save=lambda state: checkpoint.save(state, directory, state.step),
+        save=lambda state: checkpoint.begin_save(state, directory, state.step).wait(),
         load=lambda path: checkpoint.load(state, directory, int(path.name[5:])),
         steps=2,
     )

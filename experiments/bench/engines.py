@@ -13,7 +13,7 @@ import tyro
 
 from fppo import models, quickstart
 from fppo.batch import Column, Prompts
-from fppo.fleet import HERE, LOCAL_GROUP, Group, Here, cluster
+from fppo.fleet import HERE, LOCAL_GROUP, Group, Here, RankSpec, cluster
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import Ask, EmbeddedEngine, EnginePool, Policy, Sampling
@@ -61,7 +61,7 @@ def main(
         if engines * cores > len(free):
             raise ValueError(f"cores = {cores}: {engines} engines need as many each, and there are {len(free)}")
         with cluster("processes") as there, ExitStack() as opened:
-            groups = [Group(f"engine {i}", there.ranks(threads=cores)) for i in range(engines)]
+            groups = [Group(f"engine {i}", there.ranks(RankSpec(threads=cores))) for i in range(engines)]
             own = {group.name: free[i * cores : (i + 1) * cores] for i, group in enumerate(groups)}
             for group in groups:
                 opened.enter_context(group)

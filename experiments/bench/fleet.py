@@ -17,7 +17,7 @@ import torch
 import tyro
 
 from fppo import metrics
-from fppo.fleet import Group, cluster
+from fppo.fleet import Group, RankSpec, cluster
 from fppo.metrics import Metrics
 from fppo.tree import state
 
@@ -92,7 +92,7 @@ def main(place: str = "processes", mib: int = 64, leaves: tuple[int, ...] = (24,
     state that is updated, which holds three times as many tensors."""
     columns = {str(i): torch.randn(ROWS, 8) for i in range(COLUMNS)}
     large = torch.randn(mib << 18)
-    with cluster(place) as there, Group("one", there.ranks(threads=1)) as one:
+    with cluster(place) as there, Group("one", there.ranks(RankSpec(threads=1))) as one:
 
         def updated(state: State) -> Callable[[], object]:
             held = one.call(back, state, stays=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,9 +18,8 @@ from fppo.fleet import HERE, Group, Here, at_once
 from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.pipeline.program import RunState
-from fppo.runtime import checkpoint, checkpoint_parts, digests
-from fppo.runtime.checkpoint import Pending
-from fppo.runtime.checkpoint_parts import Contents
+from fppo.runtime import checkpoint, digests
+from fppo.runtime.checkpoint import Contents, Pending, RemoteParts
 from fppo.runtime.digests import Kind
 from fppo.runtime.layout import Extent
 from fppo.steps.train_state import Params, TrainState, whole_shapes
@@ -63,28 +61,17 @@ class Placed:
 
         A step that has the checkpoint of this very state is left as it is. Raises CheckpointError.
         """
-        result: Future[Path] = Future()
         path = checkpoint.path_of(directory, run.step)
-        if path.absolute() not in self.known:
-            self._save(run, directory, keep, notes)
-            self.known.add(path.absolute())
-        result.set_result(path)
-        return Pending(result)
-
-    def _save(self, run: RunState, directory: Path, keep: int | None, notes: Mapping[str, str]) -> None:
-        attempt, first, work = checkpoint_parts.begin(directory, run.step), 0, {}
-        for field, part in self._remote_parts(run):
-            at = (field, attempt.draft.absolute(), first)
-            work[field] = _LaterCall(part.group, _write, (HERE, getattr(run, field), part.model, *at), f"save {field}")
-            first += part.group.ranks
-        try:
-            written = at_once(work)
-            own = tree.replace(run, **{field: None for field, _ in self._remote_parts(run)})
-            rest = attrs.evolve(checkpoint_parts.write(own, "", attempt.draft, first), notes=dict(notes))
-            checkpoint_parts.commit(attempt, [*written.values(), rest], first + 1, structure=run.ahead, keep=keep)
-        except BaseException:
-            checkpoint_parts.abandon(attempt)
-            raise
+        if path.absolute() in self.known:
+            return Pending.written(path)
+        remote = dict(self._remote_parts(run))
+        own = tree.replace(run, **dict.fromkeys(remote))
+        count = sum(part.group.ranks for part in remote.values())
+        parts = RemoteParts(count, lambda draft: _written(run, remote, draft))
+        pending = checkpoint.begin_save(own, directory, run.step, free=AHEAD, keep=keep, notes=notes, parts=parts)
+        pending.wait()
+        self.known.add(path.absolute())
+        return pending
 
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
         """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
@@ -158,8 +145,18 @@ def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.
     return {f"[{name!r}]": extent for name, extent in model.extents.items()}
 
 
+def _written(run: RunState, remote: Mapping[str, _Part], draft: Path) -> list[Contents]:
+    """What the groups have written of the fields of a run that are there."""
+    work, first = dict[str, _LaterCall](), 0
+    for field, part in remote.items():
+        args = (HERE, getattr(run, field), part.model, field, draft, first)
+        work[field] = _LaterCall(part.group, _write, args, f"save {field}")
+        first += part.group.ranks
+    return list(at_once(work).values())
+
+
 def _write(here: Here, value: Any, model: Model | None, field: str, draft: Path, first: int) -> Contents:
-    return checkpoint_parts.write(value, f".{field}", draft, first, mesh=here.mesh, shapes=_shapes(value, model))
+    return checkpoint.write_part(value, f".{field}", draft, first, mesh=here.mesh, shapes=_shapes(value, model))
 
 
 def _load(here: Here, value: Any, model: Model | None, field: str, directory: Path, step: int) -> Any:

@@ -12,7 +12,7 @@ import torch
 from fppo.assembly.adapters import shape_of
 from fppo.assembly.parts import device_of, sharding_of
 from fppo.assembly.roles import Roles, make_engine_of_pool
-from fppo.fleet import HERE, AnyGroup, Group, at_once, cluster
+from fppo.fleet import HERE, AnyGroup, Group, RankSpec, at_once, cluster
 from fppo.rollout.pool import EnginePool, Policy
 from fppo.settings import checks
 from fppo.settings.placement import Pool, places_of, pools_of, threads_of
@@ -54,8 +54,8 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
         there = opened.enter_context(cluster(placement.cluster))
 
         def group(name: str, pool: Pool, place: str) -> Group:
-            ranks = there.ranks(
-                pool.ranks,
+            spec = RankSpec(
+                count=pool.ranks,
                 gpus=pool.gpus,
                 sizes=pool.sizes,
                 sharding=sharding,
@@ -64,6 +64,7 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
                 threads=threads[place],
                 patience=patience,
             )
+            ranks = there.ranks(spec)
             opened.callback((made := Group(name, ranks, patience=patience, device=home)).close)
             return made
 

@@ -6,45 +6,23 @@ A name is imported when it is first used: what looks at rows before a run comes 
 Begin with `encode.load_prompts` and `cursor.next_batch`.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fppo._lazy import lazily
 
 if TYPE_CHECKING:
-    from fppo.data.chat import ChatOptions as ChatOptions
-    from fppo.data.chat import check_chat_template as check_chat_template
-    from fppo.data.chat import encode_chat as encode_chat
-    from fppo.data.chat import end_of_turn as end_of_turn
-    from fppo.data.chat import render_chat as render_chat
-    from fppo.data.cursor import DataCursor as DataCursor
-    from fppo.data.cursor import batches as batches
-    from fppo.data.cursor import checked_order as checked_order
-    from fppo.data.cursor import epoch_order as epoch_order
-    from fppo.data.cursor import next_batch as next_batch
-    from fppo.data.cursor import next_indices as next_indices
-    from fppo.data.digests import digests_of as digests_of
-    from fppo.data.encode import encode_rows as encode_rows
-    from fppo.data.encode import load_prompts as load_prompts
-    from fppo.data.examples import Fields as Fields
-    from fppo.data.images import ImageReader as ImageReader
-    from fppo.data.privileged import truth_signs as truth_signs
-    from fppo.data.privileged import with_truth as with_truth
-    from fppo.data.problems import Problems as Problems
-    from fppo.data.prompts import PromptSet as PromptSet
-    from fppo.data.prompts import check_tokens as check_tokens
-    from fppo.data.prompts import collate as collate
-    from fppo.data.prompts import prompt_set as prompt_set
-    from fppo.data.prompts import select as select
-    from fppo.data.read import Row as Row
-    from fppo.data.read import read_rows as read_rows
-    from fppo.data.read import rows_of as rows_of
-    from fppo.data.stops import StopReader as StopReader
-    from fppo.data.stops import StopTexts as StopTexts
-    from fppo.data.stops import stop_texts as stop_texts
-    from fppo.data.tokenizers import SpecialTokens as SpecialTokens
-    from fppo.data.tokenizers import check_tokenizer as check_tokenizer
-    from fppo.data.tokenizers import check_vocabulary as check_vocabulary
-    from fppo.data.tokenizers import stop_tokens as stop_tokens
-    from fppo.data.tokenizers import vocabulary_size as vocabulary_size
+    from fppo.data.chat import ChatOptions, check_chat_template, encode_chat, end_of_turn, render_chat
+    from fppo.data.cursor import DataCursor, batches, checked_order, epoch_order, next_batch, next_indices
+    from fppo.data.digests import digests_of
+    from fppo.data.encode import encode_rows, load_prompts
+    from fppo.data.examples import Fields
+    from fppo.data.images import ImageReader
+    from fppo.data.privileged import truth_signs, with_truth
+    from fppo.data.problems import Problems
+    from fppo.data.prompts import PromptSet, check_tokens, collate, prompt_set, select
+    from fppo.data.read import Row, read_rows, rows_of
+    from fppo.data.stops import StopReader, StopTexts, stop_texts
+    from fppo.data.tokenizers import SpecialTokens, check_tokenizer, check_vocabulary, stop_tokens, vocabulary_size
 
 __all__ = [
     "ChatOptions",
@@ -83,60 +61,5 @@ __all__ = [
     "vocabulary_size",
     "with_truth",
 ]
-_HOMES = {
-    "chat": (
-        "ChatOptions",
-        "check_chat_template",
-        "encode_chat",
-        "end_of_turn",
-        "render_chat",
-    ),
-    "cursor": (
-        "DataCursor",
-        "batches",
-        "checked_order",
-        "epoch_order",
-        "next_batch",
-        "next_indices",
-    ),
-    "digests": ("digests_of",),
-    "encode": (
-        "encode_rows",
-        "load_prompts",
-    ),
-    "examples": ("Fields",),
-    "images": ("ImageReader",),
-    "privileged": ("truth_signs", "with_truth"),
-    "problems": ("Problems",),
-    "prompts": (
-        "PromptSet",
-        "check_tokens",
-        "collate",
-        "prompt_set",
-        "select",
-    ),
-    "read": (
-        "Row",
-        "read_rows",
-        "rows_of",
-    ),
-    "stops": (
-        "StopReader",
-        "StopTexts",
-        "stop_texts",
-    ),
-    "tokenizers": (
-        "SpecialTokens",
-        "check_tokenizer",
-        "check_vocabulary",
-        "stop_tokens",
-        "vocabulary_size",
-    ),
-}
 
-
-def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazily(__name__, __file__)

@@ -9,7 +9,7 @@ from fppo.fleet.clusters import Cluster, cluster
 from fppo.fleet.group import LOCAL_GROUP, AnyGroup, Call, Group, GroupDied, LocalGroup, at_once, on
 from fppo.fleet.held import HERE, Held, Here
 from fppo.fleet.processes import Processes
-from fppo.fleet.rank import Stays
+from fppo.fleet.rank import RankSpec, Stays
 
 __all__ = [
     "HERE",
@@ -23,6 +23,7 @@ __all__ = [
     "Here",
     "LocalGroup",
     "Processes",
+    "RankSpec",
     "Stays",
     "at_once",
     "cluster",

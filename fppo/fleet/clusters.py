@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol
 
 import torch
 
-from fppo.fleet.gpus import Gpus
-from fppo.fleet.group import PATIENCE, Ranks
+from fppo.fleet.codec import Sent
+from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster
 from fppo.fleet.processes import Processes
-from fppo.fleet.sent import Sent
+from fppo.fleet.rank import RankSpec
 from fppo.fleet.shared import put
-from fppo.runtime.mesh import Sharding
 
 
 class Cluster(Protocol):
     """What has room for ranks."""
 
-    def ranks(
-        self,
-        count: int = 1,
-        *,
-        gpus: float = 0,
-        sizes: Mapping[str, int] | None = None,
-        sharding: Sharding | None = None,
-        virtual_stages: int = 1,
-        ring: bool = False,
-        threads: int | None = None,
-        patience: float = PATIENCE,
-    ) -> Ranks:
-        """So many ranks of a mesh, with so many GPUs each, or each a share of one. `sizes` are those of the mesh's
-        axes; without them all ranks stand on the shard axis. Each has as many `threads` as this process, unless it is
-        said. Raises ValueError for ranks of one mesh that would share a GPU."""
+    def ranks(self, spec: RankSpec | None = None) -> Ranks:
+        """The ranks that the spec describes; one on the CPU without it."""
         ...
 
 
@@ -54,34 +40,13 @@ class ThisMachine:
     ) -> None:
         pass
 
-    def ranks(
-        self,
-        count: int = 1,
-        *,
-        gpus: float = 0,
-        sizes: Mapping[str, int] | None = None,
-        sharding: Sharding | None = None,
-        virtual_stages: int = 1,
-        ring: bool = False,
-        threads: int | None = None,
-        patience: float = PATIENCE,
-    ) -> Processes:
-        """Start ranks, as `Cluster.ranks`. Raises ValueError too if there are not as many GPUs left."""
-        own: list[tuple[int, ...]] = []
-        if gpus:
+    def ranks(self, spec: RankSpec | None = None) -> Processes:
+        """Implement `Cluster.ranks`. Raises ValueError too if there are not as many GPUs left."""
+        spec, own = spec or RankSpec(), list[tuple[int, ...]]()
+        if spec.gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())
-            own = self._gpus.deal(count, gpus)
-        return Processes(
-            count,
-            gpus=own,
-            sizes=sizes,
-            sharding=sharding,
-            virtual_stages=virtual_stages,
-            ring=ring,
-            threads=threads,
-            patience=patience,
-            sent=self._sent,
-        )
+            own = self._gpus.deal(spec.count, spec.gpus)
+        return Processes(spec, gpus=own, sent=self._sent)
 
 
 def cluster(name: str) -> AbstractContextManager[Cluster]:
@@ -91,3 +56,30 @@ def cluster(name: str) -> AbstractContextManager[Cluster]:
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
     return ThisMachine() if name == "processes" else RayCluster(name)
+
+
+_LEAST = 1e-6  # of a GPU: three thirds are one
+
+
+class Gpus:
+    """So many GPUs, which are dealt out from the first on."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = [1.0] * count
+
+    def deal(self, ranks: int, each: float) -> list[tuple[int, ...]]:
+        """The GPUs of each rank: so many of its own, or a share of one. Raises ValueError if there are too few."""
+        free, dealt = list(self._free), list[tuple[int, ...]]()
+        need, share = math.ceil(each), each if each < 1 else 1.0
+        for _ in range(ranks):
+            own = [gpu for gpu, left in enumerate(free) if left >= share - _LEAST][:need]
+            if len(own) < need:
+                left = ", ".join(f"{x:g} of GPU {gpu}" for gpu, x in enumerate(self._free) if x > _LEAST)
+                text = f"{ranks} ranks want {each:g} GPUs each, and of the {self.count} here there is free: "
+                raise ValueError(f"{text}{left or 'nothing'}; give fewer ranks, or less of a GPU")
+            for gpu in own:
+                free[gpu] -= share
+            dealt.append(tuple(own))
+        self._free = free
+        return dealt

@@ -4,17 +4,19 @@ ones each by itself."""
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress, groupby
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fppo.fleet.held import Held, Lease
 from fppo.fleet.outline import Outline, put_together, taken_apart
@@ -173,3 +175,31 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
         whole = torch.cat([tensors[place] for place in there]).cpu()
         found |= zip(there, whole.split([len(tensors[place]) for place in there]), strict=True)
     return list(found.values())
+
+
+Ref = TypeVar("Ref")
+
+
+class Sent(Generic[Ref]):
+    """Where tensors are for others, by what `put` says of the bytes of those that are not there yet; None if it has no
+    room for them.
+
+    What is there stays as long as the tensor lives, and is put anew once torch has written into it. Writing that torch
+    does not count, as numpy's into an array that shares its memory, it does not see: tensors that are sent are values.
+    """
+
+    def __init__(self, put: Callable[[Sequence[np.ndarray]], Sequence[Ref] | None]) -> None:
+        self._put = put
+        self._known: Any = WeakIdKeyDictionary()
+        self._lock = threading.Lock()  # stages that run at once send the same tensors
+
+    def refs(self, tensors: Sequence[Tensor]) -> list[Ref] | None:
+        """Where each of the tensors is."""
+        with self._lock:
+            new = {id(x): x for x in tensors if self._known.get(x, (None,))[0] != x._version}
+            made = self._put([array_of(x) for x in new.values()]) if new else ()
+            if made is None:
+                return None
+            for x, ref in zip(new.values(), made, strict=True):
+                self._known[x] = x._version, ref
+            return [self._known[x][1] for x in tensors]

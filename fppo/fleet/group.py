@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -19,10 +20,11 @@ from torch import Tensor
 from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.outline import put_together
-from fppo.fleet.rank import RankRequest, Reply, Stayed, Stays
+from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
+from fppo.runtime.clock import ProcessClock
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
-PATIENCE = 600.0  # seconds that a call may take
+_LOOK = 1.0  # seconds between two looks at the clock, at most
 _CALLS = 4096  # of the last ones, what is known of them until it is asked for
 
 
@@ -37,11 +39,12 @@ class RankLost(Exception):
 
 class GroupDied(RuntimeError):
     """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew, if
-    that may help: where there was no room within the group's patience, `again` is False."""
+    that may help: where there was no room within the group's patience, `again` is False. `silent`: its ranks did not
+    answer in time."""
 
-    def __init__(self, group: str, text: str, *, again: bool = True) -> None:
+    def __init__(self, group: str, text: str, *, again: bool = True, silent: bool = False) -> None:
         super().__init__(text)
-        self.group, self.again = group, again
+        self.group, self.again, self.silent = group, again, silent
 
 
 @attrs.frozen
@@ -89,12 +92,19 @@ class LocalGroup:
         stays: Stays = (),
         label: str = "",
         on_host: bool = False,
+        patience: float | None = None,
+        on_item: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> Any:
         """What `fn` gives."""
-        del stays, label, on_host
+        del stays, label, on_host, patience
         named = {name: self.here if x is HERE else x for name, x in kwargs.items()}
-        return fn(*(self.here if x is HERE else x for x in args), **named)
+        value = fn(*(self.here if x is HERE else x for x in args), **named)
+        if on_item is None:
+            return value
+        for item in value:
+            on_item(item)
+        return None
 
 
 class Group:
@@ -141,7 +151,15 @@ class Group:
         self._lost = None
 
     def call(
-        self, fn: Any, *args: Any, stays: Stays = (), label: str = "", on_host: bool = False, **kwargs: Any
+        self,
+        fn: Any,
+        *args: Any,
+        stays: Stays = (),
+        label: str = "",
+        on_host: bool = False,
+        patience: float | None = None,
+        on_item: Callable[[Any], None] | None = None,
+        **kwargs: Any,
     ) -> Any:
         """What `fn(*args, **kwargs)` gives on the ranks, each of which runs it.
 
@@ -150,6 +168,10 @@ class Group:
         arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. Tensors among them
         are on the rank's device, or `on_host`. `fn` must be one that pickles, and leave the tensors that it is sent as
         they are; its first call sees to that.
+
+        With `on_item` what `fn` gives is an iterator, and each item is passed to that as it comes; so nothing is left
+        of what the group does when it raises, the group ends. `patience` are the seconds that the call may take, or
+        each of its items, in place of the group's.
 
         Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
         rank is lost, if the call takes too long, and for a handle that an earlier start has left.
@@ -162,13 +184,30 @@ class Group:
             self._calls += 1
             number, forget = self._calls, tuple(self._forget)
             del self._forget[: len(forget)]
-            sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host), large)
-        reply, ran = self._first(sent, label)
-        assert reply.packed is not None
-        tensors = tensors_of(reply.packed, reply.large, device=self.device)
-        value = tree_of(reply.packed, tensors, plain=lambda x: self._handles(number, x) if isinstance(x, Stayed) else x)
+            streams = on_item is not None
+            sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host, streams), large)
+        back = 0
+
+        def value_of(reply: Reply) -> Any:
+            nonlocal back
+            assert reply.packed is not None
+            back += reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
+            tensors = tensors_of(reply.packed, reply.large, device=self.device)
+            handles_of = partial(self._handles, number)
+            return tree_of(reply.packed, tensors, plain=lambda x: handles_of(x) if isinstance(x, Stayed) else x)
+
+        def on_part(reply: Reply) -> None:
+            if on_item is not None and reply.packed is not None:
+                on_item(value_of(reply))
+
+        try:
+            reply, ran = self._first(sent, label, patience or self._patience, on_part)
+        except BaseException:
+            if streams:
+                self._end(f"{label} was left half way")
+            raise
+        value = value_of(reply)
         there = packed.bytes.nbytes + sum(x.nbytes for x in large)
-        back = reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
         self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
         return value
 
@@ -195,17 +234,18 @@ class Group:
         if self._lost is not None:
             raise GroupDied(self.name, f"group {self.name!r} cannot run {label}: {self._lost}")
 
-    def _first(self, sent: list[Future[Reply]], label: str) -> tuple[Reply, tuple[tuple[float, float], ...]]:
-        """The first rank's reply, once all have replied; and when each rank was at work, by its start and seconds."""
-        came: dict[Future[Reply], float] = {}
+    def _first(
+        self, sent: list[Future[Reply]], label: str, patience: float, on_part: Callable[[Reply], None]
+    ) -> tuple[Reply, tuple[tuple[float, float], ...]]:
+        """The first rank's last reply, once all have replied; and when each rank was at work, by its start and seconds.
+        `on_part` is called with replies that others follow."""
+        came: dict[int, tuple[float, Reply]] = {}
         failed: tuple[int, Reply | RankLost] | None = None
-        waiting, deadline = set(sent), time.monotonic() + self._patience
-        while waiting:
-            done, waiting = futures.wait(waiting, max(deadline - time.monotonic(), 0.0), futures.FIRST_COMPLETED)
-            if not done:
-                break
-            came |= dict.fromkeys(done, time.perf_counter())
-            for future in sorted(done, key=sent.index):
+        waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
+        deadline = clock.now() + patience
+        while waiting and (left := deadline - clock.now()) > 0:
+            done = futures.wait(waiting, min(left, _LOOK), futures.FIRST_COMPLETED).done
+            for rank, future in sorted((waiting.pop(future), future) for future in done):
                 error = future.exception()
                 if error is not None and not isinstance(error, RankLost):
                     raise error
@@ -213,15 +253,21 @@ class Group:
                 lost = isinstance(reply, RankLost)
                 if lost or reply.error is not None:
                     if failed is None:
-                        deadline = time.monotonic() + GRACE
+                        deadline = clock.now() + GRACE
                     if failed is None or (lost and not isinstance(failed[1], RankLost)):
-                        failed = sent.index(future), reply  # the errors of others are of what the lost rank owes them
+                        failed = rank, reply  # the errors of others are of what the lost rank owes them
+                elif reply.rest is not None:
+                    waiting[reply.rest] = rank
+                    on_part(reply)
+                    deadline = deadline if failed else clock.now() + patience
+                else:
+                    came[rank] = time.perf_counter(), reply
         if failed is None and not waiting:
-            took = [(future, future.result().seconds) for future in sent]
-            return sent[0].result(), tuple((came[future] - seconds, seconds) for future, seconds in took)
+            ran = [(at - reply.seconds, reply.seconds) for _, (at, reply) in sorted(came.items())]
+            return came[0][1], tuple(ran)
         if failed is None:
-            silent = [i for i, future in enumerate(sent) if future in waiting]
-            raise self._died(f"{label} was not done after {self._patience:g} s on {self._names(silent)}")
+            silent = self._names(sorted(waiting.values()))
+            raise self._died(f"{label} was not done after {patience:g} s on {silent}", silent=True)
         rank, what = failed
         if isinstance(what, RankLost):
             raise self._died(f"{self._names([rank])} was lost in {label}: {what}")
@@ -235,9 +281,9 @@ class Group:
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {i} of {self.ranks} ({self.places[i]})" for i in ranks)
 
-    def _died(self, text: str) -> GroupDied:
+    def _died(self, text: str, *, silent: bool = False) -> GroupDied:
         self._end(text)
-        return GroupDied(self.name, f"group {self.name!r}: {text}")
+        return GroupDied(self.name, f"group {self.name!r}: {text}", silent=silent)
 
     def _end(self, why: str) -> None:
         self._lost = why

@@ -7,21 +7,18 @@ import contextlib
 import importlib.util
 import os
 import socket
-import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-import attrs
-import torch
 from torch import Tensor
 
-from fppo.fleet.gpus import check
-from fppo.fleet.group import PATIENCE, RankLost
-from fppo.fleet.rank import Membership, Rank, RankRequest, Reply
-from fppo.fleet.sent import Sent
-from fppo.runtime.mesh import Sharding
+from fppo.fleet.codec import Sent
+from fppo.fleet.group import RankLost
+from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
+from fppo.runtime.parent import module_path
 from fppo.runtime.stores import new_token
 
 _REACHED = 10.0  # seconds for somebody to answer at an address
@@ -70,47 +67,18 @@ class RayCluster:
         if self._joins:
             self._ray.shutdown()
 
-    def ranks(
-        self,
-        count: int = 1,
-        *,
-        gpus: float = 0,
-        sizes: Mapping[str, int] | None = None,
-        sharding: Sharding | None = None,
-        virtual_stages: int = 1,
-        ring: bool = False,
-        threads: int | None = None,
-        patience: float = PATIENCE,
-    ) -> RayRanks:
-        """So many ranks of a mesh, with a CPU and so many GPUs each, near each other.
-
-        `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. Raises ValueError for
-        ranks of one mesh that would share a GPU.
-        """
-        check(count, gpus)
-        member = Membership(
-            rank=0,
-            ranks=count,
-            sizes=dict(sizes or {"shard": count}),
-            sharding=sharding,
-            virtual_stages=virtual_stages,
-            ring=ring,
-            device="cuda" if gpus else "cpu",
-            threads=threads or torch.get_num_threads(),
-            patience=patience,
-        )
-        wanted = {"CPU": 1.0, **({"GPU": gpus} if gpus else {})}
-        return RayRanks(self._ray, self._sent, member, wanted, fixed=self._fixed)
+    def ranks(self, spec: RankSpec | None = None) -> RayRanks:
+        """Implement `Cluster.ranks`: ranks with a CPU each, near each other."""
+        return RayRanks(self._ray, self._sent, spec or RankSpec(), fixed=self._fixed)
 
 
 class RayRanks:
     """The ranks of a mesh as actors, which end with the process that started them."""
 
-    def __init__(
-        self, ray: Any, sent: Sent[Any], member: Membership, resources: Mapping[str, float], *, fixed: bool
-    ) -> None:
-        self.count, self._fixed = member.ranks, fixed
-        self._ray, self._sent, self._member, self._resources = ray, sent, member, dict(resources)
+    def __init__(self, ray: Any, sent: Sent[Any], spec: RankSpec, *, fixed: bool) -> None:
+        self.count, self._fixed = spec.count, fixed
+        self._ray, self._sent, self._spec = ray, sent, spec
+        self._resources = {"CPU": 1.0, **({"GPU": spec.gpus} if spec.gpus else {})}
         self._room: Any = None
         self._actors: list[Any] = []
 
@@ -120,7 +88,7 @@ class RayRanks:
         Room is asked for anew each time: that on a node which has died stays "ready" until the cluster has seen its
         death, and what is put there ends before it begins.
         """
-        deadline = time.monotonic() + self._member.patience
+        deadline = time.monotonic() + self._spec.patience
         while True:
             self._await_room(deadline)
             try:
@@ -149,8 +117,7 @@ class RayRanks:
     def _started(self) -> list[str]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        paths = os.pathsep.join(os.getcwd() if entry == "" else entry for entry in sys.path)
-        variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(self._member.threads)}
+        variables = {"PYTHONPATH": os.pathsep.join(module_path()), "OMP_NUM_THREADS": str(self._spec.threads)}
         actors = [
             self._ray.remote(_Actor)
             .options(
@@ -163,14 +130,15 @@ class RayRanks:
             for i in range(self.count)
         ]
         self._actors = actors
-        limit = self._member.patience
+        limit = self._spec.patience
         places = self._ray.get([actor.where.remote() for actor in actors], timeout=limit)
         # Ray numbers bundles as it likes: neighbours in a mesh are to be neighbours in the machines
         order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
         self._actors = [actors[i] for i in order]
         address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
-        member = attrs.evolve(self._member, token=new_token())
-        joining = [actor.join.remote(attrs.evolve(member, rank=i), address) for i, actor in enumerate(self._actors)]
+        token = new_token()
+        members = [Membership(rank=i, spec=self._spec, token=token) for i in range(self.count)]
+        joining = [actor.join.remote(own, address) for actor, own in zip(self._actors, members, strict=True)]
         self._ray.get(joining, timeout=limit)
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
@@ -178,7 +146,29 @@ class RayRanks:
         """Implement `Ranks`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
+        if request.streams:
+            how = {"name": request.label, "num_returns": "streaming"}
+            return [self._stream(x.stream.options(**how).remote(shared, *columns)) for x in self._actors]
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
+
+    def _stream(self, refs: Any) -> Future[Reply]:
+        """The first of the replies, each of which has the next."""
+        first: Future[Reply] = Future()
+
+        def listen(future: Future[Reply]) -> None:
+            try:
+                for ref in refs:
+                    reply = self._ray.get(ref)
+                    future.set_result(answer := reply.linked(reply.large))
+                    if answer.rest is None:
+                        return
+                    future = answer.rest
+                raise RankLost("its replies ended before the call did")
+            except Exception as error:
+                future.set_exception(self._lost(error))
+
+        threading.Thread(target=listen, args=(first,), daemon=True).start()
+        return first
 
     def _answer(self, ref: Any) -> Future[Reply]:
         answer: Future[Reply] = Future()
@@ -187,13 +177,14 @@ class RayRanks:
             error = future.exception()
             if error is None:
                 answer.set_result(future.result())
-            elif isinstance(error, self._ray.exceptions.RayError):
-                answer.set_exception(RankLost(_line(error)))
             else:
-                answer.set_exception(error)
+                answer.set_exception(self._lost(error))
 
         ref.future().add_done_callback(arrived)
         return answer
+
+    def _lost(self, error: BaseException) -> BaseException:
+        return RankLost(_line(error)) if isinstance(error, self._ray.exceptions.RayError) else error
 
     def stop(self) -> None:
         """Implement `Ranks`."""
@@ -236,6 +227,10 @@ class _Actor:
     def run(self, request: RankRequest, *large: Any) -> Reply:
         """Runs a call; Ray has fetched what stands for large tensors."""
         return self._rank.run(request, list(large))
+
+    def stream(self, request: RankRequest, *large: Any) -> Iterator[Reply]:
+        """Runs a call whose items are replies of their own."""
+        yield from self._rank.stream(request, list(large))
 
 
 def _check_reached(address: str) -> None:

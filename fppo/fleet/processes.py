@@ -17,17 +17,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from fppo.fleet.codec import array_of
-from fppo.fleet.group import PATIENCE, RankLost
-from fppo.fleet.rank import Membership, Rank, RankRequest, Reply
-from fppo.fleet.sent import Sent
+from fppo.fleet.codec import Sent, array_of
+from fppo.fleet.group import RankLost
+from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
-from fppo.runtime.mesh import Sharding
-from fppo.runtime.parent import end_with
+from fppo.runtime.parent import end_with, in_words, kill_session, start_python
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
 _METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
@@ -35,50 +32,49 @@ _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUD
 
 
 class Processes:
-    """The ranks of a mesh as processes of this machine, for tests and laptops: `Group("actor", Processes(2))`.
+    """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
-    `sizes` are those of the mesh's axes; without them all ranks stand on the shard axis. With `gpus` each rank works on
-    the first of its own, by their numbers here, and sees no others. Functions that are sent to them must be importable,
-    as multiprocessing has it. Ranks of several pools that share `sent` find tensors there that one of them was sent.
+    With `gpus` each rank sees its own, by their numbers here, and no others. Functions that are
+    sent to them must be importable, as multiprocessing has it. Ranks of several pools that share `sent` find tensors
+    there that one of them was sent. With an `environment` each rank is a new Python that has no other variables, may
+    start processes, which end with it, and prints to standard error.
     """
 
     def __init__(
         self,
-        count: int = 1,
+        spec: RankSpec | None = None,
         *,
         gpus: Sequence[Sequence[int]] = (),
-        sizes: Mapping[str, int] | None = None,
-        sharding: Sharding | None = None,
-        virtual_stages: int = 1,
-        ring: bool = False,
-        threads: int | None = None,
-        patience: float = PATIENCE,
         sent: Sent[ArrayPlace] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        self.count, self._gpus, self._device = count, list(gpus), "cuda" if gpus else "cpu"
-        self._sizes, self._sharding = dict(sizes or {"shard": count}), sharding
-        self._virtual_stages, self._ring = virtual_stages, ring
-        self._threads, self._patience = threads or torch.get_num_threads(), patience
+        self._spec, self._environment = spec or RankSpec(), environment
+        self.count, self._gpus = self._spec.count, list(gpus)
         self._children: list[_Child] = []
         self._sent = sent or Sent(put)
 
     def start(self) -> Sequence[str]:
         """Starts the processes. Raises RankLost if one does not come up."""
-        context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
-        context.set_forkserver_preload(sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo"))
+        if self._environment is None:
+            context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
+            own = sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo")
+            context.set_forkserver_preload(own)
+        else:
+            context = _Pythons(self._environment)
         store, token = listening(), new_token()
         now = os.environ.get("CUDA_VISIBLE_DEVICES")
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
-        self._children = [_Child(context, self._member(i, token), store.port, own) for i, own in enumerate(seen)]
+        members = [Membership(rank=i, spec=self._spec, token=token) for i in range(self.count)]
+        self._children = [_Child(context, own, store.port, gpus) for own, gpus in zip(members, seen, strict=True)]
         self._store = store  # as long as they live
         answers = {child.answer(): child.process.pid for child in self._children}
         # the first to be lost says so, whichever it is: the others wait for it to join
-        done, waiting = futures.wait(answers, self._patience, futures.FIRST_EXCEPTION)
+        done, waiting = futures.wait(answers, self._spec.patience, futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()
         if waiting:
             pids = sorted(str(answers[answer]) for answer in waiting)
-            raise RankLost(f"process {', '.join(pids)} was not up after {self._patience:g} s", again=False)
+            raise RankLost(f"process {', '.join(pids)} was not up after {self._spec.patience:g} s", again=False)
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
@@ -98,28 +94,14 @@ class Processes:
             child.end()
         self._children = []
 
-    def _member(self, rank: int, token: str) -> Membership:
-        return Membership(
-            rank=rank,
-            token=token,
-            ranks=self.count,
-            sizes=self._sizes,
-            sharding=self._sharding,
-            virtual_stages=self._virtual_stages,
-            ring=self._ring,
-            device=self._device,
-            threads=self._threads,
-            patience=self._patience,
-        )
-
 
 class _Child:
     """A process, with a thread that passes its answers on, in the order of what was asked."""
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
-        line, other = context.Pipe()
-        self._lane = PipeLane(line)
-        self.process = context.Process(target=_serve, args=(other, member, port, gpus), daemon=True)
+        line, other = multiprocessing.Pipe()
+        self._lane, self._member = PipeLane(line), (member, port)
+        self.process = context.Process(target=_serve, args=(other, gpus), daemon=True)
         self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
         self._over: RankLost | None = None  # what is asked from then on
         begun: Future[None] = Future()
@@ -153,6 +135,8 @@ class _Child:
             begun.set_exception(error)
             return
         other.close()  # so that the line ends with the process
+        with contextlib.suppress(OSError):
+            self._lane.send(Parcel(pickle.dumps(self._member), []))
         begun.set_result(None)
         lost = None
         while True:
@@ -176,35 +160,86 @@ class _Child:
         if (future := self._asked.get()) is None:
             return True, lost
         try:
-            if lost is None:
+            while lost is None:
                 reply, large = self._lane.receive()
-                future.set_result(reply and attrs.evolve(reply, large=large))
-                return False, None
+                future.set_result(answer := reply and reply.linked(large))
+                if not (reply and reply.more):
+                    return False, None
+                future = answer.rest
+                del reply, large, answer
         except (EOFError, OSError):
             self.process.join()
-            lost = RankLost(f"process {self.process.pid} ended with status {self.process.exitcode}")
+            lost = RankLost(f"process {self.process.pid} ended {in_words(self.process.exitcode)}")
         future.set_exception(lost)
         return False, lost
 
 
-def _serve(line: Connection, member: Membership, port: int, gpus: str | None) -> None:
+@attrs.frozen
+class _Pythons:
+    """New Pythons with an environment of their own, as a context of multiprocessing that starts them."""
+
+    environment: Mapping[str, str]
+
+    def Process(self, *, args: tuple[Connection, None], **_: Any) -> _Python:
+        """A process that serves the other end of a line."""
+        return _Python(args[0], self.environment)
+
+
+class _Python:
+    """A new Python, with what is used of multiprocessing's processes."""
+
+    def __init__(self, line: Connection, environment: Mapping[str, str]) -> None:
+        self._line, self._environment = line, environment
+
+    def start(self) -> None:
+        line = self._line.fileno()
+        target = "fppo.fleet.processes:serve"
+        self._process = start_python(target, line, os.getpid(), pass_fds=(line,), environment=self._environment)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._process.returncode
+
+    def kill(self) -> None:
+        kill_session(self._process)
+
+    def join(self) -> None:
+        self._process.wait()
+
+    def close(self) -> None:
+        pass
+
+
+def serve(descriptor: str, parent: str) -> None:
+    """The life of a rank in a new Python."""
+    end_with(int(parent))
+    _serve(Connection(int(descriptor)), None)
+
+
+def _serve(line: Connection, gpus: str | None) -> None:
     """The life of a rank, which sees these GPUs alone."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
     os.environ |= loopback_only()
-    rank = Rank()
+    rank, lane = Rank(), PipeLane(line)
+    (member, port), _ = lane.receive()
     rank.join(member, (LOOPBACK, port))
-    lane = PipeLane(line)
     lane.send(Parcel(pickle.dumps(None), []))
     while True:
         try:
             request, large = lane.receive()
         except (EOFError, ConnectionError):  # the controller is gone
             return
-        reply = rank.run(request, large)
+        replies = rank.stream(request, large) if request.streams else iter([rank.run(request, large)])
         del request, large  # what this call was sent goes before the next one comes
-        data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
-        lane.send(Parcel(data, put(reply.large) or reply.large))
-        del reply
+        for reply in replies:
+            data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
+            lane.send(Parcel(data, put(reply.large) or reply.large))
+            del reply
+        del replies

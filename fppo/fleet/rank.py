@@ -8,6 +8,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from itertools import compress
 from typing import Any
 
@@ -27,6 +28,7 @@ from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.stores import TOKEN, listening
 
+PATIENCE = 600.0  # seconds that a call may take
 PLAIN = (bool, int, float, str, type(None))  # what is equal on all ranks comes back, though its tree stays
 Stays = tuple[int, ...] | bool
 
@@ -58,17 +60,53 @@ class RankRequest:
     label: str
     forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
     on_host: bool = False  # where tensors among the arguments are to be, instead of on the rank's device
+    streams: bool = False  # whether what it gives is an iterator, whose items are sent one by one
 
 
 @attrs.frozen
 class Reply:
-    """What became of a call; ranks behind the first send no result."""
+    """What became of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, to
+    which its reader gets the `rest`: the next reply."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
     seconds: float
     error: bytes | None = None  # a pickled exception
     trace: str = ""
+    more: bool = False  # whether another reply follows
+    rest: Future[Reply] | None = None
+
+    def linked(self, large: list[np.ndarray]) -> Reply:
+        """This reply with its large tensors and, if another follows, the future of that."""
+        return attrs.evolve(self, large=large, rest=Future() if self.more else None)
+
+
+@attrs.frozen(kw_only=True)
+class RankSpec:
+    """The ranks of a group: how many, of which mesh, and what each of them gets.
+
+    `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
+    has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
+    Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
+    """
+
+    count: int = 1
+    gpus: float = 0
+    sizes: Mapping[str, int] = attrs.field(default=attrs.Factory(lambda own: {"shard": own.count}, takes_self=True))
+    sharding: Sharding | None = None
+    virtual_stages: int = 1
+    ring: bool = False
+    device: str = attrs.field(default=attrs.Factory(lambda own: "cuda" if own.gpus else "cpu", takes_self=True))
+    threads: int = attrs.field(factory=torch.get_num_threads)  # of torch's, in each rank: bits depend on them
+    patience: float = PATIENCE  # seconds that ranks wait for each other, at the start and in collectives
+
+    def __attrs_post_init__(self) -> None:
+        each = self.gpus
+        if 0 < each < 1 and self.count > 1:
+            text = f"{self.count} ranks of one mesh cannot share a GPU; give 1, or one rank"
+            raise ValueError(f"gpus = {each:g}: {text}")
+        if each > 1 and each != int(each):
+            raise ValueError(f"gpus = {each:g}: must be whole, or less than 1")
 
 
 @attrs.frozen(kw_only=True)
@@ -76,14 +114,7 @@ class Membership:
     """What a rank joins."""
 
     rank: int
-    ranks: int
-    sizes: Mapping[str, int]  # of the mesh's axes, from the slowest
-    sharding: Sharding | None
-    virtual_stages: int
-    ring: bool
-    device: str  # "cpu"; or "cuda", of which a rank sees those that are its own
-    threads: int  # of torch's, in each rank: bits depend on them
-    patience: float  # seconds that collectives wait
+    spec: RankSpec
     token: str = ""  # which their keys in the store begin with
 
 
@@ -110,35 +141,30 @@ class Rank:
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
         """Becomes a rank of the group's mesh, by the code that torchrun's ranks come through."""
-        torch.set_num_threads(member.threads)
-        device = torch.device(member.device)
+        spec = member.spec
+        torch.set_num_threads(spec.threads)
+        device = torch.device(spec.device)
         if device.type == "cuda":
             device = torch.device("cuda", 0)
             torch.cuda.set_device(device)
         self._here = Here(device=device, rank=member.rank)
-        if member.ranks == 1:
+        if spec.count == 1:
             return
         os.environ |= {
             "MASTER_ADDR": address[0],
             "MASTER_PORT": str(address[1]),
             "RANK": str(member.rank),
-            "WORLD_SIZE": str(member.ranks),
+            "WORLD_SIZE": str(spec.count),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             TOKEN: member.token,
         }
-        place = Place(member.rank, 0, member.ranks, started=True)
-        sharding = member.sharding or Sharding()
-        mesh, _, _ = self._open.enter_context(
-            launch.joined(
-                member.sizes,
-                place,
-                device,
-                timeout=member.patience,
-                sharding=sharding,
-                virtual_stages=member.virtual_stages,
-            )
+        place = Place(member.rank, 0, spec.count, started=True)
+        sharding, stages = spec.sharding or Sharding(), spec.virtual_stages
+        joining = launch.joined(
+            spec.sizes, place, device, timeout=spec.patience, sharding=sharding, virtual_stages=stages
         )
-        self._here = Here(attrs.evolve(mesh, ring=member.ring), device, member.rank)
+        mesh, _, _ = self._open.enter_context(joining)
+        self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> Reply:
         """Runs a call. Its errors are replies too."""
@@ -154,10 +180,20 @@ class Rank:
             value = self._kept(request, value)
             if self._here.rank:
                 return Reply(None, [], seconds)
-            packed, tensors = pack(value)
-            return Reply(packed, [array_of(x) for x in tensors], seconds)
+            return _reply(value, seconds)
         except Exception as error:
-            return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
+            return _failure(error, start)
+
+    def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[Reply]:
+        """Runs a call that gives an iterator: a reply for each item, and one at the end."""
+        start = time.perf_counter()
+        try:
+            with no_exit():
+                for item in self._result(request, large):
+                    yield attrs.evolve(_reply(item, time.perf_counter() - start), more=True)
+            yield _reply(None, time.perf_counter() - start)
+        except Exception as error:
+            yield _failure(error, start)
 
     def _result(self, request: RankRequest, large: list[np.ndarray]) -> Any:
         packed, device = request.packed, CPU if request.on_host else self._here.device
@@ -215,6 +251,15 @@ class Rank:
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
+
+
+def _reply(value: Any, seconds: float) -> Reply:
+    packed, tensors = pack(value)
+    return Reply(packed, [array_of(x) for x in tensors], seconds)
+
+
+def _failure(error: Exception, start: float) -> Reply:
+    return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
 
 
 def _pickled(error: Exception) -> bytes:

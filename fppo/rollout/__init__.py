@@ -6,35 +6,24 @@ A name is imported when it is first used: worker processes and `--help` come thr
 Begin with `embedded.EmbeddedEngine`; `vllm` has another's engine, `turns` conversations with tools and games.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fppo._lazy import lazily
 
 if TYPE_CHECKING:
-    from fppo.rollout.embedded import EmbeddedEngine as EmbeddedEngine
-    from fppo.rollout.engine import Ask as Ask
-    from fppo.rollout.engine import Engine as Engine
-    from fppo.rollout.engine import OnFinished as OnFinished
-    from fppo.rollout.engine import Sampling as Sampling
-    from fppo.rollout.interrupt import InterruptibleEngine as InterruptibleEngine
-    from fppo.rollout.placed import PlacedEngine as PlacedEngine
-    from fppo.rollout.pool import EnginePool as EnginePool
-    from fppo.rollout.pool import Policy as Policy
-    from fppo.rollout.spread import FetchingEngine as FetchingEngine
-    from fppo.rollout.spread import SpreadEngine as SpreadEngine
-    from fppo.rollout.sync import SyncError as SyncError
-    from fppo.rollout.sync import reshard as reshard
-    from fppo.rollout.turns.engine import TurnsEngine as TurnsEngine
-    from fppo.rollout.turns.engine import turn_metrics as turn_metrics
-    from fppo.rollout.turns.games import Chance as Chance
-    from fppo.rollout.turns.games import End as End
-    from fppo.rollout.turns.games import Game as Game
-    from fppo.rollout.turns.games import Turn as Turn
-    from fppo.rollout.turns.observations import PlainText as PlainText
-    from fppo.rollout.turns.observations import chat_template as chat_template
-    from fppo.rollout.turns.runner import ToolRunner as ToolRunner
-    from fppo.rollout.vllm.engine import VllmEngine as VllmEngine
-    from fppo.rollout.vllm.host import EngineFailure as EngineFailure
-    from fppo.rollout.vllm.host import VllmOptions as VllmOptions
+    from fppo.rollout.embedded import EmbeddedEngine
+    from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
+    from fppo.rollout.interrupt import InterruptibleEngine
+    from fppo.rollout.placed import PlacedEngine
+    from fppo.rollout.pool import EnginePool, Policy
+    from fppo.rollout.spread import FetchingEngine, SpreadEngine
+    from fppo.rollout.sync import SyncError, reshard
+    from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
+    from fppo.rollout.turns.games import Chance, End, Game, Turn
+    from fppo.rollout.turns.observations import PlainText, chat_template
+    from fppo.rollout.turns.runner import ToolRunner
+    from fppo.rollout.vllm.engine import VllmEngine
+    from fppo.rollout.vllm.host import EngineFailure, VllmOptions
 
 __all__ = [
     "Ask",
@@ -63,25 +52,5 @@ __all__ = [
     "reshard",
     "turn_metrics",
 ]
-_HOMES = {
-    "embedded": ("EmbeddedEngine",),
-    "engine": ("Ask", "Engine", "OnFinished", "Sampling"),
-    "interrupt": ("InterruptibleEngine",),
-    "placed": ("PlacedEngine",),
-    "pool": ("EnginePool", "Policy"),
-    "spread": ("FetchingEngine", "SpreadEngine"),
-    "sync": ("SyncError", "reshard"),
-    "turns.engine": ("TurnsEngine", "turn_metrics"),
-    "turns.games": ("Chance", "End", "Game", "Turn"),
-    "turns.observations": ("PlainText", "chat_template"),
-    "turns.runner": ("ToolRunner",),
-    "vllm.engine": ("VllmEngine",),
-    "vllm.host": ("EngineFailure", "VllmOptions"),
-}
 
-
-def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazily(__name__, __file__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Place = tuple[str, torch.dtype, torch.Size, int]  # a tensor's name, dtype, shape and first byte
+Place = tuple[str, torch.dtype, tuple[int, ...], int]  # a tensor's name, dtype, shape and first byte
 CPU = torch.device("cpu")
 _ALIGN = 64
 
@@ -21,7 +22,7 @@ def places_of(tensors: Mapping[str, Tensor]) -> tuple[list[Place], int]:
     """Where each of the tensors goes in one piece of bytes, and how long that is."""
     places, end = [], 0
     for name, x in tensors.items():
-        places.append((name, x.dtype, x.shape, end))
+        places.append((name, x.dtype, tuple(x.shape), end))
         end += -(-x.nbytes // _ALIGN) * _ALIGN
     return places, end
 
@@ -29,7 +30,7 @@ def places_of(tensors: Mapping[str, Tensor]) -> tuple[list[Place], int]:
 def view(memory: Tensor, place: Place) -> Tensor:
     """The tensor at its place in bytes [N] uint8."""
     _, dtype, shape, start = place
-    return memory[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+    return memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 class SharedMemory:
@@ -98,11 +99,6 @@ class SharedMemory:
             with contextlib.suppress(BufferError):  # a tensor of it is still alive: then it goes with that
                 self._map.close()
             self._map = None
-
-
-def current_device() -> torch.device:
-    """The GPU that this process is on, or the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else CPU
 
 
 def _settle(devices: set[torch.device]) -> None:

@@ -6,25 +6,18 @@ A name is imported when it is first used: worker processes and `--help` come thr
 Begin with `mesh.Mesh`; `fsdp` shards, `checkpoint` saves, `simulate` runs ranks as threads.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fppo._lazy import lazily
 
 if TYPE_CHECKING:
-    from fppo.runtime.checkpoint import CheckpointError as CheckpointError
-    from fppo.runtime.failure import PeerError as PeerError
-    from fppo.runtime.launch import joined as joined
-    from fppo.runtime.mesh import LOCAL as LOCAL
-    from fppo.runtime.mesh import Mesh as Mesh
-    from fppo.runtime.mesh import Sharding as Sharding
-    from fppo.runtime.offload import Lane as Lane
-    from fppo.runtime.offload import OnHost as OnHost
-    from fppo.runtime.offload import to_device as to_device
-    from fppo.runtime.offload import to_host as to_host
-    from fppo.runtime.schedule import Action as Action
-    from fppo.runtime.schedule import Schedule as Schedule
-    from fppo.runtime.schedule import all_forward as all_forward
-    from fppo.runtime.schedule import one_f_one_b as one_f_one_b
-    from fppo.runtime.simulate import simulate as simulate
+    from fppo.runtime.checkpoint import CheckpointError
+    from fppo.runtime.failure import PeerError
+    from fppo.runtime.launch import joined
+    from fppo.runtime.mesh import LOCAL, Mesh, Sharding
+    from fppo.runtime.offload import Lane, OnHost, to_device, to_host
+    from fppo.runtime.schedule import Action, Schedule, all_forward, one_f_one_b
+    from fppo.runtime.simulate import simulate
 
 __all__ = [
     "LOCAL",
@@ -43,19 +36,5 @@ __all__ = [
     "to_device",
     "to_host",
 ]
-_HOMES = {
-    "checkpoint": ("CheckpointError",),
-    "failure": ("PeerError",),
-    "launch": ("joined",),
-    "mesh": ("LOCAL", "Mesh", "Sharding"),
-    "offload": ("Lane", "OnHost", "to_device", "to_host"),
-    "schedule": ("Action", "Schedule", "all_forward", "one_f_one_b"),
-    "simulate": ("simulate",),
-}
 
-
-def __getattr__(name: str) -> Any:
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+__getattr__ = lazily(__name__, __file__)

@@ -207,7 +207,10 @@ def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout:
     answer = gather_objects(answer, mesh, AXES, device)[0]
     if error := answer.get("error"):
         raise cannot_write(directory, step, error)
-    return Attempt(directory, step, answer["token"], rank, ranks, timeout)
+    attempt = Attempt(directory, step, answer["token"], rank, ranks, timeout)
+    if rank == 0 and attempt.token is not None:
+        _clear_leftovers(attempt)
+    return attempt
 
 
 def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:
@@ -220,7 +223,7 @@ def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:
     )
 
 
-def clear_leftovers(attempt: Attempt) -> None:
+def _clear_leftovers(attempt: Attempt) -> None:
     """Removes what crashed and failed attempts left behind."""
     for old in attempt.directory.glob(".step_*"):
         if old != attempt.draft:

@@ -40,6 +40,7 @@ from fppo.runtime.streamed import opened
 FORMAT = 7
 READ = (6, FORMAT)  # a leaf of format 6 has no `experts`: the first rank of the expert axis had its rows
 MANIFEST = "state.json"
+STAGE_BYTES = 64 << 20  # what is copied from a device at a time
 # the axes whose ranks write what they hold, the last one's files neighbours
 WRITERS = ("pipeline", "expert", "tensor", "shard")
 
@@ -81,12 +82,16 @@ class Contents:
         wide = [place for place, count in enumerate(self.writers) if count > 1]
         return [", ".join(f"{WRITERS[i]} {place[i]}" for i in wide) or "shard 0" for place in every]
 
+    def numbered(self, first: int) -> Contents:
+        """Contents of files whose numbers begin with `first`, beside those of other parts."""
+        place = {"first": first, "writers": self.writers}
+        return attrs.evolve(self, leaves={path: {**leaf, **place} for path, leaf in self.leaves.items()})
+
 
 def contents(
     tensors: Mapping[str, Tensor],
     cuts: Mapping[str, Part],
     plain: Mapping[str, Any],
-    structure: str | None,
     mesh: Mesh,
     device: torch.device,
 ) -> Contents:
@@ -106,7 +111,18 @@ def contents(
     every = gather_objects([leaves, plain, grids and _largest(grids)], mesh, ["pipeline"], device)
     all_leaves, all_plain = ({p: x for each in reversed(every) for p, x in each[i].items()} for i in (0, 1))
     grid = _largest([each[2] for each in every if each[2]] or [(1,) * len(WRITERS)])
-    return Contents(all_plain, structure, all_leaves, grid)
+    return Contents(all_plain, None, all_leaves, grid)
+
+
+def joined(parts: Sequence[Contents]) -> Contents:
+    """What parts of a state hold together, whose leaves say which files they are in; the last is the rest of it."""
+    return Contents(
+        plain={path: x for part in parts for path, x in part.plain.items()},
+        structure=parts[-1].structure,
+        leaves={path: leaf for part in parts for path, leaf in part.leaves.items()},
+        writers=(1,) * len(WRITERS),
+        notes=parts[-1].notes,
+    )
 
 
 def _grid(part: Part) -> tuple[int, ...]:
@@ -276,3 +292,33 @@ def same(directory: Path, contents: Contents, tensors: Mapping[str, Tensor], cut
 
 def _bytes(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+
+
+def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
+    """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
+    own: dict[str, Tensor] = {}
+    stage: Tensor | None = None
+    taken: set[int] = set()
+    for path, x in tensors.items():
+        if x.is_cuda:
+            stage = torch.empty(STAGE_BYTES, dtype=torch.uint8, pin_memory=True) if stage is None else stage
+            own[path] = _staged(x, stage)
+        else:
+            pointer = x.untyped_storage().data_ptr()
+            own[path] = x.to("cpu", copy=copy or pointer in taken, memory_format=torch.contiguous_format).contiguous()
+            taken.add(pointer)
+    return own
+
+
+def _staged(x: Tensor, stage: Tensor) -> Tensor:
+    """A copy of `x` on the host by way of a piece of pinned memory [N] uint8.
+
+    All of it pinned would take up to twice the bytes of a state, for good: torch rounds such memory up to powers of
+    two, and keeps it.
+    """
+    copy = torch.empty(x.shape, dtype=x.dtype)
+    source, target, room = x.reshape(-1), copy.view(-1), stage.view(x.dtype)
+    for start in range(0, len(source), len(room)):
+        piece = source[start : start + len(room)]
+        target[start : start + len(room)].copy_(room[: len(piece)].copy_(piece))
+    return copy

@@ -1,11 +1,14 @@
-"""A run's state on disk: whole, committed by one rename over all ranks, checked when read, loaded onto any mesh."""
+"""A run's state on disk: whole, committed by one rename over all ranks, checked when read, loaded onto any mesh.
+
+Where parts of a state are on meshes of their own, their ranks write them into the draft of whoever saves.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,25 +25,26 @@ from fppo.key import Key
 from fppo.runtime import _checkpoint_attempt as attempts
 from fppo.runtime import _checkpoint_files as files
 from fppo.runtime._checkpoint_attempt import Attempt, misnamed, path_of, place_of, steps
-from fppo.runtime._checkpoint_files import CheckpointError, Contents, DamagedError
-from fppo.runtime._checkpoint_host import STAGE_BYTES, on_host
+from fppo.runtime._checkpoint_files import STAGE_BYTES, CheckpointError, Contents, DamagedError, on_host
 from fppo.runtime.layout import Extent
-from fppo.runtime.mesh import AXES, Mesh, gather_objects
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects
 from fppo.runtime.parts import Part, holds, overlaps
 
 __all__ = [
     "STAGE_BYTES",
     "CheckpointError",
+    "Contents",
     "Pending",
+    "RemoteParts",
     "begin_save",
     "load",
     "misnamed",
     "notes_of",
     "path_of",
     "place_of",
-    "save",
     "step_of",
     "steps",
+    "write_part",
 ]
 
 T = TypeVar("T")
@@ -74,6 +78,13 @@ class Pending:
 
     _result: Future[Path]
 
+    @staticmethod
+    def written(path: Path) -> Pending:
+        """One that is written already."""
+        result: Future[Path] = Future()
+        result.set_result(path)
+        return Pending(result)
+
     def done(self) -> bool:
         """Whether it is written, or failed."""
         return self._result.done()
@@ -84,20 +95,13 @@ class Pending:
         return self._result.result(timeout)
 
 
-def save(
-    value: Any,
-    directory: Path,
-    step: int,
-    *,
-    mesh: Mesh = Mesh.local(),  # noqa: B008
-    shapes: Mapping[str, torch.Size | Extent] = {},
-    free: str | None = None,
-    keep: int | None = None,
-    notes: Mapping[str, str] = {},
-    timeout: float = TIMEOUT,
-) -> Path:
-    """`begin_save`, and the wait for it."""
-    return _begin(value, directory, step, mesh, shapes, free, keep, notes, timeout, copy=False).wait()
+@attrs.frozen
+class RemoteParts:
+    """Parts of a state that are on meshes of their own: `write` has their ranks write them into a draft, by
+    `write_part`, in files with numbers below `files`."""
+
+    files: int
+    write: Callable[[Path], Sequence[Contents]]
 
 
 def begin_save(
@@ -111,6 +115,7 @@ def begin_save(
     keep: int | None = None,
     notes: Mapping[str, str] = {},
     timeout: float = TIMEOUT,
+    parts: RemoteParts | None = None,
 ) -> Pending:
     """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
 
@@ -119,47 +124,83 @@ def begin_save(
     the tensor or expert axis, too, or that some ranks of the pipeline axis hold. All other leaves are equal on all
     ranks. `free` names a field of `value` whose structure is saved too, for `load`: one that differs from step
     to step. `notes` are kept beside it (`notes_of`). The tensors are copied before it returns, so their memory may be
-    used again; a thread writes.
+    used again; a thread writes. `parts` are written before it returns, and `value` lacks them.
 
     The files are written and synced under another name and renamed at the end, so a crash of any rank at any instant
     leaves the last complete checkpoint as it was. The same state saved again is left as it is; another one for the
-    same step is an error, on every rank. Ranks wait for each other as long as there is something new to see within
-    `timeout` seconds.
+    same step is an error, on every rank, and so is any with parts. Ranks wait for each other as long as there is
+    something new to see within `timeout` seconds.
     """
-    return _begin(value, directory, step, mesh, shapes, free, keep, notes, timeout, copy=True)
-
-
-def _begin(
-    value: Any,
-    directory: Path,
-    step: int,
-    mesh: Mesh,
-    shapes: Mapping[str, torch.Size | Extent],
-    free: str | None,
-    keep: int | None,
-    notes: Mapping[str, str],
-    timeout: float,
-    *,
-    copy: bool,
-) -> Pending:
-    leaves = dict(tree.leaves_with_paths(value))
-    tensors = {path: x.detach() for path, x in leaves.items() if isinstance(x, Tensor)}
-    plain = {path: plain_of(x) for path, x in leaves.items() if not isinstance(x, Tensor)}
-    cuts = files.cuts_of(tensors, mesh, shapes)
-    device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
+    if parts is None:
+        tree.check_here(value, "a checkpoint")
+    share = _Share.of(value, "", mesh, shapes)
     structure = None if free is None else pytree.treespec_dumps(pytree.tree_structure(getattr(value, free)))
-    contents = attrs.evolve(files.contents(tensors, cuts, plain, structure, mesh, device), notes=dict(notes))
-    shard = contents.number(mesh)
+    contents = attrs.evolve(share.contents, structure=structure, notes=dict(notes))
     result: Future[Path] = Future()
-    attempt = attempts.agree(Path(directory), step, mesh, device, timeout)
+    attempt = attempts.agree(Path(directory), step, mesh, share.device, timeout)
     if attempt.token is None:
-        _compare(result, attempt, contents, tensors if shard is not None else None, cuts, mesh, device)
+        if parts is not None:
+            raise attempts.cannot_write(attempt.directory, step, "there is one already")
+        _compare(result, attempt, contents, share, mesh)
         return Pending(result)
-    mine = {path: x for path, x in tensors.items() if shard is not None and files.writes(cuts[path], mesh)}
-    job = _Job(attempt, shard, on_host(mine, copy), cuts, contents, keep)
+    number, places, count = share.number, contents.places(), None
+    if parts is not None:
+        written, places, count = _written(parts, attempt), [], parts.files + 1
+        contents = files.joined([*written, contents.numbered(parts.files)])
+        number = parts.files if share.tensors else None
+    mine = on_host(share.written(mesh), copy=True)
+    job = _Job(attempt, number, mine, share.cuts, contents, places, count, keep)
     # a daemon: a process that fails elsewhere ends at once, and leaves a draft
     threading.Thread(target=job.run, args=(result,), name=f"checkpoint of step {step}", daemon=True).start()
     return Pending(result)
+
+
+def write_part(
+    value: Any,
+    path: str,
+    draft: Path,
+    first: int,
+    *,
+    mesh: Mesh = LOCAL,
+    shapes: Mapping[str, torch.Size | Extent] = {},
+) -> Contents:
+    """Writes what a tree has at `path`, in files of a draft whose numbers begin with `first`. Every rank of its mesh
+    calls, and whoever saves the rest commits it.
+
+    `shapes` are those of `begin_save`, by paths in `value`; leaves that are elsewhere are left out.
+    """
+    share = _Share.of(value, path, mesh, shapes)
+    if share.number is not None and share.tensors:
+        files.write_shard(draft, first + share.number, on_host(share.written(mesh), copy=False), share.cuts)
+    return share.contents.numbered(first)
+
+
+@attrs.frozen
+class _Share:
+    """What this rank holds of a tree."""
+
+    contents: Contents  # of all ranks
+    number: int | None  # this rank's among those that write
+    tensors: Mapping[str, Tensor]
+    cuts: Mapping[str, Part]
+    device: torch.device
+
+    @staticmethod
+    def of(value: Any, path: str, mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> _Share:
+        """This rank's share of the tree at `path`, but for leaves that are elsewhere: a collective of the mesh."""
+        every = {path + name: leaf for name, leaf in tree.leaves_with_paths(value)}
+        leaves = {name: leaf for name, leaf in every.items() if not isinstance(leaf, tree.Away)}
+        tensors = {name: x.detach() for name, x in leaves.items() if isinstance(x, Tensor)}
+        plain = {name: plain_of(x) for name, x in leaves.items() if not isinstance(x, Tensor)}
+        cuts = files.cuts_of(tensors, mesh, {path + name: shape for name, shape in shapes.items()})
+        device = next((x.device for x in tensors.values() if x.is_cuda), torch.device("cpu"))
+        contents = files.contents(tensors, cuts, plain, mesh, device)
+        return _Share(contents, contents.number(mesh), tensors, cuts, device)
+
+    def written(self, mesh: Mesh) -> dict[str, Tensor]:
+        """The tensors that this rank writes."""
+        wanted = () if self.number is None else self.tensors.items()
+        return {path: x for path, x in wanted if files.writes(self.cuts[path], mesh)}
 
 
 def plain_of(leaf: Any) -> Any:
@@ -173,23 +214,15 @@ def plain_of(leaf: Any) -> Any:
     raise CheckpointError(f"a leaf of type {type(leaf).__name__} does not fit a checkpoint: {leaf!r}")
 
 
-def _compare(
-    result: Future[Path],
-    attempt: Attempt,
-    contents: Contents,
-    tensors: Mapping[str, Tensor] | None,
-    cuts: Mapping[str, Part],
-    mesh: Mesh,
-    device: torch.device,
-) -> None:
+def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: _Share, mesh: Mesh) -> None:
     """Accepts the checkpoint that is there already if it holds this very state, on all ranks."""
     problem = None
     try:
-        if tensors is not None and not files.same(attempt.final, contents, tensors, cuts):
+        if share.number is not None and not files.same(attempt.final, contents, share.tensors, share.cuts):
             problem = "there is one of another state"
     except CheckpointError as error:
         problem = f"there is one, and it is not whole: {error}"
-    problems = [x for x in gather_objects(problem, mesh, AXES, device) if x is not None]
+    problems = [x for x in gather_objects(problem, mesh, AXES, share.device) if x is not None]
     if problems:
         result.set_exception(attempts.cannot_write(attempt.directory, attempt.step, problems[0]))
     else:
@@ -205,6 +238,8 @@ class _Job:
     tensors: Mapping[str, Tensor]
     cuts: Mapping[str, Part]
     contents: Contents
+    places: Sequence[str]  # of the ranks that write at the same time
+    count: int | None  # of files, where parts of the state have some
     keep: int | None
 
     def run(self, result: Future[Path]) -> None:
@@ -230,18 +265,27 @@ class _Job:
             result.set_exception(failure)
 
     def _write(self, shard: int) -> None:
-        if self.attempt.rank == 0:
-            attempts.clear_leftovers(self.attempt)
-        else:
+        if self.attempt.rank != 0:
             self.attempt.await_draft()
         files.write_shard(self.attempt.draft, shard, self.tensors, self.cuts)
 
     def _commit(self) -> None:
         attempt = self.attempt
-        attempt.await_shards(self.contents.places())
-        files.write_manifest(attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=self.contents)
+        attempt.await_shards(self.places)
+        files.write_manifest(
+            attempt.draft, step=attempt.step, attempt=str(attempt.token), contents=self.contents, count=self.count
+        )
         attempts.commit(attempt)
         attempts.drop_old(attempt.directory, self.keep)
+
+
+def _written(parts: RemoteParts, attempt: Attempt) -> Sequence[Contents]:
+    """What the ranks of the parts have written into the attempt's draft, which goes if one of them fails."""
+    try:
+        return parts.write(attempt.draft.absolute())
+    except BaseException as error:
+        attempt.give_up(str(error), None)
+        raise
 
 
 def load(

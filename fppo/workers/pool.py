@@ -8,14 +8,11 @@ task instead of loading it once, and it kills the worker alone, not the processe
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import selectors
-import signal
 import socket
 import subprocess
-import sys
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -24,14 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 import attrs
 
 from fppo.runtime.clock import ProcessClock
+from fppo.runtime.parent import kill_session, start_python
 from fppo.workers.calls import Mode, Patience
 from fppo.workers.channel import SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
 
-_START = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
-    "from fppo.workers.process import main; main(int(sys.argv[1]), sys.argv[4], int(sys.argv[2]))"
-)
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
 _LOOK = 0.5  # seconds between two looks at the processes, at most
 _REAP = 10.0  # seconds that a process which was killed may take to end
@@ -119,17 +113,11 @@ class WorkerPool:
     def _started(self) -> _Worker:
         ours, theirs = socket.socketpair()
         channel = Channel(ours, os.urandom(SECRET))
-        path = [os.getcwd() if entry == "" else entry for entry in sys.path]
-        arguments = [str(theirs.fileno()), str(os.getpid()), json.dumps(path), channel.secret]
+        arguments = [theirs.fileno(), channel.secret, os.getpid()]
         # on a thread that stays: the system ends a worker with the thread that started it
         self._starter = self._starter or ThreadPoolExecutor(1, "reward processes")
         process = self._starter.submit(
-            subprocess.Popen,
-            [sys.executable, "-P", "-c", _START, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints must not mix with the command's own output
-            pass_fds=(theirs.fileno(),),
-            start_new_session=True,  # ctrl-C is for the parent; and what a reward starts is killed with it
+            start_python, "fppo.workers.process:main", *arguments, pass_fds=(theirs.fileno(),)
         ).result()
         theirs.close()
         with contextlib.suppress(OSError):  # if it died at once, the first wait says so
@@ -291,8 +279,6 @@ def _end(workers: list[_Worker]) -> None:
 
 def _kill(worker: _Worker) -> None:
     worker.channel.close()
-    with contextlib.suppress(OSError):  # nobody is left
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.kill()
+    kill_session(worker.process)
     with contextlib.suppress(subprocess.TimeoutExpired):  # the system has it, as amid a read from a disk that is away
         worker.process.wait(timeout=_REAP)

@@ -13,14 +13,14 @@ from fppo.workers.channel import WorkerChannel
 from fppo.workers.sample import Outcome, Sample
 
 
-def main(descriptor: int, secret: str, parent: int) -> None:
+def main(descriptor: str, secret: str, parent: str) -> None:
     """Answers the parent until it closes the channel.
 
     First come the functions, pickled; the answer is ("ready",) or ("failed", why). Then come tasks (number of the
     function, mode, samples); the answers are (number of the sample, outcome) and ("tick",), and ("done",) at the end.
     """
-    end_with(parent)
-    channel = WorkerChannel(descriptor, bytes.fromhex(secret))
+    end_with(int(parent))
+    channel = WorkerChannel(int(descriptor), bytes.fromhex(secret))
     try:
         functions = [_load(data) for data in pickle.loads(channel.receive())]
     except BaseException as error:

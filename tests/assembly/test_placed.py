@@ -16,7 +16,7 @@ from fppo.assembly.inputs import read_inputs
 from fppo.assembly.parts import device_of
 from fppo.assembly.pools import home_of
 from fppo.assembly.run import assemble
-from fppo.fleet import HERE, Group, Processes, at_once
+from fppo.fleet import HERE, Group, Processes, RankSpec, at_once
 from fppo.key import Key
 from fppo.pipeline import in_turn
 from fppo.pipeline.train import iterate
@@ -170,8 +170,9 @@ def test_roles_and_engines_in_processes_of_their_own_are_one_process_though_an_e
         return answer(self, replica, work, prompts)
 
     monkeypatch.setattr(EnginePool, "_answer", killing)
-    ranks = {"actor": Processes(1, patience=120.0), "critic": Processes(1, patience=120.0)}
+    ranks = {"actor": Processes(RankSpec(patience=120.0)), "critic": Processes(RankSpec(patience=120.0))}
     with pytest.warns(
-        RuntimeWarning, match=r"'engine [01]': rank 0 of 1 .* ended with status -9; others answer for it"
+        RuntimeWarning,
+        match=r"'engine [01]': rank 0 of 1 .* ended by SIGKILL, perhaps for want of memory; others answer for it",
     ):
-        assert placed(settings, ranks, engines=[Processes(1, patience=120.0) for _ in range(2)]) == expected
+        assert placed(settings, ranks, engines=[Processes(RankSpec(patience=120.0)) for _ in range(2)]) == expected

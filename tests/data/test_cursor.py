@@ -77,7 +77,7 @@ def test_epochs_and_keys_have_their_own_orders():
 
 
 def test_a_cursor_survives_a_checkpoint(tmp_path):
-    checkpoint.save({"cursor": DataCursor(epoch=3, position=2)}, tmp_path, 1)
+    checkpoint.begin_save({"cursor": DataCursor(epoch=3, position=2)}, tmp_path, 1).wait()
     indices = checkpoint.load({"cursor": DataCursor()}, tmp_path, 1)["cursor"]
     assert (indices.epoch, indices.position) == (3, 2)
 

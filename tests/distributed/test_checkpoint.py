@@ -76,5 +76,5 @@ def test_a_rank_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path, rank):
     step = checkpoint.steps(directory)[-1]
     assert step >= before >= 3
     assert tree.digest(checkpoint.load(template, directory, step)) == tree.digest(state(step, wide=100_000))
-    checkpoint.save(state(99), directory, 99, keep=1)
+    checkpoint.begin_save(state(99), directory, 99, keep=1).wait()
     assert [path.name for path in directory.iterdir()] == ["step_00000099"]

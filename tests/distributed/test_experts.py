@@ -38,7 +38,7 @@ def update(mesh, stage, directory=None):
         optimizer=optimizer,
     )(init_state(models.own_params(model, params, mesh), optimizer), tiny.experience(7, 7))
     if directory is not None:
-        checkpoint.save(state, directory, stage, mesh=mesh, shapes=whole_shapes(state, model.extents))
+        checkpoint.begin_save(state, directory, stage, mesh=mesh, shapes=whole_shapes(state, model.extents)).wait()
     whole = {what: models.whole_params(model, x, mesh) for what, x in (("p", state.params), ("m", state.opt.mu))}
     held = sum(x.numel() for x in tree.tensors(state))
     return dict(tree.leaves_with_paths(whole)), metrics.report(report), held

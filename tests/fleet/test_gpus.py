@@ -2,7 +2,8 @@
 
 import pytest
 
-from fppo.fleet.gpus import Gpus
+from fppo.fleet import RankSpec
+from fppo.fleet.clusters import Gpus
 
 
 def test_gpus_are_dealt_from_the_first_on():
@@ -20,4 +21,4 @@ def test_gpus_are_dealt_from_the_first_on():
 @pytest.mark.parametrize(("ranks", "each", "words"), [(2, 0.5, "cannot share a GPU"), (1, 1.5, "must be whole, or")])
 def test_ranks_of_a_mesh_do_not_share_a_gpu(ranks, each, words):
     with pytest.raises(ValueError, match=f"gpus = {each}: .*{words}"):
-        Gpus(4).deal(ranks, each)
+        RankSpec(count=ranks, gpus=each)

@@ -4,6 +4,8 @@ import gc
 import importlib.util
 import pickle
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 from fppo import tree
 from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, at_once, cluster, group, on
 from fppo.fleet.rank import PLAIN
+from fppo.runtime import clock
 from fppo.runtime.offload import copied
 from tests.fleet.threads import Threads
 from tests.fleet.trees import TREES
@@ -216,6 +219,85 @@ def test_a_stage_that_writes_into_what_others_read_is_found(one):
     with pytest.raises(ValueError, match=r"writes has written into its argument \[0\]\[0\]\['b'\]"):
         one.call(writes, batch, 2.0)
     assert one.call(writes, batch, 1.0) == 1 << 15  # what it writes is what was there
+
+
+def counted(here, directory, number, fails):
+    """Yields numbers, each once the one before was read, and after `number` of them fails, or gives none for long."""
+    for i in range(number):
+        while i and not (directory / str(i - 1)).exists():
+            time.sleep(0.001)
+        yield {"x": torch.full((1 << 15,), float(i)), "i": i}
+    if fails:
+        raise KeyError("of the rank")
+
+
+def check_stream(one, directory):
+    """A group gives items as they come; errors of either side are raised, and its reader's end the group."""
+    seen = []
+
+    def read(item):
+        assert torch.equal(item["x"], torch.full((1 << 15,), float(item["i"])))
+        seen.append(item["i"])
+        (directory / str(item["i"])).touch()
+
+    assert one.call(counted, HERE, directory, 3, False, on_item=read) is None
+    assert seen == [0, 1, 2]
+    with pytest.raises(KeyError, match="of the rank"):
+        one.call(counted, HERE, directory, 2, True, on_item=read)
+    assert seen == [0, 1, 2, 0, 1]
+    one.start()
+
+    def fail(item):
+        raise ValueError("of the reader")
+
+    with pytest.raises(ValueError, match="of the reader"):
+        one.call(counted, HERE, directory, 2, False, on_item=fail)
+    with pytest.raises(GroupDied, match="counted was left half way"):
+        one.call(make, HERE, 1.0)
+    one.start()
+    assert one.call(make, HERE, 1.0)[0]["step"] == 4
+
+
+def test_items_come_one_by_one(one, tmp_path):
+    check_stream(one, tmp_path)
+    items = []
+    LOCAL_GROUP.call(counted, HERE, tmp_path, 3, False, on_item=items.append)
+    assert [item["i"] for item in items] == [0, 1, 2]
+
+
+def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silent(one, monkeypatch):
+    passed, seen = [0.0], []
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+
+    def slow(item):
+        passed[0] += 1.5
+        seen.append(item)
+
+    def still(item):
+        passed[0] += 1000.0
+        seen.append(item)
+
+    assert one.call(counted_to, 5, on_item=slow, patience=2.5) is None
+    assert one.call(counted_to, 2, on_item=still, patience=2.5) is None
+    assert seen == [*range(5), 0, 1]
+
+    def passing():
+        passed[0] += 0.05
+        return passed[0]
+
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=passing))
+    monkeypatch.setattr(group, "_LOOK", 0.05)
+    with pytest.raises(GroupDied, match=r"hangs was not done after 0.5 s on rank 0 of 1") as raised:
+        one.call(hangs, on_item=seen.append, patience=0.5)
+    assert raised.value.silent
+
+
+def counted_to(number):
+    yield from range(number)
+
+
+def hangs():
+    yield threading.Event().wait(5.0)
 
 
 def test_calls_of_two_threads_reach_all_ranks_in_one_order(two):

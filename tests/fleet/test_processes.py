@@ -1,20 +1,21 @@
 """Ranks in processes of this machine: collectives over gloo, and what is said of one that is killed."""
 
-import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fppo.fleet import HERE, Group, GroupDied, cluster, processes
+from fppo.fleet import HERE, Group, GroupDied, RankSpec, cluster, processes
 from fppo.fleet.group import RankLost
-from tests.fleet.test_group import fails_on, make, reduced
+from tests.fleet.test_group import check_stream, fails_on, make, reduced
 
 
 def pid(here):
@@ -39,7 +40,7 @@ def test_a_rank_outlives_the_thread_that_asked_for_it():
         def start(self):
             started.append(threading.current_thread())
 
-    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process)
+    context = SimpleNamespace(Process=Process)
     asked = threading.Thread(target=processes._Child, args=(context, None, 0, None))
     asked.start()
     asked.join()
@@ -55,7 +56,7 @@ def test_a_rank_that_does_not_start_says_so():
             raise OSError("no memory for a process")
 
     with pytest.raises(OSError, match="no memory for a process"):
-        processes._Child(SimpleNamespace(Pipe=multiprocessing.Pipe, Process=Process), None, 0, None)
+        processes._Child(SimpleNamespace(Process=Process), None, 0, None)
 
 
 @pytest.mark.parametrize("lost", [True, False])
@@ -75,7 +76,7 @@ def test_who_is_lost_at_the_start_says_so_before_those_who_wait_for_it_to_join(m
 
     monkeypatch.setattr(processes, "_Child", Child)
     with pytest.raises(RankLost) as raised:
-        processes.Processes(3, patience=0.2).start()
+        processes.Processes(RankSpec(count=3, patience=0.2)).start()
     words = "process 1 ended with status -9" if lost else "process 0, 1, 2 was not up after 0.2 s"
     assert (str(raised.value), raised.value.again) == (words, lost)
 
@@ -86,9 +87,9 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3")
     with cluster("processes") as there:
-        there.ranks(gpus=1)
-        ranks = there.ranks(2, gpus=1, threads=1, patience=120.0)
-    assert ranks._member(0, "a token").device == "cuda"
+        there.ranks(RankSpec(gpus=1))
+        ranks = there.ranks(RankSpec(count=2, gpus=1, threads=1, patience=120.0))
+    assert ranks._device == "cuda"
     ranks._device = "cpu"
     with Group("two", ranks, patience=120.0) as two:
         assert two.call(gpus, HERE) == [5, 3]
@@ -98,9 +99,7 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
         first = two.call(pid, HERE)
         assert first != os.getpid()
         os.kill(first, signal.SIGKILL)
-        words = (
-            rf"group 'two': rank 0 of 2 \(process {first}\) was lost in reduced: process {first} ended with status -9"
-        )
+        words = rf"group 'two': rank 0 of 2 \(process {first}\) was lost in reduced: process {first} ended by SIGKILL"
         with pytest.raises(GroupDied, match=words):
             two.call(reduced, HERE, 1.0)
         two.start()
@@ -109,11 +108,54 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
             two.call(fails_on, HERE, 0)
 
 
+def dies(number):
+    yield from range(number)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_items_of_a_process_come_one_by_one_until_it_dies(tmp_path):
+    with Group("one", processes.Processes(RankSpec(threads=1, patience=120.0)), patience=120.0) as one:
+        check_stream(one, tmp_path)
+        items = []
+        with pytest.raises(GroupDied, match=r"was lost in dies: process .* ended by SIGKILL"):
+            one.call(dies, 3, on_item=items.append)
+        assert items == [0, 1, 2]
+
+
+def sleeper():
+    """A process that this one has started, and this one's variables but for those that a rank sets."""
+    child = subprocess.Popen(["sleep", "600"])
+    return child.pid, {name for name in os.environ if name not in ("GLOO_SOCKET_IFNAME", "LC_CTYPE")}
+
+
+def test_a_new_python_has_an_environment_of_its_own_and_what_it_starts_ends_with_it():
+    ranks = processes.Processes(RankSpec(threads=1, patience=120.0), environment={"MINE": "1"})
+    with Group("one", ranks, patience=120.0) as one:
+        for _ in range(2):
+            started, variables = one.call(sleeper)
+            assert variables == {"MINE"}
+            assert os.getsid(started) == one.call(pid, HERE) != os.getsid(0)
+            one.start()
+            deadline = time.monotonic() + 120
+            while running(started) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not running(started)
+
+
+def running(number):
+    """Whether a process is at work, which one that is dead and has no parent yet that notices is not."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_group_that_starts_again_and_again_keeps_nothing_of_the_processes_before():
     def kept():
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
-    with cluster("processes") as there, Group("one", there.ranks(threads=1, patience=120.0), patience=120.0) as one:
+    spec = RankSpec(threads=1, patience=120.0)
+    with cluster("processes") as there, Group("one", there.ranks(spec), patience=120.0) as one:
         one.start()
         before = kept()
         for _ in range(3):

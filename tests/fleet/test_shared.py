@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from fppo.fleet import Group, Processes, processes
-from fppo.fleet.sent import Sent
+from fppo.fleet import Group, Processes, RankSpec, processes
+from fppo.fleet.codec import Sent
 from fppo.fleet.shared import Parcel, PipeLane, put
 
 
@@ -160,7 +160,7 @@ def more(x):
 @pytest.mark.slow
 def test_ranks_find_large_tensors_in_memory_of_which_nothing_is_left(monkeypatch):
     sent = Sent(put)
-    ranks = [Processes(threads=1, sent=sent) for _ in range(2)]
+    ranks = [Processes(RankSpec(threads=1), sent=sent) for _ in range(2)]
     with Group("a", ranks[0]) as a, Group("b", ranks[1]) as b:
         column = {"a": torch.ones(1 << 17), "b": torch.zeros(3)}
         assert a.call(look, column) == b.call(look, column) == (1 << 17, True)

@@ -75,5 +75,8 @@ def _serve(rank, line):
             time.sleep(seen_after)
             future.set_exception(RankLost("the thread is gone"))
             continue
-        reply = rank.run(*pickle.loads(data))
-        future.set_result(pickle.loads(pickle.dumps(reply)))
+        request, large = pickle.loads(data)
+        for reply in rank.stream(request, large) if request.streams else [rank.run(request, large)]:
+            answer = pickle.loads(pickle.dumps(reply)).linked(reply.large)
+            future.set_result(answer)
+            future = answer.rest

@@ -180,7 +180,7 @@ def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):
     state = init_state(PARAMS, OPTIMIZER)
 
     def save(state):
-        return checkpoint.save(state, tmp_path, state.step)
+        return checkpoint.begin_save(state, tmp_path, state.step).wait()
 
     laws.check_resume(
         actor_step, state, save=save, load=lambda path: checkpoint.load(state, tmp_path, int(path.name[5:]))

@@ -80,7 +80,7 @@ def test_scores_of_any_name_wait_on_disk(assembly, tmp_path):
     batches = [attrs.evolve(waiting.scored, named_scores=more) for waiting in run.ahead]
     ahead = (attrs.evolve(waiting, scored=scored) for waiting, scored in zip(run.ahead, batches, strict=True))
     run = attrs.evolve(run, ahead=tuple(ahead))
-    checkpoint.save(run, tmp_path, 1, free=session.AHEAD)
+    checkpoint.begin_save(run, tmp_path, 1, free=session.AHEAD).wait()
     loaded = session.load(assembly, tmp_path, 1)
     assert tree.digest(loaded) == tree.digest(run)
     scored = loaded.ahead[1].scored
@@ -90,7 +90,7 @@ def test_scores_of_any_name_wait_on_disk(assembly, tmp_path):
 @pytest.mark.parametrize("lag", [1, 2])
 def test_a_state_goes_on_from_disk_bit_for_bit(assembly, tmp_path, lag):
     done = _steps(assembly, 4, ahead=lag)
-    checkpoint.save(done[1][0], tmp_path, 2, free=session.AHEAD)
+    checkpoint.begin_save(done[1][0], tmp_path, 2, free=session.AHEAD).wait()
     run = session.load(assembly, tmp_path, 2)
     assert tree.digest(run) == tree.digest(done[1][0])
     again = _steps(assembly, 2, run=run, ahead=lag)
@@ -278,7 +278,7 @@ def test_objects_wait_as_a_checkpoint_gives_them_back(assembly, tmp_path):
 
     changed = attrs.evolve(assembly, program=attrs.evolve(program, score=score))
     run, _, _ = _steps(changed, 1, ahead=1)[-1]
-    checkpoint.save(run, tmp_path, 1, free=session.AHEAD)
+    checkpoint.begin_save(run, tmp_path, 1, free=session.AHEAD).wait()
     assert tree.digest(session.load(assembly, tmp_path, 1)) == tree.digest(run)
 
 
@@ -344,7 +344,7 @@ def test_several_gpus_are_refused_and_nothing_else(lag, ranks, device):
 def test_batches_that_wait_on_disk_come_back_to_the_device_that_works(assembly, tmp_path):
     """Wherever the state is: offloaded, it is on the host."""
     run, _, _ = _steps(assembly, 1, ahead=1)[-1]
-    checkpoint.save(run, tmp_path, 1, free=session.AHEAD)
+    checkpoint.begin_save(run, tmp_path, 1, free=session.AHEAD).wait()
     meta = torch.device("meta")  # a device that nothing else is on
     loaded = session.load(attrs.evolve(assembly, device=meta), tmp_path, 1)
     assert {x.device for x in tree.tensors(loaded.ahead)} == {meta}

@@ -150,9 +150,9 @@ def test_a_run_saved_on_two_ranks_goes_on_on_any_mesh(tmp_path, saving, axes):
         with assemble(settings, mesh=mesh) as assembly:
             if saving:
                 run, *_ = next(iterate(assembly.run, program=assembly.program, draw=assembly.draw))
-                session.checkpoint.save(
+                session.checkpoint.begin_save(
                     run, tmp_path / "saved", run.step, mesh=mesh, shapes=assembly.shapes, free=session.AHEAD
-                )
+                ).wait()
             else:
                 run = session.load(assembly, tmp_path / "saved", 1)
             state = digests_of_whole(run, assembly)

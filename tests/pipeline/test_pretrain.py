@@ -99,7 +99,7 @@ TOOLBOXES = (
 def test_a_run_that_stops_in_its_pretraining_goes_on_bit_for_bit(task, tmp_path, changes):
     settings = tiny_run.settings(task, critic__pretrain=2, data__eval_path=(), **changes)
     runs = _states(settings, 3)
-    checkpoint.save(runs[1], tmp_path, 1)
+    checkpoint.begin_save(runs[1], tmp_path, 1).wait()
     with assemble(settings) as assembly:
         again = checkpoint.load(assembly.run, tmp_path, 1)
         following = iterate(again, program=assembly.program, draw=assembly.draw)

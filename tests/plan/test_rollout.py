@@ -158,7 +158,7 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
     away = [*kept, *states["actor"].params.values()]  # the reference's
     found = host.host_of(what, built)
     assert found.rest[host.STATE] == sum(x.nbytes for x in away)
-    saved = checkpoint.save(states, tmp_path, 1)
+    saved = checkpoint.begin_save(states, tmp_path, 1).wait()
     written = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     assert written == pytest.approx(found.meanwhile[host.COPIES], rel=0.01)
     buckets = reshard(states["actor"].params, model_of(what, "actor").shapes, bucket_bytes=300_000)

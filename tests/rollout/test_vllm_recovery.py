@@ -1,9 +1,7 @@
 """What the engine does when its host dies, is interrupted, or does not come back: a host that does so on demand."""
 
-import pickle
-from multiprocessing.connection import Pipe
+import threading
 from types import SimpleNamespace
-from typing import Any
 
 import attrs
 import numpy as np
@@ -11,20 +9,22 @@ import pytest
 import torch
 
 from fppo import models
+from fppo.fleet import group
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import probe as vllm_probe
-from fppo.rollout.vllm import process
-from fppo.rollout.vllm import start as vllm_start
+from fppo.rollout.vllm import remote
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
-from fppo.rollout.vllm.process import ProcessHost
+from fppo.rollout.vllm.remote import RemoteHost
 from fppo.rollout.vllm.transfer import _Client
 from fppo.runtime import clock
 from fppo.runtime.mesh import LOCAL, Sharding, any_rank
 from fppo.runtime.simulate import simulate
+from tests.fleet.threads import Threads
 from tests.models.families import make
 from tests.rollout.test_embedded import make_prompts
 
@@ -374,8 +374,8 @@ def test_memory_that_torch_keeps_is_given_back_before_vllm_wakes_or_starts(start
     generate(engine, version=2)
     assert log == [*("given back", "woke weights", "loaded", "given back", "woke kv_cache", "asked for 12", "slept")]
     log.clear()
-    monkeypatch.setattr(vllm_start, "LocalHost", lambda *_, **__: log.append("start"))
-    vllm_start.start_host(MODEL, VllmOptions(), "float32")
+    monkeypatch.setattr(remote, "LocalHost", lambda *_, **__: log.append("start"))
+    remote.start_host(MODEL, VllmOptions(), "float32")
     assert log == ["given back", "start"]
 
 
@@ -395,17 +395,6 @@ def test_weights_that_are_not_those_sent_are_held_by_nobody(start, monkeypatch):
     monkeypatch.undo()
     engine.sync(PARAMS, version=1)
     assert engine._host is host
-
-
-def host_of(connection: Any, *, patience: float = 60.0) -> tuple[Any, list[str]]:
-    """What `ProcessHost` is when its process has started, over this connection; and what was closed of it."""
-    host: Any = object.__new__(ProcessHost)
-    closed: list[str] = []
-    host._connection, host._options = connection, VllmOptions(host="process", patience=patience)
-    host._process = SimpleNamespace(pid=0)
-    host._memory = SimpleNamespace(close=lambda: closed.append("memory"))
-    host._finalizer = lambda: closed.append("process")
-    return host, closed
 
 
 @pytest.mark.parametrize(
@@ -429,49 +418,116 @@ def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, opti
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setenv("LOCAL_RANK", "2")
-    results = process._environment(process._gpus(VllmOptions(host="process", **options)))
+    results = remote._environment(remote._gpus(VllmOptions(host="process", **options)))
     assert results.get("CUDA_VISIBLE_DEVICES") == expected
     assert "LOCAL_RANK" not in results
 
 
-def test_answers_that_nobody_waits_for_any_more_are_not_those_to_the_next_question():
-    ours, theirs = Pipe()
-    host, closed = host_of(ours)
-    for message in [("row", row, ([row], [0.0], [0.0])) for row in range(3)] + [("result", None)]:
-        theirs.send_bytes(pickle.dumps(message))
+class OnRank:
+    """What is on the rank of a `RemoteHost` in place of vLLM."""
 
+    limit = 7
+
+    def __init__(self, path, options, **rest):
+        self.got, self.loads = {}, []
+
+    def call(self, method, *arguments):
+        if method == "died":
+            raise EngineDied("a worker of vLLM ended")
+        return [arguments, {"method": method}]
+
+    def begin_load(self, how, transfer=False):
+        self.got = {}
+
+    def take_in_from(self, path, places):
+        memory = SharedMemory.at(path)
+        self.take_in(memory.get(places))
+        memory.close()
+
+    def take_in(self, tensors):
+        if "wrong" in tensors:
+            raise SyncError("what came is wrong")
+        self.got |= tensors
+
+    def end_load(self):
+        if not self.got:
+            raise SyncError("nothing came")
+        return {name: digest(x, "bytes") for name, x in self.got.items()}, []
+
+    def sleep(self):
+        threading.Event().wait(5.0)
+
+    def wake(self, part):
+        raise KeyError(part)
+
+    def answers(self, request):
+        ones = np.ones(2, np.float32)
+        yield [(0, Answer(ones.astype(np.int64), ones, ones)), (1, Answer(ones.astype(np.int64), 2 * ones, ones))]
+        yield []
+        yield [(2, Answer(ones.astype(np.int64), 3 * ones, ones))]
+
+
+@pytest.fixture(params=["process", "ray"])
+def host(monkeypatch, tmp_path, request):
+    """A host whose rank is a thread."""
+    monkeypatch.setattr(remote, "check_installed", lambda: "0")
+    monkeypatch.setattr(remote, "LocalHost", OnRank)
+    monkeypatch.setattr(remote, "_ranks_of", lambda options: (Threads(), True))
+    options = VllmOptions(host=request.param, patience=0.5)
+    made = RemoteHost(str(tmp_path), options, dtype="float32", trust_remote_code=False)
+    yield made
+    made.close()
+    made.close()
+
+
+def test_a_host_elsewhere_does_what_one_here_does(host):
+    assert host.limit == 7
+    assert host.call("names", ["a"], 3) == [(["a"], 3), {"method": "names"}]
+    for version in range(2):
+        host.begin_load("bytes")
+        pieces = [{f"{i}": torch.full((5, 40_000), float(i + version)), f"b{i}": torch.ones(i)} for i in range(4)]
+        for tensors in pieces:
+            host.take_in(tensors)
+        assert host.end_load() == ({name: digest(x) for each in pieces for name, x in each.items()}, [])
+    answers = {}
+    host.generate(None, answers.__setitem__)
+    assert [float(answers[row].log_probs[0]) for row in range(3)] == [1.0, 2.0, 3.0]
+
+
+def test_errors_of_a_host_elsewhere_are_those_of_one_here(host):
+    host.begin_load("bytes")
+    for call, error in (
+        (host.end_load, SyncError("nothing came")),
+        (lambda: host.call("died"), EngineDied("a worker of vLLM ended")),
+        (lambda: host.wake("nothing"), EngineFailure("KeyError: 'nothing'")),
+    ):
+        with pytest.raises(type(error), match=str(error)):
+            call()
+    host.take_in({"wrong": torch.ones(3)})
+    with pytest.raises(SyncError, match="what came is wrong"):
+        host.end_load()
+
+
+def test_a_caller_that_fails_leaves_no_answers_to_the_next_question(host):
     def on_answer(row, answer):
         raise ValueError("of the caller")
 
     with pytest.raises(ValueError, match="of the caller"):
         host.generate(None, on_answer)
-    assert closed == ["process", "memory"]
+    with pytest.raises(EngineDied, match="generate was left half way"):
+        host.call("names")
 
 
-def test_time_in_which_this_process_stood_still_is_no_silence(monkeypatch):
-    passed, waits = [0.0], []
+def test_silence_is_a_death_and_the_setting_is_named(host, monkeypatch):
+    passed = [0.0]
 
-    def poll(seconds):
-        waits.append(seconds)
-        passed[0] += 1000.0 if len(waits) == 2 else seconds
-        return len(waits) == 40
+    def passing():
+        passed[0] += 0.1
+        return passed[0]
 
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    warned = SimpleNamespace(poll=poll, recv_bytes=lambda: pickle.dumps(("result", 3)))
-    assert host_of(warned)[0]._receive("patience") == ("result", 3)
-    assert passed[0] > 1000
-
-
-def test_silence_is_a_death(monkeypatch):
-    passed, ended = [0.0], []
-
-    def poll(seconds):
-        passed[0] += seconds
-        return False
-
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))
-    monkeypatch.setattr(process, "_end", lambda *_, grace: ended.append(grace))
-    with pytest.raises(EngineDied, match=r"no sign of life for 7 s \(setting: patience\)"):
-        host_of(SimpleNamespace(poll=poll), patience=7.0)[0]._receive("patience")
-    assert 7 <= passed[0] < 9
-    assert ended == [0]
+    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=passing))
+    monkeypatch.setattr(group, "_LOOK", 0.1)
+    with pytest.raises(EngineDied, match=r"no sign of life for 0.5 s \(setting: patience\), in sleep"):
+        host.sleep()
+    with pytest.raises(EngineDied):
+        host.call("names")

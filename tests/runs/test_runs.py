@@ -278,7 +278,7 @@ def test_a_checkpoint_without_a_clock_goes_on_by_the_number_of_updates(task, tmp
     settings = tiny_run.settings(task, output_dir=str(tmp_path), actor__optimizer__warmup_steps=warmup)
     with assemble(settings) as assembly:
         run = replace(assembly.run, actor=replace(assembly.run.actor, clock=None))
-        checkpoint.save(run, tmp_path / "checkpoints", 0)
+        checkpoint.begin_save(run, tmp_path / "checkpoints", 0).wait()
         loaded = session.load(assembly, tmp_path / "checkpoints", 0)
         assert loaded.actor.clock is None
         assert loaded.critic.clock is not None

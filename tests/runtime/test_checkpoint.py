@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fppo import tree
 from fppo.key import Key
 from fppo.runtime import _checkpoint_files as files
-from fppo.runtime import _checkpoint_host, checkpoint
+from fppo.runtime import checkpoint
 
 
 def _state(seed=0):
@@ -30,13 +30,13 @@ def _state(seed=0):
 
 
 def test_round_trip_is_bit_for_bit(tmp_path):
-    checkpoint.save(_state(), tmp_path, 7)
+    checkpoint.begin_save(_state(), tmp_path, 7).wait()
     assert checkpoint.steps(tmp_path) == [7]
     assert tree.digest(checkpoint.load(_state(1), tmp_path, 7)) == tree.digest(_state())
 
 
 def test_a_template_may_give_its_memory_to_what_is_loaded(tmp_path):
-    checkpoint.save(_state(), tmp_path, 7)
+    checkpoint.begin_save(_state(), tmp_path, 7).wait()
     other = _state(1) | {"params": {"w": torch.zeros(4, 3), "h": torch.zeros(2).bfloat16()}}
     with pytest.raises(checkpoint.CheckpointError, match="1 leaves differ"):
         checkpoint.load(other, tmp_path, 7, donate=True)
@@ -67,7 +67,7 @@ def pinned(monkeypatch):
 
 def test_what_is_pinned_is_loaded_as_pinned(tmp_path, pinned, monkeypatch):
     state = _state()
-    checkpoint.save(state, tmp_path, 7)
+    checkpoint.begin_save(state, tmp_path, 7).wait()
     template = _state(1)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda x: x is template["params"]["w"])
     assert tree.digest(checkpoint.load(template, tmp_path, 7)) == tree.digest(state)
@@ -82,7 +82,7 @@ def test_what_is_pinned_is_loaded_as_pinned(tmp_path, pinned, monkeypatch):
 def test_a_copy_in_pieces_is_a_copy(shape, dtype, size):
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
     for source in (x, x.T if x.dim() == 2 else x[..., ::2] if x.dim() else x):
-        copy = _checkpoint_host._staged(source, torch.zeros(8 * size, dtype=torch.uint8))
+        copy = files._staged(source, torch.zeros(8 * size, dtype=torch.uint8))
         assert copy.dtype == dtype
         assert copy.is_contiguous()
         assert torch.equal(copy, source)
@@ -91,10 +91,10 @@ def test_a_copy_in_pieces_is_a_copy(shape, dtype, size):
 
 def test_a_state_on_a_gpu_is_copied_through_a_bounded_piece_of_pinned_memory(tmp_path, pinned, monkeypatch):
     """A state on the CPU that says it is on a GPU."""
-    monkeypatch.setattr(_checkpoint_host, "STAGE_BYTES", 16)
+    monkeypatch.setattr(files, "STAGE_BYTES", 16)
     state = _state()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
-    copies = _checkpoint_host.on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
+    copies = files.on_host({"w": state["params"]["w"], "h": state["params"]["h"]}, copy=True)
     monkeypatch.undo()
     assert pinned == [16]
     assert tree.digest(copies) == tree.digest(dict(state["params"].items()))
@@ -102,21 +102,21 @@ def test_a_state_on_a_gpu_is_copied_through_a_bounded_piece_of_pinned_memory(tmp
 
 def test_only_the_newest_are_kept(tmp_path):
     for step in range(5):
-        checkpoint.save(_state(step), tmp_path, step, keep=2)
+        checkpoint.begin_save(_state(step), tmp_path, step, keep=2).wait()
     assert checkpoint.steps(tmp_path) == [3, 4]
     assert {p.name for p in tmp_path.iterdir()} == {"step_00000003", "step_00000004"}
 
 
 def test_the_same_state_is_saved_once_and_another_does_not_replace_it(tmp_path):
-    checkpoint.save(_state(), tmp_path, 1)
-    checkpoint.save(_state(), tmp_path, 1)
+    checkpoint.begin_save(_state(), tmp_path, 1).wait()
+    checkpoint.begin_save(_state(), tmp_path, 1).wait()
     with pytest.raises(checkpoint.CheckpointError):
-        checkpoint.save(_state(1), tmp_path, 1)
+        checkpoint.begin_save(_state(1), tmp_path, 1).wait()
     assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
 
 
 def test_another_models_checkpoint_names_the_leaves(tmp_path):
-    checkpoint.save(_state(), tmp_path, 1)
+    checkpoint.begin_save(_state(), tmp_path, 1).wait()
     other = _state()
     other["params"]["w"] = torch.zeros(4, 3)
     other["params"]["new"] = torch.zeros(1)
@@ -126,8 +126,8 @@ def test_another_models_checkpoint_names_the_leaves(tmp_path):
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "json", "missing", "plain", "rows", "gone"])
 def test_damage_is_found_and_the_way_out_named(tmp_path, damage):
-    checkpoint.save(_state(), tmp_path, 1)
-    path = checkpoint.save(_state(1), tmp_path, 2)
+    checkpoint.begin_save(_state(), tmp_path, 1).wait()
+    path = checkpoint.begin_save(_state(1), tmp_path, 2).wait()
     tensors, about, manifest = (
         path / f"{name}" for name in ("shard_00000.safetensors", "shard_00000.json", "state.json")
     )
@@ -175,14 +175,14 @@ def test_a_structure_from_a_file_names_no_module(tmp_path, monkeypatch, node):
 
 
 def test_a_full_disk_is_an_error_that_leaves_the_last_one(tmp_path, monkeypatch):
-    checkpoint.save(_state(), tmp_path, 1)
+    checkpoint.begin_save(_state(), tmp_path, 1).wait()
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(checkpoint.CheckpointError, match=r"No space left.*last complete one is of step 1"):
-        checkpoint.save(_state(1), tmp_path, 2)
+        checkpoint.begin_save(_state(1), tmp_path, 2).wait()
     monkeypatch.undo()
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
@@ -192,7 +192,8 @@ WRITER = """
 import sys, pathlib, torch
 from fppo.runtime import checkpoint
 for step in range(10_000):
-    checkpoint.save({"x": torch.full((50_000,), float(step)), "step": step}, pathlib.Path(sys.argv[1]), step, keep=2)
+    state = {"x": torch.full((50_000,), float(step)), "step": step}
+    checkpoint.begin_save(state, pathlib.Path(sys.argv[1]), step, keep=2).wait()
     print(step, flush=True)
 """
 

@@ -56,7 +56,7 @@ def cut(value, mesh):
 
 def save(mesh, value, directory, step=1, **settings):
     held, mesh = cut(value, mesh)
-    return checkpoint.save(held, directory, step, mesh=mesh, shapes=whole_shapes(value), **settings)
+    return checkpoint.begin_save(held, directory, step, mesh=mesh, shapes=whole_shapes(value), **settings).wait()
 
 
 def load(mesh, template, directory, step=1):
@@ -156,7 +156,7 @@ def test_what_is_cut_over_any_axes_is_loaded_onto_any_mesh(tmp_path, writers):
     def save(mesh):
         held, mesh, extents = on_any_rank(mesh)
         for _ in range(2):  # the same state again is left as it is
-            checkpoint.save(held, tmp_path, 1, mesh=mesh, shapes=extents)
+            checkpoint.begin_save(held, tmp_path, 1, mesh=mesh, shapes=extents).wait()
 
     def load(mesh):
         held, mesh, extents = on_any_rank(mesh)
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_format_6_is_loaded_onto_any_mesh(tmp_path, readers, mon
 
     def save(mesh):
         value, where = held(mesh)
-        checkpoint.save(value, tmp_path, 1, **where)
+        checkpoint.begin_save(value, tmp_path, 1, **where).wait()
 
     def load(mesh):
         value, where = held(mesh)
@@ -207,7 +207,7 @@ def test_what_a_stage_holds_otherwise_is_named(tmp_path):
         held, mesh, extents = on_any_rank(mesh)
         if spoil and mesh["pipeline"].rank:
             held["mu"]["columns"] = held["mu"]["columns"] + 1
-        checkpoint.save(held, tmp_path, 1, mesh=mesh, shapes=extents)
+        checkpoint.begin_save(held, tmp_path, 1, mesh=mesh, shapes=extents).wait()
 
     def load(mesh):
         held, mesh, extents = on_any_rank(mesh)
@@ -224,7 +224,7 @@ def test_what_a_stage_holds_otherwise_is_named(tmp_path):
 
 def test_parameters_that_are_not_sharded_are_written_once(tmp_path):
     value = state()
-    simulate({"replicate": 2, "shard": 2}, lambda mesh: checkpoint.save(value, tmp_path, 1, mesh=mesh))
+    simulate({"replicate": 2, "shard": 2}, lambda mesh: checkpoint.begin_save(value, tmp_path, 1, mesh=mesh).wait())
     assert [p.name for p in (tmp_path / "step_00000001").glob("*.safetensors")] == ["shard_00000.safetensors"]
     assert_holds(tmp_path, value, 1, {"shard": 3})
 
@@ -303,7 +303,7 @@ def test_another_models_leaves_are_named_by_their_whole_shapes(tmp_path):
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path):
     def run(mesh, shapes):
-        checkpoint.save(state(), tmp_path, 1, mesh=attrs.evolve(mesh, sharding=Sharding()), shapes=shapes)
+        checkpoint.begin_save(state(), tmp_path, 1, mesh=attrs.evolve(mesh, sharding=Sharding()), shapes=shapes).wait()
 
     with pytest.raises(ValueError, match=r"\['params'\]\['w0'\] has the shape \(5,\), but rank . of 2 holds"):
         simulate({"shard": 2}, lambda mesh: run(mesh, whole_shapes(state())))

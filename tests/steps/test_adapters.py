@@ -195,7 +195,7 @@ def test_each_rank_merges_stores_and_reads_its_part(name, axes, tmp_path):
         lora_files.save(own, shards, path, base="base", mesh=mesh)
         assert tree.digest(lora_files.load(own, path, like=shards, mesh=mesh)) == tree.digest(shards)
         shapes = {f"[{each!r}]": extent for each, extent in own.extents.items()}
-        checkpoint.save(shards, kept, 1, mesh=mesh, shapes=shapes)
+        checkpoint.begin_save(shards, kept, 1, mesh=mesh, shapes=shapes).wait()
         return models.whole_params(own.plain, lora.merged(own, shards, mesh=mesh), mesh)
 
     for got in simulate(axes, on_ranks):

@@ -1,6 +1,7 @@
 """These tests need the real vLLM, which has an environment of its own; elsewhere they say so and skip."""
 
 import importlib.util
+import os
 
 import pytest
 
@@ -22,6 +23,11 @@ def start(name="qwen2", *, options=None, **changes):
     model, _ = make(name)
     settings = {"cache_gb": 0.05, "max_rows": 16, **(options or {})}
     return VllmEngine(model, pad_token_id=0, options=VllmOptions(**settings), **changes), model
+
+
+def process_of(engine):
+    """The number of the process that vLLM is in."""
+    return engine._host._group.call(os.getpid)
 
 
 def damage(host, wrong, monkeypatch):

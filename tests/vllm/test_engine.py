@@ -19,8 +19,9 @@ from fppo.rollout.vllm import engine as vllm
 from fppo.rollout.vllm.engine import EngineFailure, VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import EngineDied
 from fppo_kernels.record import Kernels
+from tests.fleet.test_processes import running
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import start
+from tests.vllm.conftest import process_of, start
 from tests.vllm.families import make
 from tests.vllm.interrupts import interrupted
 
@@ -146,8 +147,8 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
             assert torch.equal(rollout.tokens, whole.tokens)
             assert rollout.finish == whole.finish
         assert engine.replaced == 2
-        process = engine._host._process
-    assert process.poll() == 0
+        process = process_of(engine)
+    assert not running(process)
 
 
 def test_a_process_that_keeps_dying_ends_the_run(monkeypatch):
@@ -160,7 +161,7 @@ def test_a_process_that_keeps_dying_ends_the_run(monkeypatch):
             monkeypatch.setenv(name, str(value))
         engine, _ = start(options={"host": "process", "restarts": 0})
     with engine:
-        os.kill(engine._host._process.pid, signal.SIGKILL)
+        os.kill(process_of(engine), signal.SIGKILL)
         with pytest.raises(EngineDied, match="SIGKILL, perhaps for want of memory"):
             engine.generate(make("qwen2")[1], Ask(make_prompts(), LONG, Key(1)))
 
@@ -168,7 +169,7 @@ def test_a_process_that_keeps_dying_ends_the_run(monkeypatch):
 def test_a_process_that_does_not_start_says_why():
     with pytest.raises(EngineFailure, match="cache_gb = 1e-05"):
         start(options={"host": "process", "cache_gb": 1e-5, "max_model_len": 128})
-    with pytest.raises(EngineDied, match=r"no sign of life for 0.1 s \(setting: start_patience\)"):
+    with pytest.raises(EngineDied, match=r"process .* was not up after 0.1 s \(setting: start_patience\)"):
         start(options={"host": "process", "start_patience": 0.1})
 
 

@@ -14,7 +14,7 @@ from fppo.rollout.vllm.engine import VllmOptions
 from fppo.rollout.vllm.host import EngineDied
 from fppo.rollout.vllm.local import _agreed
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import damage, start
+from tests.vllm.conftest import damage, process_of, start
 from tests.vllm.families import make
 from tests.vllm.test_engine import expected
 from tests.vllm.test_weights import gap
@@ -63,7 +63,7 @@ def test_a_worker_that_got_something_else_is_no_agreement():
 def test_a_worker_that_dies_is_a_vllm_that_died(engine):
     _, params = make("qwen2", seed=2)
     engine.sync(params, version=7)
-    own = engine._host._process.pid
+    own = process_of(engine)
     workers = [p for p in map(int, filter(str.isdigit, os.listdir("/proc"))) if _parent(p) == own]
     assert len(workers) >= 2
     os.kill(workers[-1], signal.SIGKILL)

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from fppo.assembly.run import assemble
-from fppo.fleet import HERE, Group, GroupDied, Processes, cluster, on_ray
+from fppo.fleet import HERE, Group, GroupDied, Processes, RankSpec, cluster, on_ray
 from fppo.pipeline.program import RunState
 from tests import tiny_run
 from tests.assembly.test_placed import placed, steps
-from tests.fleet.test_group import fails_on, make, reduced, writes
-from tests.fleet.test_processes import pid
+from tests.fleet.test_group import check_stream, fails_on, make, reduced, writes
+from tests.fleet.test_processes import dies, pid
 
 ray = pytest.importorskip("ray", reason="Ray is not installed here")
 PATIENCE = 120.0
@@ -38,7 +38,7 @@ def twice(batch):
 
 def test_values_stay_and_come_back_and_large_columns_are_sent_once(there):
     batch = {"small": torch.arange(3.0), "large": torch.arange(1 << 17)}
-    with Group("one", there.ranks(threads=1), patience=PATIENCE) as one:
+    with Group("one", there.ranks(RankSpec(threads=1)), patience=PATIENCE) as one:
         state, _ = one.call(make, HERE, 1.0, stays=(0,))
         assert float(one.call(dict, state)["x"][0]) == 1.0
         for _ in range(2):
@@ -49,8 +49,17 @@ def test_values_stay_and_come_back_and_large_columns_are_sent_once(there):
             one.call(writes, {"b": torch.ones(3)}, 2.0)
 
 
+def test_items_of_an_actor_come_one_by_one_until_it_dies(there, tmp_path):
+    with Group("one", there.ranks(RankSpec(threads=1)), patience=PATIENCE) as one:
+        check_stream(one, tmp_path)
+        items = []
+        with pytest.raises(GroupDied, match="was lost in dies"):
+            one.call(dies, 3, on_item=items.append)
+        assert items == [*range(len(items))]
+
+
 def test_ranks_meet_and_one_that_is_killed_is_named(there):
-    with Group("two", there.ranks(2, threads=1), patience=PATIENCE) as two:
+    with Group("two", there.ranks(RankSpec(count=2, threads=1)), patience=PATIENCE) as two:
         assert two.call(reduced, HERE, 1.0) == 2.0
         first = two.call(pid, HERE)
         os.kill(first, signal.SIGKILL)
@@ -64,9 +73,9 @@ def test_ranks_meet_and_one_that_is_killed_is_named(there):
 
 def test_what_has_no_room_is_said(there):
     words = r"'many' did not start: 9 ranks want 1 CPU each, and the cluster has .* of 4 CPU free"
-    with pytest.raises(GroupDied, match=words), Group("many", there.ranks(9)):
+    with pytest.raises(GroupDied, match=words), Group("many", there.ranks(RankSpec(count=9))):
         pass
-    with pytest.raises(GroupDied, match="1 ranks want 1 CPU, 1 GPU each"), Group("gpu", there.ranks(gpus=1)):
+    with pytest.raises(GroupDied, match="1 ranks want 1 CPU, 1 GPU each"), Group("gpu", there.ranks(RankSpec(gpus=1))):
         pass
 
 
@@ -88,5 +97,8 @@ def test_roles_and_engines_on_a_cluster_are_one_process(there, task):
 
 def test_a_run_on_pools_of_two_ranks_each_is_that_of_other_processes(there, task):
     settings = tiny_run.settings(task)
-    expected = placed(settings, {"actor": Processes(2), "critic": Processes(2)})
-    assert placed(settings, {"actor": there.ranks(2), "critic": there.ranks(2)}) == expected
+    expected = placed(settings, {"actor": Processes(RankSpec(count=2)), "critic": Processes(RankSpec(count=2))})
+    assert (
+        placed(settings, {"actor": there.ranks(RankSpec(count=2)), "critic": there.ranks(RankSpec(count=2))})
+        == expected
+    )

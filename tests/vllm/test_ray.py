@@ -12,7 +12,7 @@ from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.engine import EngineFailure
 from fppo.rollout.vllm.host import EngineDied
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import damage, start
+from tests.vllm.conftest import damage, process_of, start
 from tests.vllm.families import make
 from tests.vllm.interrupts import interrupted
 from tests.vllm.test_engine import LONG, expected
@@ -36,12 +36,6 @@ def engine():
     started, _ = start(options=OPTIONS, bucket_bytes=1 << 15)
     with started:
         yield started
-
-
-def process_of(engine):
-    """The actor's process."""
-    call = engine._host._actor.__ray_call__
-    return ray.get(call.remote(lambda _: os.getpid()))
 
 
 def test_its_rollouts_are_those_of_the_embedded_engine_and_its_weights_the_trainers(engine):
@@ -75,7 +69,7 @@ def test_an_actor_that_dies_costs_no_finished_row(engine, monkeypatch):
     engine.sync(params, version=3)
     seen: list[int] = []
     monkeypatch.setattr(engine._host, "generate", interrupted(engine._host.generate, seen, steps=100))
-    with pytest.warns(RuntimeWarning, match="the Ray actor of vLLM ended: .* of 12 rows are done, a new one goes on"):
+    with pytest.warns(RuntimeWarning, match="was lost in generate: .* of 12 rows are done, a new one goes on"):
         rollout = engine.generate(params, Ask(make_prompts(), LONG, Key(1), version=3))
     assert len(seen) == 4
     assert torch.equal(rollout.tokens, whole.tokens)

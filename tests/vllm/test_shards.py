@@ -18,7 +18,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import start
+from tests.vllm.conftest import process_of, start
 from tests.vllm.families import make
 from tests.vllm.interrupts import interrupted
 from tests.vllm.test_engine import expected
@@ -95,7 +95,7 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
     whole = expected(params, SHORT)
     rollouts(engines, params)  # both hold version 3
     before = [engine.replaced for engine in engines]
-    process = engines[1]._host._process
+    process = process_of(engines[1])
     seen: list[int] = []
     if when == "in a generation":
         host = engines[1]._host
@@ -106,7 +106,7 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
         def broken(tensors):
             seen.append(0)
             if len(seen) == 3:
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
             take_in(tensors)
 
         engines[1]._host.take_in = broken
@@ -121,7 +121,7 @@ def test_one_ranks_process_that_dies_is_replaced_and_all_sync_again(engines, whe
         assert rollout.versions.unique().tolist() == [4]
     assert len(seen) < 12
     assert [engine.replaced - n for engine, n in zip(engines, before)] == [0, 1]
-    assert engines[1]._host._process is not process
+    assert process_of(engines[1]) != process
 
 
 def test_all_ranks_end_when_one_may_not_be_replaced_again(engines):
@@ -129,6 +129,6 @@ def test_all_ranks_end_when_one_may_not_be_replaced_again(engines):
     rollouts(engines, params)
     for engine in engines:
         engine._options = attrs.evolve(engine._options, restarts=0)
-    os.kill(engines[0]._host._process.pid, signal.SIGKILL)
+    os.kill(process_of(engines[0]), signal.SIGKILL)
     with pytest.raises(EngineDied):
         rollouts(engines, params)

@@ -11,7 +11,7 @@ from fppo.commands import actions, cli
 from fppo.key import Key
 from fppo.pipeline.replay import DIGESTS
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.rollout.vllm.process import ProcessHost
+from fppo.rollout.vllm.remote import RemoteHost
 from fppo.runs import jsonl
 from fppo.settings import files
 from tests import tiny_run
@@ -66,7 +66,7 @@ OWN = {"rollout__vllm__host": "process", "rollout__vllm__max_rows": 4, "rollout_
 
 def kill_in(monkeypatch, generation):
     """Kills the process in that generation, counted over all processes, when some of its rows are done."""
-    generate, asked, answered = ProcessHost.generate, [], []
+    generate, asked, answered = RemoteHost.generate, [], []
 
     def watched(self, request, on_answer):
         asked.append(len(request.prompts))
@@ -75,7 +75,7 @@ def kill_in(monkeypatch, generation):
             run = interrupted(run, answered, steps=40)
         run(request, on_answer)
 
-    monkeypatch.setattr(ProcessHost, "generate", watched)
+    monkeypatch.setattr(RemoteHost, "generate", watched)
     return asked, answered
 
 
@@ -104,6 +104,6 @@ def test_a_run_that_may_replace_no_more_ends_with_its_steps(quiet, monkeypatch, 
     files.save(once, directory / "once.toml")
     kill_in(monkeypatch, STEP_2)
     assert cli.main(["train", str(directory / "once.toml")]) == 2
-    assert "the process of vLLM ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err
+    assert "ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err
 
     assert jsonl.read(directory / "ended" / DIGESTS) == expected[:1]

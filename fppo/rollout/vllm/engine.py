@@ -44,7 +44,7 @@ from fppo.rollout.vllm.host import (
 )
 from fppo.rollout.vllm.names import Names
 from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probes
-from fppo.rollout.vllm.start import give_memory_back, start_host
+from fppo.rollout.vllm.remote import give_memory_back, start_host
 from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata, transfer_info
 from fppo.rollout.vllm.vision import inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader, StopTexts
 from fppo.models.vision import takes_images
-from fppo.rollout.shared_memory import SharedMemory
+from fppo.rollout.shared_memory import Place
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
@@ -53,7 +53,6 @@ class LocalHost:
         _set_environment(options)
         memory = memory_keywords(options, _memories(options.tensor_parallel), alone=alone)
         self._llm: Any = _start(path, options, memory, dtype=dtype, trust_remote_code=trust_remote_code)
-        self._memory = SharedMemory.make() if options.tensor_parallel > 1 else None
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
@@ -68,12 +67,14 @@ class LocalHost:
             self.call("fppo_begin_load", how, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes some weights in."""
+        """Takes some weights in, which vLLM may keep until a layer is whole, and write to."""
         with _as_sync_error():
-            if self._memory is None:
-                self.call("fppo_take_in", tensors)
-            else:  # its workers are other processes
-                self.call("fppo_take_in_from", self._memory.path, self._memory.put(tensors))
+            self.call("fppo_take_in", tensors)
+
+    def take_in_from(self, path: str, places: list[Place]) -> None:
+        """Takes weights in from the memory of another process of this machine."""
+        with _as_sync_error():
+            self.call("fppo_take_in_from", path, places)
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
         """Each weight's digest as it came to every worker, and the parameters that a worker did not fill."""
@@ -82,12 +83,12 @@ class LocalHost:
 
     def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
         """Calls `on_answer` with each row's number and answer, when the row ends."""
-        for row, answer in self.answers(request):
-            if answer is not None:
+        for ended in self.answers(request):
+            for row, answer in ended:
                 on_answer(row, answer)
 
-    def answers(self, request: Request) -> Iterator[tuple[int, Answer | None]]:
-        """Each row and its answer, when it ends; (-1, None) after a step in which none did."""
+    def answers(self, request: Request) -> Iterator[list[tuple[int, Answer]]]:
+        """The rows that ended in each step, with their answers."""
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
@@ -130,9 +131,7 @@ class LocalHost:
                     if stopped:
                         engine.abort_request(stopped)
                 open_rows.difference_update(str(row) for row, _ in ended)
-                yield from self._drawn(ended)
-                if not ended:
-                    yield -1, None
+                yield self._drawn(ended)
         finally:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
@@ -146,10 +145,10 @@ class LocalHost:
         config = self._llm.llm_engine.model_config
         return with_images(config.hf_config, config.dtype, prompt, inputs)
 
-    def _drawn(self, ended: Sequence[tuple[int, list[int]]]) -> Iterator[tuple[int, Answer]]:
+    def _drawn(self, ended: Sequence[tuple[int, list[int]]]) -> list[tuple[int, Answer]]:
         """The rows that ended, with these tokens. Raises EngineFailure if vLLM went on with others than were drawn."""
         if not ended:
-            return
+            return []
         answers = self.call("fppo_take", [(row, len(own)) for row, own in ended])[0]
         for (row, own), answer in zip(ended, answers, strict=True):
             if answer.tokens.tolist() != own:
@@ -159,7 +158,7 @@ class LocalHost:
                     f"vLLM went on with other tokens than were drawn in row {row}: {own[:8]} for "
                     f"{answer.tokens[:8].tolist()}: is speculative decoding on, or another logits processor?"
                 )
-            yield row, answer
+        return [(row, answer) for (row, _), answer in zip(ended, answers, strict=True)]
 
     def _failed(self) -> bool:
         """Whether a worker that is a process of its own has ended."""
@@ -187,8 +186,6 @@ class LocalHost:
         llm, self._llm = self._llm, None
         if llm is None:
             return
-        if self._memory is not None:
-            self._memory.close()
         llm.llm_engine.engine_core.shutdown()
         del llm
         _clean_up()

@@ -198,9 +198,7 @@ class Extension:
     def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
         """Takes weights in that another process has put into its memory."""
         if path not in self.fppo_memory:  # kept open: it is mapped, and pinned, once
-            for memory in self.fppo_memory.values():
-                memory.close()
-            self.fppo_memory = {path: SharedMemory.at(path)}
+            self.fppo_memory = {**self.fppo_memory, path: SharedMemory.at(path)}
         self.fppo_take_in(self.fppo_memory[path].get(places, self.device))
 
     def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:

@@ -1,0 +1,30 @@
+"""Names of a package that are imported when they are first used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def lazily(package: str, file: str) -> Callable[[str], Any]:
+    """A package's `__getattr__`, which imports what the package's file imports for type checkers alone.
+
+    So the file says once where each name is defined. What it imports in earnest it has, and is not sought here.
+    """
+
+    @cache
+    def homes() -> dict[str, str]:
+        nodes = ast.walk(ast.parse(Path(file).read_text("utf-8")))
+        imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+        return {alias.name: node.module for node in imports if node.module for alias in node.names}
+
+    def getattribute(name: str) -> Any:
+        if name not in homes():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(homes()[name]), name)
+
+    return getattribute

@@ -1,0 +1,237 @@
+"""vLLM on a rank of its own: a process of this machine, or an actor of a Ray cluster, that may die or hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.fleet import Group, GroupDied, Processes, RankSpec
+from fppo.fleet.group import Ranks
+from fppo.fleet.on_ray import RayCluster, joined
+from fppo.models.model import Model
+from fppo.rollout.shared_memory import SharedMemory
+from fppo.rollout.sync import How, SyncError
+from fppo.rollout.vllm.devices import EngineGpus, gpus_of
+from fppo.rollout.vllm.families import check_family
+from fppo.rollout.vllm.host import (
+    NOT_FOR_VLLM,
+    Answer,
+    EngineDied,
+    EngineFailure,
+    Host,
+    Request,
+    VllmOptions,
+    check_installed,
+    config_directory,
+)
+from fppo.rollout.vllm.local import LocalHost
+from fppo.runtime.launch import Place, visible
+
+_BEAT = 0.5  # seconds between two signs of life
+
+
+class RemoteHost:
+    """A `Host` whose vLLM is where the options say. Raises EngineDied, from any method, once its rank is gone or gives
+    no sign of life, and ValueError without the GPUs or the cluster that they name.
+
+    Weights go through memory that the processes of this machine share, or as arguments to another one; one piece is
+    packed while the one before is taken in.
+    """
+
+    def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
+        check_installed()
+        self._options = options
+        ranks, alone = _ranks_of(options)
+        self._group = Group("vllm", ranks, patience=options.start_patience)
+        self._memories = [SharedMemory.make() for _ in range(2)] if options.host == "process" else []
+        self._loading: Future[None] | None = None
+        self._finalizer = weakref.finalize(self, _end, self._group, self._memories)
+        files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
+        rest = {"dtype": dtype, "trust_remote_code": trust_remote_code, "alone": alone}
+        try:
+            self._call("start", self._group.start)
+            start = partial(self._group.call, _started, path, files, options, rest, stays=(0,))
+            self._host, self.limit = self._call("start", start)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Implement `LocalHost.call`."""
+        return self._ask("call", method, *arguments)
+
+    def begin_load(self, how: How, transfer: bool = False) -> None:
+        """Implement `LocalHost.begin_load`."""
+        self._loading = None
+        self._ask("begin_load", how, transfer)
+
+    def take_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """Implement `LocalHost.take_in`; what goes wrong the next call raises, or `end_load`."""
+        if self._memories:
+            self._memories.reverse()
+            path, places = self._memories[0].path, self._memories[0].put(tensors)
+            load = partial(self._ask, "take_in_from", path, places)
+        else:
+            load = partial(self._ask, "take_in", tensors, fn=_take_in)
+        self._loaded()
+        self._loading = _begun(load)
+
+    def end_load(self) -> tuple[dict[str, str], list[str]]:
+        """Implement `LocalHost.end_load`."""
+        self._loaded()
+        return self._ask("end_load")
+
+    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+        """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the rank."""
+
+        def on_rows(rows: Sequence[tuple[int, Answer]]) -> None:
+            for row, answer in rows:
+                on_answer(row, Answer(*(x.copy() for x in answer)))  # what Ray hands out cannot be written to
+
+        self._ask("generate", request, wait="patience", fn=_answers, on_item=on_rows)
+
+    def sleep(self) -> None:
+        """Implement `LocalHost.sleep`."""
+        self._ask("sleep", wait="patience")
+
+    def wake(self, part: str) -> None:
+        """Implement `LocalHost.wake`."""
+        self._ask("wake", part, wait="patience")
+
+    def close(self) -> None:
+        """Ends the rank and frees what it shares with this process."""
+        self._finalizer()
+
+    def _loaded(self) -> None:
+        """Returns once what was sent is taken in."""
+        before, self._loading = self._loading, None
+        if before is not None:
+            before.result()
+
+    def _ask(
+        self,
+        method: str,
+        *arguments: Any,
+        wait: str = "start_patience",
+        fn: Callable[..., Any] | None = None,
+        on_item: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """What a method of `LocalHost` gives on the rank, or a function of it by that name."""
+        call = partial(self._group.call, label=method, patience=getattr(self._options, wait), on_item=on_item)
+        return self._call(method, partial(call, fn or getattr(LocalHost, method), self._host, *arguments), wait)
+
+    def _call(self, what: str, call: Callable[[], Any], wait: str = "start_patience") -> Any:
+        """What a call gives; its errors are those of a host."""
+        try:
+            return call()
+        except GroupDied as error:
+            if not error.again:
+                raise EngineDied(f"vLLM's {error} (setting: {wait})") from error
+            silent = f"vLLM gave no sign of life for {getattr(self._options, wait):g} s (setting: {wait}), in {what}"
+            raise EngineDied(f"{silent}: {error}" if error.silent else f"vLLM's {error}") from error
+        except (EngineFailure, SyncError, ValueError):
+            raise
+        except Exception as error:
+            raise EngineFailure("".join(traceback.format_exception(error))) from error
+
+
+def _ranks_of(options: VllmOptions) -> tuple[Ranks, bool]:
+    """The rank for vLLM, and whether nobody trains on its GPUs."""
+    spec = RankSpec(device="cpu", threads=len(os.sched_getaffinity(0)), patience=options.start_patience)
+    if options.host == "process":
+        gpus = _gpus(options)
+        return Processes(spec, environment=_environment(gpus)), gpus is None or gpus.alone
+    ray, _ = joined(options.cluster, show_output=False)
+    count = options.tensor_parallel if ray.cluster_resources().get("GPU") else 0
+    return RayCluster(options.cluster).ranks(attrs.evolve(spec, gpus=count)), False
+
+
+def _gpus(options: VllmOptions) -> EngineGpus | None:
+    """The GPUs for the process; None: it may see what this one does. Raises ValueError if there are too few."""
+    on_gpu, place = torch.cuda.is_initialized(), Place.of_environment()
+    if not (on_gpu or options.devices):
+        return None
+    own, count = torch.cuda.current_device() if on_gpu else None, torch.cuda.device_count()
+    return gpus_of(options, own=own, count=count, engine=place.local_rank, engines=place.local_world)
+
+
+def _environment(gpus: EngineGpus | None) -> dict[str, str]:
+    """The process's environment, in which it sees its own GPUs alone."""
+    variables = {name: value for name, value in os.environ.items() if name not in NOT_FOR_VLLM}
+    if gpus is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible(gpus.numbers, variables.get("CUDA_VISIBLE_DEVICES"))
+    return variables
+
+
+def _end(group: Group, memories: Sequence[SharedMemory]) -> None:
+    group.close()
+    for memory in memories:
+        memory.close()
+
+
+def _begun(do: Callable[[], None]) -> Future[None]:
+    """What becomes of work in a thread that nobody has to wait for."""
+    result: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(do())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result
+
+
+def _started(path: str, files: dict[str, bytes], options: VllmOptions, rest: dict[str, Any]) -> tuple[LocalHost, int]:
+    """vLLM, with the config that came as files, and the longest prompt and response together."""
+    for name in NOT_FOR_VLLM:
+        os.environ.pop(name, None)
+    with TemporaryDirectory() as directory:
+        for name, content in files.items():
+            (Path(directory) / name).write_bytes(content)
+        host = LocalHost(directory if files else path, options, **rest)
+    return host, host.limit
+
+
+def _take_in(host: LocalHost, tensors: Mapping[str, Tensor]) -> None:
+    """Copies, for what Ray hands out cannot be written to."""
+    host.take_in({name: x.clone() for name, x in tensors.items()})
+
+
+def _answers(host: LocalHost, request: Request) -> Iterator[list[tuple[int, Answer]]]:
+    """The rows that ended in each step; after a while without any none, as a sign of life."""
+    yielded = time.monotonic()
+    for ended in host.answers(request):
+        if ended or time.monotonic() - yielded > _BEAT:
+            yield ended
+            yielded = time.monotonic()
+
+
+def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
+    """vLLM for the model, whose weights are still to come. Raises ValueError for a model that it cannot run."""
+    check_family(model.whole_config, tensor_parallel=options.tensor_parallel, alone=options.adapter == "alone")
+    give_memory_back()
+    remote = model.trust_remote_code
+    with config_directory(model.whole_config, trust_remote_code=remote) as path:
+        chosen = LocalHost if options.host == "local" else RemoteHost
+        return chosen(path, options, dtype=dtype, trust_remote_code=remote)
+
+
+def give_memory_back() -> None:
+    """Lets the GPU have what torch keeps of its memory and uses for nothing: vLLM does not get it from torch."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

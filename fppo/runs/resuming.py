@@ -1,0 +1,77 @@
+"""What a run goes on with from a checkpoint: the bases of its adapters, its prompts, the clocks of its schedules."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from fppo.assembly.run import DrawnPrompts
+from fppo.pipeline.program import Base, RunState
+from fppo.runtime import checkpoint
+from fppo.runtime.checkpoint import CheckpointError
+from fppo.steps.train_state import TrainState
+from fppo.tree import replace
+
+
+def check_bases(own: Mapping[str, Base] | None, path: Path) -> None:
+    """Raises ValueError if the adapters in the checkpoint at `path` were trained on other bases than a run's `own`, by
+    role, or act otherwise; CheckpointError if it has none of these."""
+    for role, base in (own or {}).items():
+        before = checkpoint.load(base, path.parent, checkpoint.step_of(path), part=f".bases[{role!r}]")
+        setting = "model.path" if role == "actor" else "model.critic_path"
+        if before.adapter != base.adapter:
+            raise ValueError(
+                f"model.lora: the {role}'s adapter in {path} is of {before.adapter}, and here it would be of "
+                f"{base.adapter}: give the same, or another output_dir to start anew"
+            )
+        if before.dtype != base.dtype:
+            raise ValueError(
+                f"model.compute_dtype or model.lora.base: the {role}'s adapter in {path} stands on weights in "
+                f"{before.dtype}, and here they are in {base.dtype}: give the same, or another output_dir to start anew"
+            )
+        if before.digest != base.digest:
+            raise ValueError(
+                f"{setting}: the {role}'s adapter in {path} was trained on the weights of {before.source}, whose "
+                f"digest was {before.digest}; those of {base.source} have {base.digest}: give that model"
+            )
+
+
+_TRAINED = "prompts, "  # what the notes of the prompts to train on begin with
+
+
+def check_prompts(own: DrawnPrompts, path: Path, *, speaks: bool) -> None:
+    """Raises ValueError if the prompts of a run are others than those of the checkpoint at `path`, unless they may
+    change. `speaks`: says on stderr what has changed, and may, as held-out prompts may. What a checkpoint has no notes
+    of is not compared."""
+    before, now = checkpoint.notes_of(path), own.notes()
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    trained = [name for name in changed if name.startswith(_TRAINED)]
+    if trained and not own.may_change:
+        raise ValueError(
+            f"data: {_listed(trained)} differ from those that {path} was made with, and the run would go on in the "
+            "middle of others: a file of data.path, the tokenizer or the chat template is another (a template that "
+            "writes the date is so every day); give the same, or data.may_change = true to go on with these"
+        )
+    if changed and speaks:
+        print(f"going on with other data than {path.name} was made with: {_listed(changed)}", file=sys.stderr)
+
+
+def _listed(names: list[str]) -> str:
+    return " and ".join(f"the {name.replace(', ', ' ')}" for name in names)
+
+
+def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
+    """The state with clocks for the models that have one in the checkpoint; those of earlier versions do not have any.
+    The others' schedules go on as they began, by the number of updates."""
+
+    def known(role: str, state: TrainState) -> TrainState:
+        if state.clock is None:
+            return state
+        try:
+            checkpoint.load(0, directory, step, part=f".{role}.clock.first")
+        except CheckpointError:
+            return replace(state, clock=None)
+        return state
+
+    return replace(run, actor=known("actor", run.actor), critic=run.critic and known("critic", run.critic))
