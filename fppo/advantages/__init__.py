@@ -14,7 +14,7 @@ from fppo.advantages.token_baseline import optimal_token_baseline
 from fppo.advantages.traces import length_lam, td, turn_gae, turn_returns, vtrace
 from fppo.advantages.whitening import whiten
 
-# estimators that whiten what they estimate, as it is whitened again once rows have left the mask
+# estimators with whitening built in, whose advantages are whitened again once rows have left the mask
 WHITENED = (reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo)
 
 __all__ = [

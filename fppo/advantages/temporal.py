@@ -1,6 +1,6 @@
-"""Estimators along the tokens of a row. Tokens outside the mask are bridged as if they were not there.
+"""Estimators along the tokens of a row. Tokens outside the mask are skipped, as if the row were cut without them.
 
-Tensors of other shapes or dtypes than annotated, and a gamma or lam outside [0, 1], are a ValueError.
+Tensors of other shapes or dtypes than annotated, and a gamma or lam outside [0, 1], raise ValueError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
 def token_rewards(scores: Rows, mask: Mask, *, kl: Tokens | None = None, kl_coef: Scalar = 0.0) -> Tokens:
     """The score [B] at the last token of each row, minus kl_coef * kl [B, T] at every token; [B, T].
 
-    0 outside the mask; a row without tokens gets nothing. All arguments are constants to the gradient.
+    0 outside the mask, and for a row without tokens. All arguments are constants to the gradient.
     """
     check_rows(mask, scores=scores)
     after = mask.flip(1).cumsum(1).flip(1)
@@ -58,19 +58,17 @@ def gae(
     """Generalised advantage estimates, A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t.
 
     s is the row's next token in the mask (after the last one V = A = 0), so tool tokens inside a response are
-    bridged without discount. returns = A + V. Not whitened. lam = 1: return minus value; lam = 0: the TD error.
+    skipped without discount. returns = A + V. Not whitened. lam = 1: return minus value; lam = 0: the TD error.
     Schulman et al., arXiv:1506.02438. All [B, T]; the result is 0 outside the mask. `kernel` computes it, such as
     `Kernels.gae`; to vmap over `gamma` or `lam` pass `fppo_kernels.gae.loop.loop`.
 
-    `lam` [B] is one for each row; no kernel is called then. `lam_alpha` makes it `length_lam` of that alpha, VAPO's.
-    `critic_lam` is another one for the returns, which the critic learns: VC-PPO's decoupled GAE (arXiv:2503.01491),
-    which has 1 there and 0.95 for the advantages.
+    `lam` [B] gives each row its decay, and no kernel is called. `lam_alpha` sets it to VAPO's `length_lam` with that
+    alpha. `critic_lam` is a second decay for the returns, the critic's targets: VC-PPO's decoupled GAE
+    (arXiv:2503.01491) with 1, and 0.95 for the advantages.
     """
     if lam_alpha is not None:
         if isinstance(lam, Tensor) or lam != 1.0:
-            raise ValueError(
-                f"lam={lam} and lam_alpha={lam_alpha}: the second takes the place of lam; give one of them"
-            )
+            raise ValueError(f"lam={lam} and lam_alpha={lam_alpha}: lam_alpha replaces lam; give one of them")
         lam = length_lam(mask, alpha=lam_alpha)
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)

@@ -1,8 +1,8 @@
-"""Estimators along the tokens of a row that weigh steps one by one: by length, by turn, by off-policy weights.
+"""Estimators along the tokens of a row with a weight per step: by length, by turn, by off-policy weights.
 
-Tokens outside the mask are bridged as if they were not there: the step after a token is the row's next token in the
-mask, and after the last one the value is 0. No gradient passes through them. Tensors of other shapes or dtypes than
-annotated, and a gamma or lam outside [0, 1], are a ValueError.
+Tokens outside the mask are skipped: the step after a token is the row's next token in the mask, and after the last one
+the value is 0. No gradient passes through the estimators. Tensors of other shapes or dtypes than annotated, and a
+gamma or lam outside [0, 1], raise ValueError.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fppo_kernels.gae.scan import reverse_scan
 def length_lam(mask: Mask, *, alpha: float = 0.05) -> Rows:
     """The decay of each row by its length l, the tokens of its mask: max(0, 1 - 1 / (alpha l)), float64 [B].
 
-    So the weights of GAE's terms add up to alpha l, in proportion to the length. VAPO, arXiv:2504.05118; there alpha
-    is 0.05. A row of 1 / alpha tokens or fewer has 0. Raises ValueError for an alpha that is not > 0.
+    The weights of GAE's terms then add up to alpha l, in proportion to the length. VAPO, arXiv:2504.05118, with alpha
+    0.05. A row of 1 / alpha tokens or fewer has 0. Raises ValueError for an alpha <= 0.
     """
     check_mask(mask)
     positive("alpha", alpha)
@@ -32,9 +32,9 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
     """GAE whose actions are turns: A_k = R_k + gamma V_{k+1} - V_k + gamma lam A_{k+1}, at every token of turn k.
 
     A turn is a run of tokens in the mask, such as those between two answers of a tool; R_k is the sum of its rewards
-    and V_k the value before its first token. `gamma` and `lam` act between turns, none within. What a critic learns at
-    a token are the turn's rewards from there on + gamma ((1 - lam) V_{k+1} + lam (A_{k+1} + V_{k+1})), which at the
-    first token is A_k + V_k. All [B, T]; 0 outside the mask. Turn-PPO, arXiv:2512.17008.
+    and V_k the value before its first token. `gamma` and `lam` act between turns, not within. The critic's target at a
+    token is the sum of the turn's rewards from it on + gamma ((1 - lam) V_{k+1} + lam (A_{k+1} + V_{k+1})); at the
+    first token that is A_k + V_k. All [B, T]; 0 outside the mask. Turn-PPO, arXiv:2512.17008.
     """
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)
@@ -43,7 +43,7 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
     starts = mask & ~pad(mask, (1, 0))[:, :-1]
     of_turn = torch.ones_like(mask, dtype=torch.float64)
     reward, value = on_mask(rewards, mask), on_mask(values, mask)
-    # within a turn nothing is taken from the values: there lam is 1
+    # within a turn lam is 1: the values are not read
     goals = _goals(reward, value, mask, gamma=of_turn.where(~ends, gamma), lam=of_turn.where(~ends, lam))
     place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask).where(starts, 0)
     first = place.cummax(1).values if mask.numel() else place
@@ -52,16 +52,16 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
 
 
 def turn_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
-    """The reward-to-go where `gamma` acts between turns alone, as in `turn_gae`; [B, T], 0 outside the mask."""
+    """The reward-to-go with `gamma` between turns alone, as in `turn_gae`; [B, T], 0 outside the mask."""
     return turn_gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma).returns
 
 
 def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int, gamma: float = 1.0) -> Advantages:
-    """The error of n = `steps` steps: A_t = sum_{l < n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t.
+    """The n-step TD error, n = `steps`: A_t = sum_{l < n} gamma^l r_{t+l} + gamma^n V_{t+n} - V_t.
 
-    Counted in tokens of the mask; beyond the last one there are neither rewards nor values, so n = 1 is the TD error,
-    and as many as there are tokens the return minus the value. returns = A + V. All [B, T]; 0 outside the mask. Sutton
-    and Barto, Reinforcement Learning (2018), 7.1. Raises ValueError for steps below 1.
+    Steps are tokens of the mask; beyond the last one rewards and values are 0, so n = 1 is the TD error, and n of the
+    row's length the return minus the value. returns = A + V. All [B, T]; 0 outside the mask. Sutton and Barto,
+    Reinforcement Learning (2018), 7.1. Raises ValueError for steps below 1.
     """
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)
@@ -87,13 +87,12 @@ def vtrace(
     lam: float = 1.0,
     cut: float = 1.0,
 ) -> Advantages:
-    """V-trace: the critic's targets of tokens that another policy sampled, and the advantages that go with them.
+    """V-trace: the critic's targets and the advantages for tokens sampled off policy.
 
     returns v_t = V_t + w_t (r_t + gamma V_s - V_t) + gamma c_t (v_s - V_s), with c_t = lam min(cut, w_t), and
     advantages r_t + gamma v_s - V_t, s the row's next token in the mask. The weights w = `correction_weights` [B, T],
-    at least 0, are the probabilities now over those when sampled, truncated as the paper's rho
-    (`losses.rollout_correction` at the level "token" gives them). They are not in the advantages: the policy loss of a
-    token is multiplied by its weight anyway.
+    at least 0, are current over sampling probabilities, truncated as the paper's rho (`losses.rollout_correction` at
+    the level "token"). They are not in the advantages: the policy loss multiplies each token by its weight.
     With weights of 1 the returns are those of `gae`. All [B, T]; 0 outside the mask. Espeholt et al.,
     arXiv:1802.01561, 4.1 and 4.2; lam as in its remark 2.
     """
@@ -115,14 +114,14 @@ def lambda_returns(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float 
 
 
 def _goals(reward: Tensor, value: Tensor, mask: Tensor, *, gamma: float | Tensor, lam: Tensor) -> Tensor:
-    """G_t = r_t + gamma ((1 - lam) V_s + lam G_s), of numbers that are 0 outside the mask; gamma and lam spread to
+    """G_t = r_t + gamma ((1 - lam) V_s + lam G_s), from inputs that are 0 outside the mask; gamma and lam broadcast to
     [B, T]."""
     x = (reward + gamma * (1 - lam) * _next(value, mask)).where(mask, 0.0)
     return reverse_scan(x, (gamma * lam).expand_as(x).where(mask, 1.0)).where(mask, 0.0)
 
 
 def _next(x: Tensor, mask: Tensor) -> Tensor:
-    """At each place the number at the row's next token in the mask; 0 where there is none."""
+    """The number at the row's next token in the mask, for each position [B, T]; 0 after the last."""
     width = mask.shape[1]
     if not mask.numel():
         return x

@@ -1,4 +1,4 @@
-"""How far the policy that sampled (the rollout engine's) is from the one that trains: metrics alone."""
+"""Metrics of the distance between the rollout engine's policy and the trained one."""
 
 from __future__ import annotations
 
