@@ -626,15 +626,15 @@ def test_a_chat_template_that_loops(task, capsys, monkeypatch):
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     (task / "chat.jinja").write_text(loops)
     said = _fails(task, capsys, "--data.chat", "--data.chat-template", str(task / "chat.jinja"))
-    assert "the chat template has not come to an end in 0.3 seconds of computing: it loops" in said
+    assert "the chat template has not finished in 0.3 CPU seconds: it loops" in said
     assert "data.chat_template" in said
 
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer_config.json", {"chat_template": 5}, "is no text: 5"),
-        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is no text: {'a': 1}"),
+        ("tokenizer_config.json", {"chat_template": 5}, "is not text: 5"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is not text: {'a': 1}"),
         ("tokenizer_config.json", {"eos_token": 7}, "model.path"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}, "model.path"),
         ("generation_config.json", [1], "generation_config.json"),
