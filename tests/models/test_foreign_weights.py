@@ -299,5 +299,5 @@ def test_a_tied_head_that_is_stored_again_does_not_make_ranks_read_the_whole(tmp
         patched.setattr(loading, "_read_whole", None)
         assert tree.digest(models.load(tmp_path, mesh=mesh)[1]) == tree.digest(fsdp.shard(params, mesh))
     rewrite(tmp_path, lambda stored: {**stored, "lm_head.weight": stored[table] + 1})
-    with pytest.raises(ValueError, match=r"tied by the config but stored apart"):
+    with pytest.raises(ValueError, match=r"tied by the config but stored separately"):
         models.load(tmp_path, mesh=mesh)
