@@ -1,4 +1,4 @@
-"""Clocks of schedules in checkpoints, which those of earlier versions do not have."""
+"""Clocks of schedules, which checkpoints of earlier versions lack."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from fppo.tree import replace
 
 
 def as_saved(run: RunState, directory: Path, step: int) -> RunState:
-    """The state with clocks for the models that have one in the checkpoint. The others' schedules go on as they began,
-    by the number of updates."""
+    """The state without clocks for models that have none in the checkpoint: their schedules keep counting updates."""
 
     def known(role: str, state: TrainState) -> TrainState:
         if state.clock is None:

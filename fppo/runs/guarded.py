@@ -1,4 +1,4 @@
-"""Loggers of other packages, whose failures cost their own lines and not the run."""
+"""Loggers of other packages, whose failures do not end the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 from fppo._errors import words_of
 
-FAILED = "log/failures"  # the metric that counts the calls of loggers that have failed so far
+FAILED = "log/failures"  # the metric that counts failed calls of loggers
 
 
 class _Logger(Protocol):
@@ -17,10 +17,10 @@ class _Logger(Protocol):
 
 
 class Guarded:
-    """A logger that fails alone: the first time is told on standard error, all are counted, and told when it closes.
+    """A logger whose exceptions are caught: the first is printed on standard error, all are counted and their number
+    printed at close.
 
-    It is called again at the next step: what failed may have been a network. A pipe that nobody reads any more ends
-    the run, as everywhere.
+    It is called again at the next step, since networks recover. A broken pipe ends the run, as everywhere.
     """
 
     def __init__(self, name: str, logger: _Logger) -> None:
@@ -28,11 +28,11 @@ class Guarded:
         self.failures = 0  # calls that have failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics of a step on."""
+        """Pass on the metrics of a step."""
         self._try(f"at step {step}", lambda: self._logger.log(step, metrics))
 
     def close(self) -> None:
-        """Closes the logger."""
+        """Close the logger, and print the number of failures if there were several."""
         self._try("at its end", self._logger.close)
         if self.failures > 1:
             print(f"log.loggers: {self._name} has failed {self.failures} times; the run is whole", file=sys.stderr)

@@ -161,7 +161,7 @@ def test_rollouts_of_another_command_are_not_written_over(task, capsys):
     capsys.readouterr()
     said = _fails(task, capsys, "--rollout.save", "--seed", "1", begun=True)
     assert "rollout.save = True: " in said
-    assert "holds what fppo rollout made" in said
+    assert "holds files of fppo rollout" in said
     assert {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()} == before
 
 
@@ -181,12 +181,12 @@ def test_a_model_of_rewards_that_is_nowhere_is_named_with_its_setting(task, caps
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", away)
     said = _fails(task, capsys, f"--{name}", "someone/nowhere")
-    assert f"{name}: someone/nowhere is no directory, and no model of that name came from the hub: no route to" in said
+    assert f"{name}: someone/nowhere is no directory, and the hub gave no model of that name: no route to" in said
 
 
 def test_what_is_no_reward_model_is_named_with_its_setting(task, capsys):
     said = _fails(task, capsys, "--reward.model.path", str(task / "start"))
-    assert f"reward.model.path: {task / 'start'} is no reward model" in said
+    assert f"reward.model.path: {task / 'start'} is not a reward model" in said
 
 
 def test_a_part_of_the_reward_that_there_is_not(task, capsys):
@@ -428,7 +428,7 @@ def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, 
     monkeypatch.setattr("huggingface_hub.snapshot_download", away)
     said = _fails(task, capsys, "--model.path", "someone/nowhere")
     assert "1 problem" in said
-    assert "model.path: someone/nowhere is no directory, and no model of that name came from the hub: no route" in said
+    assert "model.path: someone/nowhere is no directory, and the hub gave no model of that name: no route" in said
     assert max(waited) < 5
 
 
@@ -438,7 +438,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
 
     monkeypatch.setattr(session, "export", full)
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 2
-    assert "the disk is full; make room, and the same command goes on" in capsys.readouterr().err
+    assert "the disk is full; free space, then run the same command" in capsys.readouterr().err
     monkeypatch.undo()
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
 
