@@ -1,4 +1,4 @@
-"""Processes that end when the one that started them does, however that ends."""
+"""Processes that end with their parent, however that ends."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import sys
 import threading
 import time
 
-LAUNCHER = "FPPO_LAUNCHER"  # the process id of what started this one as a rank
+LAUNCHER = "FPPO_LAUNCHER"  # the process id of this rank's launcher
 
 
 def end_with_launcher() -> None:
-    """Makes a rank end when its launcher does; in other processes this does nothing.
+    """End this rank when its launcher ends; a no-op in other processes.
 
-    The variable goes: what the rank starts has another parent.
+    The variable is removed: children of the rank have another parent.
     """
     if (launcher := os.environ.pop(LAUNCHER, None)) is not None:
         end_with(int(launcher))
 
 
 def end_with(parent: int) -> None:
-    """Makes this process end when its parent does, even amid a loop that never looks up."""
+    """End this process when its parent ends, even within a busy loop."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before this
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 
