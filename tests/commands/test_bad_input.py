@@ -306,7 +306,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         ("model.safetensors", b"\xff" * 8 + b"{}", "is cut off: it has 10 bytes"),
         ("model.safetensors", b"\x02" + b"\0" * 7 + b"[]", "no safetensors file: its header cannot be read"),
         ("model.safetensors", None, "holds no model.safetensors"),
-        ("model.safetensors.index.json", b"{", "is no index of weights"),
+        ("model.safetensors.index.json", b"{", "is not an index of weights"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"a": "gone.safetensors"}}',
@@ -415,7 +415,7 @@ def test_the_directory_of_a_run_is_no_model(task, capsys):
     assert cli.main(["train", str(task / "done")]) == 2
     assert f"the settings of the run in it are {task / 'done' / 'settings.toml'}" in capsys.readouterr().err
     assert cli.main(["export", str(task / "out"), str(task / "done")]) == 2
-    assert f"the run comes first: fppo export {task / 'done'} {task / 'out'}" in capsys.readouterr().err
+    assert f"give the run first: fppo export {task / 'done'} {task / 'out'}" in capsys.readouterr().err
 
 
 def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, monkeypatch):
@@ -642,7 +642,7 @@ def test_a_chat_template_that_loops(task, capsys, monkeypatch):
         ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id holds [[1]], which are no ids"),
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id holds ['x'], which are no ids"),
         ("tokenizer.json", {"model": {"vocab": 5, "type": "BPE"}}, "model.path: no tokenizer came from"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is no index of weights"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is not an index of weights"),
         ("adapter_config.json", {"r": [1], "lora_alpha": {}}, "model.lora.path"),
         ("adapter_config.json", [], "model.lora.path"),
     ],
