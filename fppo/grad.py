@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` over the first argument of `fn`, a tree of floating-point tensors.
 
-    `fn` returns a 0-d loss, or (loss, aux) with `has_aux`. The result is (what `fn` returned, detached; the
-    gradients, a tree like the first argument). A leaf that the loss does not use gets zeros. It rests on
-    `torch.autograd.grad`, since `torch.func.grad` does not run checkpointed layers or collectives.
+    `fn` returns a 0-d loss, or (loss, aux) with `has_aux`. The result is (the detached result of `fn`, the gradients as
+    a tree like the first argument). A leaf that the loss does not use gets zeros. It uses `torch.autograd.grad`, since
+    `torch.func.grad` does not run checkpointed layers or collectives.
     """
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
