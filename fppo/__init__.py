@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> str:
-        """`__version__`, that of the installed distribution; read when asked for, as reading it takes a while."""
+        """The `__version__` of the installed distribution, read at first use, since reading it takes a while."""
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""What errors say: of a name that there is not, of somebody else's text, of a run that user code ends."""
+"""Messages of errors: hints on unknown names, untrusted text, exits in user code."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-DEEPEST = 100  # tables and lists inside of each other, of what is read
+DEEPEST = 100  # levels of nested tables and lists in files
 _TOO_DEEP = f"its tables and lists are nested more than {DEEPEST} deep"
-MOST = 4000  # characters of somebody else's text that a message shows
-# control characters, what turns the direction of writing, and what no encoding has
+MOST = 4000  # characters of untrusted text in a message
+# control characters, marks of the direction of writing, and surrogates
 _HARMFUL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _LIBRARY = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 class UsageError(ValueError):
-    """What is wrong with the words that a command was given, which its message says whole."""
+    """An error in a command's arguments, with a message that is complete without a traceback."""
 
 
 class RunFailed(ValueError):
-    """What ends a run that had begun and can come to nothing: a command that raises it has the exit status 1."""
+    """An error that ends a run with nothing to learn from it: the command's exit status is 1."""
 
 
 def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
-    """A text of somebody else's, as a terminal may have it: control characters as escapes, newlines and tabs too unless
-    `lines` is set, and of more than `most` characters the first and the last."""
+    """Make untrusted text safe for a terminal: control characters become escapes, newlines and tabs too unless `lines`
+    is set, and text of more than `most` characters loses its middle."""
     if len(text) > most:
         half = most // 2
         left = f" ... ({len(text) - 2 * half:,} more characters) ... "
@@ -41,7 +41,7 @@ def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
 
 
 def words_of(error: BaseException, most: int = MOST) -> str:
-    """The type and the text of an error that somebody else's code raised, on one line; also where its text raises."""
+    """The type and the text of an error of foreign code, on one line, even if its text raises."""
     try:
         text = str(error)
     except Exception as other:
@@ -50,9 +50,9 @@ def words_of(error: BaseException, most: int = MOST) -> str:
 
 
 def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """The value of a text of JSON, its objects made by `pairs` if that is given.
+    """Parse JSON, with objects made by `pairs` if given.
 
-    Raises ValueError, also for a value that is nested deeper than what reads it goes.
+    Raises ValueError for invalid JSON, and for values nested more than `DEEPEST` deep.
     """
     try:
         return check_depth(json.loads(text, object_pairs_hook=pairs))
@@ -61,7 +61,7 @@ def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] 
 
 
 def check_depth(value: T) -> T:
-    """The value, whose tables and lists are nested `DEEPEST` deep at most. Raises ValueError."""
+    """Return a value, or raise ValueError if its tables and lists are nested more than `DEEPEST` deep."""
     inside: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         inside = list({id(x): x for each in inside for x in _held(each)}.values())
@@ -71,14 +71,14 @@ def check_depth(value: T) -> T:
 
 
 def _held(value: Any) -> Iterable[Any]:
-    """The tables and lists that are inside of one."""
+    """The tables and lists directly inside a value."""
     held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return (x for x in held if isinstance(x, Mapping | list | tuple))
 
 
 @contextlib.contextmanager
 def no_exit() -> Iterator[None]:
-    """Raises RunFailed where the code inside calls `sys.exit`, which would pass for the end of a run that is done."""
+    """A context that turns `sys.exit` into RunFailed: it would look like the regular end of a run."""
     try:
         yield
     except SystemExit as error:
@@ -86,7 +86,7 @@ def no_exit() -> Iterator[None]:
 
 
 def of_exit(error: SystemExit) -> str:
-    """Which function has called `sys.exit`, with what, and what to do."""
+    """The message on a call of `sys.exit`: the function, the code, and the remedy."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not is_of_python(frame.filename)]
     place = "a function"
     if frames:
@@ -98,7 +98,7 @@ def of_exit(error: SystemExit) -> str:
 
 
 def is_of_python(filename: str) -> bool:
-    """Whether a file is of the standard library, or none."""
+    """Whether a file belongs to the standard library, or is not a file ("<...>")."""
     parts = Path(filename).parts
     if "site-packages" in parts or "dist-packages" in parts:
         return False
@@ -106,12 +106,12 @@ def is_of_python(filename: str) -> bool:
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The one of `names` that is most like `name`; None if none is so much like it as `cutoff`, from 0 to 1."""
+    """The most similar of `names`; None if no similarity to `name` reaches `cutoff`, from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, list(names), n=1, cutoff=cutoff)), None)
 
 
 def did_you_mean(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """The hint "did you mean NEAREST? there are A, B"; the question only where a name is near."""
+    """The hint "did you mean NEAREST? there are A, B"; without the question if no name is near."""
     choices = list(names)
     near = nearest(name, choices, cutoff)
     return f"{f'did you mean {near}? ' if near else ''}there are {', '.join(choices)}"

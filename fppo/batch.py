@@ -1,10 +1,10 @@
-"""Typed records of rows, each stage's an extension of the one before, and functions on any of them.
+"""Typed records of rows, each stage's an extension of the previous one's, and functions on any of them.
 
 B rows, P prompt positions (padded on the left), T response positions (padded on the right), S = P + T.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# safetensors, json and Tensor.tolist say nothing of types
+# safetensors, json and Tensor.tolist lack types
 from __future__ import annotations
 
 import json
@@ -26,7 +26,7 @@ from fppo_kernels.padding import sent
 
 R = TypeVar("R")
 _COLUMNS = "columns"  # metadata of a field that holds columns by name, in a dict
-_BESIDE = ("places", "shown", "video_places", "shown_of")  # what `RowInputs` has beside the tensors of a model
+_BESIDE = ("places", "shown", "video_places", "shown_of")  # the fields of `RowInputs` other than the model's tensors
 
 
 class Column(Sequence[Any]):
@@ -63,15 +63,18 @@ def _each_alone(inputs: RowInputs) -> Tensor:
 
 @attrs.frozen(eq=False, repr=False)
 class RowInputs:
-    """What a model takes of one row beside its tokens, of sizes of its own. Rows of one prompt share it."""
+    """A row's inputs to a model other than tokens (images, videos), of row-dependent sizes; shared by rows of a prompt.
 
-    tensors: Mapping[str, Tensor]  # by the names that the model takes, as "pixel_values" and "image_grid_thw"
-    places: Tensor  # [M] int64: which of the row's real tokens stand for features of images, in order
-    shown: Tensor  # [K, h, w, 3] uint8: its images, and a few frames of its videos, small, to be looked at
-    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: which stand for features of videos, in order
-    # [K] int64: of which image or video each that is shown is, numbered in the order of the prompt
+    Tokens are counted without padding.
+    """
+
+    tensors: Mapping[str, Tensor]  # by the model's argument names, such as "pixel_values" and "image_grid_thw"
+    places: Tensor  # [M] int64: indices of the row's placeholder tokens of image features, ascending
+    shown: Tensor  # [K, h, w, 3] uint8: thumbnails of its images, and of a few frames of its videos
+    video_places: Tensor = attrs.field(factory=_no_places)  # [N] int64: likewise for video features
+    # [K] int64: the image or video of each thumbnail, numbered in the order of the prompt
     shown_of: Tensor = attrs.field(default=attrs.Factory(_each_alone, takes_self=True))
-    _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by how often tensors were written to
+    _digests: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)  # by the versions of the tensors
 
     def named(self) -> dict[str, Tensor]:
         """All tensors by name."""
@@ -79,9 +82,9 @@ class RowInputs:
         return {**dict(zip(_BESIDE, beside, strict=True)), **self.tensors}
 
     def digest(self) -> str:
-        """One for all tensors. They are hashed once, and again if one of them has been written to since."""
+        """One digest of all tensors, cached until one of them is written to."""
         named = self.named()
-        if any(x.is_inference() for x in named.values()):  # they do not count what is written to them
+        if any(x.is_inference() for x in named.values()):  # inference tensors have no version counter
             return tree.combine(tree.digest(named))
         written = tuple(x._version for x in named.values())
         if written not in self._digests:
@@ -104,14 +107,14 @@ class RowInputs:
 
     @staticmethod
     def of(named: Mapping[str, Tensor]) -> RowInputs:
-        """The inputs that `named` named."""
+        """The inputs from the result of `named`."""
         tensors = {name: x for name, x in named.items() if name not in _BESIDE}
         return RowInputs(tensors, *(named[name] for name in _BESIDE))
 
 
 @state
 class Shared:
-    """The `inputs` of rows as a tree of tensors: those that rows share once."""
+    """The `inputs` column as a tree of tensors, shared inputs once."""
 
     numbers: Column  # for each row the number of its inputs, or None
     inputs: tuple[dict[str, Tensor], ...]
@@ -125,19 +128,19 @@ class Shared:
         return Shared(numbers=rows, inputs=tuple(x.named() for x in distinct.values()))
 
     def column(self) -> Column:
-        """The column that they are of."""
+        """Restore the column."""
         every = [RowInputs.of(named) for named in self.inputs]
         return Column(None if number is None else every[number] for number in self.numbers)
 
 
 @state
 class Prompts:
-    """What is asked: token ids and what a reward needs to judge an answer."""
+    """Prompts: token ids, with ground truth, source and extras for rewards."""
 
     tokens: Tensor  # [B, P] int64, padded on the left
     attention_mask: Tensor  # [B, P] bool
     row_ids: Tensor  # [B] int64, unique in the batch
-    ids: Column  # the data row each prompt came from
+    ids: Column  # the data row of each prompt
     ground_truth: Column
     source: Column  # name of the data set, for metrics by source
     extras: Column  # the data row's other fields, as dicts
@@ -158,14 +161,14 @@ class Rollout(Prompts):
     versions: Tensor  # [B] int64, the policy version that generated the row
     finish: Column  # "stop" or "length"
     routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
-    token_versions: Tensor | None = None  # [B, T] int32, of each token, where `versions` are those of rows' first ones
+    token_versions: Tensor | None = None  # [B, T] int32: each token's version; `versions` are then the first tokens'
 
 
 @state
 class Scored(Rollout):
-    """A rollout with one score per row, and the scores of the reward's terms by name; nan is no score.
+    """A rollout with one score per row, and the scores of the reward's terms by name; nan is a missing score.
 
-    `outcomes` are the scores without the terms that only shape them, as a penalty for length, where there are any.
+    `outcomes` are the scores without shaping terms, such as a penalty for length, if there are any.
     """
 
     scores: Tensor  # [B] float32
@@ -175,19 +178,19 @@ class Scored(Rollout):
 
     @property
     def outcome(self) -> Tensor:
-        """What came of each row, by which a right response is told from a wrong one, [B] float32."""
+        """The score of each row without shaping terms, which distinguishes right from wrong responses, [B] float32."""
         return self.scores if self.outcomes is None else self.outcomes
 
     @property
     def has_score(self) -> Tensor:
-        """The rows that have a score, and where rows have baselines one of those too, bool [B]."""
+        """The rows with a score and, if there are baselines, with a baseline; bool [B]."""
         both = self.scores if self.baselines is None else self.scores + self.baselines
         return ~both.isnan()
 
 
 @state
 class Annotated(Scored):
-    """Scored rows with what the models before the update say of them; zero outside the response mask."""
+    """Scored rows with the outputs of the models before the update; zero outside the response mask."""
 
     old_log_probs: Tensor  # [B, T] float32
     ref_log_probs: Tensor | None = None  # [B, T] float32
@@ -195,13 +198,13 @@ class Annotated(Scored):
     disagreement: Tensor | None = None  # [B, T] float32, of the members of an ensemble of critics
     sum_squared_probs: Tensor | None = None  # [B, T] float32
     entropy: Tensor | None = None  # [B, T] float32, of the policy's distribution of each token
-    hidden: Tensor | None = None  # [B, T, H] float32, what the policy's head reads before each token
-    truth_signs: Tensor | None = None  # [B, T, 2] float32, how the response before each token agrees with the truth
+    hidden: Tensor | None = None  # [B, T, H] float32, the input of the policy's head before each token
+    truth_signs: Tensor | None = None  # [B, T, 2] float32, agreement of the response before each token with the truth
 
 
 @state
 class Experience(Annotated):
-    """Everything that the losses hold constant. `response_mask` is the loss mask: rejected tokens have left it."""
+    """All constants of the losses. `response_mask` is the loss mask, without rejected tokens."""
 
     token_rewards: Tensor  # [B, T] float32
     advantages: Tensor  # [B, T] float32
@@ -219,15 +222,15 @@ def num_rows(record: Any) -> int:
 
 
 def rows(record: R, index: Tensor | Sequence[int]) -> R:
-    """The rows at `index` (int64 [N], a list of numbers, or bool [B] for the rows to keep), in that order; of every
-    column in a tree of records and columns. The index goes to a device once, for all columns there."""
+    """Select the rows at `index` (int64 [N], a list of numbers, or bool [B] for the rows to keep), in that order, in
+    every column of a tree of records and columns. The index is copied once to each device."""
     index = torch.as_tensor(index, device="cpu")
     if index.dtype == torch.bool:
         if len(index) != num_rows(record):
             raise ValueError(f"a bool index of {len(index)} entries for {num_rows(record)} rows")
         index = index.nonzero().flatten()
     elif index.is_floating_point() and len(index):
-        raise ValueError(f"rows are picked by whole numbers or by bool, not by {index.dtype}")
+        raise ValueError(f"rows are selected by integers or by bool, not by {index.dtype}")
     index = index.long()
     numbers, places = index.tolist(), {index.device: index}
 
@@ -242,7 +245,7 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
 
 
 def same_scores(records: Sequence[Scored]) -> list[Scored]:
-    """The records, each with the named scores of all; one that it lacks is nan: the reward failed on all its rows."""
+    """Extend each record by the named scores of all; missing ones are nan: the reward failed on all its rows."""
     names = list(dict.fromkeys(name for record in records for name in record.named_scores))
 
     def filled(record: Scored) -> Scored:
@@ -253,9 +256,9 @@ def same_scores(records: Sequence[Scored]) -> list[Scored]:
 
 
 def concat(records: Sequence[R]) -> R:
-    """The rows of all `records`, which are of one type with the same fields and widths, one after the other."""
+    """Concatenate the rows of `records`, which have one type, equal fields and equal widths, else ValueError."""
     if not records:
-        raise ValueError("concat of no records: the type and widths are unknown")
+        raise ValueError("concat of no records: type and widths are unknown")
     kinds = {type(r).__name__ for r in records}
     present = [{path for path, _ in tree.leaves_with_paths(r)} for r in records]
     if len(kinds) > 1 or any(p != present[0] for p in present):
@@ -278,7 +281,7 @@ def concat(records: Sequence[R]) -> R:
 
 
 def repeat(record: R, n: int, *, interleave: bool = True) -> R:
-    """Every row `n` times: a a b b with `interleave`, else a b a b."""
+    """Repeat every row `n` times: a a b b with `interleave`, else a b a b."""
     if n < 1:
         raise ValueError(f"repeat rows {n} times: give 1 or more")
     index = torch.arange(num_rows(record))
@@ -295,12 +298,12 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def extend(cls: type[R], record: Any, **fields: Any) -> R:
-    """The next stage's record: a `cls` with `record`'s fields, and `fields` new or in their place."""
+    """The next stage's record: a `cls` with `record`'s fields, overridden or extended by `fields`."""
     return _make(cls, _fields(record) | fields)
 
 
 def narrow(cls: type[R], record: Any) -> R:
-    """An earlier stage's record: a `cls` with those of `record`'s fields that it has."""
+    """An earlier stage's record: a `cls` with the fields that it shares with `record`."""
     return _make(cls, {f.name: getattr(record, f.name) for f in attrs.fields(cls)})  # type: ignore[arg-type]
 
 
@@ -316,12 +319,12 @@ def _make(cls: type[R], values: Mapping[str, Any]) -> R:
 
 
 def _owned(x: Tensor) -> Tensor:
-    """`x` in host memory of its own: safetensors refuses two fields that share one tensor."""
+    """A host copy of `x`: safetensors refuses two fields that share one tensor."""
     return x.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def columns(record: Any) -> dict[str, Tensor | Column]:
-    """The record's columns by name, those of a dict as "field.key"."""
+    """The record's columns by name, entries of a dict as "field.key"."""
     result: dict[str, Tensor | Column] = {}
     for name, value in _fields(record).items():
         if isinstance(value, Mapping):
@@ -332,7 +335,7 @@ def columns(record: Any) -> dict[str, Tensor | Column]:
 
 
 def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
-    """The `cls` whose columns these are. Raises ValueError for columns that it does not have, or that are missing."""
+    """The `cls` with these columns. Raises ValueError for unknown or missing columns."""
     values: dict[str, Any] = {f.name: {} for f in attrs.fields(cls) if f.metadata.get(_COLUMNS)}  # type: ignore[arg-type]
     for name, column in columns.items():
         field, _, key = name.partition(".")
@@ -344,9 +347,9 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
 
 
 def save(record: Any, path: str | os.PathLike[str]) -> None:
-    """Writes the record to one safetensors file; objects per row go to its header as JSON, so they must fit JSON.
+    """Write a record to one safetensors file; objects per row go to its header as JSON, else ValueError.
 
-    Inputs that several rows share are written once.
+    Inputs shared by several rows are written once.
     """
     tensors = {name: _owned(x) for name, x in columns(record).items() if isinstance(x, Tensor)}
     objects = {name: list(x) for name, x in columns(record).items() if isinstance(x, Column)}

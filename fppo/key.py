@@ -1,4 +1,4 @@
-"""Random keys as values. A draw depends on its place (purpose, step, row), never on what was drawn before."""
+"""Random keys as values. A draw depends on its key path (purpose, step, row), never on earlier draws."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def _mix_tensor(x: Tensor) -> Tensor:
 def _of_64_bits(key: object, field: object, seed: int) -> None:
     del key, field
     if not 0 <= seed <= _MASK:
-        raise ValueError(f"seed = {seed}: must be 0 to 2**64 - 1; what is beyond would give the draws of another seed")
+        raise ValueError(f"seed = {seed}: must be 0 to 2**64 - 1; seeds beyond would give the draws of another seed")
 
 
 @attrs.frozen
 class Key:
-    """A seed of 64 bits, as a value. Raises ValueError for one of more."""
+    """A 64-bit seed as a value. Raises ValueError for a larger or negative one."""
 
     seed: int = attrs.field(validator=_of_64_bits)
 
     def fold(self, *data: int | str) -> Key:
-        """The key of a place below this one; each of `data` names one level."""
+        """Derive a key; each of `data` names one level below this key."""
         x = self.seed & _MASK
         for item in data:
             if isinstance(item, str):
@@ -53,13 +53,13 @@ class Key:
         return Key(x)
 
     def generator(self) -> torch.Generator:
-        """A fresh torch generator in the state that this key stands for."""
+        """A fresh torch generator on the CPU, seeded by this key."""
         return torch.Generator().manual_seed(self.seed & (_MASK >> 1))
 
     def uniform(self, rows: Tensor, columns: int | Tensor) -> Tensor:
         """Numbers in [0, 1), float64 [B, T]: number (i, j) depends on this key, rows[i] and columns[j] alone.
 
-        `rows` is int64 [B]; `columns` is int64 [T], or T for 0 .. T - 1, or [B, T] where rows have their own.
+        `rows` is int64 [B]; `columns` is int64 [T], or T for 0 .. T - 1, or [B, T] if they differ between rows.
         Counter-based (Salmon et al., 2011).
         """
         if isinstance(columns, int):

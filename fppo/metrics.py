@@ -1,4 +1,4 @@
-"""Metrics that add: sums with counts until the last moment, so micro-batches and ranks change nothing."""
+"""Additive metrics: sums with counts until they are reported, so that micro-batches and ranks change nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A number that adds up, as a count or seconds; a 0-d tensor."""
+    """A sum, such as a count or seconds; a 0-d tensor."""
 
     value: Tensor
 
@@ -36,33 +36,33 @@ class Min(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A term of an objective, a 0-d tensor: a weighted sum that adds up within a mini-batch and counts once for it.
+    """A term of an objective, a 0-d tensor: a weighted sum over a mini-batch's passes, averaged over mini-batches.
 
-    `settled` makes a mean of it when the mini-batch is whole: over mini-batches it is averaged.
+    `settled` turns it into a mean once the mini-batch is complete.
     """
 
     value: Tensor
 
 
 class Spent(NamedTuple):
-    """Seconds that add up, and when they were: a start on some clock and so many seconds a row, [N, 2]."""
+    """Spans of time that add up, float64 [N, 2]: start on some clock and duration, in seconds."""
 
     spans: Tensor
 
     @property
     def value(self) -> Tensor:
-        """The seconds of all, a 0-d tensor."""
+        """The total duration in seconds, a 0-d tensor."""
         return self.spans[:, 1].sum()
 
 
 Metric = Mean | Sum | Max | Min | Term | Spent
 Metrics = dict[str, Metric]
-for _kind in get_args(Metric):  # so that the structure of a tree with metrics in it can be saved
+for _kind in get_args(Metric):  # so that the structure of a tree with metrics can be saved
     pytree._register_namedtuple(_kind, serialized_type_name=f"{__name__}.{_kind.__name__}")  # pyright: ignore[reportPrivateUsage]
 
 
 def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
-    """The mean of `count` things that add up to `value`; for one number, the number."""
+    """The mean of `count` numbers with the sum `value`; by default a single number."""
     total = torch.as_tensor(value).detach().double()
     if isinstance(count, Tensor):
         return Mean(total, count.detach().to(total))
@@ -70,22 +70,22 @@ def mean(value: Tensor | float, count: Tensor | float = 1.0) -> Mean:
 
 
 def total(value: Tensor | float) -> Sum:
-    """A number that adds up."""
+    """A sum of one number."""
     return Sum(torch.as_tensor(value).detach().double())
 
 
 def spent(*spans: tuple[float, float]) -> Spent:
-    """The seconds of stages, each a start and so many seconds; of none 0."""
+    """The spans (start, duration) of stages, in seconds; none sum to 0."""
     return Spent(torch.tensor(spans, dtype=torch.float64).reshape(-1, 2))
 
 
 def term(value: Tensor | float) -> Term:
-    """The part of a mini-batch's objective that one pass adds."""
+    """One pass's part of a term of a mini-batch's objective."""
     return Term(torch.as_tensor(value).detach().double())
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Mean:
-    """The mean of `x` where `mask` is True (same shape, any). What stands elsewhere does not matter."""
+    """The mean of `x` where `mask` is True (same shape, any). Values elsewhere have no effect."""
     return Mean(x.detach().double().where(mask, 0.0).sum(), mask.sum().double())
 
 
@@ -119,7 +119,7 @@ def _add(a: Metric, b: Metric) -> Metric:
 
 
 def merge(*reports: Mapping[str, Metric]) -> Metrics:
-    """The metrics of all `reports` together; a name that stands in several of them is added up."""
+    """Merge metrics; equal names in several `reports` are added. Raises ValueError if their kinds differ."""
     merged: Metrics = {}
     for one in reports:
         for name, metric in one.items():
@@ -128,10 +128,10 @@ def merge(*reports: Mapping[str, Metric]) -> Metrics:
 
 
 def settled(metrics: Mapping[str, Metric]) -> Metrics:
-    """The metrics of a whole mini-batch: each term, now complete, as a number that counts once."""
+    """The metrics of a complete mini-batch: each term becomes a mean of one number."""
     return {name: mean(m.value) if isinstance(m, Term) else m for name, m in metrics.items()}
 
 
 def report(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Numbers for the log: the only place where metrics wait for the device. A mean of nothing is nan."""
+    """Metrics as floats for the log; only here do metrics wait for the device. A mean over count 0 is nan."""
     return {name: (m.total / m.count if isinstance(m, Mean) else m.value).item() for name, m in metrics.items()}

@@ -1,4 +1,4 @@
-"""Shapes for annotations. b rows, t positions of a response, s positions of a row; sizes are those of this rank."""
+"""Shapes for annotations: b rows, t positions of a response, s positions of a row; sizes are this rank's."""
 
 from __future__ import annotations
 

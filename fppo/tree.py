@@ -31,10 +31,10 @@ def _build(cls: type[T], values: dict[str, Any]) -> T:
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(attrs.field, static))
 def state(cls: type[T]) -> type[T]:
-    """Makes `cls` a frozen, keyword-only attrs class and a pytree of its fields that are not static.
+    """Make `cls` a frozen, keyword-only attrs class and a pytree of its fields that are not static.
 
-    A field that holds None is absent from the tree (torch, unlike JAX, would make it a leaf). A `@state` class may
-    extend another: it has that one's fields first, and is a record of its own to the tree.
+    A field of None is absent from the tree (torch, unlike JAX, would make it a leaf). A `@state` class may extend
+    another: it has the other's fields first, and is a separate pytree node.
     """
     cls = attrs.frozen(kw_only=True, eq=False, slots=True)(cls)  # eq=False: == on tensors has no truth value
     names = tuple(f.name for f in attrs.fields(cls))  # type: ignore[arg-type]
@@ -67,7 +67,8 @@ def state(cls: type[T]) -> type[T]:
 
 
 def replace(record: T, **changes: Any) -> T:
-    """`record` with some fields changed. Unlike `attrs.evolve` it traces under torch.compile."""
+    """Copy `record` with some fields changed. Unlike `attrs.evolve` it traces under torch.compile. Raises ValueError
+    for an unknown field."""
     names = [f.name for f in attrs.fields(type(record))]  # type: ignore[arg-type]
     unknown = sorted(set(changes) - set(names))
     if unknown:
@@ -76,7 +77,7 @@ def replace(record: T, **changes: Any) -> T:
 
 
 def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """The tree with `fn` applied to each tensor; what is not a tensor stays as the first tree has it."""
+    """Apply `fn` to each tensor of a tree; other leaves stay as in the first tree."""
 
     def on_tensors(x: Any, *others: Any) -> Any:
         return fn(x, *others) if isinstance(x, Tensor) else x
@@ -85,21 +86,21 @@ def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
 
 
 class Away:
-    """What stands for a leaf whose value is not in this process. What reads or copies values raises TypeError on it."""
+    """A placeholder of a leaf whose value is in another process. Functions that read or copy values raise TypeError."""
 
     __slots__ = ()
 
 
 def check_here(tree: Tree, wanted: str) -> None:
-    """Raises TypeError if a leaf stands for a value that is somewhere else; `wanted` is what of it was asked for."""
+    """Raise TypeError if a leaf's value is in another process; `wanted` names the requested result."""
     if not any(isinstance(x, Away) for x in pytree.tree_leaves(tree)):
         return
     path, leaf = next((path, x) for path, x in leaves_with_paths(tree) if isinstance(x, Away))
-    raise TypeError(f"{path or 'this'} is {leaf}; {wanted} is to be asked for there, by a call of a function")
+    raise TypeError(f"{path or 'this'} is {leaf}; compute {wanted} there, by a call of a function")
 
 
 def copy(tree: T) -> T:
-    """The tree with every tensor cloned. Raises TypeError for one with values elsewhere."""
+    """Copy a tree with every tensor cloned. Raises TypeError for values in other processes."""
     check_here(tree, "a copy")
     return map(torch.clone, tree)
 
@@ -112,19 +113,19 @@ _ANSWERED: frozenset[Any] = frozenset(getattr(Tensor, name).__get__ for name in 
 
 
 class Donated(Tensor):
-    """What is left of a tensor whose memory was given up: empty, and any use of it but of its shape raises."""
+    """The empty remainder of a donated tensor: any use but of its shape, dtype and device raises RuntimeError."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """RuntimeError, for nearly all that torch does."""
+        """Raise RuntimeError for all but queries of shape, dtype and device."""
         if func in _ANSWERED:
             tensor: Any = super()
             return tensor.__torch_function__(func, types, args, kwargs or {})
         raise RuntimeError(
             f"{getattr(func, '__name__', func)} of a tensor that was donated: its memory belongs to the state that the "
-            "call with donate=True returned. Use that one, or call without donation"
+            "call with donate=True returned. Use that state, or call without donation"
         )
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,9 +133,9 @@ class Donated(Tensor):
 
 
 def donate(tree: T) -> T:
-    """Moves the tensors of `tree` to a tree that its caller may overwrite; `tree` is left empty.
+    """Move the tensors of `tree` to a new tree that the caller may overwrite; `tree` is left empty.
 
-    A later use of the old tree's tensors raises RuntimeError. (Subclasses of Tensor are emptied alone.)
+    A later use of the old tree's tensors raises RuntimeError (of subclasses of Tensor: sees an empty tensor).
     """
 
     def move(x: Tensor) -> Tensor:
@@ -153,12 +154,12 @@ def tensors(tree: Tree) -> list[Tensor]:
 
 
 def leaves_with_paths(tree: Tree) -> list[tuple[str, Any]]:
-    """(path, leaf) of every leaf, in the tree's order; a path reads like `.params['lm_head.weight']`."""
+    """(path, leaf) of every leaf, in the tree's order; a path is like `.params['lm_head.weight']`."""
     return [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
 
 
 def _digest(leaf: Any) -> str:
-    """128 bits, in hex, of a tensor's dtype, shape and bytes, or of a plain value's repr."""
+    """The 128-bit hex digest of a tensor's dtype, shape and bytes, or of a plain value's repr."""
     hasher = hashlib.blake2b(digest_size=16)
     if isinstance(leaf, Tensor):
         hasher.update(f"{leaf.dtype} {tuple(leaf.shape)} ".encode())
@@ -170,14 +171,14 @@ def _digest(leaf: Any) -> str:
 
 
 def digest(tree: Tree) -> dict[str, str]:
-    """The digest of every leaf by its path. Equal trees have equal digests, bit for bit.
+    """The digest of every leaf by its path. Digests are equal if and only if the leaves are, bit for bit.
 
-    Raises TypeError for a tree with values elsewhere.
+    Raises TypeError for values in other processes.
     """
     check_here(tree, "its digest")
     return {path: _digest(leaf) for path, leaf in leaves_with_paths(tree)}
 
 
 def combine(digests: dict[str, str]) -> str:
-    """One digest for a whole tree of them."""
+    """One digest of a whole tree of digests."""
     return hashlib.blake2b(repr(sorted(digests.items())).encode(), digest_size=16).hexdigest()

@@ -101,7 +101,7 @@ def test_rows_moves_tensors_and_objects_together():
 
 @pytest.mark.parametrize("index", [torch.tensor([True, False]), [0.5]])
 def test_rows_refuses_what_is_no_index(index):
-    with pytest.raises(ValueError, match=r"index|whole numbers"):
+    with pytest.raises(ValueError, match=r"index|integers"):
         batch.rows(prompts(3), index)
 
 

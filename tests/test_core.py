@@ -112,7 +112,7 @@ def test_a_use_of_what_was_donated_names_the_donation(shape, kind):
         lambda: tree.digest(old),
         lambda: tree.donate(old),
     ):
-        with pytest.raises(RuntimeError, match=r"was donated.*Use that one, or call without donation"):
+        with pytest.raises(RuntimeError, match=r"was donated.*Use that state, or call without donation"):
             use()
 
 

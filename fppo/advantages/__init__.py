@@ -9,12 +9,22 @@ from fppo.advantages._common import Advantages, equal_scores
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
-from fppo.advantages.temporal import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards
+from fppo.advantages.temporal import (
+    discounted_returns,
+    gae,
+    length_lam,
+    reinforce_plus_plus,
+    remax,
+    td,
+    token_rewards,
+    turn_gae,
+    turn_returns,
+    vtrace,
+)
 from fppo.advantages.token_baseline import optimal_token_baseline
-from fppo.advantages.traces import length_lam, td, turn_gae, turn_returns, vtrace
 from fppo.advantages.whitening import whiten
 
-# estimators that whiten what they estimate, as it is whitened again once rows have left the mask
+# estimators with whitening built in, whose advantages are whitened again once rows have left the mask
 WHITENED = (reinforce_plus_plus, reinforce_plus_plus_baseline, gdpo)
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What the estimators share: the result record, checks of shapes, statistics of groups of rows."""
+"""Helpers of the estimators: the result record, checks of shapes, statistics of groups of rows."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _NOISE = 8.0  # a difference of this many rounding errors of the largest number 
 
 
 class Advantages(NamedTuple):
-    """What an estimator returns: both [B, T], 0 where the mask is False, no gradient.
+    """The result of an estimator: advantages and returns, both [B, T], 0 where the mask is False, without gradient.
 
-    `returns` is the reward-to-go: what a critic learns (gae: advantage + value), for outcome scores the score itself.
+    `returns` is the reward-to-go, the critic's target (gae: advantage + value); for outcome scores the score itself.
     """
 
     advantages: Tokens
@@ -25,7 +25,7 @@ class Advantages(NamedTuple):
 
 
 def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) -> None:
-    """ValueError unless every tensor is floating [B], `groups` is an integer [B], with the mask's B."""
+    """Raise ValueError unless every tensor is floating [B] and `groups` is integer [B], with the mask's B."""
     check_mask(mask)
     for name, x in tensors.items():
         if x.shape != mask.shape[:1] or not x.is_floating_point():
@@ -35,7 +35,7 @@ def check_rows(mask: Tensor, groups: Tensor | None = None, **tensors: Tensor) ->
 
 
 def check_unit(name: str, value: float | Tensor) -> None:
-    """ValueError unless `value` is in [0, 1]. A tensor is not looked at: that would wait for the device."""
+    """Raise ValueError unless `value` is in [0, 1]. A tensor passes unread: reading it would wait for the device."""
     if not isinstance(value, Tensor) and not 0 <= value <= 1:
         raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
@@ -46,7 +46,7 @@ def on_mask(x: Tokens, mask: Mask) -> Tokens:
 
 
 def spread(x: Rows, scores: Rows, mask: Mask) -> Advantages:
-    """One number per row at each of its tokens: advantages `x` [B] float64, returns `scores` [B], in scores' dtype."""
+    """Broadcast one number per row to its tokens: advantages `x` [B] float64, returns `scores` [B], in their dtype."""
     dtype = scores.dtype
     return Advantages(x.to(dtype)[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
 
@@ -86,12 +86,12 @@ class ScoreSpan(NamedTuple):
 
     @property
     def equal(self) -> Bool[Tensor, " b"]:
-        """Where all scores of the group are equal, up to rounding; also where there are none."""
+        """The rows whose group's scores are all equal, up to rounding, or empty; bool [B]."""
         return self.highest - self.lowest <= self.rounding
 
 
 def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> ScoreSpan:
-    """The span of each group's scores over the rows that are `present`; 0 to 0 in a group without any."""
+    """The span of each group's scores over the `present` rows; 0 to 0 in a group without any."""
     full = scores.detach().double()
     some = groups.reduce(present.double(), "max") > 0
     lowest = groups.reduce(full.where(present, torch.inf), "min").where(some, 0.0)
@@ -100,16 +100,16 @@ def span(scores: Rows, present: Bool[Tensor, " b"], groups: Groups) -> ScoreSpan
 
 
 def equal_scores(scores: Rows, present: Bool[Tensor, " b"], groups: RowIds) -> Bool[Tensor, " b"]:
-    """Where the scores [B] of all `present` rows of a row's group are equal, up to rounding; also where there are none.
+    """The rows whose group has equal scores [B] over its `present` rows, or no present row; bool [B].
 
-    `groups` int64 [B], any ids in any order. Numbers are equal that differ by no more than 8 rounding errors of the
+    `groups` int64 [B], any ids in any order. Scores are equal if they differ by no more than 8 rounding errors of the
     group's largest.
     """
     return span(scores, present, group_rows(groups)).equal
 
 
 class Centred(NamedTuple):
-    """Scores against their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
+    """Scores relative to their group, each float64 [B]: deviation from the mean, unbiased std, rows in the group."""
 
     deviation: Rows
     std: Rows
@@ -117,10 +117,10 @@ class Centred(NamedTuple):
 
 
 def centre(scores: Rows, present: Bool[Tensor, " b"], groups: Groups, weights: Tensor | None = None) -> Centred:
-    """Deviations from the (weighted) mean of the group over the rows that are `present`; 0 for the others.
+    """Deviations [B] from the (weighted) mean of the group over its `present` rows; 0 for the others.
 
-    Counted from the lowest score of the group, so that equal scores give exactly 0, also those that differ by a
-    rounding alone. The only row of a group has nothing to be compared with: its deviation is its score, its std 1.
+    Scores are taken relative to the group's lowest, so that scores equal up to rounding give exactly 0. The only row
+    of a group has no baseline: its deviation is its score, its std 1.
     """
     within = span(scores, present, groups)
     scores = scores.detach().double()

@@ -1,4 +1,4 @@
-"""What several critics say together: how far apart they are, and where that says nothing new."""
+"""Disagreement of an ensemble of critics, and the tokens that it leaves in the policy loss or the entropy term."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def disagreement(values: Float[Tensor, "n b t"]) -> Tokens:
 
 
 def decisive(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor, "b t"]:
-    """The tokens [B, T] of the mask that are left once the `share` of them is gone in which critics agree most.
+    """The mask, bool [B, T], without the `share` of its tokens on which the critics agree most.
 
-    Where N critics who learned from different prompts agree, a token teaches the policy little: AsyPPO
-    (arXiv:2510.01656) gives the advantages of these tokens the factor 0. Of n tokens those go whose disagreement is
-    below the (1 + floor(share * n))-th smallest, so that equal ones go or stay together, and all stay where all are
-    equal. The whole global batch counts. Raises ValueError for a share that is not in [0, 1), and for other shapes.
+    Where critics trained on different prompts agree, a token teaches the policy little: AsyPPO (arXiv:2510.01656)
+    multiplies the advantages of these tokens by 0. Of n tokens, those with a disagreement below the
+    (1 + floor(share * n))-th smallest are removed, so that ties go or stay together, and all stay where all are equal.
+    Pass the whole global batch. Raises ValueError for a share outside [0, 1), and for other shapes.
     """
     check_tokens(mask, disagreement=disagreement)
     if not 0 <= share < 1:
-        raise ValueError(f"share={share}: give the share of the tokens that are to go, from 0 to below 1")
+        raise ValueError(f"share={share}: give the share of the tokens to remove, from 0 to below 1")
     if not disagreement.numel():
         return mask
     ordered = disagreement.detach().where(mask, torch.inf).flatten().sort().values
@@ -34,10 +34,10 @@ def decisive(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor, 
 
 
 def undisputed(disagreement: Tokens, mask: Mask, *, share: float) -> Bool[Tensor, "b t"]:
-    """The tokens [B, T] of the mask that are left once the `share` of them is gone in which critics disagree most.
+    """The mask, bool [B, T], without the `share` of its tokens on which the critics disagree most.
 
-    Where critics disagree most a token is of states that they hardly know, and entropy there is no exploration worth a
-    bonus: AsyPPO (arXiv:2510.01656) leaves these tokens out of its entropy term. Otherwise as `decisive`: of n tokens
-    those go whose disagreement is above the (1 + floor(share * n))-th greatest.
+    Strong disagreement marks states that the critics hardly know, where entropy is not exploration worth a bonus:
+    AsyPPO (arXiv:2510.01656) leaves these tokens out of its entropy term. Otherwise as `decisive`: of n tokens, those
+    with a disagreement above the (1 + floor(share * n))-th greatest are removed.
     """
     return decisive(-disagreement, mask, share=share)

@@ -1,4 +1,4 @@
-"""Values that are known: those of tasks in which one response is right, and of games that are small."""
+"""Exact values: of tasks with a single right response, and of small games by dynamic programming."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def exact_values(
 ) -> Tokens:
     """The expected reward before each token of `responses`, where the answer is worth 1 and all else 0; [B, T].
 
-    `log_probs` [B, A] are the policy's, of the tokens of the right `answers` [B, A], the end of the response among
-    them. If the tokens of a response [B, T] before t are the answer's, the policy goes on to the whole answer with the
-    probability of its tokens from t on; else it cannot. The reward comes with the last token, and `gamma` discounts it
-    once for each token before that. The masks are True at the first tokens of each row; the result is in the dtype of
-    `log_probs`, 0 outside `mask`. Raises ValueError for other shapes or dtypes.
+    `log_probs` [B, A] are the policy's log-probs of the right `answers` [B, A], end-of-sequence token included. If the
+    tokens of a response [B, T] before t match the answer, the policy completes it with the probability of the answer's
+    tokens from t on; else with probability 0. The reward comes with the last token, and `gamma` discounts it once for
+    each token before. The masks are True at the first tokens of each row; the result is in the dtype of `log_probs`,
+    0 outside `mask`. Raises ValueError for other shapes or dtypes.
     """
     check_mask(mask)
     check_tokens(answer_mask, log_probs=log_probs)
@@ -45,11 +45,11 @@ def exact_values(
 
 
 class GameTree(NamedTuple):
-    """A game as what its player can do: P places at which a token is due, E tokens that go on, L ways they lead on.
+    """A Markov decision process as edge lists: P states with a token to choose, E actions (tokens), L transitions.
 
-    Token e is said at place `at[e]`. Then the game is over with some probability, and `ends[e]` is that times the score
-    expected then; or with probability `chance[l]`, for the l whose `by[l]` is e, the place `to[l]` is next. No place is
-    more than `height` tokens from where nothing follows. All other tokens end the game with 0.
+    Action e is taken in state `at[e]`. It ends the game with some probability, and `ends[e]` is that probability times
+    the expected final score; or it leads to state `to[l]` with probability `chance[l]`, for every l with `by[l]` = e.
+    No state is more than `height` actions away from the end. All other tokens end the game with score 0.
     """
 
     at: Int[Tensor, " e"]
@@ -62,17 +62,17 @@ class GameTree(NamedTuple):
 
 
 class GameValues(NamedTuple):
-    """The expected score at each place [P], and once each token has been said [E]; float64."""
+    """State values [P] and action values [E] of a game, float64."""
 
     values: Float[Tensor, " p"]
     said: Float[Tensor, " e"]
 
 
 def game_values(probs: Float[Tensor, " e"], tree: GameTree, *, gamma: float = 1.0) -> GameValues:
-    """The values of a game whose player says each of the tree's tokens with the probability `probs` [E].
+    """The values of a game under the policy that takes the tree's actions with probabilities `probs` [E].
 
-    They are those of dynamic programming: said = ends + gamma * (the expected value of the next place), and value =
-    sum over a place's tokens of probability times said. Raises ValueError for other shapes.
+    Computed by dynamic programming: said (the action value) = ends + gamma * (the expected value of the next state),
+    and value = sum over a state's actions of probability * said. Raises ValueError for other shapes.
     """
     if probs.shape != tree.at.shape:
         raise ValueError(f"probs must be [{len(tree.at)}], one for each of the tree's tokens, got {list(probs.shape)}")

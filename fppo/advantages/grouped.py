@@ -47,8 +47,8 @@ def grpo(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Adv
 def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """(S - mean) / mean over the group, and 0 where the mean is not above 1e-6; arXiv:2602.02710.
 
-    For scores of 0 and 1, where the mean of n rows makes the expected gradient that of the log of the success
-    probability, as its series has it up to the order n: rare successes count the more. Others' means may be near 0.
+    Meant for scores of 0 and 1. With n rows in a group, the expected gradient is that of the log of the success
+    probability, its series cut at order n, so that rare successes weigh more. Means of other scores may be near 0.
     """
     stats = _centre(scores, mask, groups)
     mean = (scores.detach().double() - stats.deviation).where(stats.rows > 1, 1.0)
@@ -66,10 +66,10 @@ def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
 def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False) -> Advantages:
     """S minus the group's mean weighted by response length (tokens of the mask); arXiv:2505.23585.
 
-    A row's own score is in that mean, as the paper and verl have it, which biases the gradient: beside a smaller factor
-    the expected one is turned, by 7 % of its size with groups of 2 and 4 % with 4 where responses have 1 to 3 tokens.
-    With `leave_one_out` the mean is that of the other rows, and the gradient's noise 1 % more; there is no bias. A row
-    with the higher score may then have the lower advantage, if it is the longer one.
+    The mean includes the row's own score, as in the paper and in verl, which biases the gradient: it is shorter, and
+    turned by 7 % of its size with groups of 2 and 4 % with groups of 4 (responses of 1 to 3 tokens). With
+    `leave_one_out` the mean is over the other rows: no bias, and 1 % more noise in the gradient. A longer row with the
+    higher score may then have the lower advantage.
     """
     lengths = mask.sum(1)
     stats = _centre(scores, mask, groups, lengths)
@@ -83,8 +83,8 @@ def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False
 def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = None) -> Advantages:
     """alpha (S - mean), alpha = rows / rows whose outcome is not 0, over the whole batch; arXiv:2504.02546.
 
-    `outcomes` [B] are the scores without what was added to them, as a KL penalty, after which none is 0; None: they are
-    the scores.
+    `outcomes` [B] are the scores before terms such as a KL penalty were added, which leave none at 0; None: the scores
+    themselves.
     """
     stats = _centre(scores, mask, groups)
     outcomes = scores if outcomes is None else outcomes
@@ -97,7 +97,7 @@ def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = Non
 def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
     """The group's best row gets (best - second) / (std + 1e-6), all others 0; arXiv:2503.19595.
 
-    Rows that share the best score, up to rounding, get 0. ValueError for a group of one row: it has no second.
+    Rows that share the best score, up to rounding, get 0. Raises ValueError for a group of one row.
     """
     stats = _centre(scores, mask, groups)
     present, members = mask.any(1), group_rows(groups)
@@ -126,10 +126,10 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     scale: str = "std",
 ) -> Advantages:
-    """The weighted sum of each score's own grpo advantage, whitened over all tokens of the batch; arXiv:2601.05242.
+    """The weighted sum of the grpo advantages of each named score, whitened over the batch's tokens; arXiv:2601.05242.
 
-    `named_scores` maps names to [B]; `weights` names those to use (None: all, with weight 1). Returns are the
-    weighted sum of the scores. ValueError for a weight without a score.
+    `named_scores` maps names to [B]; `weights` has a factor for each name in use (None: all, with weight 1). Returns
+    are the weighted sum of the scores. Raises ValueError for a weight without a score.
     """
     check_mask(mask)
     if weights is None:

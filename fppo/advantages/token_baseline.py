@@ -10,7 +10,7 @@ from fppo.advantages.temporal import discounted_returns
 from fppo.losses._common import check_tokens
 from fppo.shapes import Mask, RowIds, Tokens
 
-_LEAST = 1e-12  # of the weights of a group: what others have below that is the rounding of a difference
+_LEAST = 1e-12  # share of a group's weights below which the others' sum is the rounding error of a difference
 
 
 def optimal_token_baseline(
@@ -28,12 +28,12 @@ def optimal_token_baseline(
     G is the undiscounted reward-to-go of the token `rewards` [B, T], W_k the sum over the row's first k tokens of
     1 - 2 pi + sum pi^2: pi = exp(log_probs) of the token taken, sum_squared_probs over the vocabulary, both [B, T]
     under the policy that is trained. `correction` [B, T], the importance weights of the rollout, multiplies each
-    term by its square. Tokens are counted along the mask, so what lies between two turns does not matter. Where
-    a single row has a k-th token, its baseline is 0; where all weights are 0, rows weigh the same.
+    term by its square. Tokens are counted along the mask, so tokens between two turns have no effect. Where a single
+    row has a k-th token, its baseline is 0; where all weights are 0, rows weigh the same.
 
-    A row's own return is in its baseline, as verl has it, which biases the gradient: beside a smaller factor the
-    expected one is turned, by 23 % of its size with groups of 2 and 8 % with 4 where responses have 1 to 3 tokens. With
-    `leave_one_out` the sums are over the other rows, and the gradient's noise 10 % more; there is no bias.
+    The baseline includes the row's own return, as in verl, which biases the gradient: it is shorter, and turned by 23 %
+    of its size with groups of 2 and 8 % with groups of 4 (responses of 1 to 3 tokens). With `leave_one_out` the sums
+    are over the other rows: no bias, and 10 % more noise in the gradient.
 
     Raises ValueError for other shapes or dtypes.
     """
@@ -65,8 +65,8 @@ def optimal_token_baseline(
 
 
 def _baseline(value: Tensor, weight: Tensor, alive: Tensor, members: Groups, *, leave_one_out: bool) -> Tensor:
-    """The weighted mean [B, T] of `value` over the rows of each row's group, or over the others of them; of the plain
-    numbers where all their weights are 0. Both are 0 where `alive` is False."""
+    """The weighted mean [B, T] of `value` over each row's group, with or without the row itself; the plain mean where
+    all weights are 0. `value` and `weight` are 0 where `alive` is False."""
 
     def mean(each: Tensor) -> tuple[Tensor, Tensor]:
         total, added = members.reduce(each, "sum"), members.reduce(value * each, "sum")

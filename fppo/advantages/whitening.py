@@ -12,7 +12,7 @@ from fppo.shapes import Mask, Tokens
 def whiten(x: Tokens, mask: Mask, *, shift_mean: bool = True) -> Tokens:
     """(x - mean) / std over all tokens of the mask, [B, T], 0 outside it; `shift_mean=False` adds the mean again.
 
-    The statistics (unbiased variance, in float64) are those of every row of `x`: pass the whole global batch.
+    The statistics (unbiased variance, in float64) are over all rows of `x`: pass the whole global batch.
     Shifting and scaling `x` changes nothing. Where the tokens are equal, up to rounding, or fewer than two, the
     result is exactly 0 (or the mean) instead of amplified noise. `x` is a constant to the gradient, floating,
     and the mask bool [B, T], else ValueError.

@@ -1,6 +1,6 @@
-"""The command line, and what its commands do.
+"""The command line and its commands.
 
-In: the words behind `fppo`. Out: an exit status, lines on the console, and what runs write to their directories. Help
-and checks of settings answer before torch is loaded.
-Begin with `cli.main`; `actions` has what needs torch, `ends` what becomes of errors.
+In: the arguments of `fppo`. Out: an exit status, lines on the console, and the files of runs. Help and checks of
+settings answer before torch is loaded. Begin with `cli.main`; `actions` has the commands that need torch, `ends` the
+messages and exit statuses of errors.
 """

@@ -1,4 +1,4 @@
-"""What the commands do, once their arguments are read."""
+"""The actions of the commands, after their arguments are parsed."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from fppo.settings.train import TrainSettings
 
 @attrs.frozen
 class CommandRank:
-    """Where a command runs: this process' place among others, and its device (None: the one that settings name)."""
+    """The process of a command: its mesh, and its device (None: the one that settings name)."""
 
     mesh: Mesh = LOCAL
     device: torch.device | None = None
-    watch: Watch | None = None  # of what goes over the mesh
-    sampling: Mesh | None = None  # the same ranks in other groups, for what samples while others train
+    watch: Watch | None = None  # counts the mesh's traffic
+    sampling: Mesh | None = None  # the same ranks in process groups of their own, for sampling during training
 
 
 ALONE = CommandRank()
 
 
 def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
-    """Trains, exports the policy and writes the report; 130 if it was stopped before its last step."""
+    """Train, export the policy and write the report; returns 130 if stopped before the last step, else 0."""
     session.check_output(settings)
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     if is_first(here.mesh):
@@ -57,7 +57,7 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
         except GroupDied as error:
             if not error.again:
                 raise
-            settings = attrs.evolve(settings, resume="auto")  # what is there now is this run's
+            settings = attrs.evolve(settings, resume="auto")  # checkpoints in output_dir are this run's now
             steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
             since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
             again = f"starting the pools again ({attempt} of {settings.placement.restarts} times), from {since}"
@@ -80,9 +80,9 @@ def _trained(settings: TrainSettings, here: CommandRank) -> int:
 
 
 def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
-    """Warms a small model up on flawed demonstrations, then trains it by PPO; goes on where it was stopped.
+    """Warm a small model up on flawed demonstrations, then train it by PPO; a stopped run resumes.
 
-    `run` trains as the settings say, in this process or in others.
+    `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files.
     """
     if not (directory / task.MODEL).exists():
         own = [directory / name for name in (task.MODEL, task.TRAIN, task.TEST)]
@@ -98,10 +98,10 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 
 
 def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
-    """Prints how a checkpoint of the run in output_dir, the newest or that of `resume`, answers held-out prompts.
+    """Evaluate a checkpoint of the run in output_dir, the newest or that of `resume`, on held-out prompts.
 
-    All metrics, and all responses, are written to files there, which are named on standard error. Raises ValueError if
-    there is no checkpoint.
+    Prints a table; all metrics and responses are written to files in output_dir, named on standard error. Raises
+    ValueError without a checkpoint.
     """
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
@@ -109,7 +109,7 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     if settings.resume in files.RESUMES:
         step = saved.newest(checkpoints.parent)
         if step is None:
-            raise UsageError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run that has one")
+            raise UsageError(f"there is no checkpoint in {checkpoints}; give the output_dir of a run with one")
         path = checkpoint.place_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
@@ -126,9 +126,10 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def rollout(settings: TrainSettings, here: CommandRank = ALONE) -> int:
-    """Only samples and scores, and writes what comes; 130 if it was stopped before the last batch."""
+    """Sample and score without training, and write the rollouts; returns 130 if stopped before the last batch, else
+    0."""
     if settings.rollout.from_ is not None or settings.rollout.save:
-        raise UsageError("rollout.from and rollout.save are for training; fppo rollout always samples, and saves")
+        raise UsageError("rollout.from and rollout.save are for training; fppo rollout always samples and saves")
     session.check_output(settings)
     with _assemble(settings, here, announce=_say(here)) as assembly:
         done = sampling.run_sampling(settings, assembly)
@@ -139,8 +140,8 @@ def rollout(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
-    """The settings that made a step of the run in a directory, or the last ones, to compute parts of it again: what it
-    saved of rollouts stays as it is.
+    """The settings that made a step of the run in a directory (None: the last ones), for recomputing parts of it
+    without saving rollouts.
 
     Raises ValueError if the directory holds none.
     """
@@ -148,28 +149,28 @@ def settings_of(directory: Path, step: int | None = None) -> TrainSettings:
 
 
 def beginning(directory: Path, step: int) -> int:
-    """The step from which `step` of a run is computed again: that of the newest checkpoint before it, or 0.
+    """The step from which `step` of a run can be recomputed: that of the newest checkpoint before it, or 0.
 
-    Raises ValueError if the run began from another's checkpoint and has dropped it, and for steps whose batches no
-    computation makes again.
+    Raises ValueError if the run began from another run's checkpoint that is gone, and for steps with interrupted
+    rollouts, whose batches cannot be recomputed.
     """
     at = saved.newest(directory, step - 1)
     if at is None and (first := starts.first(directory)):
         raise UsageError(
-            f"{directory} began from the checkpoint of step {first}, and keeps none before step {step} any more "
+            f"{directory} began from the checkpoint of step {first}, and has none before step {step} any more "
             f"(checkpoint.keep); there are those of {checkpoint.steps(directory / session.CHECKPOINTS)}"
         )
     if any(settings.rollout.interrupt for settings, _ in starts.spans(directory, (at or 0) + 1, step)):
         raise UsageError(
-            f"{directory}: rollout.interrupt let the clock decide which weights its batches are of; to train on the "
-            f"same again, give --rollout.from {directory / ROLLOUTS} --rollout.ahead 0 --rollout.interrupt 0 "
+            f"{directory}: with rollout.interrupt the clock decided which weights sampled its batches; to train on "
+            f"them again, give --rollout.from {directory / ROLLOUTS} --rollout.ahead 0 --rollout.interrupt 0 "
             "--rollout.save false to fppo train (a run with rollout.save has them)"
         )
     return at or 0
 
 
 def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
-    """The state of a run at or before `step`: the newest checkpoint's, or the one that it began with."""
+    """The state of a run at or before `step`: the newest checkpoint's, or the initial one."""
     at = saved.newest(directory, step)
     return assembly.run if at is None else session.load(assembly, directory / session.CHECKPOINTS, at)
 
@@ -183,8 +184,8 @@ def export(
     *,
     merge: bool = False,
 ) -> int:
-    """Writes the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter as PEFT has it,
-    or to `merge` with its base as a whole model. Says on stderr what a quantised base means for them."""
+    """Write the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter in PEFT's files
+    or, with `merge`, merged into its base. Notes on a quantised base go to stderr."""
     settings = attrs.evolve(settings_of(directory), device=device)
     session.say_misnamed(directory / session.CHECKPOINTS)
     at = saved.newest(directory, step)
@@ -197,11 +198,11 @@ def export(
     if (base := settings.model.lora.base) != "float":
         begun = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
         means = (
-            f"the weights are those of {begun} as {base} rounds them, which the adapter was trained on, with the "
-            "adapter added in float32; quantised again they are rounded again"
+            f"the weights are those of {begun} rounded to {base}, on which the adapter was trained, with the adapter "
+            "added in float32; quantised again they are rounded again"
             if merge
             else f"the adapter was trained on {begun} in {base}: load it onto that, quantised by bitsandbytes, or give "
-            "--merge; onto the weights themselves it is another policy"
+            "--merge; on the unquantised weights it is another policy"
         )
         print(f"model.lora.base = {base!r}: {means}", file=sys.stderr)
     print(target)
@@ -209,9 +210,9 @@ def export(
 
 
 def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
-    """Computes the steps from the nearest checkpoint to `step` again; 1 if a number differs from the record.
+    """Recompute the steps from the nearest checkpoint to `step`; returns 1 if a number differs from the record, else 0.
 
-    Each is computed with the settings of its time. Only the mesh of the run gives its bits.
+    Each step is computed with the settings that made it. Only the mesh of the run gives its bits.
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
@@ -242,7 +243,7 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
 
 def diff(first: Path, second: Path) -> int:
-    """Says where two runs first differ; 0 if they do not."""
+    """Print the first difference of two runs; returns 1 if they differ, else 0."""
     found = compare_runs(first, second)
     print("\n".join(printable(line) for line in found.lines))
     return int(found.differs)
@@ -252,8 +253,7 @@ def diff(first: Path, second: Path) -> int:
 def _assemble(
     settings: TrainSettings, here: CommandRank, announce: Callable[[Sequence[str]], None] = lambda lines: None
 ) -> Iterator[Assembly]:
-    """`assemble`, without bars of transformers between a command's own lines. Says of which packages there are versions
-    that fppo was not tested with."""
+    """Assemble a run without transformers' progress bars; packages of untested versions are named on stderr."""
     transformers_logging.disable_progress_bar()
     if is_first(here.mesh) and (lines := origins.untested_here()):
         print("; ".join(lines), file=sys.stderr)
@@ -273,7 +273,7 @@ def _assemble(
 
 
 def _say(here: CommandRank) -> Callable[[Sequence[str]], None]:
-    """Prints lines, on the first rank."""
+    """A function that prints lines on the first rank."""
     return (
         (lambda lines: print(printable("\n".join(lines), lines=True), flush=True)) if is_first(here.mesh) else _nothing
     )

@@ -1,4 +1,4 @@
-"""Arguments that several commands take: on how many processes, and the file or run before the flags."""
+"""Arguments of several commands: the number of processes, and the file or run before the flags."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from fppo._errors import UsageError
 
-LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # how commands that train are started, each with its least value
+LAUNCH = {"--nproc": 1, "--max-restarts": 0}  # flags for launching processes, each with its least value
 
 
 class LaunchOptions(NamedTuple):
-    """How many processes run a command on this machine (None: as many as its mesh needs)."""
+    """The number of a command's processes on this machine (None: as many as its mesh needs), and of restarts."""
 
     nproc: int | None = None
     max_restarts: int = 0
 
 
 def processes(rest: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
-    """What the arguments say of processes, and the others. Raises ValueError for a value that is no such number."""
+    """Split off the launch options from the arguments. Raises ValueError for an invalid number."""
     numbers: dict[str, int] = {}
     left: list[str] = []
     arguments = iter(rest)
@@ -36,13 +36,13 @@ def processes(rest: Sequence[str]) -> tuple[LaunchOptions, list[str]]:
 
 
 def file_and_overrides(rest: Sequence[str], command: str) -> tuple[str | None, list[str]]:
-    """The argument before the first flag, if there is one, and the rest. Raises ValueError for a file behind flags."""
+    """The argument before the first flag, if any, and the rest. Raises ValueError for a file after flags."""
     if rest and not rest[0].startswith("-"):
         return rest[0], list(rest[1:])
-    # a run's directory right behind a flag is its value, as of --output-dir
+    # a run's directory right after a flag is its value, such as of --output-dir
     runs = {word for before, word in zip(["", *rest], rest) if not before.startswith("--") or "=" in before}
     late = next((x for x in rest if x.endswith(".toml") or (x in runs and (Path(x) / "settings.toml").exists())), None)
     if late is not None:
         others = " ".join(word for word in rest if word != late)
-        raise UsageError(f"{late} stands behind flags; it comes first: fppo {command} {late} {others}")
+        raise UsageError(f"{late} comes after flags; give it first: fppo {command} {late} {others}")
     return None, list(rest)

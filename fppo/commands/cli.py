@@ -1,4 +1,4 @@
-"""The command line: reads arguments, loads settings, and hands them to `commands`."""
+"""The command line: parse arguments, load settings, and call the commands' actions."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ path = ["train.jsonl"]                # rows as {"prompt": "1+2=", "answer": "3"
 
 [reward]
 functions = ["exact_match"]           # or your own, as module:function
-"""  # of what a file of settings has to hold
+"""  # the least contents of a file of settings
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command that the arguments (none: those of the process) name; the exit status.
+    """Run the command that the arguments (None: the process's) name, and return the exit status.
 
-    What a user can mend is one message without a traceback; `--traceback` shows where it came from.
+    Errors that a user can fix are one message without a traceback; `--traceback` shows it.
     """
     end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     show = TRACEBACK in words
     words = [word for word in words if word != TRACEBACK]
     name, *rest = words or [""]
-    asked = not name or name in ("-h", "--help")
+    needs_usage = not name or name in ("-h", "--help")
     if name in ("-V", "--version"):
         print(f"fppo {metadata.version('fppo')}")
         return 0
-    if not asked and name not in COMMANDS:
-        print(f"fppo: there is no command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
+    if not needs_usage and name not in COMMANDS:
+        print(f"fppo: unknown command {name!r}; {did_you_mean(name, COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        status = _print_usage(bool(name)) if asked else COMMANDS[name](rest) or 0
+        status = _print_usage(bool(name)) if needs_usage else COMMANDS[name](rest) or 0
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print_usage(wanted: bool) -> int:
-    """Prints what commands there are; 2 where no one `wanted` to know, but gave none."""
+    """Print the list of commands; returns 0 if help was `wanted`, 2 for a missing command."""
     print(usage())
     return 0 if wanted else 2
 
 
 def usage() -> str:
-    """The commands with one line on each."""
+    """The list of commands with one line on each."""
     lines = "\n".join(
         helps.listed((name, (command.__doc__ or "").splitlines()[0]) for name, command in COMMANDS.items())
     )
@@ -90,7 +90,7 @@ def usage() -> str:
 
 
 def _quickstart(rest: Sequence[str]) -> int | None:
-    """Trains a small model on an addition task, from nothing to a report, in two minutes [--nproc 2]"""
+    """Train a small model on an addition task, from nothing to a report, in two minutes [--nproc 2]"""
     if helps.wanted(rest):
         return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
     processes, rest = processes_of(rest)
@@ -98,7 +98,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
-        file = Path(settings.output_dir) / "quickstart.toml"  # for other processes; settings.toml is the run's to write
+        file = Path(settings.output_dir) / "quickstart.toml"  # for other processes; the run itself writes settings.toml
         files.save(settings, file)
         return distributed.run(actions.train, settings, ["train", str(file)], *processes)
 
@@ -106,7 +106,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
 
 
 def _train(rest: Sequence[str]) -> int | None:
-    """Trains on your own: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
+    """Train your own model: fppo train FILE.toml [--nproc 2] [--actor.optimizer.lr 1e-6 ...]"""
     usage = f"fppo train FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
     if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _train, sections)
@@ -121,7 +121,7 @@ def _train(rest: Sequence[str]) -> int | None:
 
 
 def _rollout(rest: Sequence[str]) -> int | None:
-    """Only samples responses, scores and saves them: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
+    """Sample, score and save responses without training: fppo rollout FILE.toml [--nproc 2] [--steps 10 ...]"""
     usage = f"fppo rollout FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
     if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _rollout, sections)
@@ -135,7 +135,7 @@ def _rollout(rest: Sequence[str]) -> int | None:
 
 
 def _eval(rest: Sequence[str]) -> int | None:
-    """Answers and scores the held-out prompts with a run's last checkpoint: fppo eval RUN [--eval.n 8 ...]"""
+    """Evaluate a run's last checkpoint on held-out prompts: fppo eval RUN [--eval.n 8 ...]"""
     usage = f"fppo eval RUN {PROCESSES} [--eval.n N ...]"
     if (sections := helps.help_sections(rest)) is not None:
         return _settings_help(usage, _eval, sections) if sections else _eval_help(usage)
@@ -145,24 +145,24 @@ def _eval(rest: Sequence[str]) -> int | None:
         raise UsageError("give the output_dir of a run: fppo eval RUN")
     file = None if run is None else Path(run) / files.SETTINGS
     if file is not None and not file.exists():
-        raise UsageError(f"{file}: there is no such file; give the output_dir of a run")
+        raise UsageError(f"{file}: no such file; give the output_dir of a run")
     settings = files.load(file, overrides, run=run)
     if run is not None and settings.output_dir != run:
-        raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run that it is given, {run}")
+        raise UsageError(f"--output-dir {settings.output_dir}: fppo eval reads the run {run}; leave the flag out")
     if processes.nproc is None and not any(argument.startswith("--mesh.") for argument in own):
-        settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads what another one wrote
+        settings = attrs.evolve(settings, mesh=MeshSettings())  # any mesh reads checkpoints of any other
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.evaluate, settings, ["eval", *own], *processes, trains=False)
 
 
 def _replay(rest: Sequence[str]) -> int | None:
-    """Computes a step of a run again and names the first number that differs: fppo replay RUN --step N [--nproc 2]"""
+    """Recompute a step of a run and name the first number that differs: fppo replay RUN --step N [--nproc 2]"""
     if helps.wanted(rest):
         return helps.show("fppo replay RUN --step N [--nproc N] [--device DEVICE]", Replay)
     processes, rest = processes_of(rest)
     if processes.max_restarts:
-        raise UsageError("--max-restarts: a replay is not started again; leave it out")
+        raise UsageError("--max-restarts: a replay is not restarted; leave it out")
     options = tyro.cli(Replay, args=rest, prog="fppo replay")
     from fppo.commands import actions, distributed
 
@@ -177,13 +177,13 @@ def _replay(rest: Sequence[str]) -> int | None:
 
 
 def _export(rest: Sequence[str]) -> int | None:
-    """Writes the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
+    """Write the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
     if helps.wanted(rest):
         return helps.show("fppo export RUN TARGET [--OPTION VALUE ...]", Export)
     options = tyro.cli(Export, args=rest, prog="fppo export")
     run, target = Path(options.run), Path(options.target)
     if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
-        raise UsageError(f"{run} is no run, and {target} is one: the run comes first: fppo export {target} {run}")
+        raise UsageError(f"{run} is not a run, but {target} is: give the run first: fppo export {target} {run}")
     from fppo.commands import actions
 
     role = "critic" if options.critic else "actor"
@@ -191,7 +191,7 @@ def _export(rest: Sequence[str]) -> int | None:
 
 
 def _report(rest: Sequence[str]) -> int | None:
-    """Draws the curves of a run and writes its report.html: fppo report RUN"""
+    """Draw the curves of a run and write its report.html: fppo report RUN"""
     if helps.wanted(rest):
         return helps.show("fppo report RUN", Report)
     options = tyro.cli(Report, args=rest, prog="fppo report")
@@ -201,7 +201,7 @@ def _report(rest: Sequence[str]) -> int | None:
 
 
 def _trace(rest: Sequence[str]) -> int | None:
-    """Writes who worked when in the last steps, for viewers of Chrome traces: fppo trace RUN"""
+    """Write a timeline of the last steps, for viewers of Chrome traces: fppo trace RUN"""
     if helps.wanted(rest):
         return helps.show("fppo trace RUN [--out FILE]", TraceOptions)
     options = tyro.cli(TraceOptions, args=rest, prog="fppo trace")
@@ -211,7 +211,7 @@ def _trace(rest: Sequence[str]) -> int | None:
 
 
 def _diff(rest: Sequence[str]) -> int | None:
-    """Says where two runs first differ: fppo diff RUN RUN"""
+    """Print the first difference of two runs: fppo diff RUN RUN"""
     if helps.wanted(rest):
         return helps.show("fppo diff RUN RUN", DiffOptions)
     options = tyro.cli(DiffOptions, args=rest, prog="fppo diff")
@@ -222,7 +222,7 @@ def _diff(rest: Sequence[str]) -> int | None:
 
 
 def _ablate(rest: Sequence[str]) -> int | None:
-    """Runs every implementation of an operation side by side: fppo ablate --op log_probs [--replay RUN --step N]"""
+    """Compare the implementations of an operation: fppo ablate --op log_probs [--replay RUN --step N]"""
     if helps.wanted(rest):
         return helps.show("fppo ablate --op OPERATION [--OPTION VALUE ...]", AblateSettings)
     options = tyro.cli(AblateSettings, args=rest, prog="fppo ablate")
@@ -234,10 +234,10 @@ def _ablate(rest: Sequence[str]) -> int | None:
 
 
 def _compare(rest: Sequence[str]) -> int | None:
-    """Trains variants with several seeds, side by side: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
+    """Train and compare variants over several seeds: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
     prog = f"fppo compare FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} [--SECTION.SETTING VALUE ...]"
     if helps.wanted(rest):
-        return helps.show(prog, CompareSettings, "Every setting of fppo train may be given too: fppo train --help.")
+        return helps.show(prog, CompareSettings, "Every setting of fppo train may be given, too: fppo train --help.")
     processes, own = processes_of(rest)
     file, own = file_and_overrides(own, "compare")
     options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
@@ -253,7 +253,7 @@ def _compare(rest: Sequence[str]) -> int | None:
 
 
 def _completion(rest: Sequence[str]) -> int | None:
-    """Prints what completes commands and settings in a shell: fppo completion bash|zsh|fish"""
+    """Print a script that completes commands and settings in a shell: fppo completion bash|zsh|fish"""
     if helps.wanted(rest):
         return helps.show("fppo completion bash|zsh|fish", None, completion.ADVICE)
     if len(rest) != 1:
@@ -262,7 +262,7 @@ def _completion(rest: Sequence[str]) -> int | None:
 
 
 def _plan(rest: Sequence[str]) -> int | None:
-    """Says what a run will need, before there is one: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
+    """Estimate a run's memory and time in advance: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
     if helps.wanted(rest):
         return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings)
     file, own = file_and_overrides(rest, "plan")
@@ -277,13 +277,13 @@ def _plan(rest: Sequence[str]) -> int | None:
 
 
 def _no_file(command: str) -> int:
-    """Says how to come by a file of settings; the exit status."""
+    """Print an example of a file of settings, and return the exit status."""
     least = textwrap.indent(LEAST.rstrip(), "  ")
     lines = [
-        f"fppo {command}: give a file of settings: fppo {command} FILE.toml; one as short as this will do:",
+        f"fppo {command}: give a file of settings: fppo {command} FILE.toml; the least is:",
         *("", least, ""),
-        "fppo quickstart writes one that trains at once, runs/quickstart/settings.toml, and",
-        f"fppo {command} --help says what else may stand in it.",
+        "fppo quickstart writes one that trains at once, runs/quickstart/settings.toml;",
+        f"fppo {command} --help lists all settings.",
     ]
     print("\n".join(lines), file=sys.stderr)
     return 2
@@ -292,19 +292,19 @@ def _no_file(command: str) -> int:
 def _look(
     processes: LaunchOptions, settings: TrainSettings, known: Sequence[str], *, exports: bool = False
 ) -> list[str]:
-    """All problems with what settings name outside of themselves that can be seen before the run.
+    """All problems with files, modules, devices and other things that settings name, as far as visible before the run.
 
-    Where it `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
-    run will read them, and name theirs with what it finds.
+    With `exports`, the target of the policy's export is checked too. Rows are read only if there are problems already:
+    otherwise the run reads them and reports theirs.
     """
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
-    here, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
+    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
     wrong = [*places.place_problems(settings), *([] if target is None else [target])]
-    wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, here, visible=visible)]
+    wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, local, visible=visible)]
     wrong += [*contents.token_problems(settings), *checks.mesh_problems(settings, world)]
     if any(part.keywords for _, part, _ in parts(settings)):
-        from fppo.assembly import trials  # here: it loads torch, which the run will need anyway
+        from fppo.assembly import trials  # imported here: it loads torch, which the run needs anyway
 
         wrong += trials.value_problems(settings, [*known, *wrong])
     every = [*known, *wrong]
@@ -314,17 +314,17 @@ def _look(
 
 
 def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:
-    """Prints the sections, or the settings of some."""
+    """Print the sections, or the settings of the given ones."""
     first = (command.__doc__ or "").splitlines()[0].partition(":")[0] + "."
     print(helps.section_help(usage, sections) if sections else helps.overview(usage, first))
 
 
 def _eval_help(usage: str) -> None:
-    """Prints what an evaluation takes."""
-    print(helps.section_help(usage, ["eval"], "Answers and scores the held-out prompts with a run's last checkpoint."))
-    print("\nand of other sections, above all:\n")
+    """Print the settings of an evaluation."""
+    print(helps.section_help(usage, ["eval"], "Evaluate a run's last checkpoint on held-out prompts."))
+    print("\nfrom other sections, above all:\n")
     print("\n".join(helps.chosen_help(EVAL_READS)))
-    print("\nEvery setting of fppo train may be given: the rest are those of the run in RUN.")
+    print("\nEvery setting of fppo train may be given; defaults are the settings of the run in RUN.")
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

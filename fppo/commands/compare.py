@@ -1,4 +1,4 @@
-"""What `fppo compare` does, once its arguments are read."""
+"""The action of `fppo compare`, after its arguments are parsed."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fppo.settings.checks_data import has_held_out
 from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
 
-ASKED = "compared.toml"  # in a run's directory: the settings it was asked for, before anything is resolved
+ASKED = "compared.toml"  # in a run's directory: its settings as given, before they are resolved
 PICTURE, TABLE, MARKDOWN, NUMBERS = "compare.png", "compare.txt", "compare.md", "compare.json"
 
 
 def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int, TrainSettings]]:
-    """The settings of every run, by variant and seed. Raises SettingsError with all that is wrong with any of them, and
-    with metrics that none of them can log."""
+    """The settings of every run, by variant and seed. Raises SettingsError with all problems of all variants, and with
+    metrics that no variant logs."""
     out = Path(asked.out or f"{settings.output_dir}-compare")
     runs: dict[str, dict[int, TrainSettings]] = {}
     problems: list[str] = []
@@ -41,7 +41,7 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
 
 
 def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) -> list[str]:
-    """What is to be compared and no variant will log, before anything is trained."""
+    """Problems with metrics to compare that no variant will log."""
     if not metrics and not any(map(has_held_out, settings)):
         return ["--metrics is not set, and there are no held-out prompts; give data.eval_path, or names of metrics"]
     refused = {name: [logged.missing(own, name) for own in settings] for name in metrics}
@@ -49,17 +49,17 @@ def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) 
 
 
 def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[TrainSettings, Path], int]) -> int:
-    """Trains what is not done yet, seed by seed, and writes and prints the comparison; 130 as soon as a run is stopped,
-    and 1 at the end if some could come to nothing (`RunFailed`). `train` runs settings, which are in the file, too.
+    """Train the unfinished runs, seed by seed, then write and print the comparison. Returns 130 as soon as a run is
+    stopped, 1 if some runs failed (`RunFailed`), else 0. `train(settings, file)` runs settings that `file` holds too.
 
-    Raises ValueError for a run's directory that holds one with other settings.
+    Raises ValueError for a run's directory with other settings.
     """
     runs = plan(settings, asked)
     out = Path(next(iter(next(iter(runs.values())).values())).output_dir).parent.parent
     if not any(out.glob("*/seed_*")) and (others := places.foreign_files(out)):
         raise UsageError(f"--out {out} holds {places.some(others)} and no comparison; give a new directory")
     every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
-    every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: what is there compares at any time
+    every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: finished runs compare at any time
     left = [run for run in every if not _done(run[2])]
     if len(left) < len(every):
         print(f"{len(every) - len(left)} of {len(every)} runs are done")
@@ -67,7 +67,7 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     failed: list[str] = []
     for number, (name, seed, own) in enumerate(left, start=1):
         if number > 1 and seed != left[number - 2][1] and not failed:  # every variant has a run
-            comparing.collect(where, asked.metrics)  # what none has logged is named before the next seed is trained
+            comparing.collect(where, asked.metrics)  # so that metrics without logs are named before the next seed
         print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
         directory = Path(own.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -78,17 +78,17 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
             print(printable(str(error), lines=True))
             status = 1
         if status > 1:
-            print(f"stopped in {name}, seed {seed}; the same command goes on from there")
+            print(f"stopped in {name}, seed {seed}; the same command resumes there")
             return status
         failed += [f"{name}, seed {seed}"] if status else []
     write(where, asked.metrics, out)
     if failed:
-        print(f"failed, and tried again by the same command: {'; '.join(failed)}")
+        print(f"failed; the same command tries them again: {'; '.join(failed)}")
     return 1 if failed else 0
 
 
 def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:
-    """Prints the table, and writes it, the numbers and the picture to `out`."""
+    """Print the table, and write it, the numbers and the picture to `out`."""
     comparison = comparing.collect(runs, metrics)
     text = comparison.table()
     (out / TABLE).write_text(text + "\n", encoding="utf-8")
@@ -99,7 +99,7 @@ def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: P
 
 
 def _done(settings: TrainSettings) -> bool:
-    """Whether the run has taken all its steps. Raises ValueError if it was begun with other settings."""
+    """Whether the run has taken all its steps. Raises ValueError if it has other settings."""
     directory = Path(settings.output_dir)
     if not (directory / ASKED).exists():
         return False

@@ -18,7 +18,7 @@ from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
 SHELLS = ("bash", "zsh", "fish")
-ADVICE = """For this shell alone, or for all in the file that it reads as it starts (~/.bashrc, ~/.zshrc, config.fish):
+ADVICE = """Run it in a shell, or add it to the shell's startup file (~/.bashrc, ~/.zshrc, config.fish):
   bash, zsh   eval "$(fppo completion bash)", or zsh in place of bash
   fish        fppo completion fish | source"""
 _OWN = {
@@ -34,7 +34,7 @@ _SETTINGS, _LAUNCHED = ("train", "rollout", "eval", "compare"), ("quickstart", "
 
 
 def script(shell: str, commands: Sequence[str]) -> str:
-    """What a shell reads to complete what is typed behind fppo. Raises ValueError for an unknown shell."""
+    """A shell's script that completes the arguments of fppo. Raises ValueError for an unknown shell."""
     if shell not in SHELLS:
         raise UsageError(f"there is no completion for {shell!r}; {did_you_mean(shell, SHELLS)}")
     flags = {command: flags_of(command) for command in commands}
@@ -43,7 +43,7 @@ def script(shell: str, commands: Sequence[str]) -> str:
 
 
 def flags_of(command: str) -> dict[str, tuple[str, ...]]:
-    """The flags of a command, each with the words that may stand behind it where these are few."""
+    """The flags of a command, each with its possible values if these are few."""
     kinds: dict[str, Any] = {}
     if command in _OWN:
         cls = _OWN[command]
@@ -65,7 +65,7 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
 
 
 def _keywords() -> dict[str, Any]:
-    """The types of the keywords that the library's own parts take, by their paths."""
+    """The types of the keywords of the library's own parts, by their paths."""
     return {
         f"{path}.{name}": keyword.kind
         for path, _, table in parts(TrainSettings())
@@ -76,7 +76,7 @@ def _keywords() -> dict[str, Any]:
 
 
 def _choices(kind: Any) -> tuple[str, ...]:
-    """The words that a setting takes, if it takes no others; of a list those of each."""
+    """The words that a setting of a closed set takes, for a list those of its elements; else none."""
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     if get_origin(kind) in (Union, types.UnionType, tuple):

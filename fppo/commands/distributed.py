@@ -1,4 +1,4 @@
-"""Commands on as many processes as they are asked to run on."""
+"""Run commands on several processes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run(
     *,
     trains: bool = True,
 ) -> int:
-    """The exit status of `command` on the processes that torchrun started, or on those that are started here.
+    """Run `command` on the processes that torchrun started, or on processes started here, and return the exit status.
 
-    `arguments` are those for the processes it starts: `nproc`, or as many as the mesh of the settings needs. The
-    settings that `command` gets name every axis. One that does not train samples nothing ahead.
+    `nproc` processes (None: as many as the settings' mesh needs) are started with `arguments`. The settings passed to
+    `command` name every axis. Commands that do not train sample nothing ahead.
     Raises SettingsError if the mesh does not fit the number of processes.
     """
     place = Place.of_environment()
@@ -39,14 +39,14 @@ def run(
     if not place.started:
         world = nproc or mesh.least_ranks
     if world > 1 and places_of(settings.placement):
-        raise ValueError(f"placement: its pools have processes of their own, and the controller is one, not {world}")
+        raise ValueError(f"placement: pools start their own processes, and the controller is one, not {world}")
     sizes = mesh_sizes(settings, world)
     settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
     if place.attempt and settings.resume == "never":
-        settings = attrs.evolve(settings, resume="auto")  # what is there now is what the attempts before left
+        settings = attrs.evolve(settings, resume="auto")  # checkpoints in output_dir are from earlier attempts
     if world == 1:
         if settings.device.startswith("cuda:"):
-            torch.cuda.set_device(device_of(settings))  # what names no GPU, as a kernel's launch, is to be on it too
+            torch.cuda.set_device(device_of(settings))  # for calls that name no GPU, such as kernel launches
         with no_exit():
             return command(settings, ALONE)
     device = device_of(settings)
@@ -74,5 +74,5 @@ def run(
     ) as joined:
         own, watch, sampling = joined
         ring = partial(attrs.evolve, ring=mesh.ring)
-        with no_exit():  # inside of what watches the ranks: the others are told
+        with no_exit():  # inside the watch over ranks, so that the others are notified
             return command(settings, CommandRank(ring(own), device, watch, sampling and ring(sampling)))

@@ -1,4 +1,4 @@
-"""How commands end: what they say of an error, and their exit status."""
+"""Ends of commands: messages of errors, and exit statuses."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fppo.settings import files
 _OWN = Path(__file__).parent.parent
 TRACEBACK = "--traceback"
 _MOST = 40_000  # characters of a message with all its lines
-TRAINING = ("quickstart", "train", "compare")  # what goes on where it was stopped
+TRAINING = ("quickstart", "train", "compare")  # commands that resume
 
 
 def status_of(error: Exception, name: str, *, show: bool) -> int:
-    """The exit status of the command `name` after an error, which is told; the traceback too with `show`.
+    """Print an error of the command `name`, with `show` its traceback too, and return the exit status.
 
-    Raises the error where its message alone does not say what to do, unless its text would harm a terminal.
+    Errors whose message is not meant for users are raised again, unless their text would harm a terminal.
     """
     if isinstance(error, BrokenPipeError) and _is_abandoned():
         return 128 + signal.SIGPIPE
@@ -36,16 +36,16 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
         print(_cut(trace), end="", file=sys.stderr)
     hint = "" if show or isinstance(error, files.SettingsError | UsageError) else f"\n({TRACEBACK} shows where)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        then = ", and the same command goes on from the last checkpoint" if name in TRAINING else ""
-        error.add_note(f"the disk is full; make room{then}")
+        then = ", then run the same command to resume from the last checkpoint" if name in TRAINING else ""
+        error.add_note(f"the disk is full; free space{then}")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     print(f"fppo {name}: {_words(error)}{_cut(notes)}{hint}", file=sys.stderr)
     return 1 if isinstance(error, RunFailed) else 2
 
 
 def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:
-    """The exit status of a command that was ended by `sys.exit`: that of the parser of arguments and of ranks stands;
-    where user code has called it, that is told, and the run has failed."""
+    """The exit status of a command ended by `sys.exit`. Exits of the argument parser and of ranks are raised again; one
+    in user code is reported as a failed run."""
     files = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     others = [file for file in files if not file.is_relative_to(_OWN) and not is_of_python(str(file))]
     if files[-1].is_relative_to(_OWN) or (others and "tyro" in others[0].parts):
@@ -54,19 +54,19 @@ def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; of the system's own, what it is of first."""
+    """The message of an error; for errors of the system "FILE: reason"."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return printable(f"{error.filename}: {error.strerror[0].lower()}{error.strerror[1:]}")
     return _cut(str(error))
 
 
 def _cut(text: str) -> str:
-    """A text of several lines, with each of them, and all together, cut to what may be read."""
+    """Shorten a text of several lines, each line and the whole, and escape control characters."""
     return printable("\n".join(printable(line) for line in text.split("\n")), _MOST, lines=True)
 
 
 def _is_abandoned() -> bool:
-    """Whether whoever read the output, as `head`, has gone; the rest of it then goes nowhere."""
+    """Whether the reader of standard output, such as `head`, has gone; further output is then discarded."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     if not output.poll(0):
@@ -76,7 +76,7 @@ def _is_abandoned() -> bool:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message alone says what to do."""
+    """Whether the message of an error is meant for users."""
     if isinstance(error, ValueError | OSError):
         return True
     from fppo.fleet import GroupDied

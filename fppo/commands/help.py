@@ -1,4 +1,4 @@
-"""What settings there are, in lines: the sections, or the settings of one, from the classes themselves."""
+"""Help on settings, from their classes: the sections, or the settings of one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fppo.settings.component import Functions, Keyword, signature_of, table_of
 from fppo.settings.fields import fields_of, name_of
 from fppo.settings.train import TrainSettings
 
-_NAMES = 14  # columns for names in front of what is said of them
+_NAMES = 14  # columns for names before their text
 _WORDS = {bool: "", int: "INT", float: "FLOAT", str: "TEXT", dict: "JSON"}
 
 
@@ -31,7 +31,7 @@ class _Setting(NamedTuple):
 
 
 def help_sections(words: Sequence[str]) -> list[str] | None:
-    """The sections behind --help; None if no help is asked for."""
+    """The sections named after --help; None without the flag."""
     place = next((i for i, word in enumerate(words) if word in ("-h", "--help")), None)
     if place is None:
         return None
@@ -39,12 +39,12 @@ def help_sections(words: Sequence[str]) -> list[str] | None:
 
 
 def wanted(words: Sequence[str]) -> bool:
-    """Whether help is asked for."""
+    """Whether the arguments request help."""
     return any(word in ("-h", "--help") for word in words)
 
 
 def show(usage: str, cls: type | None, more: str = "") -> None:
-    """Prints the help of a command whose arguments are the fields of a class, and `more` below it."""
+    """Print the help of a command whose arguments are the fields of a class, and `more` below it."""
     parts = [f"usage: {usage}"]
     if cls is not None:
         fields = attrs.fields(attrs.resolve_types(cls, include_extras=True))
@@ -58,7 +58,7 @@ def show(usage: str, cls: type | None, more: str = "") -> None:
 
 
 def _metavar(kind: Any) -> str:
-    """What a positional argument is called."""
+    """The displayed name of a positional argument."""
     return next(x.metavar for x in kind.__metadata__ if getattr(x, "metavar", None))
 
 
@@ -72,7 +72,7 @@ def _kind(cls: type, name: str) -> type:
 
 
 def _defaults(cls: type) -> Any:
-    """The defaults of the fields that have one, None for the others."""
+    """The defaults of the fields, None for those without."""
     return types.SimpleNamespace(
         **{
             field.name: (field.default.factory() if isinstance(field.default, attrs.Factory) else field.default)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def _defaults(cls: type) -> Any:
 
 
 def listed(names: Iterable[tuple[str, str]]) -> list[str]:
-    """Names with a line on each, or as many as the terminal's width makes of it."""
+    """Names with a text each, wrapped to the terminal's width."""
     width = max(shutil.get_terminal_size((120, 24)).columns, 2 * _NAMES)
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent=" " * _NAMES, break_on_hyphens=False, break_long_words=False
@@ -93,14 +93,14 @@ def listed(names: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def overview(usage: str, first: str) -> str:
-    """The settings on top, and the sections."""
+    """The top-level settings, and the list of sections."""
     sections = listed(_sections(TrainSettings))
-    hint = f"fppo {usage.split()[1]} --help SECTION shows a section's settings, as: --help rollout"
+    hint = f"fppo {usage.split()[1]} --help SECTION shows a section's settings, for example --help rollout"
     return "\n".join([f"usage: {usage}", "", first, "", *_lines(TrainSettings), "", "sections:", *sections, "", hint])
 
 
 def section_help(usage: str, names: Sequence[str], first: str = "") -> str:
-    """The settings of sections. Raises ValueError for a name that is none."""
+    """The settings of sections. Raises ValueError for an unknown one."""
     parts = [f"usage: {usage}", *(["", first] if first else [])]
     for name in names:
         section = _section(name)
@@ -127,7 +127,7 @@ def _section(path: str) -> Any:
     for name in path.split("."):
         names = [inner for inner, _ in _sections(type(value))]
         if name not in names:
-            raise UsageError(f"--help {path}: there is no section {name!r}; {did_you_mean(name, names)}")
+            raise UsageError(f"--help {path}: unknown section {name!r}; {did_you_mean(name, names)}")
         value = getattr(value, name)
     return value
 
@@ -148,7 +148,7 @@ def _settings(cls: type, prefix: str = "", default: Any = None) -> Iterator[_Set
 
 
 def _texts(cls: type) -> dict[str, str]:
-    """The line of help that stands below each field."""
+    """The help lines of fields: the string below each field in the class's source."""
     texts: dict[str, str] = {}
     for base in reversed([base for base in cls.__mro__ if attrs.has(base)]):
         module = ast.parse(inspect.getsource(sys.modules[base.__module__]))
@@ -165,7 +165,7 @@ def _lines(cls: type, prefix: str = "", default: Any = None) -> list[str]:
 
 
 def _keywords(table: Functions, prefix: str) -> list[str]:
-    """The lines of a part's keywords: for each function of its table those that it takes, with their defaults."""
+    """The lines of a part's keywords: for each function of its table the keywords with their defaults."""
     lines = [f"  --{prefix.replace('_', '-')}KEYWORD VALUE", "      Any keyword of the function that is named:"]
     for name in table:
         signature = signature_of(name, table)

@@ -1,4 +1,4 @@
-"""The arguments of commands that take few; no torch, so that their help answers at once."""
+"""The arguments of the smaller commands; no torch, so that their help answers at once."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import tyro
 
 @attrs.frozen(kw_only=True)
 class Quickstart:
-    """Trains a small model on an addition task, from nothing to a report, in two minutes."""
+    """Train a small model on an addition task, from nothing to a report, in two minutes."""
 
     output_dir: str = "runs/quickstart"
     """The directory for everything that the run writes."""
     seed: int = 0
-    """What every random draw of the run follows from."""
+    """The seed of all random draws."""
 
 
 @attrs.frozen(kw_only=True)
 class Replay:
-    """Computes a step of a run again from the nearest checkpoint and names the first number that differs."""
+    """Recompute a step of a run from the nearest checkpoint and name the first number that differs."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
     step: int
-    """The step."""
+    """The step to recompute."""
     device: str | None = None
-    """Where tensors live; None: where the run had them, whose bits no other device may give."""
+    """The device; None: the run's own, the only one that is sure to give its bits."""
 
 
 @attrs.frozen(kw_only=True)
 class Export:
-    """Writes the policy of a run as a Hugging Face directory."""
+    """Write the policy of a run as a Hugging Face directory."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
@@ -41,16 +41,16 @@ class Export:
     step: int | None = None
     """The step of the checkpoint; None: the last."""
     critic: bool = False
-    """Write the critic in place of the policy, as a token classifier with one label."""
+    """Write the critic instead of the policy, as a token classifier with one label."""
     merge: bool = False
-    """Write an adapter merged with its base, as a whole model, in place of PEFT's files."""
+    """Write an adapter merged with its base, as a whole model, instead of PEFT's files."""
     device: str = "cpu"
-    """Where the parameters are read to: the host's memory will do."""
+    """The device for the parameters; the host's memory suffices."""
 
 
 @attrs.frozen(kw_only=True)
 class Report:
-    """Draws the curves of a run and writes its report.html."""
+    """Draw the curves of a run and write its report.html."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
@@ -58,7 +58,7 @@ class Report:
 
 @attrs.frozen(kw_only=True)
 class TraceOptions:
-    """Writes who worked when in the last steps of a run as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+    """Write a timeline of a run's last steps as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
@@ -68,7 +68,7 @@ class TraceOptions:
 
 @attrs.frozen(kw_only=True)
 class DiffOptions:
-    """Says where two runs first differ: in which step, in what which stage has made. 0 if they are equal, else 1."""
+    """Print the first difference of two runs: the step, and the stage that made it. Exits with 0 if equal, else 1."""
 
     runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")]
     """The output_dirs of the two runs."""

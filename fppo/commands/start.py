@@ -1,4 +1,4 @@
-"""Where every command begins: ctrl-C ends it with one line, also while it is being loaded."""
+"""The entry point of all commands: ctrl-C ends one with a single line, even while it is being loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import signal
 import sys
 from types import FrameType
 
-STOPPED = 130  # the exit status of a command that ctrl-C ended
-_IMPORTING = "<frozen importlib._bootstrap>"  # the file of whatever imports
+STOPPED = 130  # the exit status of a command ended by ctrl-C
+_IMPORTING = "<frozen importlib._bootstrap>"  # the file name in frames of imports
 
 
 def main() -> int:
-    """Runs the command that the process' arguments name; the exit status."""
+    """Run the command that the process's arguments name, and return the exit status."""
     guarded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, as behind nohup
     if guarded:
         signal.signal(signal.SIGINT, _interrupt)
@@ -21,16 +21,16 @@ def main() -> int:
         from fppo.commands import cli
 
         status = cli.main()
-    except KeyboardInterrupt:  # before or behind what `cli.main` does
+    except KeyboardInterrupt:  # outside `cli.main`
         _say()
     if guarded:
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))  # all that is left is Python's own end
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))  # only Python's own shutdown is left
     return status
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raises KeyboardInterrupt. Amid an import, where that may be caught, or come out as another error, it ends the
-    process: what is imported has nothing yet that is to be put in order."""
+    """Raise KeyboardInterrupt. During an import, which may catch it or turn it into another error, end the process:
+    modules being imported hold nothing to clean up."""
     del number
     while frame is not None:
         if frame.f_code.co_filename == _IMPORTING:

@@ -1,9 +1,8 @@
 """Prompts: read from files and data sets, encoded, and drawn in batches that resume exactly.
 
 In: files or rows, a tokenizer, fields and limits. Out: a `PromptSet`, and batches `Prompts` [N, P] with a cursor, which
-is state. One error names every faulty row.
-A name is imported when it is first used: what looks at rows before a run comes through here, and loads no torch.
-Begin with `encode.load_prompts` and `cursor.next_batch`.
+is state. One error names every faulty row. Names are imported at their first use, so that checks of rows before a run
+load no torch. Begin with `encode.load_prompts` and `cursor.next_batch`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""How a tokenizer's chat template is called."""
+"""Calls and checks of a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import attrs
 
 from fppo._errors import printable
 
-LONGEST = 20.0  # seconds that a template may compute for one conversation
+LONGEST = 20.0  # CPU seconds that a template may take for one conversation
 _MARK = "fppomark"
 
 
 @attrs.frozen(kw_only=True)
 class ChatOptions:
-    """What a chat template gets beside the messages: its own arguments, as enable_thinking, and schemas of tools.
+    """Arguments of a chat template besides the messages: its own, such as enable_thinking, and tool schemas.
 
-    row_tools: rows may have tools of their own, in place of `tools`.
+    row_tools: rows may bring tools that replace `tools`.
     """
 
     arguments: Mapping[str, Any] = attrs.field(factory=dict)
@@ -34,13 +34,13 @@ PLAIN = ChatOptions()
 
 
 class EndlessTemplate(ValueError):
-    """A chat template that does not come to its end."""
+    """Raised for a chat template that does not finish."""
 
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Raises EndlessTemplate once the code inside has computed for `LONGEST` seconds of the process' own time. Only the
-    main thread can be interrupted so: in others nothing is raised."""
+    """Raise EndlessTemplate once the block has used `LONGEST` seconds of the process's CPU time. Only the main thread
+    can be interrupted by a signal: in others nothing is raised."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -48,7 +48,7 @@ def ending() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         del number, frame
         raise EndlessTemplate(
-            f"the chat template has not come to an end in {LONGEST:g} seconds of computing: it loops; give another one "
+            f"the chat template has not finished in {LONGEST:g} CPU seconds: it loops; give another one "
             "(data.chat_template)"
         )
 
@@ -64,7 +64,7 @@ def ending() -> Iterator[None]:
 def render_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
 ) -> str:
-    """The conversation as text; with `generation` up to where the assistant speaks. Templates raise what they like."""
+    """Render a conversation as text; with `generation` up to the assistant's turn. Templates raise any exception."""
     with ending():
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -76,7 +76,7 @@ def render_chat(
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-    """The tokens of the conversation up to where the assistant speaks. Templates raise what they like."""
+    """Encode a conversation up to the assistant's turn. Templates raise any exception."""
     with ending():
         return list(
             tokenizer.apply_chat_template(
@@ -91,8 +91,8 @@ def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, option
 
 
 def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
-    """Raises ValueError if the tokenizer has no chat template, or one that does not read what `options` give it, or
-    that ignores where the assistant is to speak."""
+    """Raise ValueError for a tokenizer without a chat template, or with one that ignores arguments of `options` or
+    add_generation_prompt."""
     template = getattr(tokenizer, "chat_template", None)
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     if template is None:
@@ -101,30 +101,30 @@ def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None
         )
     named = template.values() if isinstance(template, Mapping) else [template]
     if not all(isinstance(each, str) for each in named):
-        raise ValueError(f"the chat template of {name} is no text: {printable(repr(template), 200)}")
+        raise ValueError(f"the chat template of {name} is not text: {printable(repr(template), 200)}")
     text = "\n".join(named)
     names = [*options.arguments, *(["tools"] if options.tools or options.row_tools else [])]
     unread = [argument for argument in names if not re.search(rf"\b{re.escape(argument)}\b", text)]
     if unread:
         raise ValueError(
-            f"the chat template of {name} does not read {unread}; leave that out, or give another template"
+            f"the chat template of {name} does not read {unread}; leave them out, or give another template"
         )
     if header := _missing_header(tokenizer, options):
         raise ValueError(
-            f"the chat template of {name} ignores add_generation_prompt: it writes {header!r} before what an assistant "
-            "says, and not where one is to speak, so that responses would begin elsewhere than in its training; give "
-            "another template (the policy's: data.chat_template)"
+            f"the chat template of {name} ignores add_generation_prompt: it writes {header!r} before an assistant's "
+            "message, but not at the end of a prompt, so that responses would begin elsewhere than in its training; "
+            "give another template (the policy's: data.chat_template)"
         )
 
 
 def _missing_header(tokenizer: Any, options: ChatOptions) -> str:
-    """What a template writes before an assistant's words in a conversation, and never at the end of a prompt; "" if
-    the prompt has it, or the template has none, or takes no such conversation."""
+    """The assistant's header if the template writes it within a conversation, but not at the end of a prompt; "" if
+    prompts have it, if there is none, or if the template refuses such a conversation."""
     user, assistant = {"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}
     try:
         whole = render_chat(tokenizer, [user, assistant], generation=False, options=options)
         bare, asked = (render_chat(tokenizer, [user], generation=x, options=options) for x in (False, True))
-    except Exception:  # templates raise what they like, for conversations that they do not take
+    except Exception:  # templates raise any exception for conversations that they refuse
         return ""
     before, mark, _ = whole.rpartition(_MARK)
     if bare != asked or not mark or not before.startswith(asked):
@@ -133,11 +133,11 @@ def _missing_header(tokenizer: Any, options: ChatOptions) -> str:
 
 
 def opening_of(tokenizer: Any, *, options: ChatOptions = PLAIN) -> str:
-    """The first special token that the template writes before a user's words; "" for none. A text that begins with it
-    has been through a template already."""
+    """The first special token that the template writes before a user's message; "" for none. A text that begins with
+    it has been rendered already."""
     try:
         text = render_chat(tokenizer, [{"role": "user", "content": _MARK}], generation=True, options=options)
-    except Exception:  # what it does not take is refused where rows are read
+    except Exception:  # conversations that it refuses are reported where rows are read
         return ""
     before = text.partition(_MARK)[0].lstrip()
     names = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
@@ -145,13 +145,13 @@ def opening_of(tokenizer: Any, *, options: ChatOptions = PLAIN) -> str:
 
 
 def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:
-    """The token with which the chat template ends an assistant's turn; None if that is no token made for it."""
+    """The special or added token with which the chat template ends an assistant's turn; None for other endings."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}]
     try:
         text = render_chat(tokenizer, messages, generation=False, options=options)
     except EndlessTemplate:
         raise
-    except Exception:  # a template that takes no turns of an assistant ends none
+    except Exception:  # a template that refuses assistant turns has no end of turn
         return None
     _, mark, tail = text.rpartition(_MARK)
     ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if mark else []

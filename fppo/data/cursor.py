@@ -1,4 +1,4 @@
-"""Where the data stands, and the batches drawn from there: a function of the cursor, so resuming is exact."""
+"""The cursor of the data, and the batches drawn at it: pure functions of the cursor, so resuming is exact."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from fppo.tree import state
 
 @state
 class DataCursor:
-    """How far the prompts have been drawn. Both are leaves, since a checkpoint holds leaves only."""
+    """The position of the next prompt to draw. Both fields are leaves, since a checkpoint holds leaves only."""
 
     epoch: int = 0
-    position: int = 0  # prompts of this epoch that are done
+    position: int = 0  # prompts of this epoch drawn so far
 
 
 def epoch_order(count: int, key: Key, epoch: int, *, shuffle: bool = True) -> list[int]:
-    """The order of `count` prompts in an epoch: a permutation that depends on the key and the epoch alone."""
+    """The order of `count` prompts in an epoch: a permutation determined by the key and the epoch alone."""
     if not shuffle:
         return list(range(count))
     draws = key.fold("epoch", epoch).uniform(torch.arange(count), 1)[:, 0]
     return draws.argsort(stable=True).tolist()
 
 
-Order = Callable[[int], Sequence[int]]  # an epoch's number to indices of prompts
+Order = Callable[[int], Sequence[int]]  # from an epoch's number to indices of prompts
 
 
 def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
-    """The order that the function `name` gave for an epoch. Raises ValueError for no indices of `count`."""
+    """An epoch's order by the function `name`, as ints. Raises ValueError if it is empty or outside 0 to count - 1."""
     indices = [int(i) for i in order]
     wrong = [i for i in indices if not 0 <= i < count]
     if wrong or not indices:
@@ -44,9 +44,10 @@ def checked_order(order: Sequence[int], count: int, name: str) -> list[int]:
 def next_indices(
     count: int, cursor: DataCursor, *, size: int, key: Key, shuffle: bool = True, order: Order | None = None
 ) -> tuple[list[int], DataCursor]:
-    """The next `size` of `count` prompts, and the cursor behind them. A batch goes on into the next epoch.
+    """The indices of the next `size` of `count` prompts, and the cursor after them; a batch may span epochs.
 
-    `order` gives the indices of each epoch, in place of all of them, shuffled or not.
+    `order` gives the indices of each epoch; by default all, shuffled or not. Raises ValueError for a cursor outside the
+    data set.
     """
     if count < 1 or size < 1:
         raise ValueError(f"a batch of {size} out of {count} prompts: both must be 1 or more")
@@ -56,7 +57,7 @@ def next_indices(
         whole = epoch_order(count, key, epoch, shuffle=shuffle) if order is None else order(epoch)
         if epoch < 0 or not 0 <= position < len(whole):
             raise ValueError(
-                f"the run stands at prompt {position} of epoch {epoch}, but the data set has {len(whole)} "
+                f"the run is at prompt {position} of epoch {epoch}, but the data set has {len(whole)} "
                 "prompts; resume with the data that the run was started on"
             )
         taken = whole[position : position + size - len(picked)]
@@ -77,17 +78,17 @@ def next_batch(
     width: int | None = None,
     order: Order | None = None,
 ) -> tuple[Prompts, DataCursor]:
-    """The next `size` prompts [size, P], and the cursor behind them.
+    """The next `size` prompts as a record [size, P], and the cursor after them.
 
-    Every prompt comes once per epoch, in an order of that epoch's own, unless `order` gives another. `key` must be the
-    same for the whole run.
+    Every prompt comes once per epoch, each epoch in a new order, unless `order` gives another. `key` must be the same
+    for the whole run.
     """
     indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
     return collate(dataset, indices, width=width), after
 
 
 def batches(dataset: PromptSet, size: int, *, width: int | None = None) -> Iterator[Prompts]:
-    """All prompts once, in order, for evaluation; the last batch may be short. Row ids are unique over all of them."""
+    """All prompts once, in order, for evaluation; the last batch may be short. Row ids are unique over all batches."""
     if size < 1:
         raise ValueError(f"batches of {size} prompts: give 1 or more")
     for start in range(0, len(dataset), size):

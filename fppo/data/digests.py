@@ -1,4 +1,4 @@
-"""Digests of prompts, by which a run that goes on sees whether they are those that it began with."""
+"""Digests of prompts, by which a resumed run checks that its data are unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ TOKENS, ROWS = "as tokens", "as rewards read them"
 
 
 def digests_of(prompts: PromptSet) -> dict[str, str]:
-    """128 bits, in hex, of the tokens of all prompts in their order, which files, tokenizer and chat template make, and
-    of their ground truths, sources and other fields. Where the rows came from plays no role."""
+    """Two 128-bit hex digests: of all prompts' tokens in order (files, tokenizer and chat template determine them), and
+    of their ground truths, sources and other fields. The paths of the rows do not enter."""
     tokens, rows = (hashlib.blake2b(digest_size=16) for _ in range(2))
     for ids in prompts.tokens:
         tokens.update(array("q", (len(ids), *ids)).tobytes())
@@ -24,5 +24,5 @@ def digests_of(prompts: PromptSet) -> dict[str, str]:
 
 
 def _other(value: Any) -> str:
-    """What stands for a value that is none of JSON, as sets of prompts made by scripts may hold."""
+    """The name of a value's type, digested in place of values that JSON lacks, as prompt sets of scripts may hold."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

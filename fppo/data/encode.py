@@ -1,4 +1,4 @@
-"""Rows to prompts: templates, chat templates, length limits; every faulty row is named before anything runs."""
+"""Encode rows as prompts: templates, chat templates, length limits; every faulty row is named before anything runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fppo.data.prompts import PromptSet, check_prompt_set, share
 from fppo.data.read import PathLike, Row, read_rows
 from fppo.data.tokenizers import begun_once, check_tokenizer, encode_text
 
-_KEPT = 1 << 30  # bytes of images that are kept as they were read
-_SHORT = 1 << 20  # characters of a prompt that is read whatever its limit
+_KEPT = 1 << 30  # bytes of processed images kept in memory
+_SHORT = 1 << 20  # characters up to which a prompt is tokenized whatever its limit
 OverLong = Literal["error", "drop", "truncate"]
 
 
@@ -32,7 +32,10 @@ def load_prompts(
     chat: ChatOptions = PLAIN,
     images: ImageReader | None = None,
 ) -> PromptSet:
-    """`encode_rows` of `read_rows`: prompts from files, directories or a data set's name. One error names all."""
+    """Read and encode prompts from files, directories or a data set's name: `encode_rows` of `read_rows`.
+
+    Raises one ValueError that names every faulty row.
+    """
     problems = Problems()
     return encode_rows(
         read_rows(paths, split=split, problems=problems),
@@ -59,17 +62,17 @@ def encode_rows(
     images: ImageReader | None = None,
     problems: Problems | None = None,
 ) -> PromptSet:
-    """The prompt set of `rows`, whose `fields` are named; the tokenizer's chat template makes prompts of messages.
+    """Encode `rows` by their `fields` into a prompt set; messages go through the tokenizer's chat template.
 
-    over_long: what happens to prompts of more than `max_prompt_tokens`: "error" names them, "drop" leaves them out,
+    over_long: the rule for prompts of more than `max_prompt_tokens`: "error" names them, "drop" leaves them out,
         "truncate" keeps their last tokens; both are counted in the result.
-    pad_token: the token to pad with, for a tokenizer that has none of its own.
-    chat: what the chat template gets beside the messages.
-    images: what reads the images of `fields.images` and the videos of `fields.videos`, with its own template.
-    problems: what was wrong with rows that are not among `rows`, to be named in the same error.
+    pad_token: the padding token, for a tokenizer without one.
+    chat: the chat template's arguments besides the messages.
+    images: the reader of the images of `fields.images` and the videos of `fields.videos`, with its own template.
+    problems: faults of rows outside `rows`, to be named in the same error.
 
     The row's other fields become `extras`, with a chat's messages as "prompt_messages". Raises ValueError naming file,
-    line and field of every faulty row, and for a tokenizer that lacks what is needed.
+    line and field of every faulty row, and for a tokenizer without an end or padding token or chat template.
     """
     if over_long not in ("error", "drop", "truncate"):
         raise ValueError(f"over_long = {over_long!r}; there are 'error', 'drop' and 'truncate'")
@@ -106,8 +109,8 @@ def encode_rows(
 
 
 def _too_long(asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int) -> set[int]:
-    """The numbers of prompts that are longer than `limit` tokens whatever these are: tokenizers take minutes over those
-    of many megabytes."""
+    """The numbers of prompts too long for `limit` tokens even if each were the vocabulary's longest: tokenizers take
+    minutes for many megabytes."""
     sizes = [_characters(example.prompt) for _, example in asked]
     if max(sizes, default=0) <= _SHORT:
         return set()
@@ -116,7 +119,7 @@ def _too_long(asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int) 
 
 
 def _name_huge(asked: Sequence[tuple[Row, Example]], huge: Iterable[int], limit: int, problems: Problems) -> None:
-    """Raises ValueError that names them, with all that was wrong before."""
+    """Raise ValueError that names the prompts numbered `huge`, after all problems noted so far."""
     for row, example in (asked[number] for number in sorted(huge)):
         size = _characters(example.prompt)
         text = f"the prompt has {size:,} characters, more than max_prompt_tokens = {limit} tokens can have"
@@ -125,7 +128,7 @@ def _name_huge(asked: Sequence[tuple[Row, Example]], huge: Iterable[int], limit:
 
 
 def _characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
-    """The characters of a text, or of what messages say."""
+    """The number of characters of a text, or of all texts in messages."""
     if isinstance(prompt, str):
         return len(prompt)
     contents = [message.get("content") for message in prompt]
@@ -135,7 +138,7 @@ def _characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
 
 
 def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLong) -> None:
-    """Raises ValueError for images and videos that nothing reads, and for settings that they do not go with."""
+    """Raise ValueError for images and videos without a reader, and for settings that exclude them."""
     if bool(fields.seen) != (images is not None):
         raise ValueError(
             "fields.images or fields.videos, and images go together: the field, and the ImageReader of the model's "
@@ -146,14 +149,14 @@ def _check_images(fields: Fields, images: ImageReader | None, over_long: OverLon
     if images is not None and fields.tools is not None:
         raise ValueError("fields.tools: rows with images or videos have no tools of their own yet; leave one out")
     if images is not None and over_long == "truncate":
-        raise ValueError("over_long = 'truncate' would cut images and videos apart; give 'error' or 'drop'")
+        raise ValueError("over_long = 'truncate' would cut through images and videos; give 'error' or 'drop'")
 
 
 def _tokens_with_images(
     asked: Sequence[tuple[Row, Example]], reader: ImageReader, fields: Fields, problems: Problems
 ) -> tuple[list[list[int]], list[ReadRow]]:
-    """The token ids of every prompt, [] for one whose images or text are refused, with a problem; and what is read of
-    it again, and not kept, where that is more than `_KEPT` bytes."""
+    """The token ids of every prompt ([] and a problem if its images or text are refused), and its row for reading
+    inputs again, which keeps processed inputs up to `_KEPT` bytes in total."""
     for kind, name in fields.seen.items():
         there = any(name.split(".")[0] in row.fields for row, _ in asked) and len(fields.seen) > 1
         if asked and not there and not any(getattr(example, f"{kind}s") for _, example in asked):
@@ -172,14 +175,14 @@ def _tokens_with_images(
             seen.append(ReadRow(example.prompt, example.images, example.videos, kept))
         except EndlessTemplate as error:
             raise ValueError(f"{row.place}: {error}") from None
-        except Exception as error:  # processors and chat templates raise what they like
+        except Exception as error:  # processors and chat templates raise any exception
             problems.add(f"field {names}: {' '.join(str(error).split()) or type(error).__name__}", at=row.place)
         result.append(ids)
     return result, seen
 
 
 def _check_unrendered(asked: Sequence[tuple[Row, Example]], opening: str, problems: Problems) -> None:
-    """Notes messages whose text begins with the token that the chat template begins with."""
+    """Note messages whose text begins with the chat template's first token."""
     for row, example in asked:
         for message in example.prompt:
             content = message["content"] if isinstance(message, dict) else ""
@@ -196,7 +199,7 @@ def _tokens(
     texts = [example.prompt for _, example in asked if isinstance(example.prompt, str)]
     try:
         at_once = iter(tokenizer(texts)["input_ids"] if texts else ())
-    except Exception:  # one at a time, then, to name those at fault
+    except Exception:  # then one at a time, to name the faulty ones
         at_once = None
     if texts and at_once is not None:
         check_open_end(texts[0], tokenizer)
@@ -215,14 +218,14 @@ def _tokens(
                 problems.add("the prompt has no tokens", at=row.place)
         except EndlessTemplate as error:
             raise ValueError(f"{row.place}: {error}") from None
-        except Exception as error:  # tokenizers and chat templates raise what they like
+        except Exception as error:  # tokenizers and chat templates raise any exception
             problems.add(f"the tokenizer refuses the prompt: {error}", at=row.place)
         result.append(ids)
     return result
 
 
 def check_open_end(text: str, tokenizer: Any) -> None:
-    """Raises ValueError for a tokenizer that ends every text with its end token: a prompt is to be continued."""
+    """Raise ValueError for a tokenizer that appends its end token to every text: prompts are to be continued."""
     eos = [tokenizer.eos_token_id]
     bare = tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer(text)["input_ids"][-1:] == eos and bare[-1:] != eos:
@@ -232,7 +235,7 @@ def check_open_end(text: str, tokenizer: Any) -> None:
 def _assemble(
     asked: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], pad_token_id: int, limit: int, *, drop: bool
 ) -> PromptSet:
-    """The prompt set, without the prompts of more than `limit` tokens or with the last `limit` tokens of them."""
+    """The prompt set; prompts of more than `limit` tokens are left out (`drop`) or cut to their last `limit`."""
     long = [len(ids) > limit for ids in tokens]
     kept = [i for i, over in enumerate(long) if not (over and drop)]
     shared: dict[int, int] = {}

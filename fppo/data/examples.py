@@ -1,4 +1,4 @@
-"""What a row holds: the fields that make a prompt, what answers are compared with, its source. No torch."""
+"""Fields of a row as an example: prompt, ground truth, source, images, tools. No torch."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fppo.data.plain import BadField, half_pairs, missing_in, plain
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
-MARKS = {"image": "<image>", "video": "<video>"}  # where a prompt's next image or video stands in its text
+MARKS = {"image": "<image>", "video": "<video>"}  # placeholder of a prompt's next image or video in its text
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
 @attrs.frozen(kw_only=True)
 class Fields:
-    """Which of a row's fields are what. A dot reaches into a field: "reward_model.style".
+    """The names of a row's fields by their role. A dot reaches into a field: "reward_model.style".
 
     prompt: a field, or a template like "Question: {question}".
-    ground_truth: the field that a reward compares with, any JSON value but null; None: there is none.
-    source: the field that names the row's data set; else `source_name`, else the file's name.
-    chat: the prompt is the field's messages, also as JSON text, or its other text as one message of the user, for a
-        chat template.
-    images: the field with the prompt's image or images, none if it is null or missing. They stand where the messages
-        have parts {"type": "image"}, or their texts "<image>"; without either, before the user's first words.
+    ground_truth: the field with the reference answer for rewards, any JSON value but null; None: no reference.
+    source: the field with the name of the row's data set; else `source_name`, else the file's name.
+    chat: the prompt is the field's messages (also as JSON text), or its other text as one user message, for a chat
+        template.
+    images: the field with the prompt's image or images, none if it is null or missing. They replace the messages'
+        parts {"type": "image"} or the marks "<image>" in texts; without either they precede the first user text.
     videos: likewise the field with its video or videos, parts {"type": "video"} and "<video>".
-    tools: the field with schemas of the row's own tools for the chat template, a list or JSON text of one.
+    tools: the field with the row's own tool schemas for the chat template, a list or its JSON text.
     """
 
     prompt: str = "prompt"
@@ -46,7 +46,7 @@ class Fields:
 
     @property
     def seen(self) -> dict[str, str]:
-        """The fields of what is seen, by its kind: "image", "video"."""
+        """The fields of images and videos by kind: "image", "video"."""
         fields = {"image": self.images, "video": self.videos}
         return {kind: name for kind, name in fields.items() if name is not None}
 
@@ -56,7 +56,7 @@ FIELDS = Fields()
 
 @attrs.frozen(kw_only=True)
 class Example:
-    """What is in a row, by what it is for."""
+    """The values of a row by their role."""
 
     prompt: str | list[dict[str, Any]]
     ground_truth: Any
@@ -69,7 +69,7 @@ class Example:
 
 
 def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
-    """What a row holds; None, and its problems noted, if something is wrong with it."""
+    """Read a row as an example; None for a faulty row, whose problems are noted."""
     values: dict[str, Any] = {}
     readers = {"prompt": _prompt, "ground_truth": _ground_truth, "source": _source, "tools": _tools}
     if (wrong := _unreadable(row)) is not None:
@@ -105,14 +105,14 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
 
 
 def _unreadable(row: Row) -> str | None:
-    """What is wrong with a row before any of its fields is read; None if nothing is."""
+    """The fault of a row's values as a whole (nesting, broken characters); None without one."""
     for name, value in row.fields.items():
         try:
             check_depth(value)
         except ValueError as error:
             return f"field {name!r}: {error}"
     if (text := half_pairs(row.fields)) is not None:
-        return f"{text[:40]!r} holds half of a surrogate pair, which is no character; mend the text"
+        return f"{text[:40]!r} holds half of a surrogate pair, which is no character; repair the text"
     return None
 
 
@@ -143,7 +143,7 @@ def _ground_truth(row: Row, fields: Fields) -> Any:
     if value is None:
         raise BadField(f"field {fields.ground_truth!r}: null")
     if (path := next(missing_in(value), None)) is not None:
-        text = f"nan or infinite{path and f' at {path}'}, as tables write what is missing: no answer equals it"
+        text = f"nan or infinite{path and f' at {path}'}, a table's missing value: no answer equals it"
         raise BadField(f"field {fields.ground_truth!r}: {text}")
     try:
         return plain(value)
@@ -174,7 +174,7 @@ def _kind(value: Any) -> str:
 
 
 def lookup(fields: Mapping[str, Any], name: str) -> Any:
-    """A field by its name, or by a path with dots into nested fields."""
+    """The value of a field by its name, or by a dotted path into nested fields. Raises BadField for a missing one."""
     if name in fields:
         return fields[name]
     value: Any = fields
@@ -186,7 +186,7 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def fill(template: str, fields: Mapping[str, Any]) -> str:
-    """The template with each {field} replaced by its text; {{ and }} are braces."""
+    """Replace each {field} of a template by its text; {{ and }} are braces. Raises BadField, ValueError."""
     texts = []
     try:
         pieces = list(string.Formatter().parse(template))
@@ -202,7 +202,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
             raise BadField(f"field {name!r}: a {_kind(value)}, not text")
         if next(missing_in(value), None) is not None:
-            raise BadField(f"field {name!r}: {value}, as tables write what is missing")
+            raise BadField(f"field {name!r}: {value}, a table's missing value")
         texts.append(str(value))
     return "".join(texts)
 
@@ -212,7 +212,7 @@ def _one_image(value: Any) -> bool:
 
 
 def _one_video(value: Any) -> bool:
-    """Whether it is a video, and not several: a list is one if images are in it, or arrays of single frames."""
+    """Whether a value is one video, not several: a list is one if it holds images, or arrays of single frames."""
     if not isinstance(value, (list, tuple)):
         return getattr(value, "ndim", 4) == 4
     return bool(value) and all(getattr(x, "ndim", 0) == 3 or hasattr(x, "convert") for x in value)
@@ -222,8 +222,7 @@ _ONE = {"image": _one_image, "video": _one_video}
 
 
 def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
-    """The row's images, or its videos, as they stand in it; paths that are not absolute start where the row's file
-    lies."""
+    """The row's images, or its videos, as the row has them; relative paths are resolved against the row's file."""
     try:
         value = lookup(row.fields, name)
     except BadField:
@@ -234,7 +233,7 @@ def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
 
 
 def _placed(value: Any, beside: Path) -> Any:
-    """The image or video, its paths with the directory that they start from."""
+    """The image or video with its relative paths resolved against the directory `beside`."""
     if isinstance(value, Mapping) and "frames" in value:
         return {**value, "frames": _placed(value["frames"], beside)}
     if isinstance(value, Mapping) and value.get("bytes") is None and isinstance(value.get("path"), str):
@@ -245,8 +244,8 @@ def _placed(value: Any, beside: Path) -> Any:
 
 
 def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The messages with contents as lists of texts and of parts of what is `seen`, as {"type": "image"}: one for each,
-    by kinds, whose fields have `names`."""
+    """The messages with contents as lists of parts, texts and {"type": "image"} or "video": one for each item of
+    `seen`, by kind. Errors call the fields by `names`."""
     parted = [{**message, "content": _parts(message["content"], tuple(seen))} for message in messages]
     user = next((message for message in parted if message["role"] == "user"), parted[0])
     before: list[dict[str, Any]] = []
@@ -255,14 +254,14 @@ def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mappin
         if places == 0:
             before += [{"type": kind} for _ in items]
         elif places != len(items):
-            text = f"{len(items)} {kind}s, and the prompt has {places} places for them ({MARKS[kind]})"
+            text = f"{len(items)} {kind}s, and the prompt has {places} placeholders for them ({MARKS[kind]})"
             raise BadField(f"field {names[kind]!r}: {text}")
     user["content"] = [*before, *user["content"]]
     return parted
 
 
 def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A message's content in parts, its text split where the marks of these kinds stand."""
+    """Split a message's content into parts, its texts at the marks of these kinds."""
     if not isinstance(content, str):
         return [
             x

@@ -1,4 +1,4 @@
-"""Prompts with images and videos: opened from paths, bytes or `datasets` images, and encoded by the model's own
+"""Prompts with images and videos: opened from paths, bytes or `datasets` images, and encoded by the model's
 processor."""
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fppo.data.chat import PLAIN, ChatOptions, ending
 from fppo.data.plain import irregular
 from fppo.data.videos import Clip, FramePicker, opened_video
 
-SHOWN = 96  # pixels, the longer side of an image as it is shown beside samples
-FRAMES = 4  # of a video that are shown
-_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # of what a processor gives
+SHOWN = 96  # pixels, the longer side of a thumbnail next to samples
+FRAMES = 4  # thumbnails of a video
+_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # a processor's outputs for tokens
 
 
 @attrs.frozen
 class ImageReader:
-    """What turns messages with images and videos into tokens and inputs.
+    """Encode messages with images and videos into tokens and model inputs.
 
     processor: transformers' processor of the model, with a chat template.
-    token: the id that stands in prompts for each feature of an image (`Vision.token`).
-    video: the id that stands for each feature of a video (`Vision.video`); None: the processor makes images of frames.
-    fps, frames: which frames of a video are picked, as `FramePicker` has them.
+    token: the placeholder id of each image feature in prompts (`Vision.token`).
+    video: the placeholder id of each video feature (`Vision.video`); None: the processor turns frames into images.
+    fps, frames: the selection of a video's frames, as in `FramePicker`.
     """
 
     processor: Any
@@ -44,17 +44,17 @@ class ImageReader:
     def encode(
         self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], videos: Sequence[Any] = ()
     ) -> tuple[list[int], RowInputs | None]:
-        """The tokens of the conversation up to where the assistant speaks, and its images and videos.
+        """The tokens of the conversation up to the assistant's turn, and the inputs of its images and videos.
 
         The messages' contents are lists of parts, with a part {"type": "image"} for each of the images and
-        {"type": "video"} for each of the videos. Raises ValueError for what is no image or video, and for text that the
-        processor takes for one; processors and chat templates raise what they like.
+        {"type": "video"} for each of the videos. Raises ValueError for values that are no image or video, and for
+        text with the processor's placeholders; processors and chat templates raise any exception.
         """
         pictures = [opened(image, number) for number, image in enumerate(images, start=1)]
         clips = self._clips(videos)
         self._check_text(messages)
         left: dict[str, Iterator[Any]] = {"image": iter(pictures), "video": iter(clips)}
-        items: list[Any] = []  # the pictures and clips in the order of the prompt
+        items: list[Any] = []  # pictures and clips in the order of the prompt
         conversation = [
             {**message, "content": [_filled(part, left, items) for part in message["content"]]} for message in messages
         ]
@@ -91,14 +91,14 @@ class ImageReader:
         return [opened_video(video, number, picker, opened) for number, video in enumerate(videos, start=1)]
 
     def _places(self, tokens: Tensor, pictures: int, clips: int) -> tuple[Tensor, Tensor]:
-        """The places of features of images, and of videos, among tokens [S]."""
+        """The indices of image features, and of video features, among tokens [S]; int64 each."""
         apart = self.video is not None
         expected = {self.token: pictures + (0 if apart else clips)} | ({self.video: clips} if apart else {})
         kinds = dict(zip(expected, ("images", "videos")))
         found = {token: (tokens == token).nonzero()[:, 0] for token in expected}
         for token, count in expected.items():
             if bool(len(found[token])) != bool(count):
-                raise ValueError(f"{count} {kinds[token]}, for which {len(found[token])} tokens stand (token {token})")
+                raise ValueError(f"{count} {kinds[token]}, but {len(found[token])} placeholder tokens (token {token})")
         return found[self.token], found.get(self.video, torch.zeros(0, dtype=torch.int64))  # type: ignore[arg-type]
 
     def _check_text(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -108,11 +108,11 @@ class ImageReader:
         marks += self.processor.tokenizer.convert_ids_to_tokens(ids)
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
         if wrong := sorted({mark for mark in marks for text in texts if mark and mark in text}):
-            raise ValueError(f"the text holds {wrong}, which would stand for images or videos: leave it out of texts")
+            raise ValueError(f"the text holds {wrong}, placeholders of images or videos: leave them out of texts")
 
 
 class ReadRow(NamedTuple):
-    """A prompt's messages, images and videos, and what was read of these if that is kept."""
+    """A prompt's messages, images and videos, and their processed inputs if these are kept."""
 
     messages: Sequence[Mapping[str, Any]]
     images: Sequence[Any]
@@ -121,7 +121,7 @@ class ReadRow(NamedTuple):
 
 
 class ReadInputs(Sequence["RowInputs | None"]):
-    """The inputs of each prompt: kept, or read anew when they are asked for, as pixels of large data sets must be."""
+    """The inputs of each prompt, kept or read again at each access: the pixels of large data sets exceed memory."""
 
     def __init__(self, reader: ImageReader, rows: Sequence[ReadRow]) -> None:
         self._reader, self._rows = reader, tuple(rows)
@@ -147,9 +147,9 @@ class ReadInputs(Sequence["RowInputs | None"]):
 
 
 def opened(image: Any, number: int) -> Any:
-    """The image in RGB: of a path, of the bytes of a file, of {"bytes": ..., "path": ...}, or an image of PIL's.
+    """Open an image in RGB from a path, a file's bytes, {"bytes": ..., "path": ...}, or a PIL image.
 
-    Raises ValueError that names it by its `number` and path.
+    Raises ValueError that names the image by its `number` and path.
     """
     try:
         from PIL import Image
@@ -174,7 +174,7 @@ def opened(image: Any, number: int) -> Any:
 
 
 def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: list[Any]) -> dict[str, Any]:
-    """The part as a processor takes it; its image or video is added to `items`."""
+    """A message part in the processor's form; its image or video is added to `items`."""
     kind = part["type"]
     if kind not in left:
         return dict(part)
@@ -183,16 +183,16 @@ def _filled(part: Mapping[str, Any], left: Mapping[str, Iterator[Any]], items: l
 
 
 def _by_image(name: str, x: Any, rows: bool) -> Tensor:
-    """A tensor of one row whose first dimension runs over images or patches, where that of a processor is of rows (or
-    of videos, whose frames are the images)."""
+    """A processor's tensor with images or patches as first dimension: with `rows`, the dimension of rows (or of videos)
+    before it is flattened in."""
     if not isinstance(x, Tensor):
         raise ValueError(f"the processor gives {name} as {type(x).__name__}, not as one tensor")
     return x.flatten(0, 1) if rows else x
 
 
 def _shown(items: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """The images, and `FRAMES` frames of each video, [K, h, w, 3], small, each in a corner of a frame as large as the
-    largest of them; and the number of the item that each is of [K]."""
+    """Thumbnails of the images and of `FRAMES` frames of each video, uint8 [K, h, w, 3], padded to the largest; and
+    the number of each thumbnail's item, int64 [K]."""
     from PIL import Image
 
     small, numbers = [], []
@@ -211,6 +211,6 @@ def _shown(items: Sequence[Any]) -> tuple[Tensor, Tensor]:
 
 
 def _spread(total: int) -> list[int]:
-    """`FRAMES` numbers below `total` or all of them, from the first to the last."""
+    """`FRAMES` evenly spaced numbers below `total`, first and last included; all if there are fewer."""
     count = min(FRAMES, total)
     return [i * (total - 1) // max(1, count - 1) for i in range(count)]

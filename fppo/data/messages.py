@@ -1,4 +1,4 @@
-"""Chat messages, and the schemas of tools beside them, as rows hold them."""
+"""Chat messages and tool schemas from rows."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from fppo._errors import json_of
 from fppo.data.plain import BadField, TwiceError, missing_in, once, plain
 
-_LOOKS = re.compile(r"""\s*[\[{][\s\S]*?['"]role['"]\s*:""")  # as JSON or as Python writes messages
-_WHERE = "ends with what the assistant says, and a prompt ends where the policy is to answer; leave that out"
+_LOOKS = re.compile(r"""\s*[\[{][\s\S]*?['"]role['"]\s*:""")  # messages as JSON or as Python's repr
+_WHERE = "ends with a message of the assistant, but a prompt ends where the policy is to answer; leave it out"
 
 
 def from_text(text: str, name: str) -> list[Any] | None:
-    """The messages that the text of field `name` holds as JSON; None if it holds other text.
+    """Parse the text of field `name` as JSON messages; None for other text.
 
-    Raises BadField for text that has the look of messages and is none, as Python's repr of them.
+    Raises BadField for text that looks like messages and is not JSON, such as Python's repr.
     """
     if not _LOOKS.match(text):
         return None
@@ -27,7 +27,7 @@ def from_text(text: str, name: str) -> list[Any] | None:
     except ValueError:
         if not re.match(r"\s*\[\s*\{", text):
             return None
-        what = "text that looks like messages, and is not JSON"
+        what = "text that looks like messages, but is not JSON"
     else:
         if isinstance(value, list) and value and all(isinstance(x, dict) and "role" in x for x in value):
             return value
@@ -41,12 +41,11 @@ def from_text(text: str, name: str) -> list[Any] | None:
 def messages_of(
     value: Sequence[Any], name: str, *, kinds: Sequence[str] = (), filled: bool = False
 ) -> list[dict[str, Any]]:
-    """The messages of field `name`, whose contents are texts; with `kinds` also lists of texts and of parts of these.
+    """Check and normalise the messages of field `name`: contents are texts, with `kinds` also lists of parts.
 
-    Content that is null beside calls of tools becomes "", and parts that are all text one text. With `filled` a null
-    inside of a message is a field that another row has, which Arrow filled in: it is left out at any depth; else only
-    where it stands in the message itself. Raises BadField for what is no message, and for a conversation that ends
-    with the assistant's.
+    Null content next to tool calls becomes "", and parts that are all text one text. Nulls are left out of a message's
+    own fields, with `filled` at any depth: Arrow fills them in for fields of other rows. Raises BadField for values
+    that are no message, and for a conversation that ends with the assistant's.
     """
     if not value:
         raise BadField(f"field {name!r}: no messages")
@@ -81,10 +80,10 @@ def _message(message: Any, number: int, name: str, kinds: Sequence[str], filled:
 
 
 def _joined(parts: Sequence[Any], where: str) -> str:
-    """The text of parts that are all text, one after the other, as templates of models with images write them."""
+    """The concatenated text of parts that are all text, as templates of models with images render them."""
     if not parts or not all(isinstance(part, Mapping) and _is_part(part, ()) for part in parts):
         kinds = sorted({str(part.get("type")) if isinstance(part, Mapping) else type(part).__name__ for part in parts})
-        raise BadField(f"{where} has parts of the kinds {kinds} as 'content': without images and videos only texts go")
+        raise BadField(f"{where} has parts of the kinds {kinds} as 'content': without images and videos give texts")
     return "".join(part["text"] for part in parts)
 
 
@@ -93,14 +92,14 @@ def _is_part(part: Mapping[str, Any], kinds: Sequence[str]) -> bool:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the fields of objects that are null, at any depth; elements of lists stay."""
+    """The value without null fields of objects, at any depth; elements of lists stay."""
     if isinstance(value, Mapping):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def tools_of(value: Any, name: str, *, filled: bool = False) -> list[dict[str, Any]] | None:
-    """The schemas of tools in field `name`, a list or JSON text of one; None for null or none. Raises BadField."""
+    """The tool schemas of field `name`, a list or its JSON text; None for null or an empty list. Raises BadField."""
     if isinstance(value, str):
         try:
             value = json_of(value, pairs=once) if value.strip() else None
@@ -111,7 +110,7 @@ def tools_of(value: Any, name: str, *, filled: bool = False) -> list[dict[str, A
     try:
         tools = [plain(json_of(tool, pairs=once) if isinstance(tool, str) else tool) for tool in value]
     except (TypeError, ValueError) as error:
-        raise BadField(f"field {name!r}: no list of schemas of tools: {error}") from error
+        raise BadField(f"field {name!r}: not a list of tool schemas: {error}") from error
     if isinstance(value, Mapping) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadField(f"field {name!r}: no list of schemas of tools, which are objects")
+        raise BadField(f"field {name!r}: not a list of tool schemas, which are objects")
     return without_nulls(tools) if filled else tools

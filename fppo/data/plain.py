@@ -1,4 +1,4 @@
-"""Values of rows as JSON would bring them back, and what is wrong with a field or a path."""
+"""Values of rows as JSON would bring them back, and checks of values and paths."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fppo._errors import check_depth
 
 
 class BadField(Exception):
-    """What is wrong with one field of one row."""
+    """A fault of one field of one row."""
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON would bring it back: nan is None, a date is text, a tuple a list. Else ValueError."""
+    """Convert a value as JSON would bring it back: nan to None, a date to text, a tuple to a list. Else ValueError."""
     return _plain(check_depth(value))
 
 
@@ -38,8 +38,8 @@ def _plain(value: Any) -> Any:
 
 
 def missing_in(value: Any, path: str = "") -> Iterator[str]:
-    """The paths within a value, "" for the value itself, of numbers that are none: nan, as pandas writes a value that
-    is missing, and infinities, which JSON has none of."""
+    """The paths within a value ("" for the value itself) of nan, pandas' missing value, and of infinities, which JSON
+    lacks."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from missing_in(inner, f"{path}[{key!r}]")
@@ -57,11 +57,11 @@ def missing_in(value: Any, path: str = "") -> Iterator[str]:
 
 
 class TwiceError(ValueError):
-    """Keys that stand more than once in an object of JSON."""
+    """Duplicate keys in a JSON object."""
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs, for `json_of(..., pairs=once)`. Raises TwiceError."""
+    """The object of these key-value pairs, for `json_of(..., pairs=once)`. Raises TwiceError for duplicate keys."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise TwiceError(f"{twice([name for name, _ in pairs])} more than once in an object; leave one of each")
@@ -69,13 +69,13 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def twice(names: Sequence[str]) -> list[str]:
-    """The names that stand more than once."""
+    """The names that occur more than once."""
     return sorted({name for name in names if names.count(name) > 1})
 
 
 def irregular(path: Path) -> str | None:
-    """What stands at a path in the place of a file or a directory, as a pipe, which can be read once, or never ends;
-    None if nothing does."""
+    """The reason to refuse a path: it is a pipe, socket or device, readable once or without an end, or holds NUL; None
+    for files, directories and missing paths."""
     if "\0" in str(path):
         return "it holds a NUL character, which no path has"
     try:
@@ -88,7 +88,7 @@ def irregular(path: Path) -> str | None:
 
 
 def half_pairs(value: Any) -> str | None:
-    """The first text within a value that holds half of a surrogate pair, which is no character; None if none does."""
+    """The first text within a value that holds half of a surrogate pair; None without one."""
     if isinstance(value, str):
         try:
             value.encode()

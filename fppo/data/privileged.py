@@ -1,4 +1,4 @@
-"""What a critic may know and the policy must not: the ground truth, in front of the prompt or beside the response."""
+"""Privileged inputs of a critic: the ground truth, in front of the prompt or as features of the response."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fppo_kernels.padding import sent
 from fppo_kernels.shapes import Bool, Float, Int
 
 Encode = Callable[[str], Sequence[int]]
-TRUTH_SIGNS = 2  # numbers that say how a response and the ground truth agree
+TRUTH_SIGNS = 2  # features of the agreement of a response with the ground truth
 
 
 class Judged(Protocol):
-    """What is read of a record."""
+    """The columns that `with_truth` reads of a record."""
 
     @property
     def tokens(self) -> Tensor: ...  # [B, S] int64
@@ -31,7 +31,7 @@ class Judged(Protocol):
 
 
 class Answered(Protocol):
-    """The ground truths' tokens beside rows with responses."""
+    """The columns that `truth_signs` reads of a record."""
 
     @property
     def tokens(self) -> Tensor: ...  # [B, P + T] int64
@@ -47,10 +47,10 @@ R = TypeVar("R", bound=Judged)
 def with_truth(rows: R, *, encode: Encode, limit: int) -> R:
     """The rows with the tokens of their ground truth in front of the prompt, at most the first `limit` of them.
 
-    `tokens` and `attention_mask` [B, S] become [B, G + S], padded on the left; all else stays, so that values of these
-    rows are those of the same response tokens [B, T]. A ground truth that is no text is encoded as JSON. The critic of
-    an asymmetric pair (Pinto et al., arXiv:1710.06542): what it knows beyond the policy is no action of the policy's,
-    so the policy gradient stays what it was.
+    `tokens` and `attention_mask` [B, S] become [B, G + S], padded on the left; the other columns stay, so that values
+    of the rows belong to the same response tokens [B, T]. A ground truth that is not text is encoded as JSON. For the
+    critic of an asymmetric pair (Pinto et al., arXiv:1710.06542): its extra input does not depend on the policy's
+    actions, so the policy gradient is unchanged.
     """
     known = _truths(rows.ground_truth, encode, limit)
     width = max(map(len, known), default=0)
@@ -65,13 +65,12 @@ def with_truth(rows: R, *, encode: Encode, limit: int) -> R:
 
 
 def truth_signs(rows: Answered, *, encode: Encode, limit: int) -> Float[Tensor, "b t f"]:
-    """How the response before each of its tokens agrees with the ground truth, float32 [B, T, TRUTH_SIGNS].
+    """Agreement of the response before each token with the ground truth, float32 [B, T, TRUTH_SIGNS].
 
-    Of both the tokens count, of the truth at most the first `limit`, and of the response those in the mask. The first
-    number is 1 where the response so far is how the truth begins, the second where it has the truth within it, its
-    tokens one after the other; else they are 0, as all are outside the mask. A ground truth that is no text is encoded
-    as JSON. As with `with_truth`, the token at t has no part in what is known before it, so a value made of this
-    leaves the policy gradient what it was.
+    Tokens are compared: at most the first `limit` of the truth, and those of the response in the mask. The first
+    feature is 1 where the response so far is a prefix of the truth, the second where it contains the truth as a run of
+    tokens; else, and outside the mask, they are 0. A ground truth that is not text is encoded as JSON. Features at t do
+    not depend on token t, so a value computed from them leaves the policy gradient unchanged.
     """
     mask = rows.response_mask
     truths = _truths(rows.ground_truth, encode, limit)
@@ -79,24 +78,24 @@ def truth_signs(rows: Answered, *, encode: Encode, limit: int) -> Float[Tensor, 
     truth = sent(torch.tensor([ids + [-1] * (width - len(ids)) for ids in truths]).view(-1, width), mask.device)
     order = mask.long().argsort(dim=1, descending=True, stable=True)  # the policy's own tokens, then the others
     said = rows.tokens[:, -mask.shape[1] :].gather(1, order).where(mask.gather(1, order), -2)
-    before = pad(mask, (1, 0))[:, :-1].cumsum(1)  # how many of its own
+    before = pad(mask, (1, 0))[:, :-1].cumsum(1)  # number of the policy's tokens before each
     agrees = torch.stack([_begins(said, truth), _has_within(said, truth)], -1)
     agrees = agrees.gather(1, before[..., None].expand(-1, -1, TRUTH_SIGNS))
     return (agrees & mask[..., None]).float()
 
 
 def _begins(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
-    """Whether the first n tokens are the truth's, for n from 0 to T."""
+    """Whether the first n tokens are a prefix of the truth, for n from 0 to T."""
     width = said.shape[1]
     same = said == pad(truth, (0, max(width - truth.shape[1], 0)), value=-1)[:, :width]
     return pad(same.cumprod(1), (1, 0), value=1).bool()
 
 
 def _has_within(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:
-    """Whether the first n tokens have the truth's within them, for n from 0 to T; an empty truth's never."""
+    """Whether the first n tokens contain the truth, for n from 0 to T; never for an empty truth."""
     width, sizes = said.shape[1], (truth >= 0).sum(1, keepdim=True)
     wide = pad(said, (0, truth.shape[1]), value=-2)
-    here = (sizes > 0).expand_as(said)  # where it starts
+    here = (sizes > 0).expand_as(said)  # positions at which the truth starts
     for place in range(truth.shape[1]):
         here = here & ((wide[:, place : place + width] == truth[:, place, None]) | (place >= sizes))
     ends = torch.arange(width, device=said.device) + sizes
@@ -105,7 +104,7 @@ def _has_within(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Ten
 
 
 def _truths(truths: Column, encode: Encode, limit: int) -> list[list[int]]:
-    """The first tokens of each ground truth; every text is encoded once."""
+    """The first `limit` tokens of each ground truth; every text is encoded once."""
     texts = [truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False) for truth in truths]
     known = {text: list(encode(text))[:limit] for text in dict.fromkeys(texts)}
     return [known[text] for text in texts]

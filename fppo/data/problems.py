@@ -1,4 +1,4 @@
-"""What is wrong with the rows of a data set, gathered so that one error names all of it."""
+"""Problems with the rows of a data set, gathered so that one error names all."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ SHOWN = 10
 
 
 class Problems:
-    """The first problems by text, each with the first place that has it, and how many there are."""
+    """The first `SHOWN` problems by text, each with the first row or file that has it, and the count of all."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[str, int]] = {}  # by text: the first place, and how many have it
+        self._places: dict[str, tuple[str, int]] = {}  # by text: the first row or file, and the number of them
         self.count = 0
 
     def add(self, text: str, *, at: str = "") -> None:
-        """Notes a problem, `at` a row's or a file's place if it has one; what several have is one line."""
+        """Note a problem, `at` a row ("file:line") or file if it has one; equal texts share a line."""
         self.count += 1
         first, number = self._places.get(text, (at, 0))
         if number or len(self._places) < SHOWN:
             self._places[text] = (first, number + 1)
 
     def check(self, what: str) -> None:
-        """Raises DataError if there are any."""
+        """Raise DataError if there are any."""
         if self.count:
             raise DataError(self, what)
 
     def text(self, what: str) -> str:
-        """All of them, a line for each that is shown."""
+        """The error's text: the count, a line for each problem shown, and the number of others."""
         left = self.count - sum(number for _, number in self._places.values())
         rest = f"\n  and {left} more" if left else ""
         noun = "problem" if self.count == 1 else "problems"
         return "\n  ".join([f"{self.count} {noun} in the {what}:", *self._lines()]) + rest
 
     def and_those_of(self, other: Problems) -> Problems:
-        """These and others as one."""
+        """The union of these problems and `other`."""
         both = Problems()
         both.count = self.count + other.count
         for text, (first, number) in [*self._places.items(), *other._places.items()]:
@@ -51,7 +51,7 @@ class Problems:
 
 
 class DataError(ValueError):
-    """What is wrong with the rows of a data set."""
+    """The error that carries the problems of a data set's rows."""
 
     def __init__(self, problems: Problems, what: str) -> None:
         super().__init__(problems.text(what))
@@ -59,12 +59,12 @@ class DataError(ValueError):
 
 
 def together(errors: Sequence[Exception]) -> list[Exception]:
-    """The errors, with one in the place of several of the same kind of rows, so that what all have is said once."""
+    """The errors, with the data errors of equal kind merged into one, so that a common problem is named once."""
     left: list[Exception] = []
     for error in errors:
         for place, other in enumerate(left):
             if isinstance(error, DataError) and isinstance(other, DataError) and error.what == other.what:
-                if str(other) != str(error):  # else they are of the same rows
+                if str(other) != str(error):  # equal texts are of the same rows
                     left[place] = DataError(other.problems.and_those_of(error.problems), other.what)
                 break
         else:
@@ -73,7 +73,7 @@ def together(errors: Sequence[Exception]) -> list[Exception]:
 
 
 def fail(texts: Sequence[str], what: str) -> None:
-    """Raises ValueError that names the first of `texts` and counts all; nothing if there are none."""
+    """Raise ValueError that names the first of `texts` and counts all; nothing if there are none."""
     problems = Problems()
     for text in texts:
         problems.add(text)

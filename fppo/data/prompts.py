@@ -1,4 +1,4 @@
-"""Prompts as one immutable value, and the batches that are drawn from it."""
+"""Prompts as one immutable value, and the records made of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fppo.data.tokenizers import begun_once
 
 @attrs.frozen(kw_only=True)
 class PromptSet:
-    """Encoded prompts with what a reward needs to judge answers to them. All columns have one entry per prompt."""
+    """Encoded prompts with the rewards' data: ground truth, source, extras. All columns have one entry per prompt."""
 
     tokens: tuple[tuple[int, ...], ...]
-    ids: tuple[str, ...]  # where each prompt came from, as "train.jsonl:17"
+    ids: tuple[str, ...]  # origin of each prompt, such as "train.jsonl:17"
     ground_truths: tuple[Any, ...]
     sources: tuple[str, ...]
     extras: tuple[dict[str, Any], ...]
@@ -27,14 +27,14 @@ class PromptSet:
     num_dropped: int = 0  # prompts that were too long
     num_truncated: int = 0
     inputs: ReadInputs | tuple[RowInputs | None, ...] | None = None  # of prompts with images
-    left_out: tuple[str, ...] = ()  # fields of the rows that do not fit JSON, so no reward sees them
+    left_out: tuple[str, ...] = ()  # fields of the rows that do not fit JSON, hidden from rewards
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def check_prompt_set(prompts: PromptSet) -> PromptSet:
-    """The set itself. Raises ValueError if it is empty, a prompt has no token, or its columns differ in length."""
+    """Check a prompt set and return it. Raises ValueError if it or a prompt is empty, or its columns are unequal."""
     columns = {name: len(getattr(prompts, name)) for name in ("tokens", "ids", "ground_truths", "sources", "extras")}
     columns |= {} if prompts.inputs is None else {"inputs": len(prompts.inputs)}
     if len(set(columns.values())) > 1:
@@ -49,7 +49,7 @@ def check_prompt_set(prompts: PromptSet) -> PromptSet:
 
 
 def share(token_ids: Iterable[int], shared: dict[int, int]) -> tuple[int, ...]:
-    """Token ids as a tuple whose integers are the ones in `shared`, which grows: 8 bytes per token instead of 36."""
+    """Intern token ids: a tuple with the integers of `shared`, which gains new ones; 8 bytes per token, not 36."""
     return tuple(shared.setdefault(i, i) for i in token_ids)
 
 
@@ -65,8 +65,8 @@ def prompt_set(
 ) -> PromptSet:
     """A prompt set from texts, which need a tokenizer, or from token ids.
 
-    `sources` is one name for all or one per prompt; `ids` are numbers by default. The padding token is the
-    tokenizer's unless there is a `pad_token_id`.
+    `sources` is one name for all or one per prompt; `ids` are numbers by default. `pad_token_id` defaults to the
+    tokenizer's. Raises ValueError without a padding token, and as `check_prompt_set`.
     """
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of them")
@@ -129,8 +129,8 @@ def collate(prompts: PromptSet, indices: Sequence[int], *, width: int | None = N
 
 
 def check_tokens(prompts: PromptSet, vocabulary_size: int) -> None:
-    """Raises ValueError for token ids, that of padding too, that a model with `vocabulary_size` rows of embeddings does
-    not have."""
+    """Raise ValueError for token ids, padding included, that are not below `vocabulary_size`, the rows of a model's
+    embedding."""
     problems = Problems()
     if not 0 <= (pad := prompts.pad_token_id) < vocabulary_size:
         text = f"the padding token {pad} is outside the model's vocabulary of {vocabulary_size}"

@@ -1,4 +1,4 @@
-"""Rows from files and data sets, each with the place that it came from."""
+"""Rows from files and data sets, each with its file and line."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 
 @attrs.frozen
 class Row:
-    """One row and where it stands: a line of a file that has lines, else the number of the row, both from 1."""
+    """One row with its origin: the line in a file of lines, else the number of the row, both from 1."""
 
     file: str
     line: int
     fields: dict[str, Any]
     source: str  # the file's or data set's name
-    filled: bool = False  # nulls inside of its values may stand for what other rows have, as Arrow fills them in
+    filled: bool = False  # nested nulls may be Arrow's filling for fields of other rows
 
     @property
     def place(self) -> str:
-        """The row's place in the form that editors take, file:line."""
+        """The row's origin as editors take it, file:line."""
         return f"{self.file}:{self.line}"
 
     @property
@@ -45,13 +45,13 @@ class Row:
 def read_rows(
     paths: PathLike | Sequence[PathLike], *, split: str = "train", problems: Problems | None = None
 ) -> list[Row]:
-    """The rows of all `paths`, in order.
+    """Read the rows of all `paths`, in order.
 
     A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
     parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
     "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read. Raises ValueError for
-    what cannot be read, naming every malformed line, and for no rows
-    at all; with `problems`, malformed lines are noted there instead.
+    unreadable paths, for malformed lines, naming all, and for no rows at all; with `problems`, malformed lines are
+    noted in it instead.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     noted = Problems() if problems is None else problems
@@ -64,7 +64,7 @@ def read_rows(
 
 
 def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = None) -> list[Row]:
-    """The rows that a function `name` gave, numbered from 1. Raises ValueError for none, and for what is no row."""
+    """The rows returned by the function `name`, numbered from 1. Raises ValueError for none, and for other values."""
     noted = Problems() if problems is None else problems
     rows: list[Row] = []
     for number, value in enumerate(values, start=1):
@@ -104,7 +104,7 @@ def _file(file: Path, problems: Problems) -> Iterator[Row]:
 
 
 def _text(file: Path, problems: Problems) -> str:
-    """What is in the file, as its lines end; "" and a problem if that is no UTF-8."""
+    """The file's text with its line ends kept; "" and a problem if it is not UTF-8."""
     try:
         return file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -113,7 +113,7 @@ def _text(file: Path, problems: Problems) -> str:
 
 
 def _csv(file: Path, problems: Problems) -> Iterator[Row]:
-    """Rows named by the line that they begin in."""
+    """The rows of a CSV file, each with its first line."""
     names: list[str] | None = None
     for line, cells in _cells(file, problems):
         if names is None:
@@ -128,8 +128,8 @@ def _csv(file: Path, problems: Problems) -> Iterator[Row]:
 
 
 def _cells(file: Path, problems: Problems) -> list[tuple[int, list[str]]]:
-    """The fields of each record, with the line that it begins in. Fields may have any length: the module's limit for
-    the whole process is lifted while the file is read."""
+    """The fields of each record, with its first line. Fields may have any length: the csv module's process-wide limit
+    is lifted while the file is read."""
     reader = csv.reader(io.StringIO(_text(file, problems), newline=""), strict=True)
     records: list[tuple[int, list[str]]] = []
     line, limit = 1, csv.field_size_limit(sys.maxsize)
@@ -214,7 +214,7 @@ def _directory(directory: Path, split: str, problems: Problems) -> Iterator[Row]
             loaded = datasets.load_from_disk(str(directory))
         else:
             files = _data_files(directory)
-            if files is not None:  # read as files are: the library would make numbers and dates of texts
+            if files is not None:  # read as single files are: the library would turn texts into numbers and dates
                 rows = (_file(file, problems) for file in _split(files, split, str(directory)))
                 return (attrs.evolve(row, source=directory.name) for each in rows for row in each)
             loaded = datasets.load_dataset(str(directory))
@@ -226,7 +226,7 @@ def _directory(directory: Path, split: str, problems: Problems) -> Iterator[Row]
 
 
 def _data_files(directory: Path) -> dict[str, list[Path]] | None:
-    """The files of each split as the datasets library finds them; None unless all are of kinds that are read here."""
+    """The files of each split as the datasets library finds them; None unless all are of `FORMATS`."""
     import datasets
 
     found = datasets.load_dataset_builder(str(directory)).config.data_files
@@ -244,7 +244,7 @@ def _named(name: str, split: str) -> Iterator[Row]:
     repository, _, configuration = name.partition(":")
     try:
         loaded = datasets.load_dataset(repository, configuration or None)
-    except Exception as error:  # the library raises its own, the hub's, http's and the file system's
+    except Exception as error:  # errors of the library, the hub, http and the file system
         raise ValueError(
             f"{name}: neither a file nor a data set that could be loaded ({type(error).__name__}): {error}"
         ) from error
@@ -252,19 +252,19 @@ def _named(name: str, split: str) -> Iterator[Row]:
 
 
 class _SplitError(ValueError):
-    """A split that there is not."""
+    """Raised for an unknown split."""
 
 
 def _split(loaded: Any, split: str, name: str) -> Any:
     if not isinstance(loaded, dict):  # a single data set has no splits
         return loaded
     if split not in loaded:
-        raise _SplitError(f"{name}: there is no split {split!r}; there are {sorted(loaded)}")
+        raise _SplitError(f"{name}: unknown split {split!r}; there are {sorted(loaded)}")
     return loaded[split]
 
 
 def _undecoded(table: Any) -> Any:
-    """The table whose videos are their files, which the library would decode by torchcodec alone, and all frames."""
+    """The table with videos as undecoded files: the library would decode all frames, and by torchcodec alone."""
     import datasets
 
     for name, kind in table.features.items():

@@ -1,4 +1,4 @@
-"""Texts that end a response, for engines, which know tokens alone: read token by token, in bytes."""
+"""Stop texts for engines, which know tokens alone: matched token by token, in bytes."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Any
 
 import attrs
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # what sentencepiece calls a byte
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # sentencepiece's name of a byte
 
 
 @attrs.frozen(eq=False, repr=False)
 class StopTexts:
-    """Texts of which the first that a response holds ends it, with the token that completes it.
+    """Stop texts: a response ends with the token that completes the first of them.
 
-    `pieces[i]` are the bytes that token i adds to a text. `stop_texts` makes it from a tokenizer.
+    `pieces[i]` are the bytes that token i adds to a text. Made from a tokenizer by `stop_texts`.
     """
 
     texts: tuple[bytes, ...]
     pieces: tuple[bytes, ...]
 
     def piece(self, token: int) -> bytes:
-        """What the token adds; nothing for one that a padded vocabulary has beyond the tokenizer's."""
+        """The bytes that a token adds; none for ids beyond the tokenizer's, as padded vocabularies have."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def end(self, tokens: Sequence[int]) -> tuple[int, str] | None:
-        """How many tokens there are up to and with the one that completes a text, and that text; None if none does."""
+        """The number of tokens up to and with the one that completes a text, and that text; None if none does."""
         pieces = [self.piece(token) for token in tokens]
         whole = b"".join(pieces)
         ends = [(place + len(text), text) for text in self.texts if (place := whole.find(text)) >= 0]
@@ -38,7 +38,7 @@ class StopTexts:
         return bisect_left(list(accumulate(map(len, pieces))), end) + 1, text.decode()
 
     def last(self, tokens: Sequence[int]) -> str | None:
-        """The text that the last of the tokens completes; None if it completes none."""
+        """The text completed by the last of the tokens; None if it completes none."""
         pieces = [self.piece(token) for token in tokens]
         whole, size = b"".join(pieces), len(pieces[-1])
         ends = (text for text in self.texts if text in whole[max(len(whole) - size - len(text) + 1, 0) :])
@@ -46,24 +46,24 @@ class StopTexts:
 
 
 class StopReader:
-    """Reads responses as they are written, one token of each row at a time."""
+    """Match stop texts in responses as they are sampled, one token of each row at a time."""
 
     def __init__(self, stops: StopTexts) -> None:
         self._stops, self._keep = stops, max(map(len, stops.texts)) - 1
         self._tails: dict[int, bytes] = {}
 
     def ends(self, row: int, token: int) -> bool:
-        """Whether this token of the row completes a text."""
+        """Whether the row's next `token` completes a stop text."""
         read = self._tails.get(row, b"") + self._stops.piece(token)
         self._tails[row] = read[len(read) - self._keep :] if len(read) > self._keep else read
         return any(text in read for text in self._stops.texts)
 
 
 def stop_texts(tokenizer: Any, texts: Iterable[str], *, like: StopTexts | None = None) -> StopTexts | None:
-    """The texts that are no special tokens, which end a response as tokens; None if there is none.
+    """Stop texts from those of `texts` that are not added tokens (`stop_tokens` has those); None if there is none.
 
-    What tokens add to a text takes a while to find out; it is taken from those of the same tokenizer that these are
-    `like`. Raises ValueError for an empty text.
+    `like` holds stop texts of the same tokenizer, whose `pieces` are reused: computing them takes a while. Raises
+    ValueError for an empty text.
     """
     texts = list(texts)
     if "" in texts:
@@ -76,7 +76,7 @@ def stop_texts(tokenizer: Any, texts: Iterable[str], *, like: StopTexts | None =
 
 
 def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
-    """What each token adds to a text, in bytes: of characters that several tokens spell, each has its part."""
+    """The bytes that each token adds to a text; of a character spelled by several tokens, each has its part."""
     count = 1 + max(tokenizer.get_vocab().values())
     before = tokenizer.encode("a", add_special_tokens=False)[-1:]  # some drop the space before a first word
 
@@ -94,7 +94,7 @@ def token_pieces(tokenizer: Any) -> tuple[bytes, ...]:
 
 
 def _bytes_of(name: str | bytes, alphabet: dict[str, int]) -> bytes | None:
-    """The bytes that the name of a token spells, where its text is no whole character."""
+    """The bytes spelled by a token's name, for tokens that are part of a character; None if it spells none."""
     if isinstance(name, bytes):
         return name
     if match := _BYTE.fullmatch(name):
@@ -103,7 +103,7 @@ def _bytes_of(name: str | bytes, alphabet: dict[str, int]) -> bytes | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters by which byte-level tokenizers (GPT-2) write bytes."""
+    """The bytes by the letters that stand for them in byte-level tokenizers (GPT-2)."""
     printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(256 + place): byte for place, byte in enumerate(others)}

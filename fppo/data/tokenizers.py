@@ -1,4 +1,4 @@
-"""What a tokenizer must have, and whether models share its vocabulary."""
+"""Checks of a tokenizer: its special tokens, and the match of its vocabulary with the models'."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SpecialTokens(NamedTuple):
 def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialTokens:
     """The tokenizer's padding and end token.
 
-    Raises ValueError if it has no end token, or neither a padding token nor a `pad_token`, one of its vocabulary.
+    `pad_token` names a padding token of its vocabulary. Raises ValueError without an end or padding token.
     """
     name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     eos = tokenizer.eos_token_id
@@ -28,10 +28,10 @@ def check_tokenizer(tokenizer: Any, *, pad_token: str | None = None) -> SpecialT
     if pad_token is not None:
         pad = tokenizer.get_vocab().get(pad_token)
         if pad is None:
-            raise ValueError(f"pad_token = {pad_token!r} is no token of the tokenizer {name}")
+            raise ValueError(f"pad_token = {pad_token!r} is not a token of the tokenizer {name}")
     if pad is None:
         raise ValueError(
-            f"the tokenizer {name} has no padding token; name a token to pad with, as its end token: "
+            f"the tokenizer {name} has no padding token; name a token to pad with, such as its end token: "
             f"pad_token = {tokenizer.eos_token!r} (in settings data.pad_token). Padding is masked, so any will do"
         )
     return SpecialTokens(pad, eos)
@@ -49,15 +49,15 @@ def check_vocabulary(
     tokenizers: Mapping[str, Any] | None = None,
     any_text: bool = False,
 ) -> None:
-    """Raises ValueError if models do not fit the tokenizer or each other, naming all that is wrong.
+    """Raise ValueError, naming all mismatches, unless the models fit the tokenizer and each other.
 
-    `configs` holds the models' Hugging Face configurations by name (actor, reference, critic); the first is the one
-    that the others are compared with. `tokenizers` holds those that came with the others, where there are any: an equal
-    vocabulary then allows embeddings padded to another size.
+    `configs` holds the models' Hugging Face configurations by name (actor, reference, critic); the others are compared
+    with the first. `tokenizers` holds the others' own tokenizers, if any: an equal vocabulary then allows embeddings
+    padded to another size.
 
-    Each model needs an embedding for the tokenizer's end and padding token. The tokenizer may have more tokens than
-    that, as Gemma 3's has one for images that its text models lack: `check_tokens` looks at those of prompts. Models
-    that read `any_text` need one for every token but added ones, which `within` leaves out.
+    Each model needs an embedding for the tokenizer's end and padding token. The tokenizer may have more tokens, as
+    Gemma 3's has an image token that its text models lack: `check_tokens` checks those of prompts. Models that read
+    `any_text` need an embedding for every token but added ones, which `within` leaves out.
     """
     needed = [x for x in (tokenizer.eos_token_id, tokenizer.pad_token_id) if x is not None]
     if any_text:
@@ -84,8 +84,8 @@ def check_vocabulary(
 def stop_tokens(
     tokenizer: Any, stop: Sequence[str] = (), stop_token_ids: Sequence[int] = (), *, turn_ends: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end token, `turn_ends`, those of `stop` that are tokens, and
-    `stop_token_ids`, none twice. `turn_ends` are the model's own ends; `stop_texts` reads what of `stop` is text.
+    """The ids that end a response, without duplicates: the tokenizer's end token, `turn_ends` (the model's own), the
+    tokens among `stop` (`stop_texts` reads its texts), and `stop_token_ids`.
 
     Raises ValueError for `stop_token_ids` that the tokenizer does not have.
     """
@@ -100,13 +100,13 @@ def stop_tokens(
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text that stands alone, begun as the tokenizer begins texts, and not twice (`begun_once`)."""
+    """The tokens of a whole text, with the tokenizer's first tokens (BOS), but not twice (`begun_once`)."""
     return begun_once(tokenizer, text, list(tokenizer(text)["input_ids"]))
 
 
 def begun_once(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
-    """The tokens `ids` of a text, without those that the tokenizer put before it if the text begins with the same
-    itself, as a prompt does that a chat template has rendered."""
+    """The tokens `ids` of a text, without the tokenizer's first ones (BOS) if the text itself begins with them, as a
+    rendered chat template does."""
     if not any(ids[:count] == ids[count : 2 * count] for count in range(1, min(_PREFIX, len(ids) // 2) + 1)):
         return ids
     bare = list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -115,5 +115,5 @@ def begun_once(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 
 def within(ids: Iterable[int], vocabulary: int) -> list[int]:
-    """The tokens that a model with as many rows of embeddings has: a tokenizer may have more."""
+    """The ids below `vocabulary`, the rows of a model's embedding: a tokenizer may have more."""
     return [token for token in ids if token < vocabulary]

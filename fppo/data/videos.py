@@ -22,7 +22,7 @@ _CHANNELS = (1, 3, 4)
 
 
 class Clip(NamedTuple):
-    """The frames of a video that a model sees, and where in it they stand."""
+    """The frames of a video for a model, with their indices."""
 
     frames: np.ndarray  # [T, H, W, 3] uint8
     indices: tuple[int, ...]  # of the T frames, among all
@@ -31,7 +31,7 @@ class Clip(NamedTuple):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The metadata that transformers' processors take beside frames."""
+        """The metadata of the frames for transformers' processors."""
         height, width = self.frames.shape[1:3]
         return {
             "total_num_frames": self.total,
@@ -44,7 +44,7 @@ class Clip(NamedTuple):
 
 
 class _OpenVideo(NamedTuple):
-    """A video that has been opened. `fps` is None where nothing says when its frames are."""
+    """An opened video. `fps` is None without times of frames."""
 
     total: int
     fps: float | None
@@ -53,12 +53,12 @@ class _OpenVideo(NamedTuple):
 
 @attrs.frozen
 class FramePicker:
-    """Which frames of a video a model sees: its processor picks them.
+    """Sample a video's frames for a model, by its processor.
 
     processor: transformers' video processor of the model.
-    fps: so many for each second of the video; frames that have no times (lists, arrays, directories) are taken as so
-        many for each second already. None: as the processor's files say.
-    frames: so many of the whole video, or all if it has fewer; None: as many as come of `fps`.
+    fps: frames per second of the video; frames without times (lists, arrays, directories) count as sampled at this
+        rate already. None: as the processor's files say.
+    frames: frames of the whole video, or all if it has fewer; None: as `fps` gives.
 
     Raises ValueError if both are given.
     """
@@ -72,13 +72,13 @@ class FramePicker:
             raise ValueError(f"fps = {self.fps} and frames = {self.frames}: frames are picked by one of them")
 
     def clip(self, source: _OpenVideo) -> Clip:
-        """The frames that are picked of a video."""
+        """Read the picked frames of a video."""
         indices, fps = self.pick(source.total, source.fps)
         return Clip(source.read(indices), indices, source.total, fps)
 
     def pick(self, total: int, fps: float | None) -> tuple[tuple[int, ...], float]:
-        """The numbers of the frames that are picked of `total`, and how many a second has, which is `fps` if that is
-        known. Raises ValueError where nothing says how many a second has."""
+        """The indices of the picked frames of `total`, and the video's frames per second: `fps` if known. Raises
+        ValueError if it is nowhere given."""
         every = fps or self.fps or getattr(self.processor, "fps", None)
         if every is None:
             raise ValueError("its frames have no times, and the processor no fps: give fps (data.video_fps)")
@@ -93,9 +93,9 @@ class FramePicker:
 
 
 def opened_video(video: Any, number: int, picker: FramePicker, frame: Callable[[Any, int], Any]) -> Clip:
-    """The frames of a video: of the path or the bytes of a file, {"bytes": ..., "path": ...}, the path of a directory
-    of images, a list of images, an array [T, H, W, C] in uint8, {"frames": list or array, "fps": ...}, or a decoder of
-    the datasets library. `frame` opens an image in RGB, given with its number.
+    """Open a video and pick its frames: from a file's path or bytes, {"bytes": ..., "path": ...}, a directory of
+    images, a list of images, an array [T, H, W, C] in uint8, {"frames": list or array, "fps": ...}, or a decoder of
+    the datasets library. `frame(image, number)` opens an image in RGB.
 
     Raises ValueError that names the video by its `number` and path.
     """
@@ -106,7 +106,7 @@ def opened_video(video: Any, number: int, picker: FramePicker, frame: Callable[[
         if isinstance(video, (str, os.PathLike)):
             name = f"{name} ({os.fspath(video)})"
         return picker.clip(_source(video, picker, frame))
-    except Exception as error:  # decoders and processors raise what they like
+    except Exception as error:  # decoders and processors raise any exception
         raise ValueError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
 
 
@@ -137,7 +137,7 @@ def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -
 
 
 def _by_number(path: Path) -> list[tuple[int, str]]:
-    """So that the second frame comes before the tenth."""
+    """A sort key with numbers in file names by value: frame 2 before frame 10."""
     return [(int(x), "") if x.isdigit() else (0, x) for x in re.split(r"(\d+)", path.name)]
 
 
@@ -151,7 +151,7 @@ def _array(video: Any) -> np.ndarray:
 
 
 def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _OpenVideo:
-    """Images that are the frames, of the size of the first."""
+    """A video of images as frames, all of the first's size."""
     if not frames:
         raise ValueError("no frames")
 
@@ -172,14 +172,14 @@ def _images(frames: Sequence[Any], frame: Callable[[Any, int], Any]) -> _OpenVid
 
 
 def _animation(file: Path | io.BytesIO) -> _OpenVideo | None:
-    """The frames of a GIF, PNG or WebP that moves; None for what PIL does not know. Raises ValueError for a still."""
+    """The frames of an animated GIF, PNG or WebP; None for formats unknown to PIL. Raises ValueError for a still."""
     from PIL import Image, ImageSequence, UnidentifiedImageError
 
     try:
         image = Image.open(file)
     except UnidentifiedImageError:
         return None
-    if image.format == "MPEG":  # PIL knows them, and reads none
+    if image.format == "MPEG":  # PIL identifies MPEG, but cannot read it
         return None
     with image:
         frames, times = [], []
@@ -194,13 +194,13 @@ def _animation(file: Path | io.BytesIO) -> _OpenVideo | None:
 
 
 def _decoded(video: Path | bytes, picker: FramePicker) -> _OpenVideo:
-    """What a library reads of a file: all of it at once, as it is sampled while it is read."""
+    """A video file read by a decoder library: its picked frames at once, since decoders sample while they read."""
     if isinstance(video, Path) and not video.is_file():
         raise FileNotFoundError(f"[Errno 2] No such file or directory: '{video}'")
     backend = next((name for name, module in DECODERS.items() if find_spec(module) is not None), None)
     if backend is None:
         raise ValueError(
-            "no library is there that reads video files: pip install 'fppo[videos]' (PyAV), or torchcodec, "
+            "no library to read video files is installed: pip install 'fppo[videos]' (PyAV), or torchcodec, "
             "opencv-python-headless or decord"
         )
     from transformers.video_utils import VIDEO_DECODERS
@@ -224,10 +224,10 @@ def _decoded(video: Path | bytes, picker: FramePicker) -> _OpenVideo:
 
 def _whole(frames: np.ndarray, picked: Sequence[int]) -> np.ndarray:
     if len(frames) != len(picked):
-        raise ValueError(f"{len(picked)} frames were asked for, and {len(frames)} came: the file ends before")
+        raise ValueError(f"{len(picked)} frames were picked, but {len(frames)} read: the file ends early")
     return frames
 
 
 def _plain(frames: Any) -> np.ndarray:
-    """Frames [T, H, W, 3] of what a decoder gives: an array, or a tensor [T, 3, H, W]."""
+    """Frames [T, H, W, 3] from a decoder's output: an array, or a tensor [T, 3, H, W]."""
     return frames.permute(0, 2, 3, 1).numpy() if isinstance(frames, Tensor) else np.asarray(frames)

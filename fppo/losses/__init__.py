@@ -5,9 +5,15 @@ In: log-probs, old log-probs, advantages [B, T] and the mask bool [B, T], or val
 Begin with `policy.ppo_clip`; `weights` has the modes, `correction` off-policy weights, `kl` divergences.
 """
 
-from fppo.losses.correction import LEVELS, REJECTIONS, Correction, geometric_mean, rollout_correction
+from fppo.losses.correction import (
+    LEVELS,
+    REJECTIONS,
+    Correction,
+    geometric_mean,
+    off_policy_metrics,
+    rollout_correction,
+)
 from fppo.losses.kl import KL_KINDS, REWARD_KINDS, KLState, kl_estimate, kl_term, sequence_kl, update_kl
-from fppo.losses.mismatch import off_policy_metrics
 from fppo.losses.policy import cispo, dppo_kl, dppo_tv, dro, gmpo, gpg, gspo, ppo_clip, sapo, vespo
 from fppo.losses.selection import clip_cov, kl_cov, select_clip_cov, select_kl_cov
 from fppo.losses.value import (

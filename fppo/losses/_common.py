@@ -1,4 +1,4 @@
-"""What losses and advantages share: checks of shapes, scalars that may be tensors, sums over the mask, near names."""
+"""Helpers of losses and advantages: checks of shapes, scalars that may be tensors, sums over the mask, near names."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ LOG_RATIO_BOUND = 20.0  # exp(20) squared is still finite in float32
 
 
 def check_mask(mask: Tensor) -> None:
-    """ValueError unless `mask` is bool [B, T]."""
+    """Raise ValueError unless `mask` is bool [B, T]."""
     if mask.dtype != torch.bool or mask.dim() != 2:
         raise ValueError(f"mask must be bool [B, T], got {mask.dtype} {list(mask.shape)}; a 0/1 mask: mask.bool()")
 
 
 def check_tokens(mask: Tensor, **tensors: Tensor) -> None:
-    """ValueError unless `mask` is bool [B, T] and every tensor is floating and of its shape."""
+    """Raise ValueError unless `mask` is bool [B, T] and every tensor is floating with its shape."""
     check_mask(mask)
     check_like("the mask", mask, **tensors)
 
 
 def check_like(name_of_like: str, like: Tensor, **tensors: Tensor) -> None:
-    """ValueError unless every tensor is floating and of the shape of `like`, which errors call `name_of_like`."""
+    """Raise ValueError unless every tensor is floating with the shape of `like`, called `name_of_like` in errors."""
     for name, x in tensors.items():
         if x.shape != like.shape or not x.is_floating_point():
             raise ValueError(
@@ -53,9 +53,9 @@ def clean(mask: Mask, *tensors: Tensor) -> tuple[Tensor, ...]:
 def clean_inputs(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tokens, Tokens, Tokens]:
-    """The first three of a policy loss with 0 where `mask` is False, the advantages as constants.
+    """The log-probs, old log-probs and detached advantages of a policy loss, 0 where `mask` is False.
 
-    Raises ValueError unless the mask is bool [B, T] and they are floating and of its shape.
+    Raises ValueError unless the mask is bool [B, T] and the three are floating [B, T].
     """
     check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages)
     log_probs, old_log_probs, advantages = clean(mask, log_probs, old_log_probs, advantages.detach())
@@ -63,7 +63,7 @@ def clean_inputs(
 
 
 def row_counts(mask: Mask, dtype: torch.dtype) -> Rows:
-    """How many positions of each row count, at least 1, [B]."""
+    """The number of True positions in each row of the mask, at least 1, [B]."""
     return mask.sum(-1).clamp(min=1).to(dtype)
 
 
@@ -79,19 +79,19 @@ def log_ratio(log_probs: Tokens, old_log_probs: Tokens, *, bound: float | None =
 
 
 def positive(name: str, value: Scalar) -> None:
-    """ValueError unless `value` is > 0. A tensor is not looked at: that would wait for the device."""
+    """Raise ValueError unless `value` is > 0. A tensor passes unread: reading it would wait for the device."""
     if not isinstance(value, Tensor) and not value > 0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
 def positive_all(**values: Scalar) -> None:
-    """ValueError, by its name, for a value that is not > 0."""
+    """Raise ValueError, with the argument's name, for the first value that is not > 0."""
     for name, value in values.items():
         positive(name, value)
 
 
 def unknown(what: str, name: str, choices: Iterable[str]) -> NoReturn:
-    """ValueError that says what the choices of `what` are, and which of them is nearest to `name`."""
+    """Raise ValueError with the choices of `what` and the one nearest to `name`."""
     names = list(choices)
     near = nearest(name, names, cutoff=0.0)
     raise ValueError(f"unknown {what} {name!r}; did you mean {near!r}? The choices are {', '.join(names)}")

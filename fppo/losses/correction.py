@@ -1,7 +1,8 @@
-"""Correction for rollouts sampled by another policy than the one that trains: weights and rejection.
+"""Correction for rollouts whose sampling policy differs from the trained one: importance weights and rejection.
 
 Truncated importance sampling (https://fengyao.notion.site/off-policy-rl), IcePop (arXiv:2510.18855) and rejection by
-divergence, as verl defines them. All of it is about the whole batch, of all ranks.
+divergence, as verl defines them, and metrics of the distance between both policies. Every function takes the whole
+batch, the rows of all ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fppo.losses._common import LOG_RATIO_BOUND, check_tokens, clean, row_mean, unknown
-from fppo.losses.mismatch import off_policy_metrics
 from fppo.metrics import Mean, Metrics, masked_max, masked_mean, masked_min, mean
 from fppo.shapes import Mask, Rows, Tokens
 
@@ -45,7 +45,7 @@ def _numbers(setting: str, value: str | float | tuple[float, float]) -> tuple[fl
 
 
 def _rejections(reject: str, threshold: str | float | tuple[float, float]) -> dict[str, tuple[float, float]]:
-    """(low, high) of each option's statistic: logs of the bounds for k1, (-inf, high) for the others."""
+    """The bounds (low, high) of each option's statistic: their logs for k1, (-inf, high) for the others."""
     options = list(dict.fromkeys(word.strip() for word in reject.split(",") if word.strip()))
     for option in options:
         if option not in REJECTIONS:
@@ -83,7 +83,7 @@ def _moments(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _deviation(x: Tensor, mask: Tensor, *, unbiased: bool = False) -> Mean:
-    """The standard deviation of `x` where `mask` is True; 0 if that is fewer than two numbers."""
+    """The standard deviation of `x` where `mask` is True; 0 for fewer than two numbers."""
     count, _, variance = _moments(x, mask)
     if unbiased:
         variance = variance * count / (count - 1).clamp(min=1)
@@ -111,7 +111,7 @@ def _sequence_metrics(rows: Rows, valid: Tensor, *, center: float) -> Metrics:
 def _weight_metrics(
     weights: Tokens, raw: Tokens, row_log: Rows | None, mask: Mask, bounds: tuple[float, float]
 ) -> Metrics:
-    """Metrics of the applied weights, and of the raw ones how many are out of bounds and a sequence's extremes."""
+    """Metrics of the applied weights [B, T], with the raw weights' fraction out of bounds and extremes by sequence."""
     valid = mask.any(-1)
     low, high = bounds
     _, middle, variance = _moments(weights, mask)
@@ -180,7 +180,7 @@ def _statistic(delta: Tokens, mask: Mask, option: str) -> tuple[Tokens, Rows]:
 
 
 def _reject(delta: Tokens, mask: Mask, option: str, bounds: tuple[float, float]) -> tuple[Mask, Metrics]:
-    """Which tokens an option keeps, [B, T], and its metrics."""
+    """The mask of tokens that a rejection option keeps, bool [B, T], and its metrics."""
     valid = mask.any(-1)
     tokens, rows = _statistic(delta, mask, option)
     below, above = _outside(tokens, *bounds)
@@ -188,7 +188,7 @@ def _reject(delta: Tokens, mask: Mask, option: str, bounds: tuple[float, float])
     row_below, row_above = _outside(rows, *bounds)
     at_tokens = option.startswith("token")
     x, where = (tokens, mask) if at_tokens else (rows, valid)
-    # what the statistic can be at least bounds the deviation below: a log for k1, else 0
+    # the statistic's own minimum is the lower clamp of the deviation: a log for k1, else 0
     floor = 0.0 if bounds[0] == -math.inf else bounds[0]
     metrics: Metrics = {
         "mean": masked_mean(tokens, mask),
@@ -219,7 +219,7 @@ def rollout_correction(
 ) -> Correction:
     """Importance weights w = training / rollout probability, and the mask without rejected tokens.
 
-    The log-probs are floating [B, T], constants here; the mask is bool [B, T]. What stands outside it does not matter.
+    The log-probs are floating [B, T] and get no gradient; the mask is bool [B, T]. Values outside it have no effect.
 
     - `level`: "token" (each token's ratio), "sequence" (the product over the row, at each of its tokens) or None.
       Log-ratios are clamped to +-20.
@@ -234,7 +234,7 @@ def rollout_correction(
     Rejected tokens leave the mask, so counts and means over it leave them out. Weights, their normalisation and
     all metrics ("rollout_corr/...") are over the tokens of `mask`.
 
-    Raises ValueError for another shape or dtype, and for a level, threshold or rejection that does not exist.
+    Raises ValueError for another shape or dtype, and for an unknown level, threshold or rejection.
     """
     check_tokens(mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
     if (reject is None) != (reject_threshold is None):
@@ -260,10 +260,43 @@ def rollout_correction(
 
 
 def geometric_mean(weights: Tokens, mask: Mask) -> Tokens:
-    """The geometric mean of each row's weights at each of its tokens, [B, T]: what weighs a row of `gmpo`.
+    """The geometric mean of each row's weights at each of its tokens, [B, T]: the weight of a row in `gmpo`.
 
     `weights` floating [B, T], `mask` bool [B, T], else ValueError; 0 where it is False.
     """
     check_tokens(mask, weights=weights)
     logs = row_mean((weights.where(mask, 1.0) + 1e-10).log(), mask)
     return logs.exp()[..., None].expand_as(weights).where(mask, 0.0)
+
+
+def off_policy_metrics(old_log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:
+    """Divergences and perplexities under "rollout_corr/"; log-probs floating, mask bool [B, T], else ValueError.
+
+    kl and k3_kl estimate KL(rollout || training) per token; a perplexity is exp of a row's mean negative
+    log-prob, and log_ppl_diff the training policy's less the rollout's; chi2_token and chi2_seq are the means of
+    the squared ratio training / rollout less 1, over tokens and over rows (log-ratios clamped to +-20). Rows
+    without tokens count nowhere.
+    """
+    check_tokens(mask, old_log_probs=old_log_probs, rollout_log_probs=rollout_log_probs)
+    train, rollout = clean(mask, old_log_probs.detach().double(), rollout_log_probs.detach().double())
+    rows = mask.any(-1)
+    delta = train - rollout
+    train_row, rollout_row = row_mean(train, mask), row_mean(rollout, mask)
+    diff = rollout_row - train_row
+    token_chi2 = (2 * delta.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
+    row_chi2 = (2 * delta.sum(-1).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)).exp() - 1
+    return {
+        "rollout_corr/kl": masked_mean(-delta, mask),
+        "rollout_corr/k3_kl": masked_mean(delta.exp() - delta - 1, mask),
+        "rollout_corr/training_ppl": masked_mean((-train_row).exp(), rows),
+        "rollout_corr/training_log_ppl": masked_mean(-train_row, rows),
+        "rollout_corr/rollout_ppl": masked_mean((-rollout_row).exp(), rows),
+        "rollout_corr/rollout_log_ppl": masked_mean(-rollout_row, rows),
+        "rollout_corr/log_ppl_diff": masked_mean(diff, rows),
+        "rollout_corr/log_ppl_abs_diff": masked_mean(diff.abs(), rows),
+        "rollout_corr/log_ppl_diff_max": masked_max(diff, rows),
+        "rollout_corr/log_ppl_diff_min": masked_min(diff, rows),
+        "rollout_corr/ppl_ratio": masked_mean(diff.exp(), rows),
+        "rollout_corr/chi2_token": masked_mean(token_chi2, mask),
+        "rollout_corr/chi2_seq": masked_mean(row_chi2, rows),
+    }

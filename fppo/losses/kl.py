@@ -24,7 +24,7 @@ def _k3(d: Tensor) -> Tensor:
 _ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {"k1": lambda d: d, "abs": torch.abs, "k2": lambda d: 0.5 * d.square(), "k3": _k3}
 )
-REWARD_KINDS = ("k1", "k1+")  # those of one value, whose penalty in rewards has the divergence's gradient
+REWARD_KINDS = ("k1", "k1+")  # equal values; as a penalty in rewards they have the divergence's gradient
 KL_KINDS = (*_ESTIMATORS, *(f"{kind}+" for kind in _ESTIMATORS))
 _OTHER_NAMES = MappingProxyType({"kl": "k1", "mse": "k2", "low_var_kl": "k3"})
 
@@ -39,8 +39,8 @@ def kl_estimate(log_probs: Tokens, ref_log_probs: Tokens, kind: str, *, mask: Ma
     - with "+" ("k3+"): the value of the kind, the gradient of k2 (straight-through)
 
     (http://joschu.net/blog/kl-approx.html.) `ref_log_probs` is a constant to the gradient. With `mask` (bool [B, T])
-    the result and the gradient are 0 where it is False, whatever stands there. Raises ValueError for an unknown kind,
-    and for tensors whose shapes differ.
+    the result and the gradient are 0 where it is False, whatever the inputs hold. Raises ValueError for an unknown
+    kind and for unequal shapes.
     """
     if kind not in KL_KINDS:
         base = kind.removesuffix("+")
@@ -71,11 +71,11 @@ def kl_term(
 ) -> Tokens:
     """The KL term of a policy's loss at each token, [B, T]: `kl_estimate` times pi / pi_old of the token, a constant.
 
-    Tokens were sampled by the policy as it was, `old_log_probs`, and after the first update the policy is another one:
-    the weight makes the expected gradient that of tokens of its own. It is 1 on policy; its logarithm is clamped to
-    +-20. `correction` [B, T] weighs the old policy against the one that sampled (`rollout_correction`). In expectation
-    over tokens of the policy the gradient is that of KL(policy || reference) for "k2" and every kind with "+", of
-    KL(reference || policy) for "k3", and of twice the total variation for "abs".
+    The old policy sampled the tokens (`old_log_probs`), and every update moves the policy away from it: the weight
+    turns the expectation over the old policy's tokens into one over the policy's. It is 1 on policy; its logarithm is
+    clamped to +-20. `correction` [B, T] weighs the old policy against the sampling one (`rollout_correction`). In
+    expectation over tokens of the policy the gradient is that of KL(policy || reference) for "k2" and every kind with
+    "+", of KL(reference || policy) for "k3", and of twice the total variation for "abs".
 
     Raises ValueError for "k1", whose expected gradient is 0, and otherwise as `kl_estimate`.
     """
@@ -94,7 +94,7 @@ def kl_term(
 
 
 def sequence_kl(kl: Tokens, mask: Mask) -> Mean:
-    """The mean over rows of each row's mean over its tokens, what the adaptive controller looks at.
+    """The mean over rows of each row's mean KL over its tokens, the input of the adaptive controller.
 
     `kl` floating [B, T], `mask` bool [B, T]; rows without tokens count nowhere.
     """
@@ -108,7 +108,7 @@ def _float64(value: float | Tensor) -> Tensor:
 
 @state
 class KLState:
-    """The coefficient of the KL penalty, a 0-d float64 tensor: a leaf, so that checkpoints hold its every bit."""
+    """The coefficient of the KL penalty, a 0-d float64 tensor: a leaf, so that checkpoints store it exactly."""
 
     coef: Tensor = attrs.field(converter=_float64)
 
@@ -122,10 +122,11 @@ def update_kl(
     target: float = 0.1,
     horizon: float = 10_000,
 ) -> KLState:
-    """The controller's next state, having seen a mean divergence `kl` (`sequence_kl`) over `num_sequences` rows.
+    """The next state of the KL controller after a mean divergence `kl` (`sequence_kl`) over `num_sequences` rows.
 
     "fixed": unchanged. "adaptive": coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
-    (arXiv:1909.08593). No rows, no change. Raises ValueError for another kind, or a target or horizon that is not > 0.
+    (arXiv:1909.08593). Without rows the state stays. Raises ValueError for another kind, and for a target or horizon
+    <= 0.
     """
     if kind not in ("fixed", "adaptive"):
         unknown("kl controller", kind, ("fixed", "adaptive"))

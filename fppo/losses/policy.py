@@ -2,8 +2,8 @@
 
 All take (log_probs, old_log_probs, advantages, mask), the first three floating [B, T], the mask bool [B, T], and
 return (per-token loss, metrics). `old_log_probs` and `advantages` are constants to the gradient. Where the mask is
-False the loss and the gradient are 0, whatever the inputs hold there. Scalars may be 0-d tensors (for vmap).
-Other shapes or dtypes, which would broadcast, are a ValueError.
+False the loss and the gradient are 0, whatever the inputs hold. Scalars may be 0-d tensors (for vmap).
+Other shapes or dtypes raise ValueError: they would broadcast.
 r is exp(log_probs - old_log_probs), with the log-ratio clamped to +-20 unless said otherwise, and A the advantage.
 """
 

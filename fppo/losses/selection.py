@@ -1,8 +1,8 @@
-"""Losses that treat the tokens of highest covariance apart, and the choice of those tokens.
+"""Losses with a rule of their own for the tokens of highest covariance, and the selection of those tokens.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617). The choice is made once over the whole mini-batch, before it is split, and
-passed to the loss: inside a micro-batch it would depend on the split. Shapes, dtypes
-and errors are those of `fppo.losses.policy`.
+Clip-Cov and KL-Cov (arXiv:2505.22617). The selection is made once over the whole mini-batch, before it is split, and
+passed to the loss: within a micro-batch it would depend on the split. Shapes, dtypes and errors are those of
+`fppo.losses.policy`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _covariance(log_probs: Tokens, advantages: Tokens, mask: Mask) -> Tokens:
 
 
 def _smallest(candidates: Mask, keys: tuple[Tokens, ...], count: Tensor) -> Mask:
-    """Which `count` of the candidates come first, ordered by the last key, ties by the one before; bool [B, T]."""
+    """The first `count` candidates, ordered by the last key, ties by the key before; bool [B, T]."""
     order = torch.arange(candidates.numel(), device=candidates.device)
     for key in (*keys, (~candidates).double()):
         order = order.gather(0, key.flatten().gather(0, order).argsort(stable=True))
@@ -51,9 +51,9 @@ def select_clip_cov(
 ) -> Mask:
     """The tokens whose loss `clip_cov` drops, bool [B, T]: a random max(1, ratio * tokens) of the candidates.
 
-    Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors are of the
-    whole mini-batch. `noise` [B, T], uniform, is the chance: the candidates of smallest noise are taken, so
-    the choice goes with the rows, not with their order.
+    Candidates have a covariance in (low, high) and are not clipped by PPO's rule already. All tensors cover the
+    whole mini-batch. `noise` [B, T] is uniform; the candidates of smallest noise are taken, so the draw is bound to
+    the rows, not to their order.
     """
     _check_share(ratio)
     if not isinstance(low, Tensor) and not isinstance(high, Tensor) and not low < high:
@@ -78,8 +78,8 @@ def select_kl_cov(
 ) -> Mask:
     """The tokens that `kl_cov` holds back, bool [B, T]: the max(1, ratio * tokens) of highest covariance.
 
-    All tensors are of the whole mini-batch. `noise` [B, T] decides between equal covariances alone, and
-    `old_log_probs` decides nothing: it is there for the signature that all selections have.
+    All tensors cover the whole mini-batch. `noise` [B, T] decides between equal covariances alone; `old_log_probs`
+    has no effect and completes the common signature of selections.
     """
     _check_share(ratio)
     check_tokens(mask, log_probs=log_probs, old_log_probs=old_log_probs, advantages=advantages, noise=noise)
@@ -111,8 +111,8 @@ def clip_cov(
 ) -> tuple[Tokens, Metrics]:
     """PPO's clipped loss, without dual clip, and 0 on the `selected` tokens (bool [B, T], from `select_clip_cov`).
 
-    The selected tokens keep their place in the denominator. The log-ratio is not clamped. "actor/pg_clipfrac" is
-    the fraction of tokens selected.
+    The selected tokens stay in the denominator. The log-ratio is not clamped. "actor/pg_clipfrac" is the fraction of
+    selected tokens.
     """
     positive_all(clip_low=clip_low, clip_high=clip_high)
     _check_selected(selected, mask)

@@ -1,4 +1,4 @@
-"""The critic's losses: of one value per token, and of K numbers per token, a distribution whose mean is the value."""
+"""Losses of the critic: on one value per token, and on K outputs per token, a distribution with the value as mean."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fppo.losses._common import clip as bounded
 from fppo.metrics import Metrics, masked_mean
 from fppo.shapes import Mask, Outputs, Scalar, Tokens
 
-Errors = Callable[[Tensor], Tensor]  # what an error costs, elementwise
+Errors = Callable[[Tensor], Tensor]  # the loss of an error, elementwise
 
 
 def value_loss(
@@ -24,7 +24,7 @@ def value_loss(
     """max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2 per token, [B, T]; 0 where `mask` is False.
 
     PPO's clipped value loss; `clip=None` is half the squared error. `old_values` and `returns` are constants to
-    the gradient. All floating [B, T], the mask bool; ValueError for others, and for a clip that is not > 0.
+    the gradient. All floating [B, T], the mask bool, else ValueError; also for a clip <= 0.
     """
     loss, metrics = _clipped(torch.square, values, old_values, returns, mask, clip)
     return (0.5 * loss).where(mask, 0.0), metrics
@@ -41,9 +41,9 @@ def huber_value_loss(
 ) -> tuple[Tokens, Metrics]:
     """max(h(v - R), h(clip(v, v_old - clip, v_old + clip) - R)) per token, [B, T], with Huber's h; 0 outside the mask.
 
-    h(e) = e^2 / 2 where |e| <= delta, delta (|e| - delta / 2) elsewhere: errors beyond delta pull with the same force
-    (Huber, Annals of Mathematical Statistics 35, 1964). The rest is as in `value_loss`; ValueError also for a delta
-    that is not > 0.
+    h(e) = e^2 / 2 where |e| <= delta, delta (|e| - delta / 2) elsewhere: the gradient of errors beyond delta is
+    constant (Huber, Annals of Mathematical Statistics 35, 1964). Otherwise as `value_loss`; ValueError also for a
+    delta <= 0.
     """
     positive("delta", delta)
     loss, metrics = _clipped(partial(_huber, delta=delta), values, old_values, returns, mask, clip)
@@ -62,11 +62,11 @@ def hl_gauss(
 ) -> tuple[Tokens, Metrics]:
     """The cross-entropy of softmax(outputs) over K bins to a normal about the return, per token, [B, T].
 
-    `outputs` [B, T, K] are logits of K equal bins from `low` to `high`. The target of a bin is the share of the normal
-    of mean R (put into the range) and deviation `sigma` bins that lies in it, of what lies in the range. The value is
-    the mean of the bins' middles (`binned_values`). HL-Gauss: Farebrother et al., arXiv:2403.03950, 3.1, which has
-    sigma 0.75. The mask is bool [B, T], and the loss 0 where it is False; `returns` are constants to the gradient, and
-    `old_values` are not read. Raises ValueError for other shapes, a range that is none, and a sigma that is not > 0.
+    `outputs` [B, T, K] are logits of K equal bins from `low` to `high`. The target of a bin is its mass under the
+    normal of mean R (clamped to the range) and deviation `sigma` bins, renormalised over the range. The value is the
+    mean of the bins' centres (`binned_values`). HL-Gauss: Farebrother et al., arXiv:2403.03950, 3.1, with sigma 0.75.
+    The mask is bool [B, T], and the loss 0 where it is False; `returns` are constants to the gradient, and
+    `old_values` are not read. Raises ValueError for other shapes, an empty range, and a sigma <= 0.
     """
     positive("sigma", sigma)
     _check_outputs(outputs, old_values, returns, mask, low, high)
@@ -83,11 +83,11 @@ def hl_gauss(
 def two_hot(
     outputs: Outputs, old_values: Tokens, returns: Tokens, mask: Mask, *, low: float, high: float
 ) -> tuple[Tokens, Metrics]:
-    """The cross-entropy of softmax(outputs) over K places to the two places about the return, per token, [B, T].
+    """The cross-entropy of softmax(outputs) over K atoms to the two atoms around the return, per token, [B, T].
 
-    `outputs` [B, T, K] are logits of K places from `low` to `high`, both included, at equal distances. The two places
-    about the return (put into the range) have the weights whose mean it is, all others 0; the value is the mean of the
-    places (`placed_values`). Farebrother et al., arXiv:2403.03950, 3.1, as in MuZero. The rest is as in `hl_gauss`.
+    `outputs` [B, T, K] are logits of K equidistant atoms from `low` to `high`, both included. The two atoms around the
+    return (clamped to the range) have the weights whose mean it is, all others 0; the value is the mean of the atoms
+    (`placed_values`). Farebrother et al., arXiv:2403.03950, 3.1, as in MuZero. Otherwise as `hl_gauss`.
     """
     _check_outputs(outputs, old_values, returns, mask, low, high)
     count = outputs.shape[-1]
@@ -104,9 +104,9 @@ def quantile_loss(
 ) -> tuple[Tokens, Metrics]:
     """The sum over K quantiles q_i of |t_i - [R < q_i]| h(R - q_i) / delta per token, [B, T], with t_i = (i - 1/2) / K.
 
-    `outputs` [B, T, K] are the quantiles of the return at the shares t_1 to t_K; h is Huber's function
+    `outputs` [B, T, K] are the quantiles of the return at the levels t_1 to t_K; h is Huber's function
     (`huber_value_loss`), and the value is their mean (`mean_of_quantiles`). QR-DQN (Dabney et al., arXiv:1710.10044)
-    with one sample of the target, over delta as in arXiv:1806.06923. The rest is as in `hl_gauss`.
+    with one sample of the target, divided by delta as in arXiv:1806.06923. Otherwise as `hl_gauss`.
     """
     positive("delta", delta)
     _check_outputs(outputs, old_values, returns, mask, 0.0, 1.0)
@@ -125,13 +125,13 @@ def first_output(outputs: Tensor) -> Tensor:
 
 
 def binned_values(outputs: Tensor, *, low: float, high: float) -> Tensor:
-    """The mean of the middles of K equal bins from `low` to `high` under softmax(outputs): [..., K] to [...]."""
+    """The mean of the centres of K equal bins from `low` to `high` under softmax(outputs): [..., K] to [...]."""
     half = (high - low) / (2 * outputs.shape[-1])
     return placed_values(outputs, low=low + half, high=high - half)
 
 
 def placed_values(outputs: Tensor, *, low: float, high: float) -> Tensor:
-    """The mean of K places from `low` to `high`, both included, under softmax(outputs): [..., K] to [...]."""
+    """The mean of K equidistant atoms from `low` to `high` under softmax(outputs): [..., K] to [...]."""
     places = torch.linspace(low, high, outputs.shape[-1], dtype=outputs.dtype, device=outputs.device)
     return (outputs.softmax(-1) * places).sum(-1)
 
@@ -143,7 +143,7 @@ def mean_of_quantiles(outputs: Tensor) -> Tensor:
 
 @attrs.frozen(kw_only=True)
 class ValueHead:
-    """What the numbers that a critic gives for each token mean, and what fits them to the returns.
+    """A critic's output per token: its width, the function from outputs to values, and the loss against the returns.
 
     `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output, else `outputs` [B, T, K].
     """
@@ -154,29 +154,29 @@ class ValueHead:
 
 
 def mse_head(*, clip: float | None = 0.5) -> ValueHead:
-    """The head of one output that `value_loss` fits; a value may move by `clip` from the old one (None: freely)."""
+    """A head of one output with `value_loss`; a value may move by `clip` from the old one (None: freely)."""
     return ValueHead(loss_fn=partial(value_loss, clip=clip))
 
 
 def huber_head(*, delta: float = 1.0, clip: float | None = 0.5) -> ValueHead:
-    """The head of one output that `huber_value_loss` fits."""
+    """A head of one output with `huber_value_loss`."""
     return ValueHead(loss_fn=partial(huber_value_loss, delta=delta, clip=clip))
 
 
 def hl_gauss_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1, sigma: float = 0.75) -> ValueHead:
-    """The head of `bins` outputs that `hl_gauss` fits; leave some room between `low`, `high` and the scores."""
+    """A head of `bins` outputs with `hl_gauss`; leave a margin between the scores and `low`, `high`."""
     read, loss_fn = partial(binned_values, low=low, high=high), partial(hl_gauss, low=low, high=high, sigma=sigma)
     return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
 
 
 def two_hot_head(*, bins: int = 51, low: float = -0.1, high: float = 1.1) -> ValueHead:
-    """The head of an output for each of `bins` places from `low` to `high` that `two_hot` fits."""
+    """A head of `bins` outputs, one for each atom from `low` to `high`, with `two_hot`."""
     read, loss_fn = partial(placed_values, low=low, high=high), partial(two_hot, low=low, high=high)
     return ValueHead(outputs=_several(bins), read=read, loss_fn=loss_fn)
 
 
 def quantile_head(*, bins: int = 51, delta: float = 1.0) -> ValueHead:
-    """The head of `bins` quantiles that `quantile_loss` fits."""
+    """A head of `bins` quantiles with `quantile_loss`."""
     return ValueHead(outputs=_several(bins), read=mean_of_quantiles, loss_fn=partial(quantile_loss, delta=delta))
 
 
@@ -189,7 +189,7 @@ def _several(bins: int) -> int:
 def _clipped(
     cost: Errors, values: Tokens, old_values: Tokens, returns: Tokens, mask: Mask, clip: Scalar | None
 ) -> tuple[Tokens, Metrics]:
-    """The larger of what the error costs, and that of the value kept within `clip` of the old one."""
+    """The larger loss per token [B, T]: of the value, or of the value clipped to `clip` around the old one."""
     check_tokens(mask, values=values, old_values=old_values, returns=returns)
     values, old_values, returns = clean(mask, values, old_values.detach(), returns.detach())
     plain = cost(values - returns)

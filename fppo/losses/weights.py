@@ -1,4 +1,4 @@
-"""One weight per token: how a loss over a global mini-batch becomes a sum that any split leaves unchanged."""
+"""One weight per token, which turns a loss over a global mini-batch into a sum unchanged by any split."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Totals(NamedTuple):
 
 
 def count_totals(mask: Mask) -> Totals:
-    """How many tokens count and how many rows hold at least one of them. `mask` is bool [B, T], else ValueError.
+    """The numbers of True tokens and of rows with at least one. `mask` is bool [B, T], else ValueError.
 
-    Over several ranks, the sum of their totals is what `loss_weights` takes.
+    Over several ranks, pass the sum of their totals to `loss_weights`.
     """
     check_mask(mask)
     return Totals(mask.sum().double(), mask.any(-1).sum().double())
@@ -37,8 +37,8 @@ def _reciprocal(x: Tensor) -> Tensor:
 def loss_weights(mask: Mask, mode: str, *, totals: Totals, horizon: Scalar | None = None) -> Tokens:
     """The weight of each token, float64 [B, T], 0 where `mask` is False: the loss is (weights * per_token).sum().
 
-    `mask` holds whole rows of the mini-batch, any of them; `totals` counts all of it, on every rank, so that
-    losses and gradients add. Per token of a row with n tokens:
+    `mask` [B, T] holds whole rows, any part of the mini-batch; `totals` counts the whole mini-batch over all ranks, so
+    that losses and gradients add. Per token of a row with n tokens:
 
     - "token-mean": 1 / tokens
     - "token-sum": 1
@@ -48,7 +48,7 @@ def loss_weights(mask: Mask, mode: str, *, totals: Totals, horizon: Scalar | Non
 
     Rows without tokens count nowhere. Totals of zero give weights of zero. `horizon` has no default: the
     padding width would make the gradient depend on the longest response of the batch.
-    Raises ValueError for an unknown mode, a horizon that it does not take, and a mask that is not bool [B, T].
+    Raises ValueError for an unknown mode, a horizon with another mode, and a mask that is not bool [B, T].
     """
     check_mask(mask)
     if mode not in MODES:

@@ -1,8 +1,8 @@
 """A model as a pure function of its parameters.
 
-In: a Hugging Face directory or config, and parameters by their names there. Out: a `Model` without parameters, a
-mapping of parameters, and forward passes over packed rows on kernels of one's choice. A probe at load holds them
-against transformers.
+In: a Hugging Face directory or config, and parameters by transformers' names. Out: a `Model` without parameters, a
+mapping of parameters, and forward passes over packed rows on chosen kernels. A probe at load compares them with
+transformers.
 Begin with `load.load` and `run.forward`; `place` cuts a model over a mesh, `lora` adapts it.
 """
 

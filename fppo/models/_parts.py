@@ -1,4 +1,4 @@
-"""A rank's part of a checkpoint, read tensor by tensor, so that no rank holds more than its part and what makes one."""
+"""Read a rank's part of a checkpoint tensor by tensor, so that no rank holds more than its part and one parameter."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.parts import holds, part_of
 
-_ROWS = 1 << 20  # numbers of rows that are compared at a time
+_ROWS = 1 << 20  # numbers compared at a time
 
 
 class _Stored(NamedTuple):
-    """A stored tensor; `pattern` is which source of a converter it is, or "" if it goes through none."""
+    """A stored tensor; `pattern` is its source pattern in a converter, or "" without one."""
 
     name: str
     file: Path
@@ -38,11 +38,11 @@ class _Stored(NamedTuple):
 def read_parts(
     model: Model, files: Sequence[Path], *, dtype: torch.dtype, mesh: Mesh, ignored: Callable[[str], bool]
 ) -> Params | None:
-    """This rank's part of the parameters in `dtype`, without a value head, in memory of its own.
+    """Read this rank's part of the parameters in `dtype`, without a value head, copied out of the files.
 
-    What transformers stores in another form, as experts one by one, is put together first. None if the files hold not
-    just these parameters, beside names that are `ignored` or that transformers ignores, or hold them in a form that
-    transformers alone can read. Raises ValueError for parameters that stand twice, and for codes in their places.
+    Parameters that transformers stores in another form, such as experts one by one, are converted first. None if the
+    files lack parameters, have unknown ones (those `ignored` or ignored by transformers aside), or need transformers'
+    own reader. Raises ValueError for duplicate parameters, and for quantisation codes in place of numbers.
     """
     module = causal_lm(model.whole_config, "meta", trust_remote_code=model.trust_remote_code)
     known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
@@ -83,8 +83,8 @@ def _unexpected(module: PreTrainedModel, names: Sequence[str]) -> set[str]:
 
 
 def _is_tied_copy(module: PreTrainedModel, name: str, groups: Mapping[str, Sequence[_Stored]]) -> bool:
-    """Whether a stored tensor is the same as the one that the config ties it to, as a vocabulary head and embeddings.
-    Both are read by rows, of which no more than a few are held."""
+    """Whether a stored tensor equals the one that the config ties it to, such as a vocabulary head and embeddings. Both
+    are read by blocks of rows."""
     tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {})
     sources = [source for each in (name, tied.get(name, "")) for source in groups.get(each, ())]
     if len(sources) != 2 or any(source.pattern for source in sources):
@@ -99,7 +99,7 @@ def _is_tied_copy(module: PreTrainedModel, name: str, groups: Mapping[str, Seque
 
 
 def _check_sources(groups: Mapping[str, Sequence[_Stored]]) -> None:
-    """Raises ValueError for parameters that are stored twice, and for those that are stored as whole numbers."""
+    """Raise ValueError for parameters stored twice, and for parameters stored as integers."""
     for target, sources in groups.items():
         names = [source.name for source in sources]
         if len(set(names)) < len(names) or (len(names) > 1 and any(not source.pattern for source in sources)):
@@ -115,7 +115,7 @@ def _check_sources(groups: Mapping[str, Sequence[_Stored]]) -> None:
 def _groups(
     module: PreTrainedModel, files: Sequence[Path]
 ) -> tuple[Mapping[str, WeightConverter], dict[str, list[_Stored]]]:
-    """transformers' converters by source pattern; and by the first parameter made of them, what is stored."""
+    """transformers' converters by source pattern, and the stored tensors by the first parameter made of them."""
     transforms = get_model_conversion_mapping(module)
     renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
     converters = {pattern: x for x in transforms if isinstance(x, WeightConverter) for pattern in x.source_patterns}
@@ -134,7 +134,7 @@ def _groups(
 
 
 def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored], converter: WeightConverter) -> Params:
-    """The whole parameters that transformers' converter makes of stored tensors."""
+    """Convert stored tensors to whole parameters by transformers' converter."""
     converter = copy.deepcopy(converter)
     for name, file, pattern, _ in sources:
         with safe_open(file, "pt") as tensors:
@@ -144,7 +144,7 @@ def _converted(module: PreTrainedModel, target: str, sources: Sequence[_Stored],
 
 
 def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """This rank's part of a stored tensor, which may turn out not to have the whole shape that `extent` says."""
+    """This rank's part of a stored tensor; the whole tensor if it lacks the shape of `extent`."""
     with safe_open(source.file, "pt") as tensors:  # anew for each: an open file keeps what was read of it in memory
         stored = tensors.get_slice(source.name)
         shape = torch.Size(stored.get_shape())
@@ -163,5 +163,5 @@ def _read(source: _Stored, extent: torch.Size | Extent, dtype: torch.dtype, mesh
 
 
 def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In memory of its own: a file's layout aligns tensors otherwise, and kernels then round otherwise."""
+    """A contiguous copy: tensors in a file's memory are aligned differently, and kernels then round differently."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Which parameters go into which file of a Hugging Face directory, found without their numbers."""
+"""Plan the files of a Hugging Face directory on the meta device, without the parameters' values."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _FIRST_NUMBER = re.compile(r"\D*\d*")
 
 @attrs.frozen
 class SavePlan:
-    """A module on meta, or None for a family that has none for value heads, and how its files are filled."""
+    """A module on meta (None for a family without one for value heads), and the contents of its files."""
 
     model: Model
     dtype: torch.dtype
     module: PreTrainedModel | None
-    renamed: Mapping[str, str]  # our names of parameters to the module's, where they differ
+    renamed: Mapping[str, str]  # from our names of parameters to the module's, where they differ
     files: Mapping[str, list[str]]  # stored names by file
-    like: Params  # what is stored, on meta
-    made_of: Mapping[str, Names]  # stored names to our names of the parameters that it takes to make them
-    index: Mapping[str, Any] | None  # of several files
+    like: Params  # the stored tensors, on meta
+    made_of: Mapping[str, Names]  # from stored names to our names of the parameters that they are converted from
+    index: Mapping[str, Any] | None  # the index of several files
 
     def stored(self, params: Params) -> Params:
-        """What is stored of some parameters: transformers keeps some families in another form, expert by expert."""
+        """Convert parameters to their stored form: transformers stores the experts of some families one by one."""
         named = {self.renamed.get(name, name): x for name, x in params.items()}
         return named if self.module is None else revert_weight_conversion(self.module, named)
 
     def write_config(self, directory: Path) -> None:
-        """Writes all but the parameters: the config, the generation config, the code of a custom model."""
+        """Write all files but the parameters': the config, the generation config, a custom model's code."""
         if self.module is not None:
-            with _without_bars():  # of no parameters
+            with _without_bars():  # it would show one for no parameters
                 self.module.save_pretrained(directory, state_dict={})
             return
         directory.mkdir()
@@ -57,7 +57,7 @@ class SavePlan:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Keeps transformers' progress bars out of logs, and of what scripts print."""
+    """Hide transformers' progress bars from logs and scripts' output."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -68,9 +68,9 @@ def _without_bars() -> Iterator[None]:
 
 
 def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> SavePlan:
-    """The plan for a model whose parameters have these dtypes; files hold `max_shard_bytes`, or one tensor.
+    """Plan the files of a model whose parameters have these dtypes; each holds `max_shard_bytes`, or one tensor.
 
-    Raises ValueError for parameters that transformers' class lacks, and the other way round.
+    Raises ValueError unless the parameters match those of transformers' class.
     """
     with BUILDING:
         params = {n: torch.empty(shape, dtype=dtypes[n], device="meta") for n, shape in model.shapes.items()}
@@ -109,7 +109,7 @@ def _module(model: Model) -> tuple[PreTrainedModel | None, dict[str, str]]:
 
 
 def _filled(module: PreTrainedModel, named: Params) -> Params:
-    """The parameters in the module's order, without those that it does not store; the module takes their dtypes."""
+    """The parameters that the module stores, in its order; the module gets their dtypes."""
     unknown = module.load_state_dict(named, assign=True, strict=False).unexpected_keys
     module.tie_weights()
     left = [name for name, _ in module.named_parameters() if name not in named]
@@ -122,7 +122,7 @@ def _filled(module: PreTrainedModel, named: Params) -> Params:
 
 
 def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params) -> dict[str, Names]:
-    """The fewest parameters that give each stored tensor: one, those of a layer, or all of them."""
+    """The fewest parameters from which each stored tensor can be converted: one, those of a layer, or all."""
     for place in (lambda name: name, lambda name: _FIRST_NUMBER.findall(name)[0], lambda _: ""):
         groups: dict[str, list[str]] = {}
         for name in params:
@@ -139,14 +139,14 @@ def _outcomes(
     for group in groups:
         try:
             outcome = convert({name: params[name] for name in group})
-        except Exception:  # transformers has no word for "there are others to go with it"
+        except Exception:  # transformers has no error of its own for a missing partner
             return
         for name, x in outcome.items():
             yield name, (tuple(group), x)
 
 
 def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Puts the dropouts and the like back as they were before training."""
+    """Restore the config's dropouts, which a `Model` sets to 0."""
     for part, own in zip(parts_of(module.config), parts_of(config), strict=True):
         for name, value in vars(own).items():
             if "drop" in name:
@@ -160,7 +160,7 @@ def _value_config(config: PreTrainedConfig, outputs: int) -> PreTrainedConfig:
 
 
 def _token_classifier(config: PreTrainedConfig, outputs: int) -> PreTrainedModel | None:
-    """The family's token-classification model on meta, or None if there is none with a plain linear head."""
+    """The family's token-classification model on meta; None without one that has a plain linear head."""
     if type(config) not in AutoModelForTokenClassification._model_mapping:
         return None
     with torch.device("meta"):

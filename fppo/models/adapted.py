@@ -1,4 +1,4 @@
-"""Adapted weights as values: W + scale * B @ A (arXiv:2106.09685), which is never formed."""
+"""Adapted weights as tensors that act as W + scale * B @ A (arXiv:2106.09685) without forming the sum."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from fppo.models.quantised import taking_quantised
 
 Scaling = Literal["standard", "rslora"]
-FACTORS = (".lora_A", ".lora_B")  # after the name of the weight that they adapt
-_ALIGNED = 16  # bytes, of the rows that grouped products on GPUs take
+FACTORS = (".lora_A", ".lora_B")  # suffixes of the adapted weight's name
+_ALIGNED = 16  # bytes, the alignment of rows in grouped products on GPUs
 
 
 @attrs.frozen
 class Lora:
-    """Low-rank adapters of a model: their rank, what B @ A is scaled by, and which weights have them.
+    """Low-rank adapters of a model: their rank, the scale of B @ A, and the weights with adapters.
 
     A target is "all-linear" (linear layers and stacks of experts inside the model, without routers of experts,
     embeddings and vocabulary head), the end of a parameter's path, as "q_proj" or "mlp.down_proj", or a pattern of
@@ -43,18 +43,18 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What B @ A is multiplied by."""
+        """The factor of B @ A."""
         return self.alpha / (math.sqrt(self.rank) if self.scaling == "rslora" else self.rank)
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Frozen:
-    """What an adapted model stands on: weights that nobody updates, of which a mesh that cuts has this rank's parts.
-    `places` are those of all ranks."""
+    """The frozen base of an adapted model: weights without updates, this rank's parts on a mesh that cuts parameters.
+    `places` covers all ranks."""
 
     params: Mapping[str, Tensor] = attrs.field(repr=False)
     shapes: Mapping[str, torch.Size]  # before the shard axis cuts them, of this rank's stage and tensor and expert cuts
-    digest: str  # of all whole weights, the same on every layout
+    digest: str  # of all whole weights, equal on every layout
     lora: Lora
     places: Mapping[str, bool] = attrs.field(repr=False)  # the weights with factors; True: stored [in, out]
 
@@ -72,15 +72,15 @@ class Parts(NamedTuple):
 class Adapted(Tensor):
     """A weight in a module that acts as W + scale * B @ A.
 
-    It knows the products by which transformers' code uses weights. Any other use raises RuntimeError, for it would see
-    the weight without its factors.
+    It implements the products in which transformers' code uses weights. Any other use raises RuntimeError: it would
+    see the weight without its factors.
     """
 
     parts: Parts
 
     @staticmethod
     def of(parts: Parts) -> Adapted:
-        """The value that stands in the weight's place, with no memory of its own."""
+        """Wrap a weight and its factors as a tensor without memory of its own."""
         w = parts.weight
         value = Tensor._make_wrapper_subclass(Adapted, w.shape, w.stride(), dtype=w.dtype, device=w.device)
         value.parts = parts
@@ -90,7 +90,7 @@ class Adapted(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The rule of a product; what a plain weight says of its shape and place; RuntimeError for all else."""
+        """Dispatch products to their rules and queries of shape or device to W; else raise RuntimeError."""
         if func in _RULES:
             return _RULES[func](*args, **(kwargs or {}))
         if func in _PLAIN:
@@ -100,7 +100,7 @@ class Adapted(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore
-        """RuntimeError: nothing comes here but what does not ask `__torch_function__`."""
+        """Raise RuntimeError for calls that bypass `__torch_function__`."""
         return _refused(str(func))
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -117,7 +117,7 @@ def merged_weight(parts: Parts) -> Tensor:
 
 
 def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
-    """x @ (W + scale * B @ A).T + bias of [..., in], the product with W by the kernel `linear`."""
+    """x @ (W + scale * B @ A).T + bias for x [..., in], the product with W by the kernel `linear`."""
     weight, a, b, scale, flipped = parts
     rows = x.reshape(-1, x.shape[-1])
     if not flipped:
@@ -125,7 +125,7 @@ def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., 
     else:
         out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     inner = rows @ a.t()
-    if linear is F.linear:  # memory of its own, which no backward pass reads
+    if linear is F.linear:  # fresh memory, which no backward pass reads
         out = out.addmm_(inner, b.t(), alpha=scale)
     else:
         out = torch.addmm(out, inner, b.t(), alpha=scale)
@@ -133,7 +133,7 @@ def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., 
 
 
 def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel for linear layers that takes adapted weights, too, and quantised ones."""
+    """Extend a kernel for linear layers to adapted and quantised weights."""
     inner = linear if linear is F.linear else taking_quantised(linear)
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -143,7 +143,7 @@ def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _refused(what: str) -> NoReturn:
-    raise RuntimeError(  # of a TypeError Python makes one of its own
+    raise RuntimeError(  # Python replaces a TypeError by one of its own
         f"{what} of an adapted weight: the model's code uses it otherwise than in a product that fppo knows; leave "
         "that weight out of the adapter's targets"
     )
@@ -178,7 +178,7 @@ def _bmm(input: Any, mat2: Any) -> Tensor:
 
 
 def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtype: Any = None) -> Tensor:
-    """Rows [S, in] by groups, of a weight [E, in, out]. Ranks are padded to what the kernel takes."""
+    """A grouped product of rows [S, in] with a weight [E, in, out]. Ranks are padded to the kernel's alignment."""
     if not isinstance(mat2, Adapted) or not mat2.parts.flipped or bias is not None or out_dtype is not None:
         _refused("a grouped product")
     w, a, b, scale, _ = mat2.parts
@@ -189,7 +189,7 @@ def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtyp
 
 
 def _item(weight: Any, index: Any) -> Any:
-    """One or some experts of a stack."""
+    """Select one or some experts of a stack."""
     w, a, b, scale, flipped = weight.parts
     if w.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
         _refused("a piece")
@@ -197,7 +197,7 @@ def _item(weight: Any, index: Any) -> Any:
 
 
 def _unbound(weight: Any, dim: int = 0) -> Any:
-    """All experts of a stack."""
+    """Unbind a stack into its experts."""
     if dim != 0:
         _refused("pieces along another dimension than the experts'")
     return tuple(_item(weight, number) for number in range(len(weight.parts.weight)))
@@ -224,7 +224,7 @@ def _embedding(  # torch's signature
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of W [V, H] and of B [V, r] @ A [r, H]."""
+    """Rows of W [V, H] + scale * B [V, r] @ A [r, H]."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         _refused("an embedding with more than rows")
     del norm_type

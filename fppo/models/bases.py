@@ -1,5 +1,5 @@
-"""Bases of adapters in codes of 8 or 4 bits: models whose linear layers stand in `codes`, on every mesh those of the
-whole weights."""
+"""Quantised bases of adapters: models whose linear layers are stored as codes of 8 or 4 bits, the same codes on every
+mesh."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fppo.runtime.mesh import LOCAL, Mesh
 
 
 def quantised_weights(model: Model) -> dict[str, bool]:
-    """The weights of a plain model that a quantised base has in codes, and whether each is stored [..., in, out]: those
-    of linear layers and stacks of experts, as "all-linear" means them. Raises ValueError for a model without such."""
+    """The weights of a plain model to be quantised (linear layers and stacks of experts, as in "all-linear"), and
+    whether each is stored [..., in, out]. Raises ValueError for a model without any."""
     linear = linear_weights(model.unplaced or model)
     if not linear:
         raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")
@@ -29,17 +29,17 @@ def quantised_weights(model: Model) -> dict[str, bool]:
 
 
 def in_codes(model: Model, kind: Kind, dtype: torch.dtype) -> Model:
-    """A plain model, as `place` has it, whose linear layers and stacks of experts stand in codes ("int8", "nf4") for
-    weights in `dtype`: the model that `quantise` gives, without parameters.
+    """The model of `quantise` without parameters: a plain model, placed or not, whose linear layers and stacks of
+    experts are stored as codes ("int8", "nf4") of weights in `dtype`.
 
-    Raises ValueError for a model without linear layers, and, naming the weights and the numbers, for a tensor axis that
-    would cut what has one scale.
+    Raises ValueError for a model without linear layers, and, naming weights and sizes, for a tensor axis that would
+    cut a block with one scale.
     """
     return _in_codes(model, _forms(model, kind, dtype), kind)
 
 
 def check_cuts(model: Model, kind: Kind, mesh: Mesh) -> None:
-    """Raises ValueError if a mesh of these sizes cuts the weights of a plain model so that they can have no codes."""
+    """Raise ValueError if a mesh of these sizes would cut the weights of a plain model within blocks of codes."""
     layout = prepare(model, mesh).layout(mesh)
     if layout is not None:
         layout_in_codes(layout, _forms(model, kind, torch.float32))
@@ -73,12 +73,12 @@ def quantise(
     mesh: Mesh = LOCAL,
     device: torch.device | None = None,
 ) -> tuple[Model, Params]:
-    """A plain model with the weights of its linear layers and stacks of experts in codes of 8 or 4 bits ("int8",
-    "nf4"), and its parameters, for `adapt` to take as a base; embeddings, heads, norms and biases are as they were.
+    """Quantise the linear layers and stacks of experts of a plain model to 8 or 4 bits ("int8", "nf4"), as a base for
+    `adapt`: the model and its parameters; embeddings, heads, norms and biases stay.
 
-    On a mesh that cuts parameters both are this rank's, of the model as `place` has it there, with the codes of whole
-    weights: every rank must call, and sends what it must on `device`, or where the parameters are. Raises ValueError
-    without bitsandbytes, for numbers that have no codes, and as `in_codes` does.
+    On a mesh that cuts parameters, model and parameters are this rank's, as from `place`, and the codes those of whole
+    weights: every rank must call, and collectives run on `device`, by default the parameters'. Raises ValueError
+    without bitsandbytes, for numbers without codes (inf, nan), and as `in_codes` does.
     """
     library_needed(kind)
     dtypes = {name: x.dtype for name, x in params.items()}
@@ -99,12 +99,12 @@ def quantise(
 def _own_codes(
     placed: Model, model: Model, name: str, weight: Tensor, mesh: Mesh, device: torch.device | None
 ) -> tuple[Tensor, Tensor]:
-    """This rank's codes and scales of a weight of which it has a part, on the part's device. Where rows that have
-    scales of their own are on several ranks, or blocks are, it gathers them first."""
+    """This rank's codes and scales of a weight, from its part and on the part's device. Weights are gathered first
+    where rows or blocks with one scale are spread over ranks."""
     form, own, kept = placed.forms[name], weight.device, (name + CODES, name + SCALES)
     cut = [each for each in kept if placed.layout is not None and each in placed.layout.cuts]
     split = mesh.sharded and len(form.shape) == 2 and (form.turned or not form.by_rows)
-    apart = len(cut) == 1  # each has some columns of rows that have one scale
+    apart = len(cut) == 1  # each rank has some columns of rows with one scale
     if split:
         weight = fsdp.gather({name: weight.to(device or own)}, model.shapes, mesh, cuts=model.cuts)[name]
     if apart and model.layout is not None:
@@ -119,12 +119,12 @@ def _own_codes(
 
 
 def base_kind(model: Model) -> Kind | None:
-    """How a model keeps the weights of its linear layers, if in codes."""
+    """The code ("int8", "nf4") of a model's linear layers; None for a plain one."""
     return next((form.kind for form in model.forms.values()), None)
 
 
 def widened(model: Model) -> Model:
-    """An adapted model on its base in float32, as exports are."""
+    """An adapted model with its base in float32, as for exports."""
     if model.frozen is None:
         return model
     wide = {name: x if is_coded(name) else x.float() for name, x in model.frozen.params.items()}

@@ -1,5 +1,5 @@
-"""Models whose weights stand in codes, by name: of a weight `W` its codes `W.codes` and their scales `W.scales`, which
-are tensors of the model's parameters like any other: cut, gathered, sent and digested as such."""
+"""Names, shapes and layouts of quantised weights: a weight `W` is stored as `W.codes` and `W.scales`, which are cut,
+gathered, sent and digested like any other parameters."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _NAMED = 3  # weights that an error lists at most
 
 
 def weight_of(name: str) -> str:
-    """The weight that a parameter is, or is codes or scales of."""
+    """The name of the weight that a parameter is, or is codes or scales of."""
     return name.removesuffix(CODES).removesuffix(SCALES)
 
 
 def is_coded(name: str) -> bool:
-    """Whether a parameter is codes or scales of a weight, which no pass casts."""
+    """Whether a parameter is codes or scales of a weight; passes do not cast them."""
     return name.endswith((CODES, SCALES))
 
 
 def names_in_codes(names: Iterable[str], forms: Forms) -> tuple[str, ...]:
-    """The names of what is kept of weights."""
+    """The names under which weights are stored: of codes and scales for those in `forms`."""
     return tuple(kept for name in names for kept in ((name + CODES, name + SCALES) if name in forms else (name,)))
 
 
 def names_of_weights(names: Iterable[str]) -> tuple[str, ...]:
-    """The names of the weights of which these are kept."""
+    """The names of the weights stored under these names."""
     return tuple(dict.fromkeys(weight_of(name) for name in names))
 
 
 def shapes_of_weights(
     shapes: Mapping[str, torch.Size], forms: Forms, layout: Layout | None = None
 ) -> Mapping[str, torch.Size]:
-    """The shapes of weights where those of what is kept of them are `shapes`: whole, or of the layout's parts."""
+    """The shapes of weights from the stored `shapes`: whole, or of this rank's parts in a layout."""
     if not forms:
         return shapes
     parts = None if layout is None else layout_of_weights(layout, forms)
@@ -48,9 +48,9 @@ def shapes_of_weights(
 
 
 def layout_in_codes(layout: Layout, forms: Forms) -> Layout:
-    """How codes and scales lie where weights lie so: cut as these are, so that every rank has those of the whole.
+    """The layout of codes and scales for a layout of weights: cut like these, so that codes equal the whole weight's.
 
-    Raises ValueError that names weights which the tensor axis would cut within blocks that have one scale.
+    Raises ValueError that names weights that the tensor axis would cut within a block with one scale.
     """
     whole, cuts, stages, wrong = dict[str, torch.Size](), dict(layout.cuts), dict(layout.stages), list[str]()
     for name, shape in layout.whole.items():
@@ -77,7 +77,7 @@ def layout_in_codes(layout: Layout, forms: Forms) -> Layout:
 
 
 def layout_of_weights(layout: Layout, forms: Forms) -> Layout:
-    """How weights lie where codes and scales lie so: what `layout_in_codes` was given."""
+    """The layout of weights for a layout of codes and scales: the inverse of `layout_in_codes`."""
     named = {weight_of(name): name for name in layout.whole}
     whole = {name: forms[name].shape if name in forms else layout.whole[name] for name in named}
     kept = {name: cut for name, cut in layout.cuts.items() if not is_coded(name)}
@@ -86,15 +86,15 @@ def layout_of_weights(layout: Layout, forms: Forms) -> Layout:
 
 
 def _cuts(form: Form, cut: Cut) -> tuple[Cut, Cut | None]:
-    """How codes and scales are cut where the weight is so. Raises ValueError for cuts within blocks."""
+    """The cuts of codes and scales for a cut of their weight. Raises ValueError for cuts within blocks."""
     dims = len(form.shape)
     last = dims - 2 if form.turned else dims - 1
     if cut.dim < dims - 2:
         return cut, cut
     if not form.by_rows:
         raise ValueError(
-            f"has rows of {form.rows[-1]} weights, which is no multiple of the {BLOCK} that have one scale (give int8, "
-            "or no tensor axis)"
+            f"has rows of {form.rows[-1]} weights, not a multiple of the {BLOCK} with one scale (give int8, or no "
+            "tensor axis)"
         )
     if cut.dim != last:
         along = attrs.evolve(cut, dim=dims - 2)
@@ -105,7 +105,7 @@ def _cuts(form: Form, cut: Cut) -> tuple[Cut, Cut | None]:
     if any(x % BLOCK for part in range(cut.parts) for run in cut.runs(part) for x in run):
         fitting = [n for n in range(1, cut.parts + 1) if not any(size % (n * BLOCK) for size in cut.segments)]
         raise ValueError(
-            f"is cut within blocks of {BLOCK} weights that have one scale, in {cut.parts} parts of {form.rows[-1]} "
+            f"is cut within blocks of {BLOCK} weights with one scale, in {cut.parts} parts of {form.rows[-1]} "
             f"(give int8, or a tensor axis of one of {fitting} ranks)"
         )
     codes, scales = ([size // by for size in cut.segments] for by in (2, BLOCK))
@@ -115,8 +115,8 @@ def _cuts(form: Form, cut: Cut) -> tuple[Cut, Cut | None]:
 def values(
     tensors: Mapping[str, Tensor], forms: Forms, dtype: torch.dtype | None = None, *, start: str = ""
 ) -> dict[str, Tensor]:
-    """`tensors`, named without `start`, with a value in the place of the codes and scales of each weight, in its dtype
-    or another."""
+    """Replace codes and scales in `tensors`, named without `start`, by `Quantised` weights, in their dtype or
+    another."""
     made = {name: x for name, x in tensors.items() if not is_coded(name)}
     for name in [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]:
         made[name] = forms[start + name].value(tensors[name + CODES], tensors[name + SCALES], dtype)

@@ -1,8 +1,7 @@
-"""Models on an expert axis: ranks with other rows hold other experts, and send each other tokens (arXiv:2006.16668).
+"""Models on an expert axis: ranks with different rows hold different experts, and exchange tokens (arXiv:2006.16668).
 
-All else of a model is whole on every rank, or cut over a tensor axis. transformers' configs name the parameters of the
-experts, whose modules are called with hidden states [M, H], the numbers [M, k] of each token's experts, and their
-weights [M, k].
+The rest of a model is whole on every rank, or cut over a tensor axis. transformers' configs name the parameters of the
+experts. Their modules take hidden states [M, H], the indices [M, k] of each token's experts, and their weights [M, k].
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ SINGLE = Axis()
 
 @attrs.frozen(eq=False)
 class Dispatched:
-    """What each of `ranks` ranks of an expert axis runs of a model, before it is known which of them this is."""
+    """A model prepared for an expert axis of `ranks` ranks, before a rank is chosen."""
 
     model: Model
     cuts: dict[str, Cut]
-    modules: tuple[str, ...]  # paths of the experts
+    modules: tuple[str, ...]  # paths of the experts' modules
     ranks: int
     sizes: Sizes = exchanged_rows
 
     def layout(self, axis: Axis, narrower: Layout | None = None) -> Layout:
-        """How the parameters lie on this rank of an axis of as many ranks; `narrower` is how they do on the rank's
-        tensor axis, which does not cut experts."""
+        """The layout of the parameters on this rank of an expert axis; `narrower` is the layout on the rank's tensor
+        axis, which does not cut experts."""
         layout = narrower or Layout(self.model.shapes, {}, frozenset(), 0, 1)
         within = tuple(f"{self.model.prefix}{path}." for path in self.modules)
         others = {name: cut for name, cut in layout.cuts.items() if not name.startswith(within)}
@@ -42,8 +41,8 @@ class Dispatched:
         return attrs.evolve(layout, cuts=others | self.cuts, once=once, expert=(axis.rank, axis.size))
 
     def on(self, axis: Axis, narrower: Model | None = None, tensor: Axis = SINGLE) -> Model:
-        """The model of this rank of an axis of as many ranks; `narrower` is that of the rank's `tensor` axis, whose
-        skeleton it takes over."""
+        """The model of this rank of an expert axis; `narrower` is the model on the rank's `tensor` axis, whose skeleton
+        is reused."""
         region, block = Region(axis), Region(tensor)
         base = narrower or attrs.evolve(self.model, skeleton=copy.deepcopy(self.model.skeleton))
         for path in self.modules:
@@ -57,8 +56,8 @@ class Dispatched:
 
 
 def dispatched(model: Model, ranks: int) -> Dispatched:
-    """A model whose experts are cut over the ranks of an expert axis. Raises ValueError that names the model type for
-    one without experts that its config tells of, and the number that the ranks do not divide."""
+    """Cut a model's experts over an expert axis. Raises ValueError that names the model type, for a config without
+    experts and for a number of experts that the ranks do not divide."""
     kind = f"fppo cannot run model type {model.config.model_type!r} on an expert axis of {ranks} ranks"
     if model.layout is not None:
         raise ValueError("the model is placed already")
@@ -75,7 +74,7 @@ def dispatched(model: Model, ranks: int) -> Dispatched:
 
 
 def expert_count(config: PreTrainedConfig) -> int:
-    """How many experts the layers of a mixture have, of which an expert axis cuts them; 0 if it can cut none."""
+    """The number of experts per layer that an expert axis can cut; 0 if it can cut none."""
     if "grouped_gemm" not in (getattr(config, "base_model_ep_plan", None) or {}).values():
         return 0
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
@@ -83,12 +82,12 @@ def expert_count(config: PreTrainedConfig) -> int:
 
 
 def expert_names(model: Model) -> tuple[str, ...]:
-    """The names of the parameters of experts that an expert axis can cut; none for a model without such."""
+    """The names of the experts' parameters that an expert axis can cut; empty for a model without any."""
     return _experts(model)[1]
 
 
 def _experts(model: Model) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths of the experts' modules, and the names of their parameters, of which row i is expert i's."""
+    """The paths of the experts' modules, and the names of their parameters [E, ...], row i of expert i."""
     start = model.prefix if model.vision is None else f"{model.prefix}{model.vision.text}."
     names = {name.removeprefix(start): name for name in model.shapes if name.startswith(start)}
     rows = [names[path] for path in planned(model.config, "grouped_gemm", names)]

@@ -1,4 +1,4 @@
-"""Floating-point operations of a pass, from the shapes alone."""
+"""Floating-point operations of a pass, computed from shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fppo.models.heads import embedding_name
 from fppo.models.model import SCORE_WEIGHT, Model
 from fppo.models.states import WITHOUT_ATTENTION, slides_along, state_sizes
 
-STATE = 6.0  # decay it, add to it, read it
+STATE = 6.0  # FLOPs per number of a recurrent state and token: decay, add, read
 
 # dense bfloat16 peaks in FLOP/s, from the makers' data sheets
 PEAKS = {
@@ -40,10 +40,9 @@ PEAKS = {
 def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
     """FLOPs of one forward pass over packed sequences of these lengths, 2 for each multiply-add.
 
-    Matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with the head, and
-    the scores and sums of causal attention, on the visible pairs alone. Of experts only the active count. What layers
-    do to their states is an estimate, `STATE` for each number of a state: how much more it takes to do so in chunks
-    depends on the code.
+    Counted are matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with
+    the head, and the scores and sums of causal attention on visible pairs. Only active experts count. Updates of
+    recurrent states are estimated as `STATE` per number of a state; chunked code needs more, by an amount of its own.
     """
     tokens = sum(lengths)
     head_tokens = tokens if head_tokens is None else head_tokens
@@ -56,13 +55,13 @@ def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | No
 
 
 def attention_flops(model: Model, lengths: Sequence[int]) -> float:
-    """The scores and sums of attention of one forward pass over packed sequences of these lengths."""
+    """FLOPs of attention's scores and sums in one forward pass over packed sequences of these lengths."""
     return sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
 
 
 def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
-    """FLOPs of forward and backward pass: three times the forward's, without the gradients of weights that are frozen.
-    Recomputation is no model FLOP and is left out."""
+    """FLOPs of forward and backward pass: three times the forward's, without the gradients of frozen weights.
+    Recomputation does not count as model FLOPs."""
     every, tokens = 3.0 * forward_flops(model, lengths, head_tokens=head_tokens), sum(lengths)
     if model.frozen is None:
         return every
@@ -84,13 +83,13 @@ def peak_flops(device: str | torch.device) -> float | None:
 
 
 def mfu(flops: float, seconds: float, device: str | torch.device, *, devices: int = 1) -> float | None:
-    """The share of the devices' peak that `flops` in `seconds` are; None if the peak is unknown."""
+    """Model FLOPs utilisation: `flops` in `seconds` as a share of the devices' peak; None if the peak is unknown."""
     peak = peak_flops(device)
     return None if peak is None else flops / (seconds * peak * devices)
 
 
 def layer_weights(model: Model) -> list[float]:
-    """By layer, the weights that each token meets in a matrix product."""
+    """The number of weights multiplied with each token, by layer."""
     config = model.config
     experts = next((n for k in ("num_experts", "num_local_experts") if (n := getattr(config, k, None))), 0)
     active = getattr(config, "num_experts_per_tok", None) or experts
@@ -104,7 +103,7 @@ def layer_weights(model: Model) -> list[float]:
 
 
 def head_weights(model: Model) -> int:
-    """The weights that each token meets in the head."""
+    """The number of weights multiplied with each token in the head."""
     name = SCORE_WEIGHT if model.head == "value" else embedding_name(model)  # the vocabulary head has that shape too
     return model.whole_shapes[name].numel()
 
@@ -120,20 +119,20 @@ def _attention(model: Model, layer: int, lengths: Sequence[int]) -> float:
 
 
 def _window(model: Model, layer: int) -> int | None:
-    """How many tokens a token of the layer sees; None: all before it."""
+    """The attention window of a layer in tokens; None: all tokens before."""
     kinds = getattr(model.config, "layer_types", None)
     slides = kinds is None or slides_along(kinds[layer])
     return getattr(model.config, "sliding_window", None) if slides else None
 
 
 def window_of_all(model: Model) -> int | None:
-    """The window that all layers have; None where some see all tokens before, or the windows differ."""
+    """The common window of all layers, in tokens; None if some layers have none, or windows differ."""
     windows = {_window(model, layer) for layer in range(len(model.layers))}
     return windows.pop() if len(windows) == 1 else None
 
 
 def _visible(length: int, window: int | None) -> float:
-    """The number of (query, key) pairs in a causal sequence."""
+    """The number of visible (query, key) pairs in a causal sequence."""
     if window is None or window >= length:
         return length * (length + 1) / 2
     return window * (window + 1) / 2 + (length - window) * window

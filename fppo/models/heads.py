@@ -1,4 +1,4 @@
-"""What turns hidden states into logits or values."""
+"""Output heads: from hidden states to logits or values."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Head(NamedTuple):
 def output_head(model: Model, params: Params) -> Head:
     """The model's head in `params`: the vocabulary head (tied to the embeddings or not) or the value head.
 
-    The vocabulary head's weight is in the compute dtype, and one that is adapted is merged, for the kernels of
-    log-probs take one tensor; the value head stays as it is.
+    The vocabulary head's weight is cast to the compute dtype, and an adapted one merged, since the kernels of log-probs
+    take one tensor; the value head keeps its dtype.
     """
     params = model.joined(params)
     if model.head == "value":
@@ -44,15 +44,15 @@ def output_head(model: Model, params: Params) -> Head:
 
 
 def vocabulary_head(model: Model) -> tuple[str, str]:
-    """The parameter names of the vocabulary head's weight, which may be the embeddings', and of its bias, if it has
-    one."""
+    """The parameter names of the vocabulary head's weight (the embeddings if tied), and of its bias, which may not
+    exist."""
     name = next((n for n in VOCABULARY_HEADS if n in model.all_shapes), None)
     name = name or embedding_name(model)
     return name, name.replace("weight", "bias")
 
 
 def hidden_width(model: Model) -> int:
-    """How many numbers of each token the vocabulary head reads, before any axis cuts it."""
+    """The width H of the hidden states that the vocabulary head reads, before any axis cuts it."""
     name = next((n for n in VOCABULARY_HEADS if n in model.whole_shapes), None)
     return model.whole_shapes[name or embedding_name(model)][1]
 

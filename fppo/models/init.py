@@ -1,4 +1,4 @@
-"""Fresh parameters."""
+"""Initialise parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fppo.models.model import (
 
 
 def init_params(model: Model, key: Key, dtype: torch.dtype = torch.float32) -> Params:
-    """Parameters as transformers initialises this model, on the CPU, from `key` alone; a value head as below."""
+    """Parameters as transformers initialises this model, on the CPU, from `key` alone, with `init_value_head`'s."""
     with BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(key.fold("init").seed & ((1 << 63) - 1))
         module = causal_lm(model.whole_config, "cpu", trust_remote_code=model.trust_remote_code)
@@ -40,7 +40,7 @@ def init_value_head(model: Model, key: Key, dtype: torch.dtype = torch.float32) 
 
 
 def as_critic(model: Model, params: Params, key: Key, *, outputs: int = 1) -> tuple[Model, Params]:
-    """A critic made of a language model: a copy of its layers with a fresh value head of so many outputs."""
+    """A critic from a language model: a copy of its layers with a fresh value head of `outputs` numbers."""
     critic = build(
         model.whole_config,
         "value",

@@ -1,7 +1,7 @@
-"""What stands inside the layers as kernels: linear layers, root-mean-square norms, gated activations, rotary positions.
+"""Kernels inside the layers: linear layers, root-mean-square norms, gated activations, rotary positions.
 
-A skeleton whose kernels are not the model's own code has seams in the places of such modules. They are known by their
-structure, and by what they compute on random numbers; what is not known keeps its own code.
+A skeleton with kernels other than the model's own code has seams in place of such modules. Modules are recognised by
+their structure and by their results on random numbers; unrecognised ones keep their own code.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from fppo_kernels.rms_norm import eager as norms
 from fppo_kernels.rotary import eager as rotaries
 from fppo_kernels.table import needs_compiler
 
-REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # around a module, whose own place is inside
+REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # seams around a module, which is replaced inside them
 APART = f"{ATTENTION}-apart"
 PROGRAMS = (
     64  # of one layer's code at most, for dtypes, kinds of layers, with and without gradients; then it runs as is
 )
-_ROWS, _WIDTH, _INNER = 3, 5, 4  # of the numbers that a module is tried on
+_ROWS, _WIDTH, _INNER = 3, 5, 4  # sizes of a module's trial
 _LARGEST_EPS = 0.1
 
 
 class Inner(NamedTuple):
-    """The kernels of what stands inside the layers."""
+    """The kernels used inside layers."""
 
     linear: Callable[..., Tensor]
     rms_norm: Callable[..., Tensor]
@@ -49,13 +49,11 @@ class Inner(NamedTuple):
     rotary: Callable[..., tuple[Tensor, Tensor]]
 
 
-OWN = Inner(
-    plain.plain, norms.eager, glus.eager, norms.add_eager, rotaries.eager
-)  # what models compute by their own code
+OWN = Inner(plain.plain, norms.eager, glus.eager, norms.add_eager, rotaries.eager)  # stand for the models' own code
 
 
 def inner_of(kernels: Kernels) -> Inner:
-    """The kernels inside layers."""
+    """Select the kernels used inside layers."""
     return Inner(kernels.linear, kernels.rms_norm, kernels.glu, kernels.add_rms_norm, kernels.rotary)
 
 
@@ -67,8 +65,8 @@ class NormForm(NamedTuple):
 
 
 class GluForm(NamedTuple):
-    """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None where the first half
-    of what `gate` gives is the gate, and the second is what it multiplies."""
+    """A block down(activation(gate(x)) * up(x)), by the names of its linear layers; `up` is None where one layer gives
+    gate and up, halves of its output."""
 
     gate: str
     up: str | None
@@ -77,20 +75,20 @@ class GluForm(NamedTuple):
 
 
 class LinearSeam(nn.Module):
-    """Stands in a linear layer's place, and hands its product to a kernel."""
+    """Replaces a linear layer and calls a kernel for its product."""
 
     def __init__(self, module: nn.Module, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
         take_place(self, module)
         self._kernel, self._transposed = taking_adapted(kernel), isinstance(module, Conv1D)
 
-    def forward(self, input: Tensor) -> Tensor:  # torch's name of it
+    def forward(self, input: Tensor) -> Tensor:  # torch's name of the argument
         weight = cast(Tensor, self._parameters["weight"])
         return self._kernel(input, weight.t() if self._transposed else weight, self._parameters["bias"])
 
 
 class NormSeam(nn.Module):
-    """Stands in a root-mean-square norm's place, and hands its numbers to a kernel."""
+    """Replaces a root-mean-square norm and calls a kernel for it."""
 
     def __init__(self, module: nn.Module, form: NormForm, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -103,7 +101,7 @@ class NormSeam(nn.Module):
 
 
 class GluSeam(nn.Module):
-    """Stands in the place of a block with a gated activation, and hands gate and factor to a kernel."""
+    """Replaces a block with a gated activation and calls a kernel for activation(gate) * up."""
 
     def __init__(self, module: nn.Module, form: GluForm, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -118,7 +116,7 @@ class GluSeam(nn.Module):
 
 
 class CompiledLayer(nn.Module):
-    """Stands in a decoder layer's place, and runs it as programs of torch.compile, but in float64 as it is."""
+    """Replaces a decoder layer and runs it as programs of torch.compile; in float64 uncompiled."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -139,12 +137,12 @@ def _call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 @functools.cache
 def compiled_call() -> Callable[..., Any]:
-    """A layer's call as torch compiles it, for shapes of any size; the programs are those of all models and threads."""
+    """A compiled call of a layer, for dynamic shapes; its programs are shared by all models and threads."""
     return torch.compile(_call, dynamic=True)
 
 
 def compile_layers(skeleton: PreTrainedModel) -> None:
-    """Has a skeleton's layers run compiled, with attention left as it is. Raises ValueError without a compiler."""
+    """Compile a skeleton's layers, but not their attention. Raises ValueError without a compiler."""
     if reason := needs_compiler():
         raise ValueError(f"layers cannot be compiled here: {reason}")
     for seam in [module for module in skeleton.modules() if isinstance(module, LayerSeam)]:
@@ -160,7 +158,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def norm_form(module: nn.Module) -> NormForm | None:
-    """What root-mean-square norm a module on meta is; None if it is none."""
+    """Recognise a root-mean-square norm in a module on meta; None for other modules."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or _others(module) or not _one(module):
         return None
@@ -177,7 +175,7 @@ def norm_form(module: nn.Module) -> NormForm | None:
 
 
 def glu_form(module: nn.Module) -> GluForm | None:
-    """What block with a gated activation a module is; None if it is none. It is tried with narrow linear layers."""
+    """Recognise a block with a gated activation in a module, by a trial with narrow linear layers; None for others."""
     children = {name: x for name, x in module._modules.items() if x is not None and is_linear(x)}
     if len(children) not in (2, 3) or module._parameters or module._buffers or not _one(module):
         return None
@@ -204,7 +202,7 @@ def _others(module: nn.Module) -> bool:
 
 
 def _one(module: nn.Module) -> bool:
-    """Whether a module takes one tensor and nothing else."""
+    """Whether a module's forward takes exactly one argument."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
@@ -219,7 +217,7 @@ def _random_linear(width: int, out: int, *, bias: bool, generator: torch.Generat
 def _result(module: nn.Module, rows: Tensor) -> Tensor | None:
     try:
         return module(rows)
-    except Exception:  # what a module of another kind raises may be anything
+    except Exception:  # a module of another kind may raise any exception
         return None
 
 
@@ -229,9 +227,9 @@ def _near(actual: Any, expected: Tensor) -> bool:
 
 
 def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
-    """Puts seams to those kernels that are not the model's own code into a skeleton.
+    """Replace modules of a skeleton by seams that call the chosen kernels.
 
-    Raises ValueError for a kernel that has no place in the model.
+    Raises ValueError for a chosen kernel without a module to replace.
     """
     sought: tuple[tuple[str, bool, Callable[[nn.Module], nn.Module | None], str], ...] = (
         ("glu", inner.glu is not OWN.glu, lambda x: _glu_seam(x, inner.glu), "gated activation"),
@@ -248,7 +246,7 @@ def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
 
 
 def has_place(skeleton: PreTrainedModel, op: str) -> bool:
-    """Whether a model has a place for kernels of `op`, of those inside the layers."""
+    """Whether a model has modules that kernels of `op`, an operation inside layers, can replace."""
     modules = list(skeleton.modules())
     match op:
         case "glu":
@@ -283,7 +281,7 @@ def _glu_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | N
 
 
 def _replace(skeleton: nn.Module, seam_of: Callable[[nn.Module], nn.Module | None]) -> int:
-    """Replaces modules by the seams that there are for them; a module that stands at two places, by one seam."""
+    """Replace modules by their seams, a shared module by one seam, and count the replaced ones."""
     seams: dict[nn.Module, nn.Module | None] = {}
     parents: Sequence[nn.Module] = list(skeleton.modules())
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Decoder layers whose code is known, and computed by other kernels: those of Llama's kind."""
+"""Decoder layers of Llama's kind, whose known code runs on other kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from fppo.models.regions import BlockSeam
 from fppo.models.seams import LayerSeam, attention_seam, take_place
 
-# x + attention(norm(x)), then x + mlp(norm(x)), with rotary positions; a model of any other class runs as it is
+# x + attention(norm(x)), then x + mlp(norm(x)), with rotary positions; other classes keep their own code
 KINDS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "mistral", "qwen2", "qwen3"))
 
 
 class KnownLayer(nn.Module):
-    """Stands in a layer's place, and computes what its code does, with the heads turned by one kernel, and by another
-    the sum after attention and its norm; None: by the layer's norm."""
+    """Replaces a layer and computes the same with kernels: `rotary` rotates the heads, `add_rms_norm` adds the residual
+    after attention and normalises it; None: the layer's own norm does."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class KnownLayer(nn.Module):
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
-    ) -> Tensor:  # as transformers calls it
+    ) -> Tensor:  # transformers' call
         layer: Any = self
         block, norm = layer.self_attn, layer.post_attention_layernorm
         normed = layer.input_layernorm(hidden_states)
@@ -76,7 +76,7 @@ def know_layers(
     rotary: Callable[..., tuple[Tensor, Tensor]],
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] | None,
 ) -> int:
-    """Has the layers of a skeleton that are of Llama's kind run by kernels, and says how many these are."""
+    """Run the layers of Llama's kind in a skeleton by kernels, and count them."""
     known = known_layers(skeleton)
     for seam in known:
         index, layer = seam._seam
@@ -85,6 +85,6 @@ def know_layers(
 
 
 def known_layers(skeleton: PreTrainedModel) -> list[LayerSeam]:
-    """The places of a skeleton's layers that are of Llama's kind."""
+    """The seams of a skeleton's layers of Llama's kind."""
     seams = [module for module in skeleton.modules() if isinstance(module, LayerSeam)]
     return [seam for seam in seams if type(seam._seam[1]).__module__ in KINDS]

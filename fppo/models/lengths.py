@@ -1,4 +1,4 @@
-"""Rows beyond which a model is another function."""
+"""Length of a row beyond which a model's positions change for all tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig
 
 
 def longest_row(config: PreTrainedConfig) -> int | None:
-    """The most tokens that a row may have, if the model is another function of the tokens of longer rows; or None.
+    """The most tokens of a row for which the model's rotary angles are fixed; None without such a limit.
 
-    Beyond it longrope (arXiv:2402.13753) and dynamic NTK turn all tokens of a call by other angles, so a token's
-    log-prob would depend on the rows beside it, and on what is sampled after it.
+    Beyond it longrope (arXiv:2402.13753) and dynamic NTK change the angles of all tokens in a call, so that a token's
+    log-prob would depend on the other rows of the batch and on later tokens.
     """
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [rope, *(x for x in rope.values() if isinstance(x, Mapping))]  # gemma's kinds of layers have one each
@@ -24,9 +24,9 @@ def longest_row(config: PreTrainedConfig) -> int | None:
 
 
 def over_long(config: PreTrainedConfig, limit: int) -> str:
-    """What to say of rows longer than `longest_row`."""
+    """The error message for rows longer than `longest_row`."""
     return (
-        f"model type {config.model_type!r} turns all tokens of a row of more than {limit} by other angles (its rope is "
-        "longrope or dynamic), those already sampled too; keep rows within that, or change rope_parameters in the "
-        "model's config.json to one set of angles: the same short_factor as long_factor, or another rope_type"
+        f"model type {config.model_type!r} changes the rotary angles of all tokens of a row of more than {limit} (its "
+        "rope is longrope or dynamic), those already sampled too; keep rows within that, or change rope_parameters in "
+        "the model's config.json to one set of angles: the same short_factor as long_factor, or another rope_type"
     )

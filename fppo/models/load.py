@@ -1,4 +1,4 @@
-"""Models from Hugging Face checkpoints."""
+"""Load models from Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.weights import weight_files
 
 _PATIENCE = 4.0  # seconds for the hub to answer
-# where a value head stands: token and sequence classification, GPT-2's token classification, TRL, and others' models
+# parameter paths of value heads: token and sequence classification, GPT-2's token classification, TRL, and others
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 
 
@@ -57,17 +57,17 @@ def load(
     config: Mapping[str, Any] | None = None,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """The model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
+    """Load the model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
 
-    On a mesh that cuts parameters they are this rank's part, and it reads no more than that of most checkpoints; the
-    model is placed (`place`), on a tensor axis if what its ranks compute is what it does (`check_placed`).
+    On a mesh that cuts parameters they are this rank's part (most checkpoints are read no further than that), and the
+    model is placed (`place`), after `check_placed` and the like for the mesh's axes.
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
-    (`v_head.summary`), in float32 or wider; `outputs` is how many numbers it gives, or a range says which of them
-    are taken of a head that has more. A checkpoint without one gets a head drawn from `key`, or zeros without a key.
-    `config` holds what differs from the model's own config. Only safetensors files are read. Raises ValueError that
-    lists every parameter that is missing, unknown or of another shape or dtype, for a quantised checkpoint that
-    transformers does not dequantise, and for a model that fppo computes otherwise than transformers does
-    (`check_model`).
+    (`v_head.summary`), in float32 or wider; `outputs` is its number of outputs, or a range of the outputs to take. A
+    checkpoint without one gets a head drawn from `key`, or zeros without a key. `config` overrides fields of the
+    model's own config. Only safetensors files are read.
+    Raises ValueError that lists every missing or unknown parameter and every one of another shape or dtype, for a
+    quantised checkpoint that transformers does not dequantise, and for a model that fppo would compute differently from
+    transformers (`check_model`).
     """
     directory = find_directory(path)
     own = read_config(directory, changes=config, trust_remote_code=trust_remote_code)
@@ -109,8 +109,8 @@ def load(
 def read_config(
     directory: Path, *, changes: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """The config of a checkpoint, with `changes`. Raises ValueError for those that it has no place for, and for values
-    of other kinds than its own."""
+    """Read the config of a checkpoint, with `changes`. Raises ValueError for unknown fields, and for values that
+    transformers refuses."""
     config = _config(directory, trust_remote_code)
     if unknown := [name for name in changes or {} if not hasattr(config, name)]:
         raise ValueError(
@@ -126,13 +126,14 @@ def _config(directory: Path, trust_remote_code: bool, changes: Mapping[str, Any]
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code, **changes)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # transformers raises what it likes of values of a wrong kind
+    except Exception as error:  # transformers may raise any exception for values of a wrong type
         which = f"with {printable(str(dict(changes)), 400)}" if changes else "of config.json"
         raise ValueError(f"the config of {directory} {which} cannot be read: {words_of(error, 600)}") from error
 
 
 def find_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint: `path` itself, or the hub's files of that name, downloaded once."""
+    """The directory of a checkpoint: `path` itself, or the hub's files of that name, downloaded once. Raises
+    ValueError without safetensors files."""
     directory = Path(path)
     if not directory.is_dir():
         if directory.exists() or directory.is_absolute() or str(path).startswith("."):
@@ -146,7 +147,7 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
             directory = Path(came)
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"{path} is no directory, and no model of that name came from the hub: {why}") from error
+            raise ValueError(f"{path} is no directory, and the hub gave no model of that name: {why}") from error
     if not weight_files(directory):
         pickled = sorted(file.name for file in directory.glob("*.bin"))
         raise ValueError(
@@ -163,7 +164,7 @@ def find_directory(path: str | os.PathLike[str]) -> Path:
 def _read(
     model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, mesh: Mesh
 ) -> tuple[Params, list[str]]:
-    """This rank's part of the parameters without a value head, and what is wrong with the files."""
+    """This rank's part of the parameters without a value head, and the problems with the files."""
     files = weight_files(directory)
     absent = [file.name for file in files if not file.exists()]
     if absent:
@@ -179,7 +180,7 @@ def _read(
     if problems:
         return named, problems
     parts = {}
-    for name in list(named):  # one by one, in memory of their own as above
+    for name in list(named):  # one by one, as copies, like those of `read_parts`
         parts |= own_params(model, {name: named.pop(name).clone()}, mesh)
     return parts, []
 
@@ -187,8 +188,8 @@ def _read(
 def _read_quantised(
     model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[Params, list[str]]:
-    """The parameters of a quantised checkpoint as transformers dequantises them. Raises ValueError where it does not,
-    as it has no way to, or lacks a package or a device."""
+    """The parameters of a quantised checkpoint, dequantised by transformers. Raises ValueError where it cannot: no
+    method, or a missing package or device."""
     settings = {**(_quantisation(config) or {})}
     method = str(settings.get("quant_method") or "bitsandbytes")
     known = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
@@ -199,7 +200,7 @@ def _read_quantised(
     advice = "dequantise it by transformers (model.dequantize()) and save that, or give the model that it was made from"
     try:
         named, problems = _read_whole(model, directory, asked, dtype)
-    except Exception as error:  # what packages that dequantise raise may be anything
+    except Exception as error:  # packages that dequantise may raise any exception
         why = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(
             f"{directory} is quantised ({method}), and transformers cannot read it here: {why}; {advice}"
@@ -215,20 +216,20 @@ def _read_quantised(
 
 
 def _quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """How the weights of a checkpoint are quantised, as its config says it; None if they are not, or in a way that
-    transformers does not know, and so reads as if they were not."""
+    """The quantisation of a checkpoint by its config; None without one, or for a method unknown to transformers, which
+    then reads the weights as plain."""
     own = next((x for part in parts_of(config) if (x := getattr(part, "quantization_config", None))), None)
     settings: Any = own if own is None or isinstance(own, dict) else own.to_dict()
     return settings if settings and AutoHfQuantizer.supports_quant_method(settings) else None
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype are weights, and no codes for weights."""
+    """Whether numbers of this dtype are weights: floating point, wider than the 8-bit codes."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _misfits(model: Model, named: Params, dtype: torch.dtype) -> list[str]:
-    """The shapes and dtypes of what was read that are not the model's. transformers keeps some parameters wider."""
+    """The parameters read with a shape or dtype other than the model's. transformers keeps some parameters wider."""
     wrong = []
     for name, x in named.items():
         wanted = state_dtype(model, name, dtype)
@@ -242,8 +243,8 @@ def _misfits(model: Model, named: Params, dtype: torch.dtype) -> list[str]:
 def _read_whole(
     model: Model, directory: Path, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[Params, list[str]]:
-    """The parameters as transformers reads them, and what is wrong with the files."""
-    with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # what is missing gets drawn
+    """The parameters as transformers reads them, and the problems with the files."""
+    with BUILDING, torch.random.fork_rng(devices=[]), _QuietTransformers():  # missing parameters get drawn
         loaded = model_class(config).from_pretrained(
             directory,
             config=config,
@@ -268,19 +269,19 @@ def _read_whole(
     ]
     if model.head == "lm" and "lm_head.weight" not in model.whole_shapes:
         extra = dict(module.named_parameters()).keys() - model.whole_shapes.keys()
-        problems += [f"{sorted(extra)} are tied by the config but stored apart"] if extra else []
+        problems += [f"{sorted(extra)} are tied by the config but stored separately"] if extra else []
     return named, problems
 
 
 def _expected(name: str, model: Model) -> bool:
-    """Whether a stored parameter that the causal language model lacks may stand there: value heads, old buffers."""
+    """Whether a stored parameter unknown to the causal language model is permitted: value heads, old buffers."""
     if name.rpartition(".")[0] in VALUE_HEADS or name.endswith(("rotary_emb.inv_freq", "masked_bias", "attn.bias")):
         return True
     return model.head == "value" and not name.startswith(model.prefix)
 
 
 def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
-    """The value head in a checkpoint as score.weight [K, H] and score.bias [K] (zero if it has none), or {}."""
+    """The value head in a checkpoint as score.weight [K, H] and score.bias [K] (zeros if missing), or {}."""
     heads: dict[str, Tensor] = {}
     for file in weight_files(directory):
         with safe_open(file, "pt") as tensors:
@@ -288,7 +289,7 @@ def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
                 if name.rpartition(".")[0] in VALUE_HEADS:
                     stored = tensors.get_tensor(name)
                     if not _is_float(stored.dtype):
-                        raise ValueError(f"{file} holds {name} as {stored.dtype}, which is no value head")
+                        raise ValueError(f"{file} holds {name} as {stored.dtype}: a value head is floating point")
                     heads[name] = stored.to(dtype, copy=True)
     for head in VALUE_HEADS:
         if f"{head}.weight" in heads:
@@ -312,7 +313,7 @@ def _compare(model: Model, params: Params) -> list[str]:
 
 
 class _QuietTransformers:
-    """transformers reports what does not fit on its log; here that is an error, raised by us."""
+    """Silence transformers' log of misfits, which raise an error here."""
 
     def __enter__(self) -> None:
         self.verbosity = transformers_logging.get_verbosity()

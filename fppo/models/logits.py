@@ -1,4 +1,4 @@
-"""What a model does to the products of its vocabulary head, measured on its own code."""
+"""Scale and soft cap of a model's logits, measured on its own code."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ class LogitForm(NamedTuple):
 
 @torch.no_grad()
 def measure_logits(module: PreTrainedModel) -> LogitForm:
-    """What the class of a model makes of its head's products, whatever its config calls the factors.
+    """Measure how a model's class turns its head's products into logits, whatever its config calls the factors.
 
-    The class computes logits of a few numbers, by a head of one weight that is 1. A class that fails there is taken to
-    return its products; the check of a loaded model (`check_model`) has the last word. Raises ValueError for logits
-    that are no scaled or capped products.
+    The class computes logits of a few numbers with a head of a single weight, 1. If it fails, products count as logits;
+    `check_model` still compares the loaded model. Raises ValueError for logits that are not scaled or capped products.
     """
     points = torch.tensor(_POINTS, dtype=torch.float64)
     one = nn.Linear(1, 1, bias=False, device="meta")  # draws no numbers
@@ -43,7 +42,7 @@ def measure_logits(module: PreTrainedModel) -> LogitForm:
         with KeepDouble():
             _exchange(module, exchanged)
             logits = module(input_ids=torch.zeros(1, len(points), dtype=torch.long)).logits[0, :, 0]
-    except Exception:  # what a class raises for a base that returns nothing else may be anything
+    except Exception:  # a class may raise any exception for a base with no other outputs
         return LogitForm()
     finally:
         _exchange(module, {new: old for old, new in exchanged.items()})
@@ -55,12 +54,12 @@ def measure_logits(module: PreTrainedModel) -> LogitForm:
             return form
     raise ValueError(
         f"fppo cannot run model type {module.config.model_type!r}: {type(module).__name__} makes {logits.tolist()} of "
-        f"products {list(_POINTS)} of its head, which is no factor and no soft cap"
+        f"products {list(_POINTS)} of its head, which is neither a factor nor a soft cap"
     )
 
 
 class _Outputs:
-    """The outputs of a base model that computes hidden states and nothing else."""
+    """Outputs of a base model: hidden states alone."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -73,7 +72,7 @@ class _Outputs:
 
 
 class _Given(nn.Module):
-    """Stands in a base model's place and returns the outputs it was made with."""
+    """Replaces a base model and returns fixed outputs."""
 
     def __init__(self, base: nn.Module, outputs: _Outputs) -> None:
         super().__init__()
@@ -85,6 +84,6 @@ class _Given(nn.Module):
 
 
 def _exchange(module: nn.Module, exchanged: dict[nn.Module, nn.Module]) -> None:
-    """Puts the values of `exchanged` where its keys stand in `module`."""
+    """Replace the submodules of `module` that are keys of `exchanged` by their values."""
     for parent in list(module.modules()):
         parent._modules.update({name: exchanged[x] for name, x in parent._modules.items() if x in exchanged})

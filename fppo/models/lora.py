@@ -1,9 +1,9 @@
-"""Low-rank adapters as trees (arXiv:2106.09685): a frozen base, and factors of its weights, which alone are trained.
+"""Low-rank adapters as trees (arXiv:2106.09685): a frozen base, and trained factors of its weights.
 
     model, adapter = adapt(model, params, Lora(rank=8, alpha=16.0), key=Key(0))
 
 A weight W [..., out, in] (or [..., in, out]: GPT-2, GPT-OSS's experts) has A [..., r, in] and B [..., out, r], named
-W.lora_A and W.lora_B. The adapter is the state's parameters wherever parameters go; the base goes with the model.
+W.lora_A and W.lora_B. The adapter is the parameters of the train state; the base is a field of the model.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _NAMED = 20  # weights that an error lists at most
 
 
 def linear_weights(model: Model) -> dict[str, bool]:
-    """The weights that "all-linear" means, and whether each is stored [in, out]: those of linear layers and stacks of
-    experts inside the model. Routers of experts are left as they are, and so is a vision tower that is not trained."""
+    """The weights of "all-linear", and whether each is stored [in, out]: linear layers and stacks of experts inside the
+    model, without routers and without a vision tower that is not trained."""
     modules = dict(model.skeleton.named_modules())
     routers = tuple(f"{path}." for path, module in modules.items() if isinstance(module, RouterSeam))
     flips: dict[str, bool] = {}
@@ -75,10 +75,9 @@ def linear_weights(model: Model) -> dict[str, bool]:
 
 
 def places_of(model: Model, targets: tuple[str, ...]) -> dict[str, bool]:
-    """The weights of a plain model that the targets name, and whether each is stored [in, out].
+    """The weights of a plain model that match the targets, and whether each is stored [in, out].
 
-    Raises ValueError that names the targets which match none. A vocabulary head is no target of a value model, and
-    nothing is wrong with naming it.
+    Raises ValueError that names the targets without a match. A value model ignores the target of a vocabulary head.
     """
     linear = linear_weights(model)
     others = [embedding_name(model), *(name for name in VOCABULARY_HEADS if name in model.shapes)]
@@ -110,16 +109,16 @@ def adapt(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """The model with `params` as its frozen base, not copied, and a fresh adapter: A drawn as PEFT draws it, B zero.
-    Model and parameters are plain, or as `quantise` gives them.
+    """Adapt a model: `params` become its frozen base, not copied, with a fresh adapter, A drawn as by PEFT, B zero.
+    Model and parameters are plain, or from `quantise`.
 
-    A value head is trained whole, beside the factors. On a mesh that cuts parameters both are this rank's parts, of the
-    model as `place` has it there, and every rank must call. Raises ValueError for targets that match nothing, or
-    nothing in some layers of a pipeline, and for a model that is adapted already.
+    A value head is trained whole, besides the factors. On a mesh that cuts parameters, pass this rank's model and
+    parameters (`place`); every rank must call. Raises ValueError for targets that match nothing, or nothing in some
+    layers of a pipeline, and for a model that is adapted already.
     """
     shaped = without_base(model, lora)
     frozen, head = frozen_of(shaped), {name: params[name] for name in params if is_trained(name)}
-    # the tensors themselves: should they be donated elsewhere, this base is empty, and not overwritten
+    # no copies: if they are donated elsewhere, this base becomes empty, not overwritten
     base = {name: x.detach() if x.requires_grad else x for name, x in params.items() if name not in head}
     factors: Params = {}
     for name in frozen.places.keys() & set(names_of_weights(frozen.shapes)):  # on a pipeline this rank's
@@ -134,7 +133,7 @@ def adapt(
 
 
 def without_base(model: Model, lora: Lora) -> Model:
-    """An adapted model whose base has shapes, and no tensors yet. Raises ValueError as `adapt` does."""
+    """An adapted model whose base has shapes without tensors. Raises ValueError as `adapt` does."""
     if model.frozen is not None:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
     whole = model.unplaced or model
@@ -167,15 +166,15 @@ def without_base(model: Model, lora: Lora) -> Model:
 def _factors(
     shapes: Mapping[str, torch.Size], name: str, places: Mapping[str, bool], rank: int
 ) -> tuple[tuple[str, torch.Size], ...]:
-    """The names and shapes of A and B of a weight."""
+    """The names and shapes of a weight's factors A and B."""
     *stack, rows, columns = shapes[name]
     wide, out = (rows, columns) if places[name] else (columns, rows)
     return (f"{name}.lora_A", torch.Size((*stack, rank, wide))), (f"{name}.lora_B", torch.Size((*stack, out, rank)))
 
 
 def with_factors(layout: Layout, places: Mapping[str, bool], rank: int) -> Layout:
-    """How weights lie on a rank with their factors: where W is cut along what goes in, A is, along what comes out, B,
-    and along its experts both are; what is not cut, ranks have shares of the gradient of, as of all parameters."""
+    """A layout with the factors of its weights: a cut of W along inputs cuts A, along outputs B, along experts both.
+    Uncut factors are whole on every rank, each with a share of the gradient."""
     whole, cuts, stages = dict(layout.whole), dict(layout.cuts), dict(layout.stages)
     for name, flipped in places.items():
         cut, (wide, out) = cuts.get(name), (-2, -1) if flipped else (-1, -2)
@@ -198,20 +197,20 @@ def _digest(model: Model, base: Params, mesh: Mesh) -> str:
 
 
 def same_base(model: Model, other: Model) -> bool:
-    """Whether two adapted models stand on the same tensors, as far as both have them."""
+    """Whether two adapted models share the tensors of their bases, as far as both have them."""
     one, two = frozen_of(model).params, frozen_of(other).params
     return all(one[name] is two[name] for name in one.keys() & two.keys())
 
 
 def frozen_of(model: Model) -> Frozen:
-    """What an adapted model stands on. Raises ValueError for a plain one."""
+    """The frozen base of an adapted model. Raises ValueError for a plain one."""
     if model.frozen is None:
         raise ValueError("the model has no adapter: `adapt` it first")
     return model.frozen
 
 
 def base_of(model: Model) -> Model:
-    """The base as a model that has no parameters but frozen ones: what it computes for {} costs no memory."""
+    """The base as a model with frozen parameters alone, to be called with {}; it takes no further memory."""
     frozen, layout = attrs.evolve(frozen_of(model), places={}), model.layout
     layout = layout and layout.only(lambda name: not name.endswith(FACTORS))
     return attrs.evolve(model, shapes={}, layout=layout, frozen=frozen)
@@ -219,10 +218,10 @@ def base_of(model: Model) -> Model:
 
 @torch.no_grad()
 def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -> Params:
-    """The parameters of the plain model that computes the same, in the dtypes of the base: W + scale * B @ A, added up
-    in float32 or wider, with W dequantised if it was quantised. What has no factors, nor codes, is not copied.
+    """Merge an adapter into its base: the plain model's parameters W + scale * B @ A, summed in float32 or wider, in
+    the dtypes of the base, dequantised if quantised. Weights without factors or codes are not copied.
 
-    On a mesh that cuts parameters they are this rank's parts, as the adapter's are, and every rank must call. Raises
+    On a mesh that cuts parameters they are this rank's parts, like the adapter's, and every rank must call. Raises
     ValueError for a model without an adapter.
     """
     frozen = frozen_of(model)
@@ -243,13 +242,13 @@ def merged(model: Model, adapter: Mapping[str, Tensor], *, mesh: Mesh = LOCAL) -
 
 @torch.no_grad()
 def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None = None) -> Params:
-    """The base of an adapted model as a plain one has it: what is quantised dequantised, into its dtype or another. On
-    a mesh that cuts parameters they are this rank's parts, and every rank must call."""
+    """The base of an adapted model as plain parameters, dequantised into its dtype or another. On a mesh that cuts
+    parameters they are this rank's parts, and every rank must call."""
     frozen, made = frozen_of(model), dict[str, Tensor]()
     for name, x in frozen.params.items():
         if not is_coded(name):
             made[name] = x
-        elif name.endswith(CODES):  # whose rows may be no rows of the weight
+        elif name.endswith(CODES):  # rows of codes may not be rows of the weight
             kept = {own: frozen.params[own] for own in (name, weight_of(name) + SCALES)}
             whole = values(fsdp.gather(kept, frozen.shapes, mesh, cuts=model.cuts), model.forms, dtype)
             made |= fsdp.shard({weight: plain(value) for weight, value in whole.items()}, mesh, model.cuts)
@@ -257,16 +256,16 @@ def base_weights(model: Model, *, mesh: Mesh = LOCAL, dtype: torch.dtype | None 
 
 
 def decodes_merged(model: Model) -> bool:
-    """Whether an adapted model is merged to decode: if passes are in float32 or wider. In 16 bits the sum would round
-    away what is less than some 1/256 of a weight, and of a quantised base there is to be no whole copy."""
+    """Whether an adapted model is merged to decode: if passes are in float32 or wider. In 16 bits the sum rounds away
+    changes below about 1/256 of a weight, and a quantised base must not be copied dequantised."""
     return not model.forms and model.compute_dtype in (None, torch.float32, torch.float64)
 
 
 def decoded(
     model: Model, params: Mapping[str, Tensor], *, mesh: Mesh = LOCAL, merges: bool | None = None
 ) -> tuple[Model, Params]:
-    """What decodes an adapted model: it `merges` the factors (None: as `decodes_merged` says), or has them beside the
-    base. A plain model as it is."""
+    """Model and parameters for decoding an adapted model: with `merges` (None: `decodes_merged`) the factors merged,
+    else separate from the base. A plain model is returned as it is."""
     if model.frozen is None:
         return model, dict(params)
     if decodes_merged(model) if merges is None else merges:
@@ -275,13 +274,13 @@ def decoded(
 
 
 def kept(model: Model) -> frozenset[str]:
-    """The weights that an adapter leaves as they are; none of a plain model."""
+    """The base weights without factors; none for a plain model."""
     frozen = model.frozen
     return frozenset() if frozen is None else frozenset(names_of_weights(frozen.shapes)) - frozen.places.keys()
 
 
 def _rows(a: Tensor, b: Tensor, flipped: bool, rows: slice) -> tuple[Tensor, Tensor]:
-    """The factors of some rows of a weight."""
+    """Select the factors of some rows of a weight."""
     if a.dim() == 3:
         return a[rows], b[rows]
     return (a[:, rows], b) if flipped else (a, b[rows])
@@ -295,8 +294,8 @@ def adapted_probe(
     dtype: torch.dtype = torch.float32,
     as_base: Callable[[Model, Params], tuple[Model, Params]] | None = None,
 ) -> tuple[Model, Params]:
-    """The probe of `model` with an adapter of low rank, whose factors are not 0, of what `lora` names; on weights in
-    `dtype`, or a base that `as_base` makes of them."""
+    """The probe of `model` with a low-rank adapter of nonzero factors on the targets of `lora`; on weights in `dtype`,
+    or a base that `as_base` makes of them."""
     small, params = probe.model, {name: x.to(dtype, copy=True) for name, x in probe.params.items()}
     if model.vision is not None and small.vision is not None:
         small = attrs.evolve(small, vision=attrs.evolve(small.vision, trains=model.vision.trains))
@@ -309,10 +308,10 @@ def adapted_probe(
 
 @torch.no_grad()
 def check_adapted(model: Model, lora: Lora) -> None:
-    """Holds factored products against merged weights on a small random instance of a plain model's architecture.
+    """Compare factored products with merged weights on a small random instance of a plain model's architecture.
 
-    Raises ValueError that names the model type, for other hidden states or where its code uses an adapted weight in a
-    way that fppo does not know.
+    Raises ValueError that names the model type if hidden states differ, or if its code uses an adapted weight in an
+    unsupported way.
     """
     kind, probe = model.whole_config.model_type, probes.make_probe(model.unplaced or model)
     rows = probes.probe_rows(probe)
@@ -320,7 +319,7 @@ def check_adapted(model: Model, lora: Lora) -> None:
     adapted, adapter = adapted_probe(model, probe, lora, dtype=torch.float64)
     try:
         got = probes.packed_hidden(adapted, adapter, rows, inputs=inputs)
-    except Exception as error:  # what a class raises may be anything
+    except Exception as error:  # a class may raise any exception
         raise ValueError(f"fppo cannot adapt model type {kind!r}: {type(error).__name__}: {error}") from error
     expected = probes.packed_hidden(adapted.plain, merged(adapted, adapter), rows, inputs=inputs)
     if (wrong := probes.difference(got, expected)) is not None:

@@ -26,26 +26,26 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _START = "base_model.model."
 _KINDS = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 _INNER, _OUTER = "gate_up_proj", "down_proj"  # PEFT wraps a block of experts once for each, in this order
-# what changes what an adapter computes, and what fppo does not do
+# options that change an adapter's function and that fppo does not support
 _REFUSED = (
     *("use_dora", "lora_bias", "rank_pattern", "alpha_pattern", "layer_replication", "modules_to_save", "use_qalora"),
     *("trainable_token_indices", "alora_invocation_tokens", "megatron_config", "eva_config", "corda_config"),
 )
-_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", None)  # of init_lora_weights: others change the base, too
+_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", None)  # values of init_lora_weights that leave the base alone
 
 
 def read_config(directory: Path) -> Lora:
-    """The adapter in a directory, without its factors; its targets are all of its weights by name. Dropout, which is
-    for PEFT's own training, is passed over.
+    """Read the config of the adapter in a directory; its targets are all adapted weights by name. Dropout, a setting of
+    PEFT's own training, is ignored.
 
-    Raises ValueError that names what is missing there, or what of it fppo does not do.
+    Raises ValueError for missing files, and naming unsupported options.
     """
     try:
         config = json_of((directory / CONFIG).read_text(encoding="utf-8"))
         with safetensors.safe_open(directory / WEIGHTS, "pt") as file:
             stored = list(file.keys())
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{directory} holds no adapter of PEFT's, {CONFIG} and {WEIGHTS}: {error}") from error
+        raise ValueError(f"{directory} holds no PEFT adapter, {CONFIG} and {WEIGHTS}: {error}") from error
     wrong = [f"{name} = {config[name]!r}" for name in _REFUSED if config.get(name)]
     wrong += [f"peft_type = {kind!r}" for kind in [config.get("peft_type")] if kind != "LORA"]
     wrong += [f"bias = {bias!r}" for bias in [config.get("bias", "none")] if bias != "none"]
@@ -57,13 +57,13 @@ def read_config(directory: Path) -> Lora:
 
 
 def _targets(stored: list[str], directory: Path) -> tuple[str, ...]:
-    """The paths of the weights that stored names are factors of."""
+    """The paths of the weights whose factors are stored."""
     paths = dict.fromkeys(_path(name) for name in stored)
     if None in paths or not paths:
         unknown = [name for name in stored if _path(name) is None]
         hint = "; PEFT leaves out its copies of embeddings with save_pretrained(..., save_embedding_layers=False)"
         copies = hint if any(".base_layer." in name for name in unknown) else ""
-        raise ValueError(f"{directory / WEIGHTS} holds what is no factor of a weight: {unknown[:5]}{copies}")
+        raise ValueError(f"{directory / WEIGHTS} holds tensors that are no factor of a weight: {unknown[:5]}{copies}")
     names: list[str] = []
     for path in filter(None, paths):
         inner = path.removesuffix(".base_layer")
@@ -82,10 +82,10 @@ def _path(stored: str) -> str | None:
 
 
 def load(model: Model, directory: Path, *, like: Mapping[str, Tensor], mesh: Mesh = LOCAL) -> Params:
-    """The adapter in a directory, for an adapted model (`adapt` with `read_config`'s), in the dtypes and on the device
-    of `like`; on a mesh that cuts parameters this rank's parts.
+    """Load the adapter in a directory into an adapted model (`adapt` with `read_config`'s), in the dtypes and on the
+    device of `like`; on a mesh that cuts parameters this rank's parts.
 
-    Raises ValueError that names factors which are missing, unknown, of another shape or no floating-point numbers.
+    Raises ValueError that names missing or unknown factors, and those of another shape or not in floating point.
     """
     found = safetensors.torch.load_file(directory / WEIGHTS)
     whole, taken, problems = {}, set[str](), list[str]()
@@ -114,10 +114,11 @@ def save(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     mesh: Mesh = LOCAL,
 ) -> None:
-    """Writes an adapter as a directory that PEFT and vLLM load onto `base`, the name or directory of its base.
+    """Write an adapter as a directory that PEFT and vLLM load onto `base`, the name or directory of its base.
 
-    It takes the place of what `check_replaceable` lets it. On a mesh that cuts parameters every rank must call, and the
-    first one writes. Raises ValueError for adapters that have no form there: of a value model, of tied embeddings.
+    It replaces a directory that `check_replaceable` permits. On a mesh that cuts parameters every rank must call, and
+    the first one writes. Raises ValueError for adapters that PEFT's files cannot hold: of a value model, of tied
+    embeddings.
     """
     frozen, tensors = frozen_of(model), stored(model, adapter, mesh)
 
@@ -137,8 +138,8 @@ def save(
 
 
 def stored(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh = LOCAL) -> Params:
-    """The whole factors as PEFT's files have them. On a mesh that cuts parameters every rank must call. Raises
-    ValueError for those that have no form there."""
+    """The whole factors by PEFT's names and in its shapes. On a mesh that cuts parameters every rank must call. Raises
+    ValueError for adapters that PEFT's files cannot hold."""
     forms, tensors = _stored(model), dict[str, Tensor]()
     whole = whole_params(model, dict(adapter), mesh)
     for name, (names, _) in forms.items():
@@ -167,20 +168,21 @@ def _config(model: Model, base: str) -> dict[str, Any]:
     }
 
 
-# the names under which a weight's factors are stored, and what makes A and B of these
+# the stored names of a weight's factors, and the function from the stored tensors to A and B
 _Stored = tuple[tuple[str, str], Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]
 
 
 def _stored(model: Model) -> dict[str, _Stored]:
-    """By adapted weight. Raises ValueError for what has no form in PEFT's files."""
+    """The stored form of each adapted weight's factors. Raises ValueError for adapters that PEFT's files cannot
+    hold."""
     frozen, table = frozen_of(model), embedding_name(model)
     tied = model.head == "lm" and vocabulary_head(model.unplaced or model)[0] == table
     if model.head != "lm":
-        raise ValueError("the adapter of a value model has a head of its own, which PEFT's files do not: merge it")
+        raise ValueError("the adapter of a value model has a value head, which PEFT's files cannot hold: merge it")
     if tied and table in frozen.places:
         raise ValueError(
-            f"{table} is the vocabulary head, too: PEFT adapts the one without the other until they are merged; merge "
-            "the adapter"
+            f"{table} is the vocabulary head, too: PEFT adapts one without the other until they are merged; merge the "
+            "adapter"
         )
     return {name: _names(name, model, embedding=name == table) for name in frozen.places}
 
@@ -195,7 +197,7 @@ def _names(name: str, model: Model, *, embedding: bool) -> _Stored:
     block, _, kind = path.rpartition(".")
     other = {_INNER: _OUTER, _OUTER: _INNER}.get(kind)
     if other is None or f"{name.removesuffix(kind)}{other}" not in frozen.places:
-        raise ValueError(f"{name}: fppo knows PEFT's files of experts only where both of their stacks are adapted")
+        raise ValueError(f"{name}: fppo writes PEFT's files of experts only where both of their stacks are adapted")
     experts, rank = shape[0], frozen.lora.rank
     path = f"{block}.base_layer" if kind == _INNER else block
 
@@ -206,7 +208,7 @@ def _names(name: str, model: Model, *, embedding: bool) -> _Stored:
 
 
 def _forth(model: Model, name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A and B as they are stored."""
+    """Convert A and B to their stored shapes."""
     if name == embedding_name(model):
         return b.T, a.T
     return (a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)) if a.dim() == 3 else (a, b)

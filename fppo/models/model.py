@@ -1,4 +1,4 @@
-"""Models as values: a Hugging Face module on the meta device that holds no state, and what goes with it."""
+"""Models as values: a Hugging Face module on the meta device, without state, and its description."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_a
 
 Params = dict[str, Tensor]
 HeadKind = Literal["lm", "value"]
-BUILDING = threading.RLock()  # transformers builds with torch's default dtype and generator, which threads share
+BUILDING = threading.RLock()  # transformers builds with torch's process-wide default dtype and generator
 SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 
 
 @attrs.frozen
 class Span:
-    """The part of a model that is stage `stage` of the `stages` of a pipeline: its layers and parameters, and the
-    shapes of those outside the layers that it lacks."""
+    """Stage `stage` of the `stages` of a pipeline: its layers and parameters, and the shapes of the parameters outside
+    the layers that it lacks."""
 
     layers: range
     stage: int
@@ -46,7 +46,7 @@ class Span:
 
     @property
     def ends(self) -> bool:
-        """Whether it has the head."""
+        """Whether this is the last stage, with the head."""
         return self.stage == self.stages - 1
 
 
@@ -54,10 +54,9 @@ class Span:
 class Model:
     """A decoder-only language model without its parameters, or one with a vision tower before it.
 
-    `compute_dtype` is the type parameters are cast to inside a pass, and `checkpoint_layers` whether a layer's inner
-    results are computed again in the backward pass, all of them or, if "selective", those outside its attention,
-    `compile_layers` whether layers run as programs of torch.compile in `hidden_states`, which round otherwise;
-    `attrs.evolve(model, checkpoint_layers=True)` changes them.
+    Parameters are cast to `compute_dtype` inside a pass. `checkpoint_layers` recomputes layers in the backward pass,
+    whole or, if "selective", but for their attention. `compile_layers` runs layers as programs of torch.compile in
+    `hidden_states`, with other rounding. `attrs.evolve(model, checkpoint_layers=True)` changes these.
     """
 
     config: PreTrainedConfig  # of the language model
@@ -70,16 +69,16 @@ class Model:
     constants: Mapping[str, Tensor]  # the skeleton's buffers by path, such as "rotary_emb.inv_freq"
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
-    buffers: frozenset[str] = frozenset()  # of `shapes`, what takes no gradient: state that checkpoints keep in buffers
-    shares: bool = True  # whether tensors of the skeleton have several names there, to be looked for in each pass
+    buffers: frozenset[str] = frozenset()  # those of `shapes` without gradient: state that checkpoints keep in buffers
+    shares: bool = True  # whether tensors of the skeleton have several names, to be tied in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
     compile_layers: bool = False
     trust_remote_code: bool = False
-    layout: Layout | None = None  # of a model placed on tensor and pipeline axes: what `shapes` are of the whole ones
+    layout: Layout | None = None  # of a model placed on tensor, expert and pipeline axes: the cuts that give `shapes`
     spans: tuple[Span, ...] = ()  # this rank's of a pipeline axis
     unplaced: Model | None = None  # the model that it was placed from
-    frozen: Frozen | None = None  # of an adapted model: what `shapes` are factors of (`lora.adapt`)
+    frozen: Frozen | None = None  # the base of an adapted model, whose factors are `shapes` (`lora.adapt`)
     forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
     vision: Vision | None = None  # of a model that takes images
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
@@ -87,18 +86,18 @@ class Model:
     def __attrs_post_init__(self) -> None:
         if self.checkpoint_layers == "selective" and not has_attention(self.config):
             raise ValueError(
-                f"model type {self.config.model_type!r} has no attention whose results could be kept: give "
+                f"model type {self.config.model_type!r} has no attention to keep results of: give "
                 "checkpoint_layers = true in place of selective"
             )
 
     @property
     def whole_shapes(self) -> Mapping[str, torch.Size]:
-        """The shapes of the parameters before any axis cuts them, of a base and of weights in codes, too."""
+        """The shapes of all weights before any axis cuts them, with a base's, and of weights in place of codes."""
         return codes.shapes_of_weights(self.kept_shapes, self.forms)
 
     @property
     def kept_shapes(self) -> Mapping[str, torch.Size]:
-        """Shapes as kept, with those of codes and scales in the place of their weights'."""
+        """The shapes of all stored tensors before any axis cuts them, with codes and scales in place of weights."""
         return self.all_shapes if self.layout is None else self.layout.whole
 
     @property
@@ -115,7 +114,7 @@ class Model:
 
     @property
     def fixed(self) -> frozenset[str]:
-        """What no update changes: state in buffers, and a vision tower that is not trained."""
+        """The parameters without updates: state in buffers, and a vision tower that is not trained."""
         return self.buffers if self.vision is None or self.vision.trains else self.buffers | self.seeing
 
     def text_of(self, skeleton: PreTrainedModel) -> PreTrainedModel:
@@ -130,38 +129,38 @@ class Model:
 
     @property
     def cuts(self) -> Mapping[str, Cut]:
-        """How a tensor or expert axis cuts parameters, with those of a frozen base."""
+        """The cuts of parameters over a tensor or expert axis, a frozen base included."""
         return {} if self.layout is None else self.layout.cuts
 
     @property
     def state_layout(self) -> Layout | None:
-        """The layout of what is trained: of an adapted model without its base's."""
+        """The layout of the trained parameters: for an adapted model without its base."""
         if self.layout is None or self.frozen is None:
             return self.layout
         return self.layout.only(is_trained)
 
     def constants_on(self, device: torch.device) -> Mapping[str, Tensor]:
-        """The constants on a device, to which each thread sends its own once."""
+        """The constants on a device, copied once by each thread."""
         if device.type == "cpu":
             return self.constants
         kept: dict[torch.device, Mapping[str, Tensor]] = self._copies.__dict__.setdefault("constants", {})
         if device not in kept:
-            with torch.inference_mode(False):  # what rollouts have sent, training may use
+            with torch.inference_mode(False):  # so that training may use a rollout's copies
                 kept[device] = {name: sent(x, device) for name, x in self.constants.items()}
         return kept[device]
 
     @property
     def all_shapes(self) -> Mapping[str, torch.Size]:
-        """`shapes` of all that a pass takes: of an adapted model with the base's."""
+        """The shapes of all parameters that a pass takes: `shapes`, and those of a base."""
         return self.shapes if self.frozen is None else {**self.frozen.shapes, **self.shapes}
 
     def joined(self, params: Mapping[str, Tensor]) -> Params:
-        """All that a pass needs: an adapter beside its base, which it may come with; plain parameters as they are."""
+        """The parameters that a pass takes: an adapter joined with its base; plain parameters as they are."""
         return dict(params) if self.frozen is None else {**self.frozen.params, **params}
 
     @property
     def plain(self) -> Model:
-        """The model without adapter and codes: `lora.merged` makes parameters of it; a plain one as it is."""
+        """The model without adapter and codes, for the parameters of `lora.merged`; a plain one as it is."""
         if self.frozen is None and not self.forms:
             return self
         own = {name: shape for name, shape in self.all_shapes.items() if not name.endswith(FACTORS)}
@@ -182,20 +181,20 @@ class Model:
 
     @property
     def outputs(self) -> int:
-        """How many numbers a value head gives for each token; 1 without one."""
+        """The number of outputs of a value head per token; 1 without one."""
         return self.whole_shapes[SCORE_WEIGHT][0] if self.head == "value" else 1
 
     def layer_of(self, name: str) -> int | None:
-        """The number of the layer that a parameter is in."""
+        """The index of the layer that a parameter belongs to; None outside the layers."""
         start = f"{self.prefix}{self.layers[0].rpartition('.')[0]}."
         return int(name[len(start) :].partition(".")[0]) if name.startswith(start) else None
 
     def own_skeleton(self, inner: Inner = OWN, *, compiled: bool = False) -> PreTrainedModel:
-        """The skeleton for this thread alone, as a pass puts tensors into it: outside the main thread, a copy; and
-        one with seams to the kernels `inner` that are not the model's own code, of which the last are kept.
+        """A skeleton for this thread, since passes put tensors into it: outside the main thread a copy. With kernels
+        `inner` it has seams that call them; the copy for the last kernels is cached.
 
-        Raises ValueError for a kernel that has no place in the model, and for layers that cannot be compiled here, or
-        that are on a tensor axis, carry states or have kernels in C++ or Triton.
+        Raises ValueError for a kernel without a module to replace, and for `compiled` layers without a compiler, on a
+        tensor or expert axis, with recurrent states, or with kernels in C++ or Triton.
         """
         if compiled and self.layout is not None and max(self.layout.ranks, self.layout.expert[1]) > 1:
             raise ValueError(
@@ -226,7 +225,7 @@ class Model:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a parameter of an adapted model is a factor, or a value head's, and none of its base's."""
+    """Whether a parameter of an adapted model is trained: a factor or a value head's, not the base's."""
     return name.endswith(FACTORS) or name in (SCORE_WEIGHT, SCORE_BIAS)
 
 
@@ -250,7 +249,7 @@ def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy of `config` that says nothing of how a checkpoint's weights were quantised: a model's are not."""
+    """A copy of `config` without the checkpoint's quantisation: a model's weights are plain."""
     config = copy.deepcopy(config)
     for part in parts_of(config):
         vars(part).pop("quantization_config", None)
@@ -284,7 +283,7 @@ def build(
     """The model of a Hugging Face config, with a vocabulary head ("lm") or `outputs` numbers per token ("value").
 
     Raises ValueError for a model that is neither a plain decoder-only causal language model nor one with a vision tower
-    before it, and for a config that transformers builds none of.
+    before it, and for a config from which transformers builds no model.
     """
     if head not in ("lm", "value"):
         raise ValueError(f"unknown head {head!r}; there are ['lm', 'value']")
@@ -339,32 +338,32 @@ def _module(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedMode
         return causal_lm(config, "meta", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError):
         raise
-    except Exception as error:  # modules raise what they like of sizes and names that are none
-        text = f"transformers builds no model of its config: {words_of(error, 600)}; mend config.json, or model.config"
+    except Exception as error:  # modules may raise any exception for invalid sizes and names
+        text = f"transformers builds no model of its config: {words_of(error, 600)}; fix config.json, or model.config"
         raise ValueError(f"model type {config.model_type!r}: {text}") from error
 
 
 def named_state(module: PreTrainedModel) -> Params:
-    """The parameters, and the buffers that checkpoints keep, as the biases of routers; of tied ones the first name."""
+    """The parameters and the buffers that checkpoints keep, such as biases of routers; tied ones by the first name."""
     stored = module.state_dict().keys()
     return dict(module.named_parameters()) | {name: x for name, x in module.named_buffers() if name in stored}
 
 
 def _has_shared(base: PreTrainedModel) -> bool:
-    """Whether some parameters or buffers of a skeleton are one tensor."""
+    """Whether some parameters or buffers of a skeleton share a tensor."""
     named = [*base.named_parameters(remove_duplicate=False), *base.named_buffers(remove_duplicate=False)]
     return len({id(x) for _, x in named}) < len(named)
 
 
 def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter where parameters are in `dtype`: a buffer is kept in float32 or wider."""
+    """The dtype of a parameter or buffer for parameters in `dtype`: buffers are in float32 or wider."""
     return torch.promote_types(dtype, torch.float32) if name in model.buffers else dtype
 
 
 def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
     """The values of the buffers of `base` (on meta) that no checkpoint keeps, as transformers computes them.
 
-    Raises ValueError for those that it does not compute, and for whole numbers among those that checkpoints keep.
+    Raises ValueError for buffers that it does not compute, and for integer buffers that checkpoints keep.
     """
     constants: dict[str, Tensor] = {}
     state = set(base.state_dict())
@@ -374,7 +373,7 @@ def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:
         stored = {name for name in own if f"{path}.{name}".lstrip(".") in state}
         if whole := [f"{path}.{name}" for name in sorted(stored) if not own[name].is_floating_point()]:
             raise ValueError(
-                f"model type {base.config.model_type!r} keeps whole numbers in buffers: {whole}; fppo cannot run it"
+                f"model type {base.config.model_type!r} keeps integers in buffers: {whole}; fppo cannot run it"
             )
         if names := [name for name in own if name not in stored]:
             above = max((x for x in owners if not x or f"{path}.".startswith(f"{x}.")), key=len)
@@ -403,13 +402,13 @@ def _fill(base: PreTrainedModel, module: nn.Module, names: list[str]) -> dict[st
 
 
 def attention_needs(model: Model) -> frozenset[str]:
-    """What the model's layers ask of attention beyond the plain causal one: some of "window", "softcap", "sinks"."""
+    """The features of attention that the model's layers need beyond plain causal: "window", "softcap", "sinks"."""
     config = model.config
     kinds = getattr(config, "layer_types", None)
     slides = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    asked = {
+    needs = {
         "window": slides and (kinds is None or any(slides_along(kind) for kind in kinds)),
         "softcap": getattr(config, "attn_logit_softcapping", None),
         "sinks": any(name.endswith(".sinks") for name in model.all_shapes),
     }
-    return frozenset(name for name, needed in asked.items() if needed)
+    return frozenset(name for name, needed in needs.items() if needed)

@@ -1,7 +1,7 @@
-"""What one rank of a tensor axis computes of a model: a narrower model of the same family, found without a plan.
+"""The narrower model that one rank of a tensor axis runs, of the same family, found without a sharding plan.
 
-Heads and inner widths are divided in the config. Where a parameter of the model built from it is smaller than the whole
-model's, there it is cut.
+Heads and inner widths are divided in the config. A parameter is cut along the dimension in which the narrower model's
+is smaller.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _INNER = (
     "moe_shared_expert_intermediate_size",
     "ffn_hidden_size",
 )
-_PROJECTIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # and the dimension that heads divide
+_PROJECTIONS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "o_proj": 1}  # with the dimension of heads
 _QKV = re.compile(r"\bqkv_proj\.(weight|bias)$")
 _GATE_UP = re.compile(r"\bgate_up_proj(\.weight|\.bias|_bias)?$")
 _INTERLEAVED = ("gpt_oss",)  # whose gate and up projections alternate
 
 
 def narrow(whole: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
-    """The config of what one of `ranks` tensor ranks computes; of a model of images and text, its text model is
-    narrower. Raises ValueError that names all sizes that do not divide, and the numbers of ranks that divide all."""
+    """The config of the model that one of `ranks` tensor ranks runs; of a model of images and text only the text model
+    is narrower. Raises ValueError naming all sizes that the ranks do not divide, and the numbers of ranks that fit."""
     whole = copy.deepcopy(whole)
     config = whole.get_text_config(decoder=True) if takes_images(whole) else whole
     if getattr(config, "head_dim", None) is None:
@@ -64,8 +64,8 @@ def narrow(whole: PreTrainedConfig, ranks: int) -> PreTrainedConfig:
 
 
 def with_whole_heads(narrower: Model, model: Model) -> Model:
-    """A narrower model with heads as wide as the whole one's, also where the code of its attention divides the hidden
-    size by the number of heads, whatever the config says, as Qwen2-VL's does."""
+    """A narrower model with heads as wide as the whole model's, also where attention's code ignores the config and
+    divides the hidden size by the number of heads, as Qwen2-VL's does."""
     shapes = dict(narrower.shapes)
     for layer in model.layers:
         for path, module in narrower.skeleton.get_submodule(layer).named_modules(prefix=layer):
@@ -89,7 +89,7 @@ def with_whole_heads(narrower: Model, model: Model) -> Model:
 def find_cuts(
     whole: Mapping[str, torch.Size], narrower: Mapping[str, torch.Size], config: PreTrainedConfig
 ) -> dict[str, Cut]:
-    """Where each parameter is cut, from its shape in the whole model, which has `config`, and in the narrower one.
+    """The cut of each parameter, from its shape in the whole model (of `config`) and in the narrower one.
 
     Raises ValueError for a parameter that is not cut into equal parts of one dimension.
     """

@@ -1,4 +1,4 @@
-"""Models on tensor and pipeline axes: what each rank runs, and whether the ranks together compute the model."""
+"""Place models on tensor, expert and pipeline axes, and check that the ranks together compute the model."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from fppo_kernels.padding import make_lengths
 
 @attrs.frozen(eq=False)
 class Narrowed:
-    """What each of `ranks` tensor ranks runs of a model, before it is known which of them this is."""
+    """A model prepared for a tensor axis of `ranks` ranks, before a rank is chosen."""
 
     model: Model
     narrower: Model
     cuts: Mapping[str, Cut]
-    norms: Mapping[str, Cut]  # paths of the norms over a width that is cut, and its cut; they are whole on every rank
+    norms: Mapping[str, Cut]  # paths of norms over a cut width, with its cut; the norms are whole on every rank
     ranks: int
 
     def layout(self, axis: Axis) -> Layout:
-        """How the parameters lie on this rank of an axis of as many ranks."""
+        """The layout of the parameters on this rank of a tensor axis of `ranks` ranks."""
         return Layout(self.model.shapes, self.cuts, _added_once(self.model, self.cuts), axis.rank, axis.size)
 
     def on(self, axis: Axis) -> Model:
-        """The model of this rank of an axis of as many ranks."""
+        """The model of this rank of a tensor axis of `ranks` ranks."""
         skeleton, region, layout = copy.deepcopy(self.narrower.skeleton), Region(axis), self.layout(axis)
         for path, cut in self.norms.items():
             replace(skeleton, path, lambda norm, cut=cut: WidthSeam(norm, region, cut))
@@ -69,7 +69,7 @@ class Narrowed:
 
 
 def narrowed(model: Model, ranks: int) -> Narrowed:
-    """A model cut over the ranks of a tensor axis. Raises ValueError as `place` does."""
+    """Cut a model over a tensor axis. Raises ValueError as `place` does."""
     if model.layout is not None:
         raise ValueError("the model is placed on a tensor axis already")
     check_rows_whole(model.whole_config, {"tensor": ranks})
@@ -79,7 +79,7 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
         narrower = with_whole_heads(narrower, model)
         cuts = find_cuts(model.shapes, narrower.shapes, model.config)
         _check_blocks(model, cuts)
-    except Exception as error:  # what a class raises for sizes that do not fit may be anything
+    except Exception as error:  # a class may raise any exception for sizes that do not fit
         kind = f"model type {model.config.model_type!r}"
         raise ValueError(f"fppo cannot run {kind} on a tensor axis of {ranks} ranks: {error}") from error
     norms = _norms(narrower, cuts)
@@ -90,15 +90,15 @@ def narrowed(model: Model, ranks: int) -> Narrowed:
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A model cut over the tensor and expert axes of a mesh, before it is known which of their ranks this is: what
-    takes long is done once for all of them, and for all meshes with as many ranks on these axes."""
+    """A model prepared for the tensor and expert axes of a mesh, before a rank is chosen: the slow part of `place`,
+    done once for all ranks and for all meshes with these axes' sizes."""
 
     model: Model
     narrowed: Narrowed | None = None
     dispatched: Dispatched | None = None
 
     def layout(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Layout | None:
-        """How the parameters lie on this rank of the mesh; None if all ranks have all. See `on`."""
+        """The layout of the parameters on this rank of the mesh, None if all are whole. `cuts` as in `on`."""
         layout, pipeline = None if self.narrowed is None else self.narrowed.layout(mesh["tensor"]), mesh["pipeline"]
         if self.dispatched is not None:
             layout = self.dispatched.layout(mesh["expert"], layout)
@@ -108,7 +108,7 @@ class Prepared:
         return stage_layout(self.model, layout, pipeline, spans)
 
     def on(self, mesh: Mesh, cuts: Sequence[range] | None = None) -> Model:
-        """What this rank of the mesh runs. `cuts` are the layers of each stage of the pipeline; None: of equal work."""
+        """The model of this rank of the mesh. `cuts` are the layers of each pipeline stage; None: of equal work."""
         tensor, pipeline = mesh["tensor"], mesh["pipeline"]
         placed = None if self.narrowed is None else self.narrowed.on(tensor)
         if self.dispatched is not None:
@@ -119,7 +119,7 @@ class Prepared:
         return staged(placed, pipeline, virtual_stages=mesh.virtual_stages, cuts=cuts)
 
     def like(self, model: Model) -> Prepared:
-        """Adapt what is prepared to a model that differs in how it runs alone: its dtype, or recomputation."""
+        """Prepare likewise for a model that differs in its compute dtype, recomputation or the like."""
         narrower, fewer = self.narrowed, self.dispatched
         return Prepared(
             model,
@@ -129,10 +129,10 @@ class Prepared:
 
 
 def prepare(model: Model, mesh: Mesh) -> Prepared:
-    """The model as ranks of a mesh of these sizes are to run it. Raises ValueError as `place` does."""
+    """Prepare a model for a mesh's axis sizes. Raises ValueError as `place` does."""
     if model.frozen is not None or model.forms:
         raise ValueError(
-            "a model is placed before it is quantised or adapted: place the plain one, and adapt what it gives"
+            "a model is placed before it is quantised or adapted: place the plain one, and adapt the result"
         )
     tensor, expert = mesh["tensor"].size, mesh["expert"].size
     return Prepared(
@@ -143,9 +143,9 @@ def prepare(model: Model, mesh: Mesh) -> Prepared:
 
 
 def place(model: Model, mesh: Mesh) -> Model:
-    """What this rank of the mesh runs of a model: on a tensor axis a narrower model on cuts of the parameters, on a
-    pipeline axis the layers of its stages, on an expert axis some of the experts, which the tensor axis does not cut.
-    `own_params` takes these parameters of whole ones. It is to be done once.
+    """The model of this rank of the mesh: on a tensor axis a narrower model on cuts of the parameters, on a pipeline
+    axis the layers of its stages, on an expert axis some of the experts, which the tensor axis does not cut.
+    `own_params` selects its parameters from whole ones. Place a model once.
 
     Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
     cut or is adapted, and for fewer layers than stages.
@@ -154,14 +154,14 @@ def place(model: Model, mesh: Mesh) -> Model:
 
 
 def place_beside(model: Model, other: Model, mesh: Mesh) -> Model:
-    """`place`, with the layers on the stages where those of a placed model are, of whose tensors this one is made."""
+    """Place a model that is made from the tensors of another, placed one: as `place`, with the other's stages."""
     stages = mesh["pipeline"].size * mesh.virtual_stages
     cuts = layer_spans((other.unplaced or other).plain, stages) if other.spans else None
     return prepare(model, mesh).on(mesh, cuts)
 
 
 def own_params(model: Model, params: Params, mesh: Mesh) -> Params:
-    """What this rank of the mesh holds of whole parameters of a placed model; themselves, if nothing is cut."""
+    """This rank's parts of whole parameters of a placed model; the parameters themselves if nothing is cut."""
     layout = model.layout
     if layout is not None:
         params = {name: layout.take(name, x).detach().clone() for name, x in params.items() if layout.holds(name)}
@@ -176,10 +176,10 @@ def whole_params(
     names: Iterable[str] | None = None,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Params:
-    """Whole parameters, all or those of these names, from what all ranks of the mesh hold, in `params` this one:
-    collectives. No gradients.
+    """Gather whole parameters, all or those of `names`, from the parts of all ranks of the mesh (`params`: this rank's)
+    by collectives, without gradients.
 
-    `dtypes` are those to give, of parameters of all ranks; their own, if none are told.
+    `dtypes` are the results' dtypes, of the parameters of all ranks; None: their own.
     """
     kinds = dtypes_of(params, mesh) if dtypes is None else dtypes
     wanted = set(kinds if names is None else names)
@@ -188,14 +188,14 @@ def whole_params(
 
 
 def tensor_axis(model: Model, mesh: Mesh) -> Axis:
-    """The tensor axis of a mesh over which a model is cut, as far as no expert axis cuts it too; else one rank."""
+    """The mesh's tensor axis if it cuts the model and no expert axis does; else an axis of one rank."""
     cut = model.layout is not None and mesh["expert"].size == 1
     return mesh["tensor"] if cut else Axis()
 
 
 def tensor_parts(model: Model, params: Mapping[str, Tensor], mesh: Mesh) -> tuple[Model, Params]:
-    """The model as each rank of its `tensor_axis` has it, all layers cut, and this rank's parts of all parameters, from
-    what the ranks of the other axes hold: collectives. Without such an axis they are whole. No gradients."""
+    """The model cut over its `tensor_axis` alone, with all layers, and this rank's parts of all parameters, gathered
+    over the other axes by collectives, without gradients. Without such an axis both are whole."""
     layout = model.layout
     if layout is None or tensor_axis(model, mesh).size == 1:
         return model.unplaced or model, whole_params(model, params, mesh)
@@ -205,7 +205,7 @@ def tensor_parts(model: Model, params: Mapping[str, Tensor], mesh: Mesh) -> tupl
 
 
 def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
-    """Raises ValueError for a block with a matrix that would run whole on every rank."""
+    """Raise ValueError for a block whose matrices would all run whole on every rank."""
     for path in model.layers:
         start = f"{model.prefix}{path}."
         names = [name for name in model.shapes if name.startswith(start)]
@@ -217,8 +217,8 @@ def _check_blocks(model: Model, cuts: Mapping[str, Cut]) -> None:
 
 
 def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
-    """The paths of norms over the whole width of what is cut along it, and its cut: modules of vectors that are cut, or
-    as long as the whole of a projection of their name (OLMoE's, which do not look at the number of heads)."""
+    """The paths of norms over a width that is cut, with its cut: modules of vectors that are cut, or that are as long
+    as a whole projection of their name (OLMoE's q_norm and k_norm, over all heads)."""
     found = {}
     for path, module in narrower.skeleton.named_modules():
         vectors = dict(module.named_parameters(recurse=False))
@@ -234,7 +234,7 @@ def _norms(narrower: Model, cuts: Mapping[str, Cut]) -> dict[str, Cut]:
 
 
 def _cut_blocks(narrower: Model, cuts: Mapping[str, Cut]) -> list[str]:
-    """The paths of the layers' children that hold something that is cut."""
+    """The paths of the layers' children with cut parameters."""
     starts = {f"{narrower.prefix}{path}.": path for path in narrower.layers}
     owners = {
         f"{path}.{name[len(start) :].split('.')[0]}"
@@ -246,13 +246,13 @@ def _cut_blocks(narrower: Model, cuts: Mapping[str, Cut]) -> list[str]:
 
 
 def _vocabulary_cuts(model: Model, ranks: int) -> dict[str, Cut]:
-    """Rows of the embeddings and of the vocabulary head."""
+    """The cuts of the rows of the embeddings and of the vocabulary head."""
     names = {embedding_name(model), *(vocabulary_head(model) if model.head == "lm" else ())}
     return {name: Cut(0, ranks, (model.shapes[name][0],)) for name in names if name in model.shapes}
 
 
 def _added_once(model: Model, cuts: Mapping[str, Cut]) -> frozenset[str]:
-    """Biases of what is cut that are not: they are added to the ranks' shares of a sum."""
+    """Uncut biases of cut weights: one rank alone adds them to its share of the sum."""
     ends = ((".bias", ".weight"), ("_bias", ""))
     weights = {name: name[: -len(end)] + rest for name in model.shapes for end, rest in ends if name.endswith(end)}
     return frozenset(name for name, weight in weights.items() if name not in cuts and weight in cuts)
@@ -260,9 +260,9 @@ def _added_once(model: Model, cuts: Mapping[str, Cut]) -> frozenset[str]:
 
 @torch.no_grad()
 def check_placed(model: Model, ranks: int) -> None:
-    """Holds a model cut over the ranks of a simulated tensor axis against the model itself: small random instances.
+    """Compare a model cut over a simulated tensor axis with the model itself, as small random instances.
 
-    Raises ValueError that names the model type, for other logits or where its code fails on slices of the tokens.
+    Raises ValueError that names the model type if logits differ or its code fails on slices of the tokens.
     """
     check_rows_whole(model.whole_config, {"tensor": ranks})
     kind, probe = model.config.model_type, probes.make_probe(model, heads=(4, 2, None))
@@ -270,7 +270,7 @@ def check_placed(model: Model, ranks: int) -> None:
     replicated = _heads(model)[1] % ranks != 0
     fitting = [n for n in (2, 4, 3, heads) if heads % n == 0 and (key_heads % n != 0) == replicated]
     few = (fitting or [2])[0]
-    whole = {name: x.double() for name, x in probe.params.items()}  # float32's kernels have widths that they refuse
+    whole = {name: x.double() for name, x in probe.params.items()}  # kernels in float32 refuse some widths
     rows = probes.probe_rows(probe)
     lengths = [len(row) for row in rows]
     lengths.append(-sum(lengths) % few or few)
@@ -306,10 +306,10 @@ def check_placed(model: Model, ranks: int) -> None:
 
 @torch.no_grad()
 def check_dispatched(model: Model, ranks: int, *, tensor: int = 1) -> None:
-    """Holds a model whose experts are cut over the ranks of a simulated expert axis, each with a row of its own, beside
-    a tensor axis of two ranks where `tensor` ranks cut the rest, against the model itself: small random instances.
+    """Compare a model cut over a simulated expert axis, one row per rank, with the model itself, as small random
+    instances; with `tensor` > 1 a tensor axis of two ranks cuts the rest.
 
-    Raises ValueError that names the model type, for other logits or where its code fails.
+    Raises ValueError that names the model type if logits differ or its code fails.
     """
     kind, probe = model.config.model_type, probes.make_probe(model, heads=(4, 2, None) if tensor > 1 else (2, 4, None))
     few, slices = 2 if ranks % 2 == 0 else ranks, min(tensor, 2)
@@ -350,8 +350,8 @@ def check_dispatched(model: Model, ranks: int, *, tensor: int = 1) -> None:
 
 @torch.no_grad()
 def check_staged(model: Model) -> None:
-    """Holds a model cut into two stages, which run one after the other, against the model itself: a small random
-    instance. Raises ValueError that names the model type, for other logits or where its code fails on a stage."""
+    """Compare a model cut into two stages, run one after the other, with the model itself, as small random instances.
+    Raises ValueError that names the model type if logits differ or its code fails on a stage."""
     kind, probe = model.config.model_type, probes.make_probe(model)
     params = {name: x.double() for name, x in probe.params.items()}
     rows = probes.probe_rows(probe)
@@ -376,16 +376,16 @@ def check_staged(model: Model) -> None:
             hidden = hidden_states(placed, own, tokens, positions, attend=attend, received=received)
         assert hidden is not None
         logits = logits_of(output_head(placed, own), hidden)
-    except Exception as error:  # what a class raises may be anything
+    except Exception as error:  # a class may raise any exception
         raise ValueError(f"{words}: its code fails on some of its layers: {type(error).__name__}: {error}") from error
     if (wrong := probes.difference(logits, expected)) is not None:
         raise ValueError(
-            f"{words}: more than hidden states passes between its layers, or its norms are not where they are looked "
-            f"for: cut into two stages, a small random model of this kind gives logits that differ by {wrong:.2g}"
+            f"{words}: more than hidden states passes between its layers, or its norms are in an unknown position: cut "
+            f"into two stages, a small random model of this kind gives logits that differ by {wrong:.2g}"
         )
 
 
 def _heads(model: Model) -> tuple[int, int]:
-    """The model's query heads and key heads."""
+    """The numbers of the model's query heads and key heads."""
     heads = model.config.num_attention_heads
     return heads, getattr(model.config, "num_key_value_heads", None) or heads

@@ -1,4 +1,4 @@
-"""float64 all the way through."""
+"""Passes in float64 throughout."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _GROUPED = torch._grouped_mm  # pyright: ignore[reportPrivateImportUsage]
-# what is computed otherwise: all else is handed on after one look, for there are thousands of calls in a pass
+# the functions that change; others return after one look-up, since a pass has thousands of calls
 _CHANGED = frozenset({Tensor.float, Tensor.to, Tensor.type, F.softmax, torch.softmax, Tensor.softmax, _GROUPED})
 
 
 class KeepDouble(TorchFunctionMode):
-    """Inside this context a float64 tensor asked to become float32 stays float64.
+    """Within this context conversions of float64 tensors to float32 keep float64.
 
     transformers' norms and softmax go through float32 whatever the parameters are, which would round a float64 pass to
-    float32's precision; float64 is for checks of invariance, where that matters. torch's product of experts knows no
+    float32's precision; float64 is for checks of invariance, which need more. torch's grouped product of experts lacks
     float64: it is computed expert by expert.
     """
 
@@ -38,8 +38,8 @@ class KeepDouble(TorchFunctionMode):
 
 
 def _grouped_product(x: Tensor, weights: Tensor, *, offs: Tensor, **_: None) -> Tensor:
-    """torch's grouped_mm of `x` [M, K] and `weights` [E, K, N]: rows up to each of `offs` [E] by their expert's; those
-    beyond, which are no expert's, give zeros."""
+    """torch's grouped_mm of `x` [M, K] and `weights` [E, K, N]: rows up to `offs[e]` with expert e's weight; rows
+    beyond the last give zeros."""
     ends = offs.tolist()
     products = [x[start:end] @ w for start, end, w in zip([0, *ends[:-1]], ends, weights, strict=True)]
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])

@@ -1,4 +1,4 @@
-"""Whether fppo computes what transformers computes, found out on a small random instance of a model's architecture."""
+"""Compare fppo's forward pass with transformers' on a small random instance of a model's architecture."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from fppo.models.vision_probe import WORDS, composite_inputs, probe_inputs, with
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import make_lengths
 
-TOLERANCE = 1e-3  # of float32 numbers of size 1; what models were found to do wrong is above 0.1
-CUT_TOLERANCE = 1e-6  # of float64 numbers of size 1: of a model that is cut beside the whole one
-_SHORT, _LONG = 5, 24  # tokens of the two rows, beside those of an image
+TOLERANCE = 1e-3  # for float32 numbers of size 1; faults found in models were above 0.1
+CUT_TOLERANCE = 1e-6  # for float64 numbers of size 1: a cut model against the whole one
+_SHORT, _LONG = 5, 24  # tokens of the two rows, without those of an image
 _BEFORE = (5, 6, 7)  # tokens before an image
-_EDGE = 16  # what a rope changes at becomes this, so that the long row is beyond it
+_EDGE = 16  # the length at which a rope changes, lowered so that the long row exceeds it
 _WINDOW = 7
 _VOCABULARY = _INNER_WIDTH = 64
-_WIDTH = 128  # of what counts as a head where there are none
+_WIDTH = 128  # of a head in models without heads
 _MOST = 1 << 28  # parameters
 _INNER = re.compile(r".*(intermediate_size|inner_size|ffn_hidden_size)$|ffn_dim|n_inner|d_ff")
 
 
 @attrs.frozen(eq=False)
 class Probe:
-    """A small random instance of a model's architecture: as fppo runs it, and as transformers does."""
+    """A small random instance of a model's architecture, as a `Model` and as transformers' module."""
 
     model: Model
     params: Params  # float32, on the CPU
@@ -50,22 +50,22 @@ class Probe:
     head: tuple[int, ...] = ()  # the tokens of a row up to its end
 
     def inputs_of(self, row: Tensor) -> RowInputs | None:
-        """The image of a row of tokens [S] that begins with it."""
+        """The images of a row of tokens [S] that begins with `head`; None for others."""
         return self.inputs if self.head and row[: len(self.head)].tolist() == list(self.head) else None
 
     @torch.no_grad()
     def expected(self, row: Tensor) -> Tensor:
-        """transformers' logits [S, V] of one row of tokens [S], alone."""
+        """transformers' logits [S, V] of a single row of tokens [S]."""
         inputs = self.inputs_of(row)
         beside = {} if inputs is None else composite_inputs(self.plain, row, inputs)
         return self.plain(input_ids=row[None], use_cache=False, **beside).logits[0]
 
 
 def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> Probe:
-    """The probe of a model: few layers, narrow and with few tokens, but with a layer of each kind that the model has.
+    """The probe of a model: few layers, narrow and with a small vocabulary, but one layer of each of the model's kinds.
 
-    It has the first number of `heads` that fits the architecture (None: as many as the model). Where fewer layers or
-    narrower widths do not fit, they stay. Raises ValueError if no small instance runs in transformers.
+    It has the first number of `heads` that fits the architecture (None: the model's). Where fewer layers or narrower
+    widths do not fit, the model's stay. Raises ValueError if no small instance runs in transformers.
     """
     model = model.plain
     few, total = _layers_of_each_kind(model), len(model.layers)
@@ -81,7 +81,7 @@ def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> P
                 for row in probe_rows(probe):
                     probe.expected(row)
                 return probe
-        except Exception as error:  # what a class raises for sizes that do not fit may be anything
+        except Exception as error:  # a class may raise any exception for sizes that do not fit
             problems.append(error)
     why = "; ".join(dict.fromkeys(f"{type(error).__name__}: {error}" for error in problems))
     raise ValueError(
@@ -92,11 +92,11 @@ def make_probe(model: Model, *, heads: Sequence[int | None] = (2, 4, None)) -> P
 
 @torch.no_grad()
 def check_model(model: Model) -> None:
-    """Holds the function of a model of this architecture against the plain transformers forward.
+    """Compare a small model of this architecture with transformers' plain forward pass.
 
-    Two rows of different lengths are packed into one, the longer beyond what its rope changes at, if that is not
-    refused anyway (`longest_row`). Raises ValueError that names the model type and the fault: a layer that does not
-    ask the attention seam for its attention, or other logits.
+    Two rows of different lengths are packed into one, the longer beyond the length at which its rope changes, unless
+    that is refused (`longest_row`). Raises ValueError that names the model type and the fault: a layer whose attention
+    bypasses the attention seam, or other logits.
     """
     kind = model.whole_config.model_type
     probe = make_probe(model)
@@ -118,7 +118,7 @@ def check_model(model: Model) -> None:
 
 
 def probe_rows(probe: Probe) -> tuple[Tensor, Tensor]:
-    """A short row and a long one, which has an image if the model takes any."""
+    """A short and a long row of tokens [S] int64; the long one has an image if the model takes any."""
     config = probe.model.config
     long = min(_LONG, longest_row(config) or _LONG)
     tokens = torch.arange(3, 3 + _SHORT + long) * 7 % (WORDS if probe.head else config.vocab_size)
@@ -126,22 +126,22 @@ def probe_rows(probe: Probe) -> tuple[Tensor, Tensor]:
 
 
 def difference(got: Tensor, expected: Tensor, tolerance: float = CUT_TOLERANCE) -> float | None:
-    """The largest difference, if it is more than rounding; a number that is none counts as one."""
+    """The largest difference if it exceeds rounding (`tolerance`) or is nan, else None."""
     largest = (got - expected).abs().max().item()
     return None if largest <= tolerance * max(1.0, expected.abs().max().item()) else largest
 
 
 def compare(kind: str, got: Tensor, expected: Tensor, what: str) -> None:
-    """Raises ValueError if numbers of a model of type `kind` are not those expected, within float32's rounding."""
+    """Raise ValueError if a model of type `kind` computes other numbers than expected, beyond float32's rounding."""
     if (wrong := difference(got, expected, TOLERANCE)) is not None:
         raise ValueError(
             f"fppo cannot run model type {kind!r}: {what} differ from transformers' by {wrong:.2g} in a small "
-            "random model of this kind; its head, its positions or its attention do something that fppo does not know"
+            "random model of this kind; its head, its positions or its attention do something unknown to fppo"
         )
 
 
 def _packed_logits(probe: Probe, rows: tuple[Tensor, ...]) -> tuple[Tensor, set[int]]:
-    """The logits [N, V] of rows packed into one, and the numbers of the layers that asked for attention."""
+    """The logits [N, V] of rows packed into one, and the indices of the layers that called the attention seam."""
     asked: set[int] = set()
     inputs = [probe.inputs_of(row) for row in rows]
     hidden = packed_hidden(probe.model, probe.params, rows, asked, inputs)
@@ -155,8 +155,8 @@ def packed_hidden(
     asked: set[int] | None = None,
     inputs: Sequence[RowInputs | None] = (),
 ) -> Tensor:
-    """The hidden states [N, H] of rows packed into one, with their images; `asked` gets the numbers of layers that ask
-    for attention."""
+    """The hidden states [N, H] of rows packed into one, with their images; `asked` gets the indices of the layers that
+    call the attention seam."""
     plain = packed_attention(sdpa, make_lengths([len(row) for row in rows]))
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
@@ -171,7 +171,7 @@ def packed_hidden(
 
 
 def _filled(small: Model) -> Probe:
-    """The probe of a small model, with numbers large enough that attention patterns and positions matter."""
+    """The probe of a small model, with weights large enough for attention patterns and positions to matter."""
     with BUILDING, torch.random.fork_rng(devices=[]):
         plain = causal_lm(small.whole_config, "cpu", trust_remote_code=small.trust_remote_code)
     plain.config._attn_implementation = "eager"
@@ -184,7 +184,7 @@ def _filled(small: Model) -> Probe:
             parameter.data += 0.3 * noise
     named = named_state(plain)
     for name in sorted(small.buffers):
-        if name.endswith("bias"):  # of a router: what others hold may have to be positive
+        if name.endswith("bias"):  # of a router; other buffers may have to be positive
             named[name].data += 0.3 * torch.randn(named[name].shape, generator=generator)
     inputs, head = None, []
     if small.vision is not None:
@@ -200,7 +200,7 @@ def _parts(model: Model, count: int) -> set[str]:
 
 
 def _layers_of_each_kind(model: Model) -> int:
-    """The least number of layers from the first on, two or more, among which each kind of layer is."""
+    """The least number of first layers, two or more, with a layer of each kind."""
     total = len(model.layers)
     lists = [x for x in vars(model.config).values() if isinstance(x, (list, tuple)) and len(x) == total]
     kinds: dict[tuple[object, ...], int] = {}
@@ -213,9 +213,9 @@ def _layers_of_each_kind(model: Model) -> int:
 
 
 def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTrainedConfig:
-    """The config of a model with the first `layers` layers, few tokens, and widths of `heads` heads if that is less.
+    """The config of a model with the first `layers` layers, a small vocabulary, and widths of `heads` heads if fewer.
 
-    A head keeps its width, and what a rope or a window changes at comes within the long row.
+    A head keeps its width. Windows and the lengths at which a rope changes are lowered below the long row's.
     """
     config, total = copy.deepcopy(config), config.num_hidden_layers
     hidden = config.hidden_size
@@ -230,7 +230,7 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
         _narrow_states(config, hidden, width)
     for name, value in list(vars(config).items()):
         if isinstance(value, (list, tuple)) and len(value) == total:
-            shrink = narrow and _INNER.fullmatch(name)  # of Gemma 3n's layers each has its own
+            shrink = narrow and _INNER.fullmatch(name)  # one per layer in Gemma 3n
             setattr(config, name, [min(x, _INNER_WIDTH) for x in value[:layers]] if shrink else value[:layers])
         elif type(value) is int:
             if name.endswith("sliding_window"):
@@ -253,7 +253,7 @@ def _smaller(config: PreTrainedConfig, layers: int, heads: int | None) -> PreTra
 
 
 def _narrow_states(config: PreTrainedConfig, hidden: int, width: int) -> None:
-    """Gives Mamba fewer heads, where they make up a multiple of the hidden width, which becomes `width`."""
+    """Reduce Mamba's heads where they make up a multiple of the hidden width, which becomes `width`."""
     for start, (number, size) in {"mamba_": ("n_heads", "d_head"), "": ("num_heads", "head_dim")}.items():
         heads, each, expand = (getattr(config, start + name, None) for name in (number, size, "expand"))
         if heads and each and expand and heads * each == int(expand * hidden):
@@ -263,7 +263,7 @@ def _narrow_states(config: PreTrainedConfig, hidden: int, width: int) -> None:
 
 
 def _lowered(name: str, value: object) -> object:
-    """A field of a config, or a section of fields, with what a rope may change at within the long row."""
+    """Lower the length at which a rope changes, in a field of a config or a section of fields."""
     if isinstance(value, Mapping):
         return {key: _lowered(key, x) for key, x in value.items()}
     return _EDGE if name == "original_max_position_embeddings" else value

@@ -1,7 +1,7 @@
-"""Frozen weights kept in 8 or 4 bits, as values that stand in the weights' places, by bitsandbytes.
+"""Frozen weights in 8 or 4 bits by bitsandbytes, as tensors that replace the weights.
 
-"int8" is a row-wise absmax code (the weights of arXiv:2208.07339), "nf4" that of arXiv:2305.14314 in blocks of 64. What
-is passed through them is not quantised: a product is that with the dequantised weight, which lives no longer than it.
+"int8" is a row-wise absmax code (the weights of arXiv:2208.07339), "nf4" that of arXiv:2305.14314 in blocks of 64.
+Activations are not quantised: a product dequantises the weight for as long as it runs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 Kind = Literal["int8", "nf4"]
-CODES, SCALES = ".codes", ".scales"  # after the name of the weight that they stand for
-BLOCK = 64  # weights that have a scale of their own in nf4
-_GAPS: Mapping[Kind, float] = {"int8": 0.51 / 127, "nf4": 0.153}  # how far a weight may be from its code, in scales
-_DIRECT = (torch.float32, torch.bfloat16, torch.float16)  # into which the library dequantises
+CODES, SCALES = ".codes", ".scales"  # suffixes of the weight's name
+BLOCK = 64  # weights with one scale in nf4
+_GAPS: Mapping[Kind, float] = {"int8": 0.51 / 127, "nf4": 0.153}  # largest error of a code, in scales
+_DIRECT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that the library dequantises into
 
 
 @attrs.frozen
 class Form:
-    """How codes and scales stand for a weight of `shape` and `dtype`, [..., out, in] or, if `turned`, [..., in, out].
+    """The form of a quantised weight of `shape` and `dtype`, [..., out, in] or, if `turned`, [..., in, out].
 
     int8 codes are [..., out, in] with scales [..., out]; pairs of nf4 codes are [..., out, in / 2] with scales
-    [..., out, in / 64], or, where blocks run over the ends of rows, [..., blocks, 32] with scales [..., blocks], each
-    matrix filled up to whole blocks.
+    [..., out, in / 64], or, where blocks cross the ends of rows, [..., blocks, 32] with scales [..., blocks], each
+    matrix padded to whole blocks.
     """
 
     kind: Kind
@@ -47,7 +47,7 @@ class Form:
 
     @property
     def by_rows(self) -> bool:
-        """Whether every row has scales of its own."""
+        """Whether no scale is shared between rows."""
         return self.kind == "int8" or self.rows[-1] % BLOCK == 0
 
     @property
@@ -66,7 +66,7 @@ class Form:
         return torch.int8 if self.kind == "int8" else torch.uint8, torch.float32
 
     def value(self, codes: Tensor, scales: Tensor, dtype: torch.dtype | None = None) -> Quantised:
-        """What stands in the place of the weight, or of the part of it that these are, in its dtype or another."""
+        """The quantised weight of these codes and scales, or of a part of it, in the weight's dtype or another."""
         if self.by_rows:
             rows = torch.Size((*codes.shape[:-1], codes.shape[-1] * (1 if self.kind == "int8" else 2)))
         else:
@@ -75,28 +75,28 @@ class Form:
 
 
 class Stored(NamedTuple):
-    """What is kept of a weight: see `Form`."""
+    """The stored codes and scales of a weight, in the shapes of `Form`."""
 
     kind: Kind
     codes: Tensor
     scales: Tensor
     shape: torch.Size  # [..., out, in]
     dtype: torch.dtype  # of the dequantised weight
-    turned: bool  # it is used as [..., in, out]
+    turned: bool  # used as [..., in, out]
 
 
 class Quantised(Tensor):
-    """A weight [..., out, in], or [..., in, out], that stands for what its codes say, in a dtype of its own.
+    """A quantised weight [..., out, in], or [..., in, out], that acts as its dequantised value in `dtype`.
 
-    Products with it save codes for their backward pass, and have a gradient for what goes in, none for the weight. Any
-    other use sees the dequantised weight; one that would write to it raises RuntimeError.
+    Products with it save codes for their backward pass, and have gradients for their input, none for the weight. Any
+    other use sees the dequantised weight; writing to it raises RuntimeError.
     """
 
     stored: Stored
 
     @staticmethod
     def of(stored: Stored) -> Quantised:
-        """The value that stands in the weight's place."""
+        """Wrap stored codes as a tensor with the weight's shape and dtype."""
         shape, strides = (
             list(stored.shape),
             [math.prod(stored.shape[place + 1 :]) for place in range(len(stored.shape))],
@@ -112,7 +112,7 @@ class Quantised(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The rule of a product or a move; what a plain weight says of its shape and place; else of the numbers."""
+        """Dispatch products and moves to their rules and queries of shape or device; else dequantise the weight."""
         if func in _RULES:
             return _RULES[func](*args, **(kwargs or {}))
         if func in _SAID:
@@ -127,7 +127,7 @@ class Quantised(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # pyright: ignore
-        """RuntimeError: nothing comes here but what does not ask `__torch_function__`."""
+        """Raise RuntimeError for calls that bypass `__torch_function__`."""
         raise RuntimeError(f"{func} of a quantised weight, whose numbers it would not see")
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -135,11 +135,11 @@ class Quantised(Tensor):
 
 
 def quantised_weight(weight: Tensor, kind: Kind, *, turned: bool = False) -> Quantised:
-    """A weight [..., out, in] in codes, on its device; one [..., in, out] if `turned`. It is coded on the CPU, so that
-    codes are the same on every device.
+    """Quantise a weight [..., out, in], or [..., in, out] if `turned`, on its device. Codes are computed on the CPU, so
+    that they are equal for every device.
 
     Raises ValueError without bitsandbytes, for another kind, for numbers that are not finite, and for a library whose
-    codes are further from the weight than theirs may be.
+    codes are too far from the weight.
     """
     library_needed(kind)
     form, whole = Form(kind, weight.shape, weight.dtype, turned), weight.detach().to("cpu", torch.float32)
@@ -158,7 +158,7 @@ def quantised_weight(weight: Tensor, kind: Kind, *, turned: bool = False) -> Qua
 
 
 def library_needed(kind: Kind) -> None:
-    """Raises ValueError where the library is not installed, and for a kind that fppo does not know."""
+    """Raise ValueError if bitsandbytes is not installed, and for an unknown kind."""
     if kind not in _GAPS:
         raise ValueError(f"quantised weights: unknown kind {kind!r}; there are {list(_GAPS)}")
     try:
@@ -171,7 +171,7 @@ def library_needed(kind: Kind) -> None:
 
 
 def plain(weight: Tensor) -> Tensor:
-    """The dequantised weight, in its dtype; one that is not quantised as it is."""
+    """Dequantise a weight, in its dtype; a plain weight is returned as it is."""
     if not isinstance(weight, Quantised):
         return weight
     rows = _rows(weight.stored)
@@ -179,7 +179,7 @@ def plain(weight: Tensor) -> Tensor:
 
 
 def taking_quantised(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A kernel for linear layers that takes quantised weights, too, and computes with the dequantised ones."""
+    """Extend a kernel for linear layers to quantised weights, which it gets dequantised."""
 
     def call(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not isinstance(weight, Quantised):
@@ -197,13 +197,14 @@ def _product(
     forth: Callable[..., Tensor],
     back: Callable[..., Tensor],
 ) -> Tensor:
-    """`forth(x, W, bias, *beside)` of the weight in codes; `back(grad, W, *beside)` is its gradient for x."""
+    """A product `forth(x, W, bias, *beside)` with a quantised weight; `back(grad, W, *beside)` is its gradient for
+    x."""
     stored = weight.stored
     return _Product.apply(x, stored.codes, stored.scales, bias, stored, forth, back, *beside)  # type: ignore[return-value]
 
 
 class _Product(torch.autograd.Function):
-    """A product with a weight in codes, which is dequantised again in the backward pass."""
+    """A product with a quantised weight, which is dequantised again in the backward pass."""
 
     @staticmethod
     def forward(  # torch's signature
@@ -218,7 +219,7 @@ class _Product(torch.autograd.Function):
         *beside: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(codes, scales, *beside)
-        # without tensors, which would outlive the hooks of recomputed layers
+        # no tensors here: they would escape the saved-tensor hooks of recomputed layers
         ctx.form, ctx.back = (stored.kind, *stored[3:]), back
         return forth(x, plain(Quantised.of(stored)), bias, *beside)
 
@@ -239,7 +240,7 @@ def _rows(stored: Stored) -> Tensor:
         return codes.new_ones(shape, dtype=dtype)
     if kind == "int8":
         return (codes * (scales / 127)[..., None]).to(dtype)
-    # in rows of one block: the library's CPU code (0.50) is wrong where blocks run over the ends of rows
+    # in rows of one block: the library's CPU code (0.50) is wrong where blocks cross the ends of rows
     direct, blocks = dtype if dtype in _DIRECT else torch.float32, (scales.numel(), BLOCK)
     flat, scales = codes.reshape(-1, 1), scales.reshape(-1)
     rows = torch.ops.bitsandbytes.dequantize_4bit(flat, scales, BLOCK, kind, blocks, direct)
@@ -248,21 +249,21 @@ def _rows(stored: Stored) -> Tensor:
 
 
 def _blocks(rows: Tensor) -> Tensor:
-    """Matrices [..., out, in] as blocks [..., n, 64], each filled up with zeros."""
+    """Matrices [..., out, in] as blocks [..., n, 64], each matrix padded with zeros."""
     flat = rows.flatten(-2)
     return F.pad(flat, (0, -flat.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def _check(rows: Tensor, stored: Stored) -> None:
-    """Raises ValueError if what is stored of a weight on the CPU is not near it."""
+    """Raise ValueError if stored codes, dequantised on the CPU, are not near their weight."""
     if not rows.numel():
         return
     away = (_rows(stored) - rows).abs()
     away = _blocks(away) if stored.kind == "nf4" else away
     if bool((away.amax(-1).flatten() > _GAPS[stored.kind] * stored.scales.flatten()).any()):
         raise ValueError(
-            f"bitsandbytes dequantises a weight {list(stored.shape)} in {stored.kind} to numbers that are not near it "
-            "on this machine: install another version, or leave model.lora.base out"
+            f"bitsandbytes dequantises a weight {list(stored.shape)} in {stored.kind} to wrong numbers on this "
+            "machine: install another version, or leave model.lora.base out"
         )
 
 
@@ -306,7 +307,7 @@ def _grouped(input: Tensor, mat2: Tensor, offs: Tensor, bias: None = None, out_d
 
 
 def _item(weight: Quantised, index: Any) -> Tensor:
-    """One or some experts of a stack, in codes."""
+    """Select one or some experts of a stack, still quantised."""
     stored = weight.stored
     if weight.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
         return plain(weight)[index]
@@ -329,7 +330,7 @@ def _turned(weight: Quantised, *dims: int) -> Tensor:
 
 
 def _to(weight: Quantised, *args: Any, **kwargs: Any) -> Quantised:
-    """Move the codes to another device, or prepare them for another dtype."""
+    """Move codes to another device, or change the dtype of their dequantised value."""
     kwargs.pop("copy", None)
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
     stored = weight.stored

@@ -1,8 +1,8 @@
-"""Layers that are computed again in the backward pass, whole or but for their attention.
+"""Recompute layers in the backward pass, whole or but for their attention.
 
-torch's own selective checkpoints keep the results of single operations, by name, and fail where a layer does not run
-the same operations twice, as one that gathers its shards does. Attention here is any function: several operations, a
-ring with collectives, a kernel of one's own. So it is the call of attention that is kept, whatever it is made of.
+torch's selective checkpoints keep results of single operations by name. They fail for layers whose two runs differ in
+operations, such as those that gather shards. Attention is any function here: several operations, a ring with
+collectives, a user's kernel. So the result of the whole call is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def recomputed(call: Callable[..., Any], how: Recompute, /, *args: Any, **kwargs: Any) -> Any:
-    """`call(*args, **kwargs)`, of which only the arguments are kept for the backward pass, where it runs again; if
-    "selective", with all that its attention keeps but queries, keys and values, and attention runs once."""
+    """Run `call(*args, **kwargs)` as a checkpoint: only its arguments are saved, and the backward pass runs it again.
+    If "selective", attention runs once, and its saved tensors but queries, keys and values are kept too."""
     attend = kwargs.get("attend")
     if how == "selective" and attend is not None and torch.is_grad_enabled():
         kwargs["attend"], call = None, partial(_Calls().run, call, attend)
@@ -35,7 +35,7 @@ def recomputed(call: Callable[..., Any], how: Recompute, /, *args: Any, **kwargs
 
 
 class _Layout(NamedTuple):
-    """Where a tensor's numbers are in its storage."""
+    """A tensor's view of its storage."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -47,20 +47,20 @@ class _Layout(NamedTuple):
 
 
 class _AttentionView(NamedTuple):
-    """What attention saved of one of its inputs."""
+    """A view of an input that attention saved for its backward pass."""
 
     number: int
     layout: _Layout
 
 
 class _OuterTensor(NamedTuple):
-    """In the place of a saved tensor: what the checkpoint around has in its place."""
+    """A saved tensor held by the enclosing checkpoint, by its handle."""
 
     holder: Any
 
 
 class _AttentionCall(NamedTuple):
-    """A call of attention, as its recomputation needs it."""
+    """The record of a call of attention for its recomputation."""
 
     output: Any
     trains: bool
@@ -69,16 +69,16 @@ class _AttentionCall(NamedTuple):
 
 
 class _Calls:
-    """The calls of attention in one layer of one pass: made when it first runs, and afterwards given back."""
+    """The calls of attention in one layer of one pass: recorded in the first run, replayed in later ones."""
 
     def __init__(self) -> None:
-        # outside the checkpoint; a saved output that is no copy holds the node that holds it
+        # the hooks outside the checkpoint; a saved output must be a copy, or it forms a cycle with its node
         self._keep, self._give = _hooks() or (Tensor.detach, lambda kept: kept)
         self._calls: list[_AttentionCall] = []
         self._made = False
 
     def run(self, call: Callable[..., Any], attend: Attend, /, *args: Any, **kwargs: Any) -> Any:
-        """`call` with an `attend` that is called once."""
+        """Run `call` with an `attend` that computes in the first run and replays its results afterwards."""
         if self._made:
             return call(*args, **{**kwargs, "attend": _over(attend, partial(self._again, iter(self._calls)))})
         outputs: list[tuple[Tensor, int]] = []
@@ -126,10 +126,10 @@ class _Calls:
     def _again(
         self, calls: Iterator[_AttentionCall], query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer
     ) -> Tensor:
-        """What the checkpoint around is to have of the inputs, and the output that was kept."""
+        """Save the recorded views of the inputs to the enclosing checkpoint, and return the recorded output."""
         inputs, call = _inputs(query, key, value, layer), next(calls)
         if [_Layout.of(x) for x in inputs] != call.inputs:
-            raise RuntimeError("a layer that was computed again gave attention inputs of another layout")
+            raise RuntimeError("a recomputed layer called attention with inputs of another layout")
         pack_again, _ = cast(Hooks, _hooks())
         for number, layout in call.views:
             pack_again(inputs[number].detach().as_strided(*layout))
@@ -141,10 +141,10 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) ->
 
 
 def _over(attend: Attend, own: Attend) -> Attend:
-    """`own`, which knows the rows that `attend` knows."""
+    """The function `own` with the rows of `attend`, if it has any."""
     return attrs.evolve(attend, attend=own) if isinstance(attend, RowWise) else own
 
 
 def _hooks() -> Hooks | None:
-    """What torch does with saved tensors just now: it calls the innermost hooks alone."""
+    """The current saved-tensor hooks of torch; it calls the innermost alone."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]

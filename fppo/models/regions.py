@@ -1,8 +1,8 @@
-"""The seams of a model on a tensor or expert axis: where a rank's slice of the tokens becomes all of them, and back.
+"""Seams of a model on a tensor or expert axis, which gather a rank's slice of the tokens and scatter it again.
 
 Between blocks (attention, MLP) the packed row is cut over the axis. A block gathers it, computes on its cut of the
-parameters, and scatters the sum of all ranks' outputs: two collectives, and none inside. So every rank's gradient of
-what is not cut is a share (Korthikanti et al., 2022, arXiv:2205.05198).
+parameters, and scatters the sum of all ranks' outputs: two collectives, and none inside. Hence every rank's gradient of
+an uncut parameter is a share of the sum (Korthikanti et al., 2022, arXiv:2205.05198).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fppo_kernels.collectives import Axis
 
 
 class Region:
-    """The axis of a seam; a copy of a skeleton has the same."""
+    """The axis of a seam, shared by copies of a skeleton."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -29,16 +29,16 @@ class Region:
         return self
 
     def enter(self, x: Tensor) -> Tensor:
-        """All tokens [B, S, H] from this rank's."""
+        """Gather all tokens [B, S, H] from the ranks' slices."""
         return collectives.all_gather(x, self.axis, dim=1)
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's tokens of the sum of all ranks' `x` [B, S, H]."""
+        """Sum all ranks' `x` [B, S, H] and return this rank's slice of the tokens."""
         return collectives.reduce_scatter(x, self.axis, dim=1)
 
 
 class _Seam(nn.Module):
-    """Stands in a module's place, under its parameter names."""
+    """Replaces a module and keeps its parameter names."""
 
     def __init__(self, inner: nn.Module, region: Region) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class _Seam(nn.Module):
 
 
 def replace(skeleton: nn.Module, path: str, seam: Callable[[Any], nn.Module]) -> None:
-    """Puts a seam in a module's place; a layer's seam shares the layer's modules."""
+    """Replace a module by a seam; a layer's seam shares the layer's modules."""
     parent, _, child = path.rpartition(".")
     modules = skeleton.get_submodule(parent)._modules
     modules[child] = seam(modules[child])
 
 
 class BlockSeam(_Seam):
-    """A block on a cut of its parameters, between all ranks' tokens and this rank's."""
+    """A block with cut parameters: gathers all ranks' tokens, and returns this rank's slice of the sum."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         (block,), region = self._inner, self.region
@@ -72,7 +72,7 @@ class BlockSeam(_Seam):
 
 
 class EmbeddingSeam(_Seam):
-    """An embedding of which this rank has the rows from `first` on; of its output it keeps this rank's tokens."""
+    """An embedding cut by rows, this rank's from `first` on; its output is this rank's slice of the tokens."""
 
     def __init__(self, inner: nn.Embedding, region: Region, first: int) -> None:
         super().__init__(inner, region)
@@ -83,7 +83,8 @@ class EmbeddingSeam(_Seam):
         return self.region.leave(self.share(tokens))
 
     def share(self, tokens: Tensor) -> Tensor:
-        """The embeddings [..., H] of the tokens that this rank has, zeros for others: ranks' shares add up to all."""
+        """The embeddings [..., H] of tokens among this rank's rows, zeros for others; the sum over ranks is
+        complete."""
         (embedding,), rows = self._inner, len(self._parameters["weight"])  # type: ignore[arg-type]
         places = tokens - self._first
         own = (places >= 0) & (places < rows)
@@ -94,8 +95,7 @@ class EmbeddingSeam(_Seam):
 
 
 class WidthSeam(_Seam):
-    """A norm over the whole width of what is cut along it, as `cut` says: it gathers the width, and takes this rank's
-    part of the result."""
+    """A norm over a width cut by `cut`: gathers the width, and returns this rank's part of the result."""
 
     def __init__(self, inner: nn.Module, region: Region, cut: Cut) -> None:
         super().__init__(inner, region)
@@ -108,24 +108,24 @@ class WidthSeam(_Seam):
         return out.narrow(-1, cut.part(axis.rank, axis.size) * x.shape[-1], x.shape[-1])
 
 
-# (rows to each rank's experts [R, own], rows from each rank to the own ones [R, own], rows in all) -> how many rows go
-# to each rank, and how many come
+# (rows to each rank's experts [R, E / R], rows from each rank to this rank's experts [R, E / R], rows in total) -> the
+# numbers of rows sent to and received from each rank
 Sizes = Callable[[Tensor, Tensor, int], tuple[list[int], list[int]]]
 
 
 def exchanged_rows(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and how many come from it: the one wait for the device."""
+    """The numbers of rows sent to each rank and received from it; the only wait for the device."""
     del rows
     sent, received = torch.stack([counts.sum(1), others.sum(1)]).tolist()
     return sent, received
 
 
 class ExpertsSeam(_Seam):
-    """The experts of this rank of an expert axis, of which every rank has as many: tokens go to the ranks of their
-    experts, and what comes of them comes back to be weighted and summed here.
+    """The experts of this rank of an expert axis, equally many on every rank: tokens are sent to the ranks of their
+    experts, and the results are sent back, weighted and summed.
 
-    Inside a block on a tensor axis, whose ranks all have all tokens, a rank sends its slice of them: what the ranks
-    give are parts of a sum.
+    Inside a block on a tensor axis, where every rank has all tokens, a rank sends its slice; the output is its share of
+    the sum over the tensor ranks.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class ExpertsSeam(_Seam):
         return F.pad(out, (0, 0, before, count - before - own))
 
     def _dispatched(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """What all ranks' experts make of these tokens."""
+        """The weighted sum of all ranks' experts' outputs for these tokens."""
         (experts,), axis = self._inner, self.region.axis
         own: int = experts.num_experts  # type: ignore[assignment]
         flat = chosen.flatten()
@@ -159,11 +159,10 @@ class ExpertsSeam(_Seam):
         return (back.view(*weights.shape, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
     def _of(self, rows: Tensor, numbers: Tensor) -> Tensor:
-        """What this rank's experts, by their numbers here, make of rows of their own each."""
+        """The outputs of this rank's experts for rows, each with the local index of its expert."""
         (experts,) = self._inner
         if len(rows):
             return experts(rows, numbers[:, None], rows.new_ones(len(rows), 1))
-        # a row of zeros, whose result is dropped: parameters and what was sent stay parts of the graph, for its
-        # collectives
+        # a row of zeros with its result dropped keeps parameters and received rows in the graph, for its collectives
         nothing = experts(rows.new_zeros(1, rows.shape[1]), numbers.new_zeros(1, 1), rows.new_ones(1, 1))
         return nothing[:0] + rows * 0.0

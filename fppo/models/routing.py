@@ -1,7 +1,7 @@
-"""Routers of mixtures of experts: which experts a pass chooses, recorded, or chosen again as another pass chose them.
+"""Routers of mixtures of experts: record a pass's choices of experts, or replay those of another pass.
 
-Routers choose by torch.topk. To choose again is to answer it with the experts of the other pass: each family's own
-scores, normalisation and gradients stay (router replay, arXiv:2510.11370).
+Routers choose by torch.topk. A replay returns the other pass's experts from topk, so that each family's own scores,
+normalisation and gradients stay (router replay, arXiv:2510.11370).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fppo.models.seams import take_place
 
 @attrs.frozen
 class Router:
-    """A router: its layer, how many of how many experts it chooses, and the name of its bias, where that is state."""
+    """A router: its layer, the numbers of experts and of chosen ones, and the name of its bias if that is state."""
 
     layer: int
     experts: int
@@ -30,29 +30,29 @@ class Router:
 
 
 class Routed(NamedTuple):
-    """What a router gave for N tokens."""
+    """The outputs of a router for N tokens."""
 
     logits: Tensor  # [N, E]
     chosen: Tensor  # [N, k] int64
-    own: Tensor  # [N, k] int64: what it would have chosen by itself, if that was asked; else `chosen`
+    own: Tensor  # [N, k] int64: its choice without replay, if requested; else `chosen`
 
 
 class Routes:
-    """What the routers of one pass chose, by their numbers; `again` [N, L, k] is what they are to choose, and `own`
-    asks what they would have chosen by themselves."""
+    """The choices of one pass's routers, by router index. `again` [N, L, k] int64 has choices to replay; `own` also
+    records the choices without replay."""
 
     def __init__(self, again: Tensor | None = None, *, own: bool = False) -> None:
         self.again, self.own = again, own
         self.routed: dict[int, Routed] = {}
 
     def through(self, layer: nn.Module) -> nn.Module:
-        """A layer whose routers tell, and choose as they are told; the layer itself if it has none."""
+        """Wrap a layer so that its routers record or replay choices; a layer without routers is returned as it is."""
         routers = [module for module in layer.modules() if isinstance(module, RouterSeam)]
         return RoutedLayer(layer, routers, self) if routers else layer
 
 
 class RoutedLayer(nn.Module):
-    """Stands in a layer's place for one pass, also where the pass computes the layer again."""
+    """Replaces a layer for one pass, its recomputation included."""
 
     def __init__(self, layer: nn.Module, routers: Sequence[RouterSeam], routes: Routes) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class RoutedLayer(nn.Module):
 
 
 class RouterSeam(nn.Module):
-    """Stands in a router's place; without `Routes` it is the router."""
+    """Replaces a router, and acts as it without `Routes`."""
 
     def __init__(self, number: int, router: nn.Module, experts: int) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class RouterSeam(nn.Module):
                 raise ValueError(f"{type(router).__name__} chooses experts without torch.topk: fppo cannot replay it")
         logits, _, chosen = out
         own = chosen if choose is None or choose.own is None else choose.own
-        routes.routed.setdefault(self._number, Routed(logits, chosen, own))  # what is computed again is the same
+        routes.routed.setdefault(self._number, Routed(logits, chosen, own))  # recomputation gives the same
         return out
 
 
 class Choose(TorchFunctionMode):
-    """Inside it the top `chosen` [N, k] of scores [N, `experts`] are those; with `own` it keeps what they would be."""
+    """Within this context the topk of scores [N, `experts`] is `chosen` [N, k]; `own` records the real topk."""
 
     def __init__(self, chosen: Tensor, experts: int, *, own: bool = False) -> None:
         super().__init__()
@@ -110,10 +110,10 @@ class Choose(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.topk, Tensor.topk) and args[0].shape[1:] == (self._experts,):  # others are of groups
+        if func in (torch.topk, Tensor.topk) and args[0].shape[1:] == (self._experts,):  # others choose groups
             if len(args[0]) != len(self._chosen):
                 raise ValueError(
-                    f"a router gets {len(args[0])} tokens, and the experts of {len(self._chosen)} to choose"
+                    f"a router gets {len(args[0])} tokens, and the replayed experts of {len(self._chosen)}"
                 )
             self.asked = True
             if self._asks_own:
@@ -123,25 +123,25 @@ class Choose(TorchFunctionMode):
 
 
 def experts_of(routed: Mapping[int, Routed], routers: Sequence[Router], like: Tensor) -> Tensor:
-    """What routers choose by themselves for N tokens, as many as `like` [N] has: uint8 or int32 [N, L, k], zeros for
-    those that did not run."""
+    """The routers' choices without replay for N tokens, the length of `like` [N]: uint8 or int32 [N, L, k], zeros for
+    routers that did not run."""
     nothing = like.new_zeros(len(like), routers[0].chosen, dtype=torch.int64)
     own = [routed[number].own if number in routed else nothing for number in range(len(routers))]
     return torch.stack(own, 1).to(torch.uint8 if routers[0].experts <= 1 << 8 else torch.int32)
 
 
 def planned(config: PreTrainedConfig, rule: str, paths: Iterable[str]) -> list[str]:
-    """The paths, inside the base model, to which transformers' plan of expert parallelism applies a rule."""
+    """The paths, inside the base model, with this rule in transformers' plan of expert parallelism."""
     plan: Mapping[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     patterns = [re.escape(pattern).replace(r"\*", r"\d+") for pattern, own in plan.items() if own == rule]
     return [path for path in paths if any(re.fullmatch(pattern, path) for pattern in patterns)]
 
 
 def put_routers(base: PreTrainedModel, layers: Sequence[str], buffers: Mapping[str, torch.Size]) -> tuple[Router, ...]:
-    """Replaces the routers in `base` by seams; `buffers` are those that hold state. transformers names their class
-    among what it records, or, in older versions, their paths in its plan of expert parallelism.
+    """Replace the routers in `base` by seams; `buffers` are those with state. Routers are found by their class among
+    the outputs that transformers records or, in older versions, by their paths in its plan of expert parallelism.
 
-    Empty for a model whose routers fppo does not know: of several kinds, or without a matrix of a row per expert.
+    Empty for a model with unknown routers: of several kinds, or without a matrix of a row per expert.
     """
     recorders = (getattr(base, "_can_record_outputs", None) or {}).get("router_logits")
     kind = recorders if isinstance(recorders, type) else getattr(recorders, "target_class", None)

@@ -1,7 +1,7 @@
-"""Who knows the rows of a pass: for attention, and for mixers that carry states along a row.
+"""The rows of a pass, for attention and for mixers with recurrent states.
 
-transformers' own code of such mixers knows no ends of rows in a packed row, but for kernels that are installed beside
-it. So each row runs by itself, and rows of like length together.
+transformers' own code of such mixers cannot see where rows end in a packed row, except with optional kernels. So rows
+run separately, those of similar length together.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fppo_kernels.padding import Lengths, sent
 
 
 class Mixer(Protocol):
-    """A mixer's outputs [B, S, ...] for rows of tokens [B, S, H], which go on from the states in a cache."""
+    """A mixer's outputs [B, S, ...] for rows of tokens [B, S, H], continued from the states in a cache."""
 
     def __call__(self, hidden: Tensor, states: Cache | None) -> Any: ...
 
 
 class Carry(Protocol):
-    """What a mixer gives for the tokens of a call [B, S, H], of which the function knows the rows."""
+    """Run a mixer on the tokens of a call [B, S, H], row by row; implementations know the rows."""
 
     def __call__(self, mixer: Mixer, hidden: Tensor) -> Any: ...
 
 
 @attrs.frozen
 class RowWise:
-    """`attend`, and what carries states along the same rows."""
+    """An `attend` function, and the `carry` of recurrent states along the same rows."""
 
     attend: Attend
     carry: Carry
@@ -46,14 +46,14 @@ class RowWise:
 class RowGroup(NamedTuple):
     """Rows of a packed row that run together, padded on the right to the longest: [B, S] = `shape`."""
 
-    tokens: Tensor  # [M]: in the packed row
-    places: Tensor  # [M]: in [B * S]
+    tokens: Tensor  # [M]: indices in the packed row
+    places: Tensor  # [M]: indices in [B * S]
     shape: tuple[int, int]
     rows: tuple[int, ...]
 
 
 def grouped(lengths: Lengths, *, like: float) -> list[RowGroup]:
-    """The rows of a packed row in groups, each no shorter than `like` times the longest of its group."""
+    """Group the rows of a packed row, each no shorter than `like` times the longest of its group."""
     sizes = lengths.lengths
     starts = [0, *accumulate(sizes)]
     groups: list[list[int]] = []
@@ -72,7 +72,7 @@ def _group(rows: Sequence[int], sizes: Sequence[int], starts: Sequence[int], dev
 
 
 def by_groups(groups: Sequence[RowGroup], hidden: Tensor, run: Callable[[int, Tensor], Any]) -> Any:
-    """What `run(number, rows)` gives for the groups' rows [B, S, H], as of a packed row `hidden` [1, N, H]."""
+    """Call `run(number, rows)` on each group's rows [B, S, H] of a packed `hidden` [1, N, H]; outputs [1, N, ...]."""
     packed = hidden[0]
     outputs = []
     for number, (tokens, places, (count, width), _) in enumerate(groups):
@@ -97,18 +97,18 @@ def _each(outputs: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 class PackedRows:
-    """Carries states along the rows of a packed row, from zero in each."""
+    """The carry of states along the rows of a packed row, each from zero."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths, self._groups = lengths, None
 
     def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
-        self._groups = self._groups or grouped(self._lengths, like=0.5)  # what follows a row's end is not seen from it
+        self._groups = self._groups or grouped(self._lengths, like=0.5)  # padding after a row has no effect on it
         return by_groups(self._groups, hidden, lambda _, rows: mixer(rows, None))
 
 
 class PaddedRows:
-    """Carries states along padded rows, past the padding of `attention_mask` (bool [B, S]), from zero in each."""
+    """The carry of states along padded rows, skipping the padding of `attention_mask` (bool [B, S]), each from zero."""
 
     def __init__(self, attention_mask: Tensor) -> None:
         self._mask = attention_mask.bool()
@@ -120,7 +120,7 @@ class PaddedRows:
 
 
 def packed_attention(attention: Callable[..., Tensor], lengths: Lengths) -> RowWise:
-    """`attend` for packed tokens, from an attention kernel over query [N, Hq, D] and the packed lengths."""
+    """The `attend` of packed tokens, from an attention kernel over query [N, Hq, D] and the packed lengths."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)
@@ -132,11 +132,11 @@ def packed_attention(attention: Callable[..., Tensor], lengths: Lengths) -> RowW
 
 
 def padded_attention(attention_mask: Tensor) -> RowWise:
-    """`attend` for padded rows with real tokens where `attention_mask` (bool [B, S]) is True; for tests and checks."""
+    """The `attend` of padded rows, real tokens where `attention_mask` (bool [B, S]) is True; for tests and checks."""
     width = attention_mask.shape[1]
     place = torch.arange(width, device=attention_mask.device)
     distance = place[:, None] - place[None, :]
-    # a padding token sees itself, so that no softmax is empty
+    # a padding token attends to itself, so that no softmax is empty
     visible = (attention_mask.bool()[:, None, :] & (distance >= 0)) | (distance == 0)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:

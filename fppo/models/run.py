@@ -1,4 +1,4 @@
-"""Running a model on parameters."""
+"""Run a model on parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Call(nn.Module):
-    """`fn(skeleton)` as a module, so that functional_call binds the skeleton's parameters around it."""
+    """A module that calls `fn(skeleton)`, so that functional_call binds the skeleton's parameters around it."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         super().__init__()
@@ -48,17 +48,17 @@ def bind(
     compiled: bool = False,
     partial: bool = False,
 ) -> T:
-    """`fn(skeleton)` with `params` in the skeleton for as long as `fn` runs; inside its layers run those of `kernels`,
-    and the layers are `compiled` or as they are.
+    """Call `fn(skeleton)` with `params` in the skeleton for the duration of the call, with `kernels` inside its layers,
+    and the layers `compiled` or not.
 
-    Raises ValueError if a parameter is missing, unless `partial`: then whoever applies the layers brings the rest; and
-    for a kernel that has no place in the model.
+    Raises ValueError for a missing parameter, unless `partial`, where `apply_layer` supplies the layers'; and for a
+    kernel without a module to replace.
     """
     if not partial:
         params = model.joined(params)
         missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
         if missing:
-            raise ValueError(f"the model needs parameters that are not there: {missing}")
+            raise ValueError(f"the model's parameters {missing} are missing")
     skeleton = model.own_skeleton(OWN if kernels is None else inner_of(kernels), compiled=compiled)
     base_params = _base_params(model, params)
     device = next(iter(base_params.values())).device
@@ -69,8 +69,8 @@ def bind(
 
 
 def in_compute_dtype(model: Model, params: Mapping[str, Tensor]) -> Params:
-    """Parameters, whole or parts, of which a pass takes what it takes of `params`, bit for bit: in the compute dtype
-    where it casts them. A vocabulary head that is adapted stays as it is, since its factors are merged first."""
+    """Cast parameters, whole or parts, to the compute dtype where a pass would, so that its numbers stay the same bit
+    for bit. An adapted vocabulary head keeps its dtype, since its factors are merged before the cast."""
     head, bias = vocabulary_head(model)
     adapted = model.frozen is not None and head in model.frozen.places
     kept = {bias} | ({head, *(head + factor for factor in FACTORS)} if adapted else set[str]())
@@ -89,7 +89,8 @@ def _base_params(model: Model, params: Params) -> Params:
 
 
 def _bound(model: Model, name: str, x: Tensor) -> Tensor:
-    """A parameter as a pass takes it. What ranks add to a sum of theirs once, the first of them brings."""
+    """A parameter as a pass takes it: cast, and zero on all but the first rank if it is added once to a sum of
+    ranks."""
     if name in model.buffers or is_coded(name):
         return x.detach()
     layout = model.layout
@@ -98,8 +99,8 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
 
 
 def _woven(model: Model, start: str, tensors: Params) -> Params:
-    """`tensors`, named without `start`, with each weight in the place of its codes and scales, and each adapted weight
-    in that of a weight and its factors."""
+    """Replace codes and scales in `tensors`, named without `start`, by quantised weights, and weights with factors by
+    adapted ones."""
     tensors = values(tensors, model.forms, model.compute_dtype, start=start) if model.forms else tensors
     if model.frozen is None:
         return tensors
@@ -130,8 +131,8 @@ def forward(
     routes: Routes | None = None,
     deep: Deep | None = None,
 ) -> Tensor:
-    """Hidden states [B, S, H] after the last norm, of tokens [B, S] and positions [B, S] or [3, B, S], from inside
-    `bind`; with `embedded` [B, S, H] in the place of the tokens' embeddings, and `deep` images for the first layers."""
+    """Hidden states [B, S, H] after the last norm, of tokens [B, S] and positions [B, S] or [3, B, S]; call it inside
+    `bind`. `embedded` [B, S, H] replaces the tokens' embeddings, and `deep` has image features for the first layers."""
     inputs = {"input_ids": tokens} if embedded is None else {"inputs_embeds": embedded}
     keywords = {"attend": attend, "apply_layer": apply_layer, "routes": routes}
     handed = next(x for x in skeleton.modules() if isinstance(x, LayerSeam)).handed
@@ -156,15 +157,14 @@ def hidden_states(
 ) -> Tensor:
     """Hidden states after the last norm: [N, H] of packed tokens [N], or [B, S, H] of rows [B, S].
 
-    Positions are like the tokens, or with a first dimension of 3. Images come as `received`: their features stand for
-    tokens, as what an earlier stage of a pipeline gives does.
+    Positions have the tokens' shape, or a further first dimension of 3. `received` holds a pass's images, or the hidden
+    states of the pipeline's previous stage.
 
-    What is inside the layers runs by `kernels`, or by the model's own code. With `apply_layer` the layers' parameters
-    need not be in `params`; casting and checkpointing are then its business. A stage of a pipeline gives what its last
-    layer does, the last stage that after the norm; all but the first take what the one before gave as `received`.
-    `routes` gets what routers choose, or says what they are to. `longest` is the length of the longest row, for which
-    the host waits without it. Raises ValueError for rows longer than `longest_row`, and for a kernel that has no place
-    in the model.
+    Operations inside the layers run on `kernels`, or as the model's own code. With `apply_layer` the layers' parameters
+    need not be in `params`; it then casts and checkpoints. A stage of a pipeline returns the output of its last layer,
+    the last stage that after the norm. `routes` records the routers' choices or replays others. `longest` is the length
+    of the longest row; without it the host may wait for the device. Raises ValueError for rows longer than
+    `longest_row`, and for a kernel without a module to replace.
     """
     _check_length(model, positions, longest)
     images, received = (received, None) if isinstance(received, Images) else (None, received)
@@ -199,14 +199,15 @@ def hidden_states(
 
 
 def _only_span(model: Model, received: Tensor | None) -> Span | None:
-    """The stage that a model on a pipeline axis is. Raises ValueError for one that cannot run alone."""
+    """The single stage of a model on a pipeline axis, else None. Raises ValueError for a model that cannot run
+    alone."""
     if not model.spans:
         return None
     (span, *others), layers = model.spans, [list(span.layers) for span in model.spans]
     if others or (received is None) != (span.stage == 0):
         raise ValueError(
-            f"this rank has the layers {layers} of a model on a pipeline axis, which run only together with the other "
-            "ranks': call compute_outputs or an update on all of them"
+            f"this rank has the layers {layers} of a model on a pipeline axis, which run only together with those of "
+            "the other ranks: call compute_outputs or an update on all of them"
         )
     return span
 
@@ -233,7 +234,7 @@ def call_layer(
 ) -> Any:
     """The layer's output on `layer_params`, named as inside the layer and cast here to the compute dtype.
 
-    It needs no `bind` around it, so it may run again in a backward pass.
+    No `bind` is needed, so a backward pass may run it again.
     """
     start = f"{model.layers[index]}."
     tensors = {name: _bound(model, f"{model.prefix}{start}{name}", x) for name, x in layer_params.items()}
@@ -245,10 +246,10 @@ def call_layer(
 
 
 def checkpointed_layers(model: Model, layer_params: Mapping[str, Tensor]) -> ApplyLayer:
-    """`apply_layer` that keeps only each layer's input for the backward pass, and what its attention keeps if the model
-    says so. Parameters by their skeleton names.
+    """An `apply_layer` that recomputes layers in the backward pass, as the model's `checkpoint_layers` says. Parameters
+    are named as in the skeleton.
 
-    The cast to the compute dtype is inside: no low-precision copy of the weights outlives its layer.
+    The cast to the compute dtype is recomputed too: no low-precision copy of the weights outlives its layer.
     """
 
     def apply_layer(index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Models to Hugging Face checkpoints, file by file, from whole parameters or from shards."""
+"""Save models as Hugging Face checkpoints, file by file, from whole parameters or from shards."""
 
 from __future__ import annotations
 
@@ -37,15 +37,14 @@ def save(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     mesh: Mesh = LOCAL,
 ) -> None:
-    """Writes parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
+    """Write parameters as a directory that transformers loads: AutoModelForCausalLM, or for a value head
     AutoModelForTokenClassification with a label for each output where the family has that class.
 
-    It is written beside `directory` first and takes its place at the end: of nothing, of an empty directory, or of what
-    was saved there before, as `check_replaceable` has it. Every rank of the mesh calls it, and the first one writes; on
-    a mesh that cuts parameters `params` are its parts. They are gathered and written one by one, so beyond its parts no
-    rank holds more than one parameter. All ranks return when it is written, or fail with the first one. Raises
-    ValueError if `params` do not fit, or if there is something else at `directory`. Of an adapted model the merged
-    weights are written.
+    A draft is written next to `directory` and moved to it at the end, replacing an empty directory or an earlier save
+    (`check_replaceable`). Every rank of the mesh must call, and the first one writes; on a mesh that cuts parameters
+    `params` are this rank's parts. They are gathered and written one by one, so that no rank holds more than its parts
+    and one parameter. All ranks return once it is written, or fail with the first one. Of an adapted model the merged
+    weights are written. Raises ValueError if `params` do not fit, or if `directory` holds anything else.
     """
     if model.frozen is not None:
         model, params = model.plain, lora.merged(model, params, mesh=mesh)
@@ -81,9 +80,9 @@ def save_config(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     generation_config: GenerationConfig | None = None,
 ) -> None:
-    """Writes all of a model but its parameters: the configs, a custom model's code, the tokenizer.
+    """Write a model's directory without parameters: the configs, a custom model's code, the tokenizer.
 
-    `build` makes the model again of it. Raises ValueError as `save` does for what is in its way.
+    `build` restores the model from it. Raises ValueError as `save` does if `directory` holds anything else.
     """
     with replacing(directory) as draft:
         whole = (model.unplaced or model).plain
@@ -101,7 +100,7 @@ def _save_others(
 
 
 def _check(model: Model, params: Params, mesh: Mesh) -> None:
-    """Raises ValueError if the parameters are not this rank's of the model."""
+    """Raise ValueError unless the parameters are this rank's of the model."""
     misfits = sorted(set(params) ^ set(model.shapes))
     own = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
     misfits = misfits or [name for name, x in params.items() if tuple(x.shape) != own[name]]
@@ -110,7 +109,7 @@ def _check(model: Model, params: Params, mesh: Mesh) -> None:
 
 
 def first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> None:
-    """Runs `act` on the first rank; all wait for it, and fail if it does."""
+    """Run `act` on the first rank; all wait for it, and fail if it does."""
     problem = None
     if is_first(mesh):
         try:
@@ -127,7 +126,7 @@ def first_alone(act: Callable[[], None], mesh: Mesh, device: torch.device) -> No
 def _save_file(
     path: Path, like: Params, tensors: Iterable[tuple[str, Tensor]], mesh: Mesh, device: torch.device
 ) -> None:
-    """Writes tensors as they come on the first rank. All help until the last one, even if one could not be written."""
+    """Write tensors on the first rank as they are gathered. All ranks help to the last, even after a failed write."""
     with contextlib.ExitStack() as opened:
         writes: list[Callable[[str, Tensor], None]] = []
         problems: list[Exception] = []
@@ -159,9 +158,9 @@ def _tensors(
     dtypes: Mapping[str, torch.dtype],
     mesh: Mesh,
 ) -> Iterator[tuple[str, Tensor]]:
-    """A file's tensors on the first rank; other ranks help to gather them, and get nothing."""
+    """The tensors of a file, gathered on the first rank; other ranks help and get none."""
     if any(mesh[name].rank for name in AXES if name not in ("shard", *CUTTING_AXES, "pipeline")):
-        return  # another rank has the same part and helps
+        return  # another rank with the same part helps
     wanted = set(names)
     for group in dict.fromkeys(chosen.made_of[name] for name in names):
         whole = {}

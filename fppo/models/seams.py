@@ -1,4 +1,4 @@
-"""The two seams of a skeleton: how a layer is applied, and what computes attention."""
+"""The two seams of a skeleton: the application of a layer, and the function of attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ATTENTION = "fppo"
 
 
 class AttentionLayer(NamedTuple):
-    """What is asked of a layer's attention, beside its tensors; `sinks` [Hq]."""
+    """The arguments of a layer's attention besides query, key and value; `window` in tokens, `sinks` [Hq]."""
 
     number: int
     scale: float
@@ -25,29 +25,29 @@ class AttentionLayer(NamedTuple):
 class Attend(Protocol):
     """Attention [B, S, Hq, Dv] of query [B, S, Hq, D], key [B, S, Hkv, D] and value [B, S, Hkv, Dv].
 
-    These are the projections of the tokens in this call, after rotation; a packed row comes as B = 1. The function
-    knows which tokens may see which: from packed lengths, a padding mask, or its own cache of keys and values. With
-    the layer's `window` w a token sees itself and w - 1 before it.
+    The inputs are the projections of this call's tokens, after rotation; a packed row has B = 1. The function itself
+    holds the visibility of tokens: packed lengths, a padding mask, or its own cache of keys and values. With the
+    layer's `window` w a token attends to itself and the w - 1 before it.
     """
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor: ...
 
 
 class Through(Protocol):
-    """What a pass puts between a layer and whoever applies it: `routing.Routes`."""
+    """A wrapper of layers for one pass: `routing.Routes`."""
 
     def through(self, layer: nn.Module) -> nn.Module: ...
 
 
 class ApplyLayer(Protocol):
-    """What applying layer `index` means; the plain meaning is `layer(*args, **kwargs)`."""
+    """Apply layer `index`; plainly, `layer(*args, **kwargs)`."""
 
     def __call__(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any: ...
 
 
 def take_place(seam: nn.Module, module: nn.Module) -> None:
-    """Gives a seam what others see of the module in whose place it is to stand: attributes, parameters, children."""
-    for name, value in vars(module).items():  # a model's loop reads attention_type and the like off its layers
+    """Give a seam the attributes, parameters and children of the module that it replaces."""
+    for name, value in vars(module).items():  # a model's loop reads attention_type and the like from its layers
         if not name.startswith("_") and name not in vars(seam):
             setattr(seam, name, value)
     seam._modules, seam._parameters, seam._buffers = module._modules, module._parameters, module._buffers
@@ -55,14 +55,14 @@ def take_place(seam: nn.Module, module: nn.Module) -> None:
 
 
 class Handed:
-    """The keywords that the layers of a skeleton get in a pass whose model hands none on to them."""
+    """Keywords of a pass for the layers of a skeleton whose model passes none on to them."""
 
     def __init__(self) -> None:
         self.keywords: dict[str, Any] = {}
 
     @contextmanager
     def over(self, keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """A context in which the layers get `keywords`; what is left for the model is none."""
+        """A context in which the layers get `keywords`; it yields the model's keywords, none."""
         before, self.keywords = self.keywords, keywords
         try:
             yield {}
@@ -71,7 +71,7 @@ class Handed:
 
 
 class LayerSeam(nn.Module):
-    """Stands in a decoder layer's place, under the layer's parameter names, and lets the caller apply the layer."""
+    """Replaces a decoder layer under its parameter names, and lets the caller apply the layer."""
 
     def __init__(self, index: int, layer: nn.Module, handed: Handed | None = None) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class LayerSeam(nn.Module):
         return layer(*args, **kwargs) if apply_layer is None else apply_layer(index, layer, args, kwargs)
 
 
-def attention_seam(  # transformers calls it  # noqa: PLR0913
+def attention_seam(  # called by transformers  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -105,23 +105,24 @@ def attention_seam(  # transformers calls it  # noqa: PLR0913
     attend: Attend | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature, for query [B, Hq, S, D]; hands the work to `attend`."""
+    """Attention with transformers' signature, for query [B, Hq, S, D], computed by `attend`."""
     name = type(module).__name__
     if attend is None:
-        raise ValueError(f"{name} does not hand keyword arguments on to its attention: fppo cannot run this model")
+        raise ValueError(f"{name} does not pass keyword arguments on to its attention: fppo cannot run this model")
     if position_bias is not None or attention_mask is not None or not getattr(module, "is_causal", True):
-        raise ValueError(f"{name} is no plain causal self-attention (position bias, own mask): fppo cannot run it")
+        raise ValueError(f"{name} is not plain causal self-attention (position bias, own mask): fppo cannot run it")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = AttentionLayer(module.layer_idx, scale, sliding_window, softcap, s_aux)  # type: ignore[arg-type]
     return attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), layer), None
 
 
-# No mask function goes with it: without one, transformers builds no masks and does not look for packed sequences.
+# Registered without a mask function, so transformers builds no masks and does not look for packed sequences.
 AttentionInterface.register(ATTENTION, attention_seam)
 
 
 def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
-    """The paths of the decoder layers in `base`, in order. Raises ValueError if there is not one list of them."""
+    """The paths of the decoder layers in `base`, in order. Raises ValueError unless there is exactly one list of
+    them."""
     count = base.config.num_hidden_layers
     lists = [
         name
@@ -139,7 +140,7 @@ def find_layers(base: PreTrainedModel) -> tuple[str, ...]:
 
 
 def put_seams(base: PreTrainedModel, layers: tuple[str, ...], *, handing: bool = False) -> None:
-    """Replaces each of `layers` in `base` by its seam; `handing` for a model that may hand no keywords on to them."""
+    """Replace each of `layers` in `base` by its seam; `handing` for a model that may pass no keywords on to them."""
     handed = Handed() if handing else None
     parent = base.get_submodule(layers[0].rpartition(".")[0])
     for i, layer in enumerate(list(parent.children())):

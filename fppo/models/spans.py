@@ -1,7 +1,7 @@
-"""The layers that a rank of a pipeline axis runs, and a model that runs these alone.
+"""The layers of a rank on a pipeline axis, and a model that runs these alone.
 
-The unmodified model runs in every stage. In the place of other stages' layers stands nothing; the first layer of the
-stage takes what the stage before gave, and what its last layer gives is the result.
+The unmodified model runs in every stage. Other stages' layers are skipped; the stage's first layer takes the output of
+the stage before, and the output of its last layer is the result.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fppo_kernels.collectives import Axis
 
 
 def layer_spans(model: Model, stages: int) -> list[range]:
-    """The layers of each of `stages` stages: such that the largest work of a stage on a token is least, the head's
-    counted; of such cuts, one whose largest number of parameters is least, the embeddings' and the head's counted.
+    """The layers of each of `stages` stages: the cut with the least maximal work per token, the head included, and
+    among such cuts the least maximal number of parameters, embeddings and head included.
 
-    The first stage has the layers after which features of images are added, and one more, as stages hand on what their
-    last layer gives. Raises ValueError for fewer layers than stages need.
+    The first stage has all layers after which image features are added, and one more, since stages pass on the output
+    of their last layer. Raises ValueError for fewer layers than stages need.
     """
     deep = 0 if model.vision is None else model.vision.deep
     if len(model.layers) < stages + deep:
@@ -52,7 +52,7 @@ def layer_spans(model: Model, stages: int) -> list[range]:
 
 
 class _Costs:
-    """The cost of runs of layers, each with one of its own, as stages; the first and the last have more to do."""
+    """The costs of consecutive layers as a stage, with extra costs for the first and the last stage."""
 
     def __init__(self, costs: Sequence[float], first: float, last: float) -> None:
         self._before, self._first, self._last = [0.0, *accumulate(costs)], first, last
@@ -66,7 +66,7 @@ class _Costs:
 def _balanced(
     count: int, stages: int, cost: Callable[[int, int], float], allowed: Callable[[int, int], bool]
 ) -> tuple[float, list[range]]:
-    """The cut of `count` layers into `stages` runs that are `allowed` whose largest cost is least, and this."""
+    """The least maximal cost of a cut of `count` layers into `stages` `allowed` runs, and the cut."""
     infinite = float("inf")
     best = [0.0] + [infinite] * count  # by the number of layers that the stages so far have
     starts: list[list[int]] = []
@@ -86,7 +86,7 @@ def _balanced(
 
 
 def _ends(model: Model) -> dict[str, tuple[int, ...]]:
-    """At which ends of the pipeline each parameter is outside the layers: 0 the first stage, -1 the last."""
+    """The ends of the pipeline that hold each parameter outside the layers: 0 the first stage, -1 the last."""
     children = [name for name, _ in model.skeleton.named_children()]
     place = children.index(model.layers[0].partition(".")[0])
     embeddings = embedding_name(model)
@@ -108,7 +108,7 @@ def _ends(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def stage_layout(model: Model, layout: Layout | None, axis: Axis, cuts: Sequence[range]) -> Layout:
-    """`layout`, or none, with the ranks of a pipeline axis that hold each parameter; `cuts` are its stages' layers."""
+    """Extend a layout (or none) by the pipeline ranks that hold each parameter; `cuts` are the stages' layers."""
     holders = _stages(model, cuts)
     return attrs.evolve(
         layout or Layout(model.whole_shapes, {}, frozenset(), 0, 1),
@@ -130,8 +130,8 @@ def _stages(model: Model, cuts: Sequence[range]) -> dict[str, tuple[int, ...]]:
 
 
 def staged(model: Model, axis: Axis, *, virtual_stages: int = 1, cuts: Sequence[range] | None = None) -> Model:
-    """What this rank of a pipeline axis runs of a model, which may be placed on a tensor axis: the layers of
-    `virtual_stages` stages, and what is outside the layers where it is used.
+    """The model of this rank of a pipeline axis, from a model that may be placed on a tensor axis: the layers of
+    `virtual_stages` stages, and the parameters outside the layers on the stages that use them.
 
     `cuts` are the layers of each stage of all ranks; None: `layer_spans`. Raises ValueError for fewer layers than
     stages, and for a model that is placed on a pipeline axis already.
@@ -158,14 +158,14 @@ def staged(model: Model, axis: Axis, *, virtual_stages: int = 1, cuts: Sequence[
 
 
 def stage_of(model: Model, number: int) -> Model:
-    """The stage of a placed model that is this rank's `number`th: its layers and parameters alone."""
+    """This rank's `number`th stage of a placed model: its layers and parameters alone."""
     span = model.spans[number]
     shapes = {name: shape for name, shape in model.all_shapes.items() if name in set(span.names)}
     return _with_copies(attrs.evolve(with_shapes(model, shapes), spans=(span,)), model)
 
 
 def unstaged(model: Model) -> Model:
-    """What a placed model is on its tensor axis alone: with the layers of all stages."""
+    """The model on its tensor axis alone, with the layers of all stages."""
     if model.layout is None or not model.spans:
         return model
     layout = attrs.evolve(model.layout, stages={}, stage_rank=0, stage_ranks=1)
@@ -173,7 +173,7 @@ def unstaged(model: Model) -> Model:
 
 
 def with_shapes(model: Model, shapes: Mapping[str, torch.Size]) -> Model:
-    """The model with parameters of these shapes; of an adapted one they are its base's, too."""
+    """The model restricted to parameters of these shapes, those of an adapted model's base included."""
     if (frozen := model.frozen) is None:
         return attrs.evolve(model, shapes=shapes)
     base = {name: shape for name, shape in shapes.items() if not is_trained(name)}
@@ -185,13 +185,13 @@ def with_shapes(model: Model, shapes: Mapping[str, torch.Size]) -> Model:
 
 
 def _with_copies(model: Model, other: Model) -> Model:
-    """The model, with the copies of the skeleton that threads have of another, which has the same one."""
+    """The model with the threads' cached skeletons of another model with the same skeleton."""
     object.__setattr__(model, "_copies", other._copies)
     return model
 
 
 class Relay:
-    """Applies the layers of a span, by `apply_layer` or as they are; other layers hand on what they get."""
+    """An `apply_layer` of a pipeline stage: applies its layers, by another `apply_layer` if given; skips others."""
 
     def __init__(self, span: Span, received: Tensor | None, apply_layer: ApplyLayer | None) -> None:
         self._span, self._received, self._apply = span, received, apply_layer
@@ -207,15 +207,15 @@ class Relay:
         return self._given
 
     def result(self, normed: Tensor) -> Tensor:
-        """What the stage gives, if the model gives `normed`. Raises ValueError for layers that give no tensor."""
+        """The stage's output, given the model's output `normed`. Raises ValueError for layers that return no tensor."""
         if not isinstance(self._given, Tensor):
             raise ValueError(
-                f"the layers give {type(self._given).__name__}, and hidden states alone pass between stages"
+                f"the layers return {type(self._given).__name__}, but only hidden states pass between stages"
             )
         return normed if self._span.ends else self._given
 
 
 def absent(span: Span, like: Tensor) -> Params:
-    """Zeros, nearly without memory, for what a stage lacks outside the layers: what is computed with them is not
-    used."""
+    """Expanded zeros for the parameters outside the layers that a stage lacks; results computed from them are
+    unused."""
     return {name: like.new_zeros(shape[-1:]).expand(shape) for name, shape in span.absent.items()}

@@ -1,7 +1,7 @@
-"""The seams of mixers that carry states along a row: linear attention, gated delta rules, Mamba, short convolutions.
+"""Seams of mixers with recurrent states: linear attention, gated delta rules, Mamba, short convolutions.
 
-What such a mixer makes of a token depends on the tokens before it through a state, not by attention. A seam in its
-place hands the tokens to whoever knows their rows (`rows.RowWise`).
+Such a mixer's output for a token depends on earlier tokens through a state, not by attention. A seam passes the tokens
+to the function that knows their rows (`rows.RowWise`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, take_place
 
 WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "mlp", "moe"})  # in the configs' layer_types
-ALONE = frozenset({"mlp", "moe"})  # layers in which no token meets another
-_NO_STEP = 1e-9  # below which a limit changes nothing that float32 could tell
-KEPT = ("conv_states", "recurrent_states")  # what transformers' cache of such a layer holds, by number
-_CUTTING = ("sequence", "context", "tensor")  # axes
-_TOKENS = 2  # that a mixer gets to show whether it keeps states
+ALONE = frozenset({"mlp", "moe"})  # layers without mixing between tokens
+_NO_STEP = 1e-9  # a limit below this makes no difference in float32
+KEPT = ("conv_states", "recurrent_states")  # the states in transformers' cache of such a layer
+_CUTTING = ("sequence", "context", "tensor")  # axes that cut rows or heads
+_TOKENS = 2  # in the trial of a mixer
 
 
 class Found(NamedTuple):
-    """What a module was seen to do with a cache: the argument that it fills, and the numbers in a recurrent state."""
+    """A module's use of a cache in a trial: the argument's name, and the size of the recurrent state."""
 
     cache: str
     numbers: int
 
 
 class StateSeam(nn.Module):
-    """Stands in a mixer's place; a `StatefulLayer` around it says who knows the rows."""
+    """Replaces a mixer; the `StatefulLayer` around it supplies the rows."""
 
     def __init__(self, mixer: nn.Module, found: Found) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class StateSeam(nn.Module):
         (mixer,), rows = self._inner, self._rows
         if not isinstance(rows, RowWise):
             raise ValueError(
-                f"{type(mixer).__name__} carries states along rows, and `attend` does not know them: give one of "
+                f"{type(mixer).__name__} carries states along rows, which `attend` does not know: give one of "
                 "models.packed_attention or models.padded_attention"
             )
         return rows.carry(lambda hidden, states: mixer(hidden, **{self._found.cache: states}), hidden_states)
 
 
 class StatefulLayer(nn.Module):
-    """Stands in a layer's place and tells its mixers the rows of the pass, also where that computes the layer again."""
+    """Replaces a layer and gives its mixers the rows of the pass, in recomputation too."""
 
     def __init__(self, layer: nn.Module, mixers: Sequence[StateSeam]) -> None:
         super().__init__()
@@ -73,10 +73,10 @@ class StatefulLayer(nn.Module):
 
 
 def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
-    """Puts seams in the places of the mixers of `base`, and gives the numbers of the layers that have one.
+    """Replace the mixers of `base` by seams, and return the indices of the layers with one.
 
-    A mixer is found by what it does: it gets an empty cache, and fills it with states. Raises ValueError for layers
-    that carry states by their config, and in which no module does that.
+    A mixer is a module that fills an empty cache with states in a trial. Raises ValueError for layers with states by
+    their config in which no module does so.
     """
     config = base.config.get_text_config()
     numbers = stateful_layers(config)
@@ -98,14 +98,14 @@ def put_mixers(base: PreTrainedModel, layers: Sequence[str]) -> tuple[int, ...]:
     if unknown:
         raise ValueError(
             f"model type {base.config.model_type!r}: its layers {unknown} are {sorted({kinds[i] for i in unknown})}, "
-            "and none of their modules fills transformers' cache with states: fppo cannot keep those of rows apart; "
-            "take a model of another family"
+            "and none of their modules fills transformers' cache with states: fppo cannot keep the states of rows "
+            "separate; take a model of another family"
         )
     return tuple(numbers)
 
 
 def _put_seams(layer: nn.Module, found: Mapping[str, Found]) -> list[StateSeam]:
-    """Seams in the places of a layer's mixers: of the modules that fill a cache those that have none inside."""
+    """Replace a layer's mixers by seams: the innermost of the modules that fill a cache."""
     seams = []
     for name, each in found.items():
         if not any(other.startswith(f"{name}.") for other in found):
@@ -118,13 +118,13 @@ def _put_seams(layer: nn.Module, found: Mapping[str, Found]) -> list[StateSeam]:
 
 @torch.no_grad()
 def _found(module: nn.Module, config: PreTrainedConfig, number: int) -> Found | None:
-    """What a module on meta does with the cache of a model, handed over as one argument after the other."""
+    """The use of a model's cache by a module on meta, found by passing it as each argument in turn; None without."""
     for name in list(inspect.signature(module.forward).parameters)[1:]:  # its wrappers may know older names
         cache = DynamicCache(config=config)
         hidden = torch.zeros(1, _TOKENS, config.hidden_size, device="meta")
         try:
             module(hidden, **{name: cache})
-        except Exception:  # what a module raises for a cache in place of something else may be anything
+        except Exception:  # a module may raise any exception for a cache as another argument
             continue
         conv, recurrent = (list(getattr(cache.layers[number], kept).values()) for kept in KEPT)
         if any(x is not None for x in (*conv, *recurrent)):
@@ -133,27 +133,27 @@ def _found(module: nn.Module, config: PreTrainedConfig, number: int) -> Found | 
 
 
 def state_sizes(skeleton: PreTrainedModel) -> list[int]:
-    """How many numbers the recurrent states of each mixer have, for one row."""
+    """The size of each mixer's recurrent states for one row, in numbers."""
     return [x._found.numbers for x in skeleton.modules() if isinstance(x, StateSeam)]
 
 
 def check_decodes(skeleton: PreTrainedModel) -> None:
-    """Raises ValueError for mixers that transformers' code computes otherwise for one more token than for a row."""
+    """Raise ValueError for mixers whose transformers code for one more token differs from that for a whole row."""
     for mixer in skeleton.modules():
         low, high = getattr(mixer, "time_step_limit", None) or (0.0, math.inf)
         if isinstance(mixer, StateSeam) and (low > _NO_STEP or high < math.inf):
             raise ValueError(
                 f"model type {skeleton.config.model_type!r} keeps the time steps of its states within [{low}, {high}] "
-                "in a pass over rows, and not in transformers' code of one more token: the embedded engine would "
+                "in a pass over rows, but not in transformers' code for one more token: the embedded engine would "
                 "sample from another model; take the vLLM engine, or a config without the limit (time_step_min = "
                 f"{_NO_STEP} in nemotron_h, time_step_limit = [0, inf] in others)"
             )
 
 
 def stateful_layers(config: PreTrainedConfig) -> list[int]:
-    """The numbers of the layers for which transformers' cache of a model keeps states along a row.
+    """The indices of the layers for which transformers' cache of a model keeps recurrent states.
 
-    Raises ValueError for a model whose layers have a kind that the cache does not know.
+    Raises ValueError for a model with kinds of layers unknown to the cache.
     """
     try:
         layers = DynamicCache(config=config).layers
@@ -165,7 +165,7 @@ def stateful_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def check_rows_whole(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
-    """Raises ValueError for a model whose layers carry states, on axes of these sizes that cut rows or heads."""
+    """Raise ValueError for a model with recurrent states on axes that cut rows or heads; `sizes` by axis."""
     axes = [f"a {name} axis of {sizes[name]} ranks" for name in _CUTTING if sizes.get(name, 1) > 1]
     if axes and (layers := stateful_layers(config)):
         raise ValueError(
@@ -175,17 +175,17 @@ def check_rows_whole(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
-    """Whether any layer has attention, as the config says."""
+    """Whether any layer has attention, by the config."""
     kinds = getattr(config, "layer_types", None)
     return kinds is None or not set(kinds) <= WITHOUT_ATTENTION
 
 
 def slides_along(kind: str) -> bool:
-    """Whether the attention of a layer of this kind sees a window of the row."""
+    """Whether the attention of a layer of this kind has a sliding window."""
     return kind in ("sliding_attention", "hybrid_sliding")
 
 
 def without_tokens(config: PreTrainedConfig) -> set[int]:
-    """The numbers of the layers in which no token meets another."""
+    """The indices of the layers without mixing between tokens."""
     kinds = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(kinds) if kind in ALONE}

@@ -1,5 +1,4 @@
-"""What of a model sees images and videos: a vision tower and a projector beside the text model, whose layers have the
-seams."""
+"""The vision part of a model: a vision tower and a projector next to the text model, whose layers have the seams."""
 
 from __future__ import annotations
 
@@ -10,30 +9,30 @@ from typing import Any, cast
 import attrs
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-VIDEOS = ("pixel_values_videos", "video_grid_thw")  # what a vision tower takes of videos
-TIMES = "second_per_grid_ts"  # what positions take of them beside their grids (Qwen2.5-VL)
+VIDEOS = ("pixel_values_videos", "video_grid_thw")  # a vision tower's arguments for videos
+TIMES = "second_per_grid_ts"  # a further argument of the positions (Qwen2.5-VL)
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Vision:
-    """What is known of a model that takes images. `trains`: whether its vision tower and projector are updated."""
+    """A model's handling of images. `trains`: whether its vision tower and projector are updated."""
 
-    config: PreTrainedConfig  # of all of it; the model's own is the text model's
+    config: PreTrainedConfig  # of the whole model; `Model.config` is the text model's
     text: str  # the text model's path in the skeleton
-    token: int  # the id that stands in prompts for a feature of an image
+    token: int  # the placeholder id of an image feature in prompts
     axes: int  # of rotary positions: 3 (time, height, width) or 1
-    video: int | None = None  # the id that stands for a feature of a video; None: videos have no token of their own
-    deep: int = 0  # after so many of the first layers features of images are added (DeepStack, arXiv:2406.04334)
+    video: int | None = None  # the placeholder id of a video feature; None: videos have none
+    deep: int = 0  # the number of first layers after which image features are added (DeepStack, arXiv:2406.04334)
     trains: bool = True
 
 
 def takes_images(config: PreTrainedConfig) -> bool:
-    """Whether it is the config of a model of images and text."""
+    """Whether a config is of a model of images and text."""
     return hasattr(config, "vision_config") and type(config) in AutoModelForImageTextToText._model_mapping
 
 
 def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
-    """What sees images in `base`. Raises ValueError for a model that fppo cannot run with images."""
+    """Describe the vision part of `base`. Raises ValueError for a model that fppo cannot run with images."""
     kind = f"fppo cannot run model type {config.model_type!r} with images: {type(base).__name__} has no"
     if not hasattr(base, "get_image_features"):
         raise ValueError(f"{kind} get_image_features")
@@ -52,14 +51,14 @@ def vision_of(config: PreTrainedConfig, base: PreTrainedModel) -> Vision:
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The id that stands in prompts for a feature of an image, if the config names it."""
+    """The placeholder id of an image feature in prompts, if the config names it."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 
 
 def _video_token(config: PreTrainedConfig, base: PreTrainedModel) -> int | None:
-    """The id that stands for a feature of a video, of a model that takes videos as Qwen2-VL does: as patches, with a
-    grid of time, height and width for each, whose steps of time are not merged any more."""
+    """The placeholder id of a video feature, for a model that takes videos like Qwen2-VL: as patches with a grid of
+    time, height and width for each, without further merging over time; None for others."""
     features, rule = (getattr(base, name, None) for name in ("get_video_features", "get_rope_index"))
     if features is None or rule is None or "video_grid_thw" not in inspect.signature(rule).parameters:
         return None
@@ -69,7 +68,7 @@ def _video_token(config: PreTrainedConfig, base: PreTrainedModel) -> int | None:
 
 
 def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """A config, and those of its parts."""
+    """A config and, recursively, the configs of its parts."""
     yield config
     for name in config.sub_configs:
         if isinstance(part := getattr(config, name, None), PreTrainedConfig):
@@ -77,8 +76,8 @@ def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 def put_attention(base: PreTrainedModel, vision: Vision, name: str) -> None:
-    """Has the text model's layers ask the attention function `name`, and those of the vision tower torch's own."""
-    for module in base.modules():  # the setter goes down into the configs of parts: all of them before the text model's
+    """Set the attention function `name` in the text model's layers, and torch's own in the vision tower's."""
+    for module in base.modules():  # the setter descends into the configs of parts: all of them before the text model's
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation = "sdpa"
     base.get_submodule(vision.text).config._attn_implementation = name  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Images and videos in a pass: their features in the places of tokens, and positions of three axes."""
+"""Images and videos in a pass: their features in place of tokens, and positions of three axes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from fppo.models.regions import EmbeddingSeam
 from fppo.models.vision import TIMES, VIDEOS, Vision
 from fppo_kernels.padding import sent
 
-Deep = Mapping[str, Any]  # what a text model takes of the images for its first layers
+Deep = Mapping[str, Any]  # a text model's arguments with image features for its first layers
 _IMAGE, _VIDEO = 1, 2  # kinds of tokens, as transformers numbers them
 
 
 class Images(NamedTuple):
-    """The images and videos of a pass, those that rows share once, and where their features go.
+    """The images and videos of a pass, shared ones once, and the tokens that their features replace.
 
     The features of all images are numbered from 0 on, and those of all videos after them.
     """
 
-    tensors: Mapping[str, Tensor]  # what the vision tower takes, of all images and all videos in turn, on the host
+    tensors: Mapping[str, Tensor]  # the vision tower's arguments, of all images and all videos in turn, on the host
     numbers: Tensor  # [M]: the number of each token's feature
-    places: Tensor  # [M]: the token's place among the tokens that the model is called with, in order
-    counts: tuple[int, int]  # how many features are of images, and of videos
+    places: Tensor  # [M]: the tokens' indices in the model's input, ascending
+    counts: tuple[int, int]  # the numbers of image features and of video features
 
     def within(self, start: int, length: int) -> Images:
-        """Select the images of `length` tokens from `start` on, as places among them."""
+        """Select the features of `length` tokens from `start` on, with indices relative to `start`."""
         own = ((self.places >= start) & (self.places < start + length)).nonzero().flatten()
         return self._replace(numbers=self.numbers[own], places=self.places[own] - start)
 
@@ -45,8 +45,8 @@ def place_images(
     """The images and videos of packed rows, and the positions of their tokens, [N] or [3, N]; tokens and `positions`
     are [N].
 
-    `lengths` are those of all rows [B], of which `inputs` has one each. Raises ValueError for a model that takes none,
-    and for places that do not hold the token of an image, or of a video.
+    `lengths` and `inputs` have an entry for each row. Raises ValueError for a model without vision, and for tokens at
+    the features' indices that are not the placeholder of an image or video.
     """
     seen = [
         (start, size, x) for start, size, x in zip(accumulate([0, *lengths]), lengths, inputs or ()) if x is not None
@@ -77,7 +77,7 @@ class _Numbered(NamedTuple):
 
 
 def _numbered(distinct: Sequence[RowInputs]) -> _Numbered:
-    """The numbers of the features: of all rows' images first, then of all rows' videos."""
+    """Number the features: those of all rows' images first, then of all rows' videos."""
     images, videos = sum(len(x.places) for x in distinct), sum(len(x.video_places) for x in distinct)
     image, video, numbers = 0, images, dict[int, Tensor]()
     for x in distinct:
@@ -88,7 +88,7 @@ def _numbered(distinct: Sequence[RowInputs]) -> _Numbered:
 
 
 def _places_of(inputs: RowInputs, size: int) -> Tensor:
-    """The places of a row's features in order; the row has `size` tokens."""
+    """The token indices of a row's features, ascending. Raises ValueError for one beyond the row's `size` tokens."""
     places = torch.cat([inputs.places, inputs.video_places]).sort().values
     if len(places) and int(places[-1]) >= size:
         raise ValueError(f"a row of {size} tokens has images or videos beyond its end: it was cut")
@@ -96,8 +96,8 @@ def _places_of(inputs: RowInputs, size: int) -> Tensor:
 
 
 def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple[int, int]) -> None:
-    """Raises ValueError unless the tokens [M] at the places of features, of these `numbers`, stand for images or for
-    videos, as the features are. Waits for the device."""
+    """Raise ValueError unless the tokens [M] at the features' indices are placeholders of images or of videos,
+    according to the features' `numbers`. Waits for the device."""
     kind = vision.config.model_type
     if vision.video is None and counts[1]:
         raise ValueError(f"the rows have videos, and a model of type {kind!r} takes none, or none that fppo can run")
@@ -106,8 +106,8 @@ def _check_tokens(vision: Vision, tokens: Tensor, numbers: Tensor, counts: tuple
     if wrong.any():
         what, token = ("images", vision.token) if (wrong & of_images).any() else ("videos", vision.video)
         raise ValueError(
-            f"a row's {what} have places that do not hold token {token}, which stands for them: the rows were cut, or "
-            "encoded for another model"
+            f"a row's {what} have positions without their placeholder token {token}: the rows were cut, or encoded for "
+            "another model"
         )
 
 
@@ -128,15 +128,15 @@ def row_positions(model: Model, inputs: RowInputs) -> tuple[Tensor, int]:
         own = rule.get_rope_index(input_ids=ids.long(), mm_token_type_ids=kinds, **given)[0][:, 0]
     except (RuntimeError, StopIteration) as error:  # its own loop over pieces and grids
         raise ValueError(
-            f"a row's images or videos stand in pieces that model type {model.vision.config.model_type!r} takes "
-            f"otherwise: rows encoded for another model ({type(error).__name__}: {error})"
+            f"a row's images or videos are split differently than model type {model.vision.config.model_type!r} "
+            f"splits them: rows encoded for another model ({type(error).__name__}: {error})"
         ) from error
     return own[:, :-1], int(own[0, -1])
 
 
 def _check_runs(kind: str, kinds: Tensor, tensors: Mapping[str, Tensor], merged: int) -> None:
-    """Raises ValueError unless each image, and each video or each frame of it, has a piece of the row for itself, with
-    as many tokens as it has features: one for `merged` patches. `kinds` [n] are those of tokens."""
+    """Raise ValueError unless each image, and each video or video frame, has one run of tokens of its number of
+    features, one per `merged` patches. `kinds` [n] are those of tokens."""
     runs, counts = torch.unique_consecutive(kinds, return_counts=True)
     for of, number, name in (("images", _IMAGE, "image_grid_thw"), ("videos", _VIDEO, "video_grid_thw")):
         grid = tensors.get(name, torch.zeros(0, 3, dtype=torch.int64))
@@ -146,21 +146,21 @@ def _check_runs(kind: str, kinds: Tensor, tensors: Mapping[str, Tensor], merged:
         frames = (grid[:, 1:].prod(1) // merged).repeat_interleave(grid[:, 0]).tolist()
         if pieces != whole and (number == _IMAGE or pieces != frames):
             raise ValueError(
-                f"a row's {len(grid)} {of} stand in {len(pieces)} pieces of {pieces} tokens: model type {kind!r} needs "
-                f"text or a token of its own between two {of}, and each of them whole"
+                f"a row's {len(grid)} {of} have {len(pieces)} runs of {pieces} placeholder tokens: model type {kind!r} "
+                f"needs text or a special token between two {of}, and each of them whole"
             )
 
 
 def _check_count(of: str, tokens: int, features: int) -> None:
     if tokens != features:
         raise ValueError(
-            f"{tokens} tokens stand for {of} that have {features} features: rows encoded for another model, or an "
+            f"{tokens} placeholder tokens for {of} with {features} features: rows encoded for another model, or an "
             "image that the model drops (an image all of zeros is padding to some)"
         )
 
 
 def shift_of(model: Model, inputs: RowInputs | None) -> int:
-    """How far the positions after a row's images and videos are from the numbers of its tokens."""
+    """The difference between positions and token indices after a row's images and videos."""
     if inputs is None or model.vision is None or model.vision.axes == 1:
         return 0
     own, after = row_positions(model, inputs)
@@ -168,8 +168,8 @@ def shift_of(model: Model, inputs: RowInputs | None) -> int:
 
 
 def joined(rows: Sequence[Mapping[str, Tensor]], *, for_device: torch.device) -> dict[str, Tensor]:
-    """The tensors of several rows, by name, one after the other, of the rows that have one; trailing sizes that differ
-    are filled with zeros. They are in memory of the host from which a copy to the device need not be waited for."""
+    """Concatenate the tensors of several rows by name, trailing sizes padded with zeros. They are in pinned host
+    memory, for asynchronous copies, if the device is a GPU."""
     together: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for row in rows for name in row):
         parts = [row[name] for row in rows if name in row]
@@ -183,14 +183,14 @@ def joined(rows: Sequence[Mapping[str, Tensor]], *, for_device: torch.device) ->
 
 
 def _on_device(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Tensor]:
-    """The tensors where `like` is, which the host does not wait for; those of fractions in its dtype."""
+    """Copy tensors to the device of `like` asynchronously; floating-point ones in its dtype."""
     there = {name: x.to(like.device, non_blocking=True) for name, x in tensors.items()}
     return {name: x.to(like.dtype) if x.is_floating_point() else x for name, x in there.items()}
 
 
 def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images) -> tuple[Tensor, Deep]:
-    """The embeddings [B, S, H] of tokens [B, S] with the features of images and videos in their places, from inside
-    `bind`; on a tensor axis those of this rank's slice of the tokens."""
+    """The embeddings [B, S, H] of tokens [B, S] with image and video features in place of their tokens; call it inside
+    `bind`. On a tensor axis they are of this rank's slice of the tokens."""
     assert model.vision is not None
     ids = tokens.flatten().index_fill(0, images.places, 0).view_as(tokens)  # the id may be beyond the embeddings
     embeddings = skeleton.get_input_embeddings()
@@ -207,7 +207,7 @@ def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images)
     if model.spans and len(deep) >= len(model.spans[0].layers):
         raise ValueError(
             f"the first stage of the pipeline has {len(model.spans[0].layers)} layers, and images are added after "
-            f"{len(deep)}: it needs one more, as it hands on what its last layer gives"
+            f"{len(deep)}: it needs one more, since it passes on the output of its last layer"
         )
     mask = torch.zeros(len(flat), dtype=torch.bool, device=flat.device).index_fill(0, images.places, True)
     layers = [x[images.numbers] for x in deep]
@@ -220,8 +220,8 @@ def see(model: Model, skeleton: PreTrainedModel, tokens: Tensor, images: Images)
 def _features(
     skeleton: PreTrainedModel, tensors: Mapping[str, Tensor], counts: tuple[int, int]
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features of all images, then of all videos, as `image_features` has them. Raises ValueError if they are not
-    as many as `counts`."""
+    """The features of all images, then of all videos, as from `image_features`. Raises ValueError unless their numbers
+    are `counts`."""
     of_images = {name: x for name, x in tensors.items() if name not in (*VIDEOS, TIMES)}
     of_videos = {name: tensors[name] for name in VIDEOS if name in tensors}
     parts: list[tuple[Tensor, Sequence[Tensor]]] = []
@@ -235,15 +235,15 @@ def _features(
 
 
 def image_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features [M, H] of all images, in order, and those for the first layers of the text model, if it takes any
-    (DeepStack, arXiv:2406.04334)."""
+    """The features [M, H] of all images, in order, and those for each of the text model's first layers (DeepStack,
+    arXiv:2406.04334), if any."""
     if "pixel_attention_mask" in inspect.signature(skeleton.get_image_features).parameters:
         tensors = {name: x[None] for name, x in tensors.items()}  # Idefics 3, SmolVLM: a row of images
     return _together(skeleton.get_image_features(**tensors, return_dict=True))
 
 
 def video_features(skeleton: Any, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """The features [N, H] of all videos, as `image_features` has those of images."""
+    """The features [N, H] of all videos, and those for first layers, as from `image_features`."""
     return _together(skeleton.get_video_features(**tensors, return_dict=True))
 
 

@@ -1,4 +1,4 @@
-"""A small vision tower before a small language model, an image and a video for it: the probe of a model that sees."""
+"""The probe of a model with vision: a small vision tower before a small language model, with an image and a video."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fppo.key import Key
 from fppo.models.vision import TIMES, Vision
 from fppo.models.vision_pass import image_features
 
-WORDS, _IDS = 48, 64  # ids below the first are words; above, marks of images
+WORDS, _IDS = 48, 64  # ids below the first are words, from it on placeholders of images
 _SIDE = 4  # patches
 _FRAMES, _SECONDS = 2, 1.25  # of a video, as the vision tower sees them: each is of some frames of a file
 _HEADS, _INNER = 2, 64
 
 
 def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
-    """The whole config with another of the text model and a small vision tower, and marks of images among 64 ids."""
+    """The whole config with a text model's config `text`, a small vision tower, and placeholder ids below 64."""
     config = copy.deepcopy(vision.config)
     before = config.get_text_config()
     name = next(name for name in config.sub_configs if getattr(config, name, None) is before)
@@ -43,7 +43,7 @@ def with_text(vision: Vision, text: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _shorten(tower: Any) -> None:
-    """Leaves as many layers as lists of layers have, two at least."""
+    """Reduce the layers to the longest list of layer indices, two at least."""
     lists = [name for name, x in vars(tower).items() if name.endswith("indexes") and isinstance(x, (list, tuple))]
     depth = max([2, *(len(getattr(tower, name)) for name in lists)])
     for name in lists:
@@ -54,7 +54,8 @@ def _shorten(tower: Any) -> None:
 
 
 def _narrow(tower: Any, before: int, hidden: int) -> None:
-    """Leaves two heads, a narrow block, and an image of few patches; what is as wide as the text stays so."""
+    """Reduce the tower to two heads, a narrow block and an image of few patches; widths equal to the text's follow
+    it."""
     own = vars(tower)
     width = "embed_dim" if "embed_dim" in own else "hidden_size"
     heads = next((name for name in ("num_heads", "num_attention_heads") if name in own), None)
@@ -76,8 +77,8 @@ def _narrow(tower: Any, before: int, hidden: int) -> None:
 
 
 def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -> tuple[RowInputs, list[int]]:
-    """A row with an image after the words `before`, and a video behind it if the model takes any; and its tokens so
-    far. `base` runs the vision tower."""
+    """The inputs of a row with an image after the words `before`, then a video if the model takes any, and the row's
+    tokens up to there. `base` runs the vision tower."""
     tensors, generator = _image(base), Key(0).fold("video").generator()
     with torch.no_grad():
         count = len(image_features(base, tensors)[0])
@@ -101,7 +102,7 @@ def probe_inputs(vision: Vision, base: PreTrainedModel, before: Sequence[int]) -
 
 
 def _frames_apart(base: Any, grid: Tensor, token: int) -> bool:
-    """Whether the model's rule has words between the frames of a video (Qwen3-VL), and not its frames together."""
+    """Whether the model's positions need words between the frames of a video (Qwen3-VL)."""
     count = int(grid.prod()) // base.config.vision_config.spatial_merge_size**2
     kinds = torch.full((1, count), 2, dtype=torch.int32)
     try:
@@ -114,7 +115,7 @@ def _frames_apart(base: Any, grid: Tensor, token: int) -> bool:
 
 
 def _image(base: PreTrainedModel) -> dict[str, Tensor]:
-    """What the vision tower takes of an image of noise."""
+    """The vision tower's arguments for an image of noise."""
     tower: Any = base.config.vision_config
     takes = inspect.signature(base.get_image_features).parameters  # type: ignore[arg-type]
     generator, patch = Key(0).fold("image").generator(), tower.patch_size
@@ -138,7 +139,7 @@ def _noise(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def composite_inputs(plain: PreTrainedModel, row: Tensor, inputs: RowInputs) -> dict[str, Tensor]:
-    """What transformers' own forward takes beside the tokens of a row [S]."""
+    """The arguments of transformers' own forward besides the tokens of a row [S]."""
     takes = inspect.signature(type(plain).forward).parameters
     rows = "pixel_attention_mask" in takes
     kinds = torch.zeros(1, len(row), dtype=torch.int32)

@@ -20,41 +20,41 @@ from fppo.runs import held_out
 
 Points = list[tuple[float, float]]  # (step, value)
 COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#be185d", "#0891b2", "#4d7c0f", "#dc2626")
-SMOOTH_FROM = 40  # points from which on a smoothed line is drawn over the raw one
+SMOOTH_FROM = 40  # the least number of points for a smoothed line over the raw one
 
 
 @attrs.frozen
 class Panel:
-    """A chart of one quantity: what it shows, in one line, its lines by label, and what is counted to the right."""
+    """A chart of one quantity: a title, a note in one line, its lines by label, and the unit of the x axis."""
 
     title: str
     note: str
     lines: dict[str, Points]
     unit: str = "step"
     least: float = 0.0
-    """The least that its axis spans, in the quantity's own units: smaller changes are noise and look small."""
+    """The least span of its y axis, in the quantity's units: smaller changes are noise and look small."""
 
 
 PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "mean score of the sampled responses", 0.01, (("score", "critic/score/mean"),)),
-    ("KL to the reference", "how far the policy has left the reference", 1e-3, (("kl", "actor/reward_kl_penalty"),)),
-    ("KL to the old policy", "how far one step moves the policy", 1e-3, (("kl", "actor/ppo_kl"),)),
-    ("Entropy", "how undecided the policy is, per token, in nats", 0.01, (("entropy", "actor/entropy"),)),
+    ("KL to the reference", "distance of the policy from the reference", 1e-3, (("kl", "actor/reward_kl_penalty"),)),
+    ("KL to the old policy", "change of the policy in one step", 1e-3, (("kl", "actor/ppo_kl"),)),
+    ("Entropy", "of the policy per token, in nats", 0.01, (("entropy", "actor/entropy"),)),
     (
         *("Clip fraction", "tokens whose ratio, or value, was clipped", 0.01),
         (("policy", "actor/pg_clipfrac"), ("value", "critic/vf_clipfrac")),
     ),
     (
-        *("Off-policy ratio", "largest probability now over that when it was sampled", 0.01),
+        *("Off-policy ratio", "largest ratio of current to sampling probability", 0.01),
         (("largest", "training/rollout_ratio_max"),),
     ),
     ("Value loss", "squared error of the critic, halved", 1e-3, (("value loss", "critic/vf_loss"),)),
     (
-        *("Explained variance", "share of the returns that the critic foresees", 0.05),
+        *("Explained variance", "share of the returns' variance that the critic predicts", 0.05),
         (("", "critic/vf_explained_var"),),
     ),
     (
-        *("Critic beside the truth", "share of the exact values' variance that the critic knows", 0.05),
+        *("Critic against exact values", "share of the exact values' variance that it predicts", 0.05),
         (("", "critic/true/r2"),),
     ),
     (
@@ -70,23 +70,23 @@ PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
     ("Gradient norm of the critic", "before clipping", 0.0, (("", "critic/grad_norm"),)),
     ("Throughput", "tokens per second", 1.0, (("", "perf/throughput"),)),
 )
-NAMED = 4  # lines of a panel that the picture's legend has room for; the page names all
-SHOWN_MEASURES = 6  # of held-out prompts that have a chart; all others are in the table
+NAMED = 4  # lines of a panel in the picture's legend; the page names all
+SHOWN_MEASURES = 6  # held-out measures with a chart; the others are in the table
 
 
 def least_of(name: str) -> float:
-    """The least that the axis of a metric spans; 0 if nothing is known of it."""
+    """The least span of a metric's axis; 0 for metrics without a panel."""
     return next((least for _, _, least, lines in PANELS if name in [metric for _, metric in lines]), 0.0)
 
 
 def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
-    """(step, value) where the metric was logged as a finite number."""
+    """The points (step, value) of a metric, finite numbers alone."""
     values = ((r["step"], r.get(name)) for r in records)
     return [(s, v) for s, v in values if isinstance(v, int | float) and math.isfinite(v)]
 
 
 def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """The charts for which there are numbers, held-out results first."""
+    """The charts with numbers, held-out results first."""
     drawn = [
         Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}, least=least)
         for title, note, least, lines in PANELS
@@ -95,10 +95,10 @@ def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
-    """A chart for each number that was measured on held-out prompts, the reward first.
+    """A chart for each number measured on held-out prompts, the reward first.
 
-    Its lines are the means by source; of a single source also best@n and maj@n. A term that equals the reward in all
-    points has none.
+    Its lines are the means by source; for a single source also best@n and maj@n. A term that equals the reward in all
+    points is left out.
     """
     found = held_out.held_out(dict.fromkeys(name for record in records for name in record))
     several = len({each.source for each in found}) > 1
@@ -117,12 +117,12 @@ def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
 
 
 def _least(lines: Iterable[Points]) -> float:
-    """The least span for a score: a hundredth of 1, or of what it may be where it is larger."""
+    """The least span of a score's axis: a hundredth of the largest score, or of 1 if scores are smaller."""
     return 0.01 * max([1.0, *(abs(value) for line in lines for _, value in line)])
 
 
 def smooth(line: Points) -> Points:
-    """The mean over a window around each point, a fifteenth of the line wide and narrower at its ends: no lag."""
+    """A centred moving average over a fifteenth of the line, narrower at its ends, so without lag."""
     half = max(2, len(line) // 30)
     means = []
     for i, (step, _) in enumerate(line):
@@ -144,7 +144,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """The numbers in few characters, and in as many as it takes to tell them apart."""
+    """Format numbers in few characters, with enough digits to distinguish them."""
     apart = min((abs(b - a) for a, b in pairwise(values)), default=math.inf)
     for digits in range(3, 13):
         labels = [short(value, digits) for value in values]
@@ -155,7 +155,7 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """The number in a few characters, with so many digits at most."""
+    """Format a number in few characters, with at most so many digits."""
     size = abs(value)
     if value == 0 or 0.001 <= size < 1000:
         return f"{value:.{digits}g}"
@@ -167,13 +167,13 @@ def short(value: float, digits: int = 3) -> str:
 
 
 def columns_of(count: int, most: Sequence[int] = (3, 4, 2, 5)) -> int:
-    """How many charts stand in a row, so that no row has one alone."""
+    """The number of charts in a row, chosen so that no row has a single one."""
     fitting = [columns for columns in most if columns <= count and count % columns != 1]
     return next(iter(fitting), max(min(most[0], count), 1))
 
 
 def shortened(text: str, width: int) -> str:
-    """The text in so many characters at most, without its middle."""
+    """The text in at most `width` characters, its middle replaced by "..."."""
     return text if len(text) <= width else f"{text[: width // 2 - 1]}...{text[-(width - width // 2 - 2) :]}"
 
 
@@ -181,18 +181,17 @@ def shortened(text: str, width: int) -> str:
 
 
 def worded(text: str, width: int = 120) -> str:
-    """A name of somebody else's in at most `width` characters, as matplotlib draws it letter by letter: without control
-    characters, and not read as mathematics."""
+    """An untrusted name in at most `width` characters for matplotlib: without control characters, "$" escaped."""
     return shortened(printable(text), width).replace("$", r"\$")
 
 
 def write_png(drawn: Sequence[Panel], path: Path, *, title: str) -> None:
-    """All panels in one picture."""
+    """Write all panels as one picture."""
     picture(drawn, title=title).savefig(path, dpi=130, metadata={"Software": None})
 
 
 def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
-    """All panels, each with room for its numbers."""
+    """Draw all panels in one figure, each with room for its tick labels."""
     columns = columns_of(len(drawn))
     rows = max(-(-len(drawn) // columns), 1)
     width, height = 4.4 * columns, 2.9 * rows + 0.4
@@ -200,16 +199,16 @@ def picture(drawn: Sequence[Panel], *, title: str) -> Figure:
     FigureCanvasAgg(figure)
     figure.text(0.1 / width, 1 - 0.1 / height, worded(title), fontsize=12, fontweight="bold", va="top")
     for number, panel in enumerate(drawn):
-        row, column = divmod(number, columns)  # places in inches: a layout that matplotlib works out doubles the time
+        row, column = divmod(number, columns)  # positions in inches: matplotlib's own layout doubles the time
         left, bottom = 4.4 * column + 0.6, 2.9 * (rows - 1 - row) + 0.5
         ax = figure.add_axes((left / width, bottom / height, 3.65 / width, 2.05 / height))
-        more = max(_draw(panel, ax) * 0.07 - 0.5, 0.0)  # of labels at 8 points, beside the room that all have
+        more = max(_draw(panel, ax) * 0.07 - 0.5, 0.0)  # width of labels at 8 points beyond the common margin
         ax.set_position(((left + more) / width, bottom / height, (3.65 - more) / width, 2.05 / height))
     return figure
 
 
 def _draw(panel: Panel, ax: Axes) -> int:
-    """Draws the panel; the length of the longest number beside it."""
+    """Draw a panel and return the length of its longest tick label."""
     for number, (color, (name, line)) in enumerate(zip(_colors(), panel.lines.items(), strict=False)):
         steps, values = zip(*line, strict=True)
         marker = "o" if len(line) < 12 else None
@@ -245,7 +244,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 190, 50, 12, 10, 24
 
 
 def svg(panel: Panel) -> str:
-    """The panel as an inline SVG figure, coloured by the page's style; points name their numbers on hovering."""
+    """The panel as an inline SVG figure, coloured by the page's style; points show their numbers on hovering."""
     steps = [s for line in panel.lines.values() for s, _ in line]
     values = [v for line in panel.lines.values() for _, v in line]
     low, high = axis_range(values, panel.least)
@@ -288,9 +287,9 @@ def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def axis_range(values: Sequence[float], least: float = 0.0) -> tuple[float, float]:
-    """The ends of an axis for the values: `least` wide, and 2 % of the largest, so that noise looks as small as it is.
+    """The range of an axis for the values: at least `least` and 2 % of the largest wide, so that noise looks small.
 
-    What is never negative has an axis that is not; of nothing but zeros it goes to 1, or to `least`.
+    Values that are never negative have an axis from 0 or more; zeros alone one up to `least`, or 1.
     """
     low, high = min(values), max(values)
     narrow = max(least, 0.02 * max(abs(low), abs(high))) or 1.0
@@ -309,7 +308,7 @@ def _path(placed: Points, css: str) -> str:
 
 
 def _dots(line: Points, placed: Points, name: str, color: str, unit: str) -> list[str]:
-    """A point with its numbers at up to 80 of the places; few points are visible, many only under the pointer."""
+    """A dot with its numbers at up to 80 of the points; visible if there are few, else under the pointer alone."""
     stride = -(-len(line) // 80)
     css = f"dot {color}" if len(line) < 12 else f"dot many {color}"
     chosen = list(zip(line, placed, strict=True))[::stride]

@@ -1,4 +1,4 @@
-"""Variants of a run side by side: one table and one picture, means over seeds with their confidence."""
+"""Compare variants of a run: one table and one picture, means over seeds with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ TRUTH = "critic/true/r2"
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What runs have logged: for each metric and variant, a curve of each seed."""
+    """The logged curves of several runs: for each metric and variant, one per seed."""
 
     curves: Mapping[str, Mapping[str, Mapping[int, Points]]]
 
     def rows(self) -> list[dict[str, Any]]:
-        """For each metric and variant: the last number, the mean over the run, and how both differ from the first
-        variant's with the same seeds."""
+        """For each metric and variant: the last number, the mean over the run, and the differences of both from the
+        first variant's at equal seeds."""
         rows = []
         for metric, variants in self.curves.items():
             first = next(iter(variants.values()), {})
@@ -38,8 +38,8 @@ class Comparison:
                 for kind, of in (("last", _last), ("mean", _mean)):
                     own = {seed: of(curve) for seed, curve in curves.items()}
                     row[kind] = spread(list(own.values())) if own else None
-                    apart = [x - of(first[seed]) for seed, x in own.items() if seed in first]
-                    row[f"{kind}_apart"] = None if curves is first or not apart else spread(apart)
+                    differences = [x - of(first[seed]) for seed, x in own.items() if seed in first]
+                    row[f"{kind}_apart"] = None if curves is first or not differences else spread(differences)
                 rows.append(row)
         return rows
 
@@ -57,7 +57,7 @@ class Comparison:
         return "\n".join([*lines, "", "± is half of the 95 % confidence interval of the mean over seeds"]).lstrip()
 
     def markdown(self) -> str:
-        """The means over the runs in Markdown: a row for each variant, and a column for each metric."""
+        """The means over the runs as Markdown: a row for each variant, a column for each metric."""
         cells: dict[str, dict[str, str]] = {}
         for row in self.rows():
             cells.setdefault(row["variant"], {})[row["metric"]] = "" if row["mean"] is None else str(row["mean"])
@@ -66,7 +66,7 @@ class Comparison:
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
     def numbers(self) -> list[dict[str, Any]]:
-        """The rows as JSON can hold them."""
+        """The rows as JSON values."""
         return [
             {name: attrs.asdict(x) if isinstance(x, Spread) else x for name, x in row.items()} for row in self.rows()
         ]
@@ -81,22 +81,22 @@ def _mean(curve: Points) -> float:
 
 
 def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ()) -> Comparison:
-    """What the runs of each variant, by seed, have logged of the metrics; of none given, the held-out
-    reward of each source, and critic/true/r2.
+    """Collect the logged metrics of each variant's runs, by seed; by default the held-out reward of each source, and
+    critic/true/r2.
 
-    Raises ValueError for a metric that no run has logged, with those that are there.
+    Raises ValueError for a metric that no run has logged, naming the logged ones.
     """
     logged = {
         name: {seed: jsonl.read(path / METRICS, on_damage=lambda _: None) for seed, path in seeds.items()}
         for name, seeds in runs.items()
     }
     records = [record for seeds in logged.values() for lines in seeds.values() for record in lines]
-    there = dict.fromkeys(name for record in records for name in record)
-    first = [each.metric for each in held_out.rewards(there)]
-    chosen = list(metrics) or [*first, *([TRUTH] if TRUTH in there else [])]
-    wrong = [name for name in chosen if name not in there]
+    known = dict.fromkeys(name for record in records for name in record)
+    first = [each.metric for each in held_out.rewards(known)]
+    chosen = list(metrics) or [*first, *([TRUTH] if TRUTH in known else [])]
+    wrong = [name for name in chosen if name not in known]
     if wrong or not chosen:
-        raise ValueError(f"--metrics: no run has logged {wrong or 'a held-out score'}; there are {sorted(there)}")
+        raise ValueError(f"--metrics: no run has logged {wrong or 'a held-out score'}; there are {sorted(known)}")
     return Comparison(
         curves={
             metric: {
@@ -109,12 +109,13 @@ def collect(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str] = ())
 
 
 def write_png(comparison: Comparison, path: Path, *, x: str = "step") -> None:
-    """A panel for each metric: the mean of each variant over its seeds, in its 95 % confidence, over `x`."""
+    """Write a picture with a panel for each metric: each variant's mean over seeds with its 95 % confidence, over
+    `x`."""
     picture(comparison, x=x).savefig(path, dpi=130, metadata={"Software": None})
 
 
 def picture(comparison: Comparison, *, x: str = "step") -> Figure:
-    """A panel for each metric, with its legend below."""
+    """Draw a panel for each metric, with its legend below."""
     count = len(comparison.curves)
     columns = columns_of(count)
     rows = -(-count // columns)
@@ -134,7 +135,7 @@ def picture(comparison: Comparison, *, x: str = "step") -> Figure:
         ax.tick_params(labelsize=8, length=0)
         ax.spines[["top", "right"]].set_visible(False)
         ax.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(0, -0.12), borderaxespad=0)
-    for ax in axes:  # those that are left
+    for ax in axes:  # unused ones
         ax.set_axis_off()
     return figure
 
@@ -144,7 +145,7 @@ def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None
     for curve in curves.values():
         for step, value in curve:
             by_step.setdefault(step, []).append(value)
-    steps = sorted(step for step, values in by_step.items() if len(values) == len(curves))  # all seeds are there
+    steps = sorted(step for step, values in by_step.items() if len(values) == len(curves))  # logged by all seeds
     spreads = [spread(by_step[step]) for step in steps]
     last = f" {short(spreads[-1].mean)}" if spreads else ""
     ax.plot(steps, [x.mean for x in spreads], color=color, linewidth=1.8, label=f"{worded(name, 80)}{last}")

@@ -1,4 +1,4 @@
-"""Where two runs first differ, by what they have written of their steps."""
+"""The first difference of two runs, by their logged metrics and digests."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fppo.report.remains import DIGESTS
 from fppo.runs import jsonl, starts
 from fppo.runs.loggers import METRICS
 
-SHOWN = 5  # metrics, and leaves, that are named
-_UNLIKE = ("timing_s/", "perf/")  # metrics that no two runs share
+SHOWN = 5  # metrics, and leaves, named at most
+_UNLIKE = ("timing_s/", "perf/")  # metrics that differ between any two runs
 _EVALUATED = ("val-", "critic/true/")  # metrics of steps with an evaluation
-_WHERE = ("output_dir", "resume")  # settings that say where a run is
+_WHERE = ("output_dir", "resume")  # settings of a run's location
 _DRAWN = "the drawing of prompts"
 _STAGES = (_DRAWN, "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
-_MAKERS: Mapping[str, str] = MappingProxyType(  # of the fields of a batch and of a state, by the last that makes one
+_MAKERS: Mapping[str, str] = MappingProxyType(  # the stage that makes each field of a batch and of a state
     {
         field.name: stage
         for record, stage in ((Experience, "adv"), (Annotated, "old_log_prob"), (Scored, "reward"), (Rollout, "gen"))
@@ -35,7 +35,7 @@ _MAKERS: Mapping[str, str] = MappingProxyType(  # of the fields of a batch and o
 
 @attrs.frozen
 class Diff:
-    """How two runs compare, in lines; and whether they differ in a step that both have taken."""
+    """The comparison of two runs in lines, and whether they differ in a common step."""
 
     lines: list[str]
     differs: bool
@@ -43,7 +43,7 @@ class Diff:
 
 @attrs.frozen
 class _RecordedRun:
-    """What a run has written of its steps, and the settings of its last start."""
+    """A run's metrics and digests by step, and the settings of its last start."""
 
     path: Path
     metrics: Mapping[int, Mapping[str, Any]]
@@ -56,15 +56,15 @@ class _RecordedRun:
 
 
 def diff(first: Path, second: Path) -> Diff:
-    """Compares all steps that both runs have taken, by digests of batches and states, and by metrics.
+    """Compare the common steps of two runs, by digests of batches and states, and by metrics.
 
-    Raises ValueError for a directory without a run, and for runs that have no step in common.
+    Raises ValueError for a directory without a run, and for runs without a common step.
     """
     a, b = _read(first), _read(second)
     common = sorted(a.steps & b.steps)
     if not common:
         held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
-        raise ValueError(f"there is no step that both runs have taken: {held}")
+        raise ValueError(f"the runs have no step in common: {held}")
     lines = [*_settings(a, b), *_alone(a, b), *_evaluated_alone(common, a, b)]
     for step in common:
         found = [*_digests(step, a, b), *_metrics(step, a, b)]
@@ -113,7 +113,7 @@ def _is_evaluated(line: Mapping[str, Any]) -> bool:
 
 
 def _digests(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
-    """What differs in the batch of a step and in the state after it, the earliest stage first."""
+    """Lines on the differences in a step's batch and in the state after it, with the earliest stage."""
     one, other = a.digests.get(step), b.digests.get(step)
     if one is None or other is None or _kind(one) != _kind(other):
         return
@@ -133,12 +133,13 @@ def _digests(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
 
 
 def _maker(leaf: str) -> str:
-    """The stage that made a leaf; what no stage changes is as old as the drawing of prompts."""
+    """The stage that made a leaf; leaves that no stage changes belong to the drawing of prompts."""
     return _MAKERS.get(leaf.removeprefix(".").partition("[")[0].partition(".")[0], _DRAWN)
 
 
 def _metrics(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
-    """The metrics of a step that differ, the furthest apart first; those of an evaluation if both runs made it."""
+    """Lines on the metrics of a step that differ, the largest relative differences first; metrics of an evaluation
+    count if both runs made it."""
     one, other = a.metrics.get(step), b.metrics.get(step)
     if one is None or other is None:
         return
@@ -152,14 +153,14 @@ def _metrics(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
 
 
 def _apart(x: Any, y: Any) -> float:
-    """How far apart two numbers are, relative to the larger one."""
+    """The difference of two numbers relative to the larger one; inf for other values."""
     if not (isinstance(x, int | float) and isinstance(y, int | float)):
         return math.inf
     return abs(x - y) / max(abs(x), abs(y), 1e-300)
 
 
 def _extent(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> str:
-    """What the equality of these steps is one of."""
+    """The extent of the equality of these steps: bit for bit, or by metrics alone."""
     both = [step for step in common if step in a.digests and step in b.digests]
     alike = [step for step in both if _kind(a.digests[step]) == _kind(b.digests[step])]
     if not alike:
@@ -175,7 +176,7 @@ def _kind(line: Mapping[str, Any]) -> str:
 
 
 def _span(steps: Sequence[int] | set[int]) -> str:
-    """Steps in words, as 1 to 3, 7."""
+    """Steps as text: 1 to 3, 7."""
     every = sorted(steps)
     begins = [step for step in every if step - 1 not in every]
     ends = [step for step in every if step + 1 not in every]

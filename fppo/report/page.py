@@ -14,12 +14,12 @@ from fppo.report import timeline
 from fppo.report.charts import COLORS, Panel, columns_of, short, svg
 from fppo.report.timeline import Bar
 
-MAX_TOKENS = 1500  # of a sample that are shown
+MAX_TOKENS = 1500  # shown of a sample
 
 
 @attrs.frozen
 class Tile:
-    """A number with what it is and a remark."""
+    """A number with a caption and a note."""
 
     caption: str
     value: str
@@ -28,17 +28,17 @@ class Tile:
 
 @attrs.frozen(kw_only=True)
 class Page:
-    """All that the report shows."""
+    """The contents of the report."""
 
     title: str
-    lost: Sequence[str]  # what is said of steps without metrics
+    lost: Sequence[str]  # messages on steps without metrics
     tiles: Sequence[Tile]
     panels: Sequence[Panel]
     truth: Sequence[tuple[Panel, Panel]]  # of responses: values and advantages, token by token
     stages: Mapping[str, float]  # seconds per step
     work: Sequence[Bar]  # of the last steps
     samples: Mapping[int, Sequence[Mapping[str, Any]]]  # by step
-    extremes: Mapping[str, Sequence[Mapping[str, Any]]]  # the best and the worst of late steps, by what they are
+    extremes: Mapping[str, Sequence[Mapping[str, Any]]]  # the best and the worst samples of late steps, by heading
     chosen: Mapping[str, Any]  # settings that differ from the defaults
     rest: Mapping[str, Any]
     metrics: Mapping[str, tuple[float, float, float, float]]  # first, last, least, greatest
@@ -75,7 +75,7 @@ def _curves(page: Page) -> str:
 
 
 def _grid(markup: str, count: int) -> str:
-    """Charts in rows of which none has one alone, where the window is wide."""
+    """Charts in rows of several, where the window is wide enough."""
     return f"<div class='charts n{columns_of(count)}'>{markup}</div>"
 
 
@@ -95,9 +95,9 @@ def _figure(panel: Panel) -> str:
 def _truth(page: Page) -> str:
     if not page.truth:
         return ""
-    note = "Held-out responses of the last evaluation: what the critic says before each token, and what is exact."
+    note = "Held-out responses of the last evaluation: the critic's value before each token, and the exact one."
     markup = "".join(_figure(panel) for pair in page.truth for panel in pair)
-    head = f"<h2>The critic beside the truth, token by token</h2><p class=note>{note}</p>"
+    head = f"<h2>Critic against exact values, by token</h2><p class=note>{note}</p>"
     return f"<section>{head}{_grid(markup, 2 * len(page.truth))}</section>"
 
 
@@ -106,7 +106,7 @@ def _truth(page: Page) -> str:
 
 @attrs.frozen
 class ColourScale:
-    """What the strongest colours of the tokens stand for."""
+    """The numbers of the strongest token colours."""
 
     log_prob: float
     advantage: float
@@ -119,7 +119,8 @@ def _numbers(samples: Sequence[Mapping[str, Any]], name: str) -> list[float]:
 
 
 def scale_of(samples: Sequence[Mapping[str, Any]]) -> ColourScale:
-    """From the samples' own numbers; the 2 % largest advantages do not count, so that one does not pale the rest."""
+    """The colour scale of samples; the 2 % largest advantages are ignored, so that an outlier does not pale the
+    rest."""
     sizes = sorted(abs(x) for x in _numbers(samples, "advantages"))
     values = _numbers(samples, "values")
     advantage = sizes[min(int(0.98 * len(sizes)), len(sizes) - 1)] if sizes else 1.0
@@ -182,7 +183,7 @@ def _card(sample: Mapping[str, Any], scale: ColourScale) -> str:
 
 
 def _images(sample: Mapping[str, Any]) -> str:
-    """The images; frames of a video, which is a list, side by side in one piece."""
+    """The images of a sample; the frames of a video (a list) side by side in one element."""
     shown = [_frames(item, n) for n, item in enumerate(sample.get("images") or (), start=1)]
     return f"<div class=images>{''.join(shown)}</div>" if any(shown) else ""
 
@@ -208,7 +209,7 @@ def _tokens(sample: Mapping[str, Any], scale: ColourScale) -> str:
 
 
 def _token(text: str, log_prob: float | None, advantage: float | None, value: float | None, scale: ColourScale) -> str:
-    """A span whose style holds how strong each of its three colours is, from 0 to 1."""
+    """A token as a span whose style holds the strengths of its three colours, from 0 to 1."""
     style, tip, css = [], [], ["t"]
     if log_prob is not None:
         style.append(f"--l:{_strength(-log_prob / scale.log_prob)}")
@@ -278,9 +279,9 @@ def _stages(page: Page) -> str:
 def _timeline(page: Page) -> str:
     if not page.work:
         return ""
-    note = "The last steps: each bar is a stage, or a call to a rank of a pool. Point at one for its numbers."
+    note = "Each bar is a stage, or a call to a rank of a pool. Point at one for its numbers."
     figure = f"<figure class=timeline>{timeline.svg(page.work)}</figure>"
-    return f"<section><h2>Who worked when</h2><p class=note>{note}</p>{figure}</section>"
+    return f"<section><h2>Timeline of the last steps</h2><p class=note>{note}</p>{figure}</section>"
 
 
 def _metrics(page: Page) -> str:

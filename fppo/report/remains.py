@@ -1,4 +1,4 @@
-"""What other files of a run than its metrics tell of its steps, for a report of a run whose metrics are lost."""
+"""Steps of a run by its files other than metrics.jsonl, for a report of a run whose metrics are lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _STEP = re.compile(r"step_(\d+)(\.jsonl)?")
 def remains(
     run_dir: Path, samples: Sequence[Mapping[str, Any]], *, on_damage: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """A record of each step that digests, samples, checkpoints or evaluations know of. Those of evaluations hold the
-    mean of the reward, by source, as the metrics had it; of the others the step is all there is."""
+    """A record of each step that has digests, samples, a checkpoint or an evaluation. Evaluations give the mean reward
+    by source, as in the metrics; the other records hold the step alone."""
     digests = jsonl.read(run_dir / DIGESTS, on_damage=on_damage)
     steps = [line.get("step") for line in (*digests, *samples)]
     steps += [_step(path) for path in run_dir.glob(f"{CHECKPOINTS}/*")]
@@ -35,7 +35,7 @@ def _step(path: Path) -> int | None:
 
 
 def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of the reward of each source, under the name that an evaluation gives it."""
+    """The mean reward of each source, by the metric's name in an evaluation."""
     scores: dict[str, list[float]] = defaultdict(list)
     prompts: dict[str, set[Any]] = defaultdict(set)
     for line in lines:

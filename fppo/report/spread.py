@@ -1,4 +1,4 @@
-"""Means over seeds with their confidence."""
+"""Means over seeds with their confidence intervals."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Spread:
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The spread of numbers that are draws of one distribution. Raises ValueError for none."""
+    """The mean and confidence interval of independent draws. Raises ValueError for none."""
     if not values:
-        raise ValueError("there are no numbers to take the mean of")
+        raise ValueError("no numbers to take the mean of")
     if len(values) == 1:
         return Spread(values[0], math.nan, 1)
     degrees = len(values) - 1

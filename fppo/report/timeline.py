@@ -1,4 +1,4 @@
-"""Who worked when in the last steps of a run: a drawing for its report, and a file for viewers of Chrome traces."""
+"""Timeline of a run's last steps: a drawing for its report, and a file for viewers of Chrome traces."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fppo.runs.trace import TRACE
 
 FILE = "trace.json"
 ROLES = ("rollout", "reward", "actor", "reference", "critic")
-_ROLE: Mapping[str, str] = MappingProxyType(  # of stages, and of calls to pools
+_ROLE: Mapping[str, str] = MappingProxyType(  # by stage, and by call to a pool
     {"gen": "rollout", "generate": "rollout", "reward": "reward", "old_log_prob": "actor", "update_actor": "actor"}
     | {"ref": "reference", "values": "critic", "update_critic": "critic"}
 )
-STEP, OTHER = "step", "all else"
-_LINES = ("step", *ROLES, OTHER)  # of a process, in the order that they are shown
+STEP, OTHER = "step", "other"
+_LINES = ("step", *ROLES, OTHER)  # the lines of a process, in the order of the drawing
 
 
 class Bar(NamedTuple):
-    """Something that took time: whose it was, what, in which step, and what else is known of it."""
+    """A span of time: its process and line, its name, its step, and further numbers."""
 
-    process: str  # "pool NAME", or the process that makes the steps
+    process: str  # "pool NAME", or the controller
     line: str  # a role, or a rank of a pool
     name: str
     step: int
@@ -37,12 +37,12 @@ class Bar(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The role that it belongs to."""
+        """The role of the bar."""
         return _ROLE.get(self.name, OTHER)
 
 
 def read(run: str | os.PathLike[str], *, last: int | None = None) -> list[Bar]:
-    """What is known of the `last` steps (None: of all that are kept), line by line. Damaged lines are left out."""
+    """The bars of the `last` steps (None: of all kept ones), line by line. Damaged lines are left out."""
     files = sorted((Path(run) / TRACE).glob("rank_*.jsonl"))
     records = {path: jsonl.read(path, on_damage=lambda _: None) for path in files}
     steps = sorted({record["step"] for lines in records.values() for record in lines})
@@ -75,13 +75,13 @@ def _bars(record: Mapping[str, Any], process: str) -> Iterator[Bar]:
 
 
 def write(run: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Path:
-    """Writes what is kept of a run as a Chrome trace (None: into its directory) and returns the path.
+    """Write the kept traces of a run as a Chrome trace (None: into its directory) and return the path.
 
-    Raises ValueError if the run has written nothing of that kind.
+    Raises ValueError if the run has written none.
     """
     bars = read(run)
     if not bars:
-        raise ValueError(f"{Path(run) / TRACE} holds nothing of who worked when; give the output_dir of a run")
+        raise ValueError(f"{Path(run) / TRACE} holds no traces; give the output_dir of a run")
     path = Path(run) / TRACE / FILE if target is None else Path(target)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(chrome(bars)) + "\n", encoding="utf-8")
@@ -116,12 +116,12 @@ def chrome(bars: Sequence[Bar]) -> dict[str, Any]:
 # the drawing
 
 WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 1180, 150, 14, 24, 22, 22
-MOST = 24  # lines that are drawn
-LETTER = 6.4  # how wide one is
+MOST = 24  # lines drawn at most
+LETTER = 6.4  # width of a letter
 
 
 def svg(bars: Sequence[Bar]) -> str:
-    """The bars as an inline SVG figure, coloured by the page's style; each tells its numbers on hovering."""
+    """The bars as an inline SVG figure, coloured by the page's style; each shows its numbers on hovering."""
     drawn = [bar for bar in bars if bar.line != STEP]
     lines = list(dict.fromkeys((bar.process, bar.line) for bar in drawn))[:MOST]
     zero, end = min(bar.start for bar in drawn), max(bar.start + bar.seconds for bar in drawn)
@@ -134,7 +134,7 @@ def svg(bars: Sequence[Bar]) -> str:
     marks = ticks(0.0, end - zero, 8)
     steps = {bar.step: bar.start for bar in bars if bar.line == STEP and bar.start >= zero - 1.0}
     elements = [
-        f'<svg viewBox="0 0 {WIDTH} {bottom + BOTTOM}" role="img" aria-label="who worked when">',
+        f'<svg viewBox="0 0 {WIDTH} {bottom + BOTTOM}" role="img" aria-label="timeline of the last steps">',
         *(
             f'<line class="grid" x1="{x(zero + t):.1f}" x2="{x(zero + t):.1f}" y1="{TOP}" y2="{bottom}"/>'
             f'<text class="tick" x="{x(zero + t):.1f}" y="{bottom + 16}" text-anchor="middle">{label} s</text>'

@@ -1,4 +1,4 @@
-"""The report of a run: its curves as a PNG, and everything else with them in one HTML file that loads nothing."""
+"""Write the report of a run: its curves as a PNG, and all else with them in one HTML file that loads nothing."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS, SHOWN_WORK = 6, 4, 3, 4, 3
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Writes curves.png and report.html into the run's directory, and returns the path of the latter.
+    """Write curves.png and report.html into the run's directory, and return the path of the latter.
 
-    What a run has not written (samples, settings, a critic's metrics) is left out; so are damaged lines of metrics and
-    samples, which are named on standard error. Steps of which there are no metrics are named there and on the page,
-    which then has what other files know of them. Raises ValueError if nothing knows of any step, or the settings are
-    damaged.
+    Missing files (samples, settings, a critic's metrics) are left out; so are damaged lines of metrics and samples,
+    which are named on standard error. Steps without metrics are named there and on the page, which then shows them by
+    the run's other files. Raises ValueError if no file has any step, or the settings are damaged.
     """
     run_dir = Path(run_dir)
     path = run_dir / METRICS
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir}: there is no such directory; give the output_dir of a run")
+        raise ValueError(f"{run_dir}: no such directory; give the output_dir of a run")
     damaged: list[str] = []
     logged = jsonl.read(path, on_damage=damaged.append)
     samples = jsonl.read(run_dir / SAMPLES, on_damage=damaged.append)
     known = remains(run_dir, samples, on_damage=damaged.append)
-    there = {record.get("step") for record in logged}
-    records = merged([*(record for record in known if record["step"] not in there), *logged])
+    present = {record.get("step") for record in logged}
+    records = merged([*(record for record in known if record["step"] not in present), *logged])
     if not records:
         hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *damaged]
-        raise ValueError(f"{path}: there are no metrics to report; {'; '.join(hints)}")
-    lost = jsonl.missing(path, there, starts.first(run_dir) + 1, records[-1]["step"])
+        raise ValueError(f"{path}: no metrics to report; {'; '.join(hints)}")
+    lost = jsonl.missing(path, present, starts.first(run_dir) + 1, records[-1]["step"])
     for text in (*lost, *(f"left out: {text}" for text in damaged)):
         print(text, file=sys.stderr)
     title = Path(os.path.realpath(run_dir)).name
@@ -74,9 +73,9 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
     """Panels of the last evaluation's responses: values and advantages by token, the critic's and the exact ones."""
-    files_there = sorted(directory.glob("*.jsonl"))
+    evaluations = sorted(directory.glob("*.jsonl"))
     drawn = []
-    for line in unlike(jsonl.read(files_there[-1], on_damage=lambda _: None) if files_there else []):
+    for line in unlike(jsonl.read(evaluations[-1], on_damage=lambda _: None) if evaluations else []):
         title = charts.shortened(f"{line['prompt']}{''.join(line['tokens'])}".strip(), 60)
 
         def panel(what: str, names: Mapping[str, str], line: Mapping[str, Any] = line, title: str = title) -> Panel:
@@ -89,8 +88,8 @@ def beside_truth(directory: Path) -> list[tuple[Panel, Panel]]:
 
 
 def unlike(lines: Sequence[Mapping[str, Any]], count: int = SHOWN_TRUTHS) -> list[Mapping[str, Any]]:
-    """Up to `count` responses that differ most: first the one in which the exact values change most, then, one by one,
-    the one least like those that are chosen, by how its exact values begin, end and change and how wrong the critic is.
+    """Up to `count` responses that differ most: first the one with the largest range of exact values, then, one by one,
+    the one furthest from those chosen, by the range, start and end of its exact values and the critic's error.
     """
     features = {}
     for place, line in enumerate(lines):
@@ -108,8 +107,7 @@ def unlike(lines: Sequence[Mapping[str, Any]], count: int = SHOWN_TRUTHS) -> lis
 
 
 def held_out_change(run_dir: str | os.PathLike[str]) -> tuple[float, float]:
-    """The first and the last mean of the reward of held-out prompts, of the first source. Raises ValueError if the run
-    has none."""
+    """The first and the last mean reward on held-out prompts of the first source. Raises ValueError without any."""
     records = merged(jsonl.read(Path(run_dir) / METRICS, on_damage=lambda _: None))
     found = held_out.rewards(dict.fromkeys(name for record in records for name in record))
     line = points(records, found[0].metric) if found else []
@@ -128,7 +126,7 @@ def merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> list[Tile]:
-    """The few numbers that say how the run went."""
+    """The headline numbers of a run."""
     found = held_out.rewards(dict.fromkeys(name for record in records for name in record))
     tiles = []
     for each in found[:3]:
@@ -155,7 +153,7 @@ def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
 
 
 def _change(caption: str, before: float, after: float, note: str, *, share: bool = True) -> Tile:
-    """From before to after; shares of 1 as per cents, with the gain in points."""
+    """A tile of a change; numbers from 0 to 1 as per cents, with the gain in points."""
     if share and min(before, after) >= 0 and max(before, after) <= 1:
         return Tile(caption, f"{before:.1%} → {after:.1%}", f"{100 * (after - before):+.1f} points; {note}")
     return Tile(caption, f"{before:.3f} → {after:.3f}", f"{after - before:+.3f}; {note}")
@@ -176,7 +174,7 @@ def stages(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def pick(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Some samples of the first step, the last, and some between, by step."""
+    """Some samples of the first step, the last, and some steps between, by step."""
     by_step: dict[int, list[Mapping[str, Any]]] = {}
     for sample in samples:
         by_step.setdefault(sample.get("step", 0), []).append(sample)
@@ -187,7 +185,7 @@ def pick(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, An
 
 
 def extremes(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The best and the worst of the last quarter of the steps, by what they are; none where all score the same."""
+    """The best and the worst samples of the last quarter of the steps, by heading; none if all scores are equal."""
     scored = [sample for sample in samples if isinstance(sample.get("score"), int | float)]
     steps = sorted({sample.get("step", 0) for sample in scored})
     late = set(steps[len(steps) * 3 // 4 :])
@@ -209,7 +207,8 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float,
 
 
 def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings by their paths: those that differ from the defaults, and the others."""
+    """The settings by their paths: those that differ from the defaults, and the others. Raises ValueError for a file
+    that is not TOML."""
     if not path.exists():
         return {}, {}
     try:

@@ -1,9 +1,8 @@
-"""Reward functions, run in isolation and with time limits, and what validation makes of their scores.
+"""Reward functions, run in isolation and with time limits, and validation metrics of their scores.
 
-In: a `Rollout` and functions of samples, or models and judges. Out: `Scored`, with a score for each row that has one,
-and counts of what failed.
-Worker processes import this package to load the functions, so nothing here imports torch at the top.
-Begin with `runner.RewardRunner` and `scoring.score`; `early` begins while others are still sampled.
+In: a `Rollout` and functions of samples, or models and judges. Out: `Scored`, with a score [B] (nan for a failed row),
+and counts of failures. Worker processes import this package to load the functions, so nothing here imports torch at the
+top. Begin with `runner.RewardRunner` and `scoring.score`; `early` scores rows while others are still sampled.
 """
 
 from fppo.rewards.builtin import exact_match, length_penalty, math_verify, regular_expression

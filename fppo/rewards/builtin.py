@@ -1,4 +1,4 @@
-"""Rewards that come with the package."""
+"""Built-in rewards."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fppo.workers.sample import Sample
 
 @inline_reward
 def exact_match(sample: Sample) -> dict[str, Any]:
-    """1 if the response is the ground truth, but for white space around them, else 0."""
+    """1 if the response equals the ground truth up to surrounding white space, else 0."""
     answer = sample.response.strip()
     return {"score": float(answer == str(sample.ground_truth).strip()), "answer": answer}
 
 
 @attrs.frozen
 class RegularExpression:
-    """See `regular_expression`. It runs in a worker, since a pattern can take for ever."""
+    """The function of `regular_expression`. It runs in a worker, since matching can take for ever."""
 
     pattern: re.Pattern[str]
     reward_name = "regular_expression"
@@ -41,8 +41,8 @@ class RegularExpression:
 def regular_expression(*, pattern: str) -> RegularExpression:
     """1 where `pattern` matches in the response, else 0.
 
-    If the pattern has a group, the last match's first group must be the ground truth too, but for white space around
-    them. Raises ValueError for what is no regular expression.
+    If the pattern has a group, the last match's first group must also equal the ground truth up to surrounding white
+    space. Raises ValueError for an invalid pattern.
     """
     try:
         return RegularExpression(re.compile(pattern))
@@ -53,7 +53,7 @@ def regular_expression(*, pattern: str) -> RegularExpression:
 def _prepare_math_verify() -> None:
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError("the reward math_verify needs the package math-verify; install it: pip install 'fppo[math]'")
-    import math_verify as library  # noqa: F401 (slow; so that it does not count as the first sample's time)
+    import math_verify as library  # noqa: F401 (slow: imported here, outside the first sample's time limit)
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
@@ -82,7 +82,7 @@ math_verify.reward_prepare = _prepare_math_verify  # type: ignore[attr-defined]
 
 @attrs.frozen
 class LengthPenalty:
-    """See `length_penalty`."""
+    """The function of `length_penalty`."""
 
     max_tokens: int
     buffer: int
@@ -109,5 +109,5 @@ def length_penalty(*, max_tokens: int, buffer: int, factor: float = 1.0) -> Leng
 
 
 def builtins() -> dict[str, Callable[..., Any]]:
-    """The built-in rewards by name; those that take keywords alone make the reward."""
+    """The built-in rewards by name; functions of keywords alone are factories of rewards."""
     return {fn.__name__: fn for fn in (exact_match, regular_expression, math_verify, length_penalty)}

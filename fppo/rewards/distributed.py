@@ -1,4 +1,4 @@
-"""Rewards on many ranks: each calls the functions on its share of the samples, and all get all results."""
+"""Rewards on many ranks: each calls the functions on its share of the samples, and results are gathered."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ALL = AXES
 
 @attrs.frozen
 class SpreadRewardRunner:
-    """Reward functions on every rank: each calls them on some of the samples, and all get all results.
+    """A reward runner on every rank: each calls the functions on its share of the samples; all get all results.
 
-    The samples of a rank are those that its engine sampled: all answers to a prompt are dealt together, as to engines.
+    Prompts are dealt to ranks as to engines, with all their responses, so that a rank scores the rows it sampled.
     """
 
     runner: RewardRunner | EarlyRewardRunner
@@ -31,12 +31,12 @@ class SpreadRewardRunner:
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The functions of the reward."""
+        """The terms of the reward."""
         return self.runner.terms
 
     def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults:
-        """Every function on every sample, as `RewardRunner.run`; samples next to each other with the same number in
-        `groups` (without them each by itself) on one rank."""
+        """Call every function on every sample, as `RewardRunner.run`; consecutive samples with an equal number in
+        `groups` go to one rank, without `groups` each sample by itself."""
         numbers = range(len(samples))
         together = [list(members) for _, members in groupby(numbers, groups.__getitem__ if groups else None)]
         shares = [[i for place in share for i in together[place]] for share in deal(len(together), self.mesh)]
@@ -53,6 +53,6 @@ class SpreadRewardRunner:
 
 
 def _in_order(outcomes: Sequence[Outcome], shares: Sequence[Sequence[int]]) -> list[Outcome]:
-    """The outcomes of all ranks' shares, one after the other, in the order of the samples."""
+    """Reorder the concatenated outcomes of all ranks' shares to the order of the samples."""
     places = (number for share in shares for number in share)
     return [outcome for _, outcome in sorted(zip(places, outcomes, strict=True), key=lambda pair: pair[0])]

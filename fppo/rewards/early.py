@@ -1,4 +1,4 @@
-"""Rewards that begin while other rows are still generated: samples are scored as they finish, on a thread beside."""
+"""Score samples on a thread as soon as they finish, while other rows are still generated."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ if TYPE_CHECKING:
 
 
 class _Row(NamedTuple):
-    """A finished row: what it will be known by, and how to make a sample of it."""
+    """A finished row: its key, and a function that makes its sample."""
 
     key: Hashable
     sample: Callable[[], Sample]
 
 
 class EarlyRewardRunner:
-    """A runner whose functions of single samples begin as soon as rows finish; close it, or use it in a `with`.
+    """A runner that calls functions of single samples as soon as rows finish; close it, or use it in a `with`.
 
-    `make_on_finished` makes what an engine calls for each row that ends. `outcomes` and `run` then wait for those of
-    their samples that finished so, and call the functions on the rest, and functions of the batch on all: the result is
-    the runner's own, whichever rows came early, and in whatever order. A sample is a finished row's if its tokens, its
-    finish and the very objects of its ground truth and extras are the same. Functions that run in this process as plain
-    calls are left for the end, since there they would hold generation up; without `early` all are. Several threads may
-    run samples; one rollout at a time reports its rows.
+    `make_on_finished` gives the engine a callback for finished rows. `outcomes` and `run` wait for the samples scored
+    early, then call the functions on the rest, and functions of the batch on all: the results equal the runner's own,
+    whatever rows came early, in any order. A sample matches a finished row by its tokens, its finish and the identity
+    of its ground truth and extras. Inline functions run at the end, since they would delay generation; without `early`
+    all do. Several threads may run samples; one rollout at a time reports its rows.
     """
 
     def __init__(self, runner: RewardRunner, tokenizer: Any, *, early: bool = True) -> None:
         self._runner = runner
         can_be = [t for t in runner.terms if t.kind == "sample" and (t.asynchronous or not t.inline)]
         self._early = can_be if early else []
-        # of its own: a tokenizer that one thread decodes with may refuse to encode in another
+        # a copy: a tokenizer in use by one thread may refuse to encode in another
         self._tokenizer = copy.deepcopy(tokenizer) if self._early else tokenizer
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -50,9 +49,9 @@ class EarlyRewardRunner:
 
     def _begin(self, prompts: Prompts | None) -> None:
         self._rollout += 1
-        self._prompts = prompts  # whose objects keys know by their ids
+        self._prompts = prompts  # kept alive: keys hold the ids of its objects
         self._queue: deque[_Row] = deque()
-        self._open: Counter[Hashable] = Counter()  # finished, and without outcomes yet
+        self._open: Counter[Hashable] = Counter()  # finished rows without outcomes
         self._done: dict[Hashable, list[list[Outcome]]] = defaultdict(list)  # one outcome for each early term
         self._patience = [self._runner.patience() for _ in self._early]
         self._error: BaseException | None = None
@@ -65,12 +64,12 @@ class EarlyRewardRunner:
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]:
-        """The functions of the reward."""
+        """The terms of the reward."""
         return self._runner.terms
 
     def make_on_finished(self, prompts: Prompts, n: int) -> OnFinished | None:
-        """What an engine is to call as `f(row, response_tokens, finish)` for rows of its rollout, `n` for each prompt,
-        when they finish; None if nothing can run early. Rows of other rollouts are forgotten."""
+        """The engine's callback `f(row, response_tokens, finish)` for finished rows of a rollout with `n` responses per
+        prompt; None if nothing can run early. Rows of earlier rollouts are dropped."""
         if not self._early or self._closed:
             return None
         tokens, mask = prompts.tokens.cpu(), prompts.attention_mask.cpu().bool()
@@ -96,7 +95,7 @@ class EarlyRewardRunner:
         return on_finished
 
     def outcomes(self, samples: Sequence[Sample]) -> Outcomes:
-        """What became of every sample with every function, as `RewardRunner.outcomes`."""
+        """The outcome of every function on every sample, as `RewardRunner.outcomes`."""
         early = self._take(
             [_key(s.prompt_tokens, s.response_tokens, s.finish, s.ground_truth, s.extras) for s in samples]
         )
@@ -117,21 +116,21 @@ class EarlyRewardRunner:
         return outcomes
 
     def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults:
-        """Every function on every sample, as `RewardRunner.run`."""
+        """Call every function on every sample, as `RewardRunner.run`."""
         del groups
         results = results_of(self.terms, self.outcomes(samples), samples)
         log_failures(results.failures, len(samples))
         return results
 
     def close(self) -> None:
-        """Ends the thread, once it is done with what it is at. The runner stays open."""
+        """End the thread after its current call. The runner stays open."""
         with self._changed:
             self._closed = True
             self._begin(None)
             self._changed.notify_all()
 
     def _take(self, keys: Sequence[Hashable]) -> dict[int, list[Outcome]]:
-        """The outcomes of those samples whose rows finished early, by number, once all of these have theirs."""
+        """Wait for the samples whose rows finished early, and return their outcomes by sample index."""
         known = set(keys)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not any(self._open[key] for key in known))
@@ -155,7 +154,7 @@ class EarlyRewardRunner:
                 terms = zip(self._early, patience, strict=True)
                 columns = [self._runner.outcomes_of(term, samples, left) for term, left in terms]
                 outcomes = [list(each) for each in zip(*columns, strict=True)]
-            except BaseException as error:  # for the thread that asks for outcomes
+            except BaseException as error:  # raised in the thread that takes outcomes
                 problem = error
             with self._changed:
                 if self._rollout == rollout:

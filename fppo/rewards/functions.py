@@ -1,4 +1,4 @@
-"""How reward functions are marked, and their weighted sums."""
+"""Marks of reward functions, and weighted sums of them."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def batch_reward(fn: F) -> F:
-    """Marks a function that takes a list of samples and returns a list of as many results."""
+    """Mark a function that takes a list of samples and returns a list of as many results."""
     fn.reward_kind = "batch"  # type: ignore[attr-defined]
     return fn
 
 
 def tensor_reward(fn: F) -> F:
-    """Marks a function of the whole rollout that returns scores [B], or them and metrics, as a reward model is.
+    """Mark a function of the whole rollout that returns scores [B], or scores and metrics, such as a reward model.
 
-    A third result, bool [B], is False at the rows that it has no score for. It runs in this process.
+    A third result, bool [B], is False at rows without a score. It runs in this process.
     """
     fn.reward_kind = "tensor"  # type: ignore[attr-defined]
     return fn
 
 
 def inline_reward(fn: F) -> F:
-    """Marks a function that runs in this process: exceptions stay isolated, but nothing can stop it if it hangs."""
+    """Mark a function to run in this process: exceptions are caught, but a hanging call cannot be stopped."""
     fn.reward_inline = True  # type: ignore[attr-defined]
     return fn
 
 
 def shaping_reward(fn: F) -> F:
-    """Marks a function that shapes the score and says nothing of what came of a response, as a penalty for length.
+    """Mark a function that shapes the score without judging the response, such as a penalty for length.
 
-    Its score counts in the sum; it is left out of `Scored.outcome`, by which groups are filtered and right responses
-    told from wrong ones.
+    Its score counts in the sum, but not in `Scored.outcome`, by which groups are filtered and right responses
+    distinguished from wrong ones.
     """
     fn.reward_shaping = True  # type: ignore[attr-defined]
     return fn
 
 
 class RewardTerm(NamedTuple):
-    """One function of a reward, by name, with its factor in the sum."""
+    """A named function of a reward with its weight in the sum."""
 
     name: str
     weight: float
@@ -68,7 +68,7 @@ class RewardTerm(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """A reward that is a sum: each term is run, isolated and reported by itself."""
+    """A reward as a weighted sum; each term is run, isolated and reported separately."""
 
     terms: tuple[RewardTerm, ...]
 
@@ -77,9 +77,10 @@ Reward = RewardFn | WeightedSum
 
 
 def weighted_sum(functions: Mapping[str, Reward], weights: Mapping[str, float] | None = None) -> WeightedSum:
-    """The sum of weight x score over named functions; a weight that is left out is 1.
+    """The sum of weight x score over named functions; missing weights are 1.
 
-    A sum within the sum is taken apart: its terms are named "outer/inner" and weighted by both.
+    A nested sum is flattened: its terms are named "outer/inner" and weighted by the product. Raises ValueError for
+    weights of unknown functions, and for weights that are not finite.
     """
     weights = {} if weights is None else weights
     unknown = sorted(set(weights) - set(functions))
@@ -103,5 +104,5 @@ def _terms(name: str, fn: Reward) -> list[RewardTerm]:
 
 
 def as_sum(reward: Reward) -> WeightedSum:
-    """Any reward as a sum; a single function is its only term."""
+    """A reward as a sum; a single function becomes its only term."""
     return reward if isinstance(reward, WeightedSum) else weighted_sum({name_of(reward): reward})

@@ -1,4 +1,4 @@
-"""A language model as a reward: it is asked about each response, and the score is read out of its answer."""
+"""A language model as a reward: it answers a question about each response, and its answer contains the score."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _no_problem(find: Any) -> Any:
 class LanguageJudge:
     """A reward of the rollout: `engine` answers, with `params`, a question about each response.
 
-    The question is `template` with {prompt}, {response} and {ground_truth} filled in, through the chat template of
-    `tokenizer` where `chat` says so; `rollout_tokenizer` is the rollout's own. A question of more than
-    `max_prompt_tokens` loses its middle. The score is the number in the group of the last match of `pattern` in the
-    answer; without one the response has no score. Answers depend on the key, the row's id and the question alone. On a
-    `mesh` all ranks hold all rows; each asks about some, ranks of the axes `together` about those of all of them, and
-    all get all scores. Tokens of a question from `vocabulary` on, which the model has no embedding for, are left out.
+    The question is `template` with {prompt}, {response} and {ground_truth} filled in, with `chat` through the chat
+    template of `tokenizer`; `rollout_tokenizer` decodes the rollout. A question of more than `max_prompt_tokens` loses
+    its middle. The score is the number in the group of the last match of `pattern` in the answer; without one the
+    response has no score. Answers depend on the key, the row's id and the question alone. On a `mesh` all ranks hold
+    all rows; each asks about its share, ranks of the axes `together` about the union of their shares, and all get all
+    scores. Question tokens from `vocabulary` on, the rows of the model's embedding, are left out.
     """
 
     engine: Engine
@@ -65,11 +65,11 @@ class LanguageJudge:
     reward_name = "judge"
 
     def __call__(self, rollout: Rollout) -> tuple[Tensor, Metrics, Tensor]:
-        """Scores [B] float64, how many answers had none and how many questions were cut, and which rows have a score,
-        bool [B]."""
+        """Scores [B] float64; the numbers of answers without a score and of cut questions, as metrics; the rows with a
+        score, bool [B]."""
         shares = deal(len(rollout.tokens), self.mesh)
         own = shares[place_on(self.mesh, AXES)]
-        # ranks without a row ask a question whose answer nobody reads: engines gather parameters together
+        # ranks without a row ask one question and drop the answer: engines gather parameters by collectives
         asked = requested_together(shares, self.mesh, self.together) or [0]
         verdicts = self._verdicts(batches.rows(rollout, asked))[[asked.index(row) for row in own]]
         every = collect(verdicts.to(rollout.tokens.device), shares, self.mesh, AXES)
@@ -81,7 +81,7 @@ class LanguageJudge:
         return scores, report, unparsed == 0
 
     def _verdicts(self, rollout: Rollout) -> Tensor:
-        """For each row [B, 3] its score, whether there was none in the answer, and whether the question was cut."""
+        """For each row its score, 1 for an answer without one, and 1 for a cut question; float64 [B, 3]."""
         questions = [self._encoded(sample) for sample in samples_of(rollout, self.rollout_tokenizer)]
         limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
         kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in questions]
@@ -116,7 +116,7 @@ class LanguageJudge:
 
 
 def question_of(template: str, sample: Sample) -> str:
-    """The template filled with a sample's texts; of a chat the messages, their roles named if there are several."""
+    """Fill the template with a sample's texts; a chat becomes its messages, with their roles if there are several."""
     messages = sample.extras.get(MESSAGES) or ()
     prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
     if len(messages) == 1:

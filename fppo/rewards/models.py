@@ -1,4 +1,4 @@
-"""Reward models: a classifier's number at the last token of a conversation, as a reward of the whole rollout."""
+"""Reward models: a classifier's output at the last token of a conversation, as a reward of the whole rollout."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from fppo_kernels.record import Kernels
 
 @state
 class Conversations:
-    """Rows that a model reads whole."""
+    """Conversations in a reward model's tokens, padded on the right."""
 
     tokens: Tensor  # [B, S] int64
     attention_mask: Tensor  # [B, S] bool
 
     @property
     def response_mask(self) -> Tensor:
-        """[B, S] bool: nothing here tells a response from the rest."""
+        """The attention mask, bool [B, S]: prompts and responses are not distinguished."""
         return self.attention_mask
 
 
@@ -56,11 +56,11 @@ def load_reward_model(
     trust_remote_code: bool = False,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """A model with a sequence- or token-classification head, or a value head, and its parameters on the CPU: this
+    """Load a model with a sequence- or token-classification head, or a value head, with its parameters on the CPU: this
     rank's shards on a mesh that cuts parameters.
 
-    `label` is the name or the number of the label whose number is the score, where the head has several. Raises
-    ValueError for a model without such a head, and for a head of several labels of which none is named.
+    `label` is the name or index of the label whose output is the score, for a head of several. Raises ValueError for a
+    model without such a head, and for a head of several labels without `label`.
     """
     directory, row = find_reward_model(path, label=label, trust_remote_code=trust_remote_code)
     return models.load(
@@ -77,32 +77,32 @@ def load_reward_model(
 def find_reward_model(
     path: str | os.PathLike[str], *, label: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Path, int]:
-    """Where a reward model is, and which row of its head gives the score. Raises ValueError as `load_reward_model`."""
+    """A reward model's directory, and the row of its head for the score. Raises ValueError as `load_reward_model`."""
     directory = find_directory(path)
     head = read_value_head(directory, torch.float32)
     if not head:
         raise ValueError(
-            f"reward.model.path: {path} is no reward model: it has none of the heads "
-            f"{[f'{name}.weight' for name in VALUE_HEADS]}; what it has outside its layers: {_outside(directory)}"
+            f"reward.model.path: {path} is not a reward model: it has none of the heads "
+            f"{[f'{name}.weight' for name in VALUE_HEADS]}; its parameters outside the layers: {_outside(directory)}"
         )
     config = read_config(directory, trust_remote_code=trust_remote_code)
     return directory, _label_row(path, getattr(config, "id2label", None) or {}, label, len(head["score.weight"]))
 
 
 def _outside(directory: Path) -> list[str]:
-    """Names of parameters that stand in no list of layers."""
+    """The first names of parameters outside lists of layers."""
     names = [name for file in weight_files(directory) for name in safe_open(file, "pt").keys()]  # noqa: SIM118
     return sorted(name for name in names if not any(part.isdigit() for part in name.split(".")))[:8]
 
 
 def _label_row(path: str | os.PathLike[str], names: Mapping[int, str], label: str | None, count: int) -> int:
-    """Which of the head's `count` rows the score comes from."""
+    """The row of the head, of `count`, for the label. Raises ValueError for an unknown or missing label."""
     known = [names.get(row, str(row)) for row in range(count)]
     if label is None:
         if count == 1:
             return 0
         raise ValueError(
-            f"the reward model {path} has num_labels = {count}: name the label whose number is the score "
+            f"the reward model {path} has num_labels = {count}: name the label whose output is the score "
             f"(reward.model.label); there are {known}"
         )
     if label in known:
@@ -113,17 +113,18 @@ def _label_row(path: str | os.PathLike[str], names: Mapping[int, str], label: st
 
 
 def conversation(sample: Sample) -> list[dict[str, Any]]:
-    """A sample as chat messages: the prompt's own where it was a chat, else its text as the user's; and the answer."""
+    """A sample as chat messages: the prompt's own messages, or its text as the user's, and the response."""
     prompt = sample.extras.get(MESSAGES) or [{"role": "user", "content": sample.prompt}]
     return [*prompt, {"role": "assistant", "content": sample.response}]
 
 
 def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary: int | None = None) -> Conversations:
-    """The rollout's conversations in the tokens of `own`; `tokenizer` is the rollout's own.
+    """Encode the rollout's conversations in the tokens of `own`, the reward model's tokenizer; `tokenizer` decodes the
+    rollout.
 
     With `chat` they go through the chat template of `own`; else prompt and response are one text, and the end token of
-    `own` follows where the response ended ("stop"), by whichever of its stop tokens or texts. Tokens from `vocabulary`
-    on, which the model has no embedding for, are left out. Padded on the right.
+    `own` follows a response that ended by a stop token or text. Tokens from `vocabulary` on, the rows of the model's
+    embedding, are left out. Padded on the right. Raises ValueError for a conversation without tokens.
     """
     if chat:
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": False}
@@ -134,7 +135,7 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary
     rows = rows if vocabulary is None else [within(ids, vocabulary) for ids in rows]
     empty = [number for number, ids in enumerate(rows) if not ids]
     if empty:
-        raise ValueError(f"the reward model's tokenizer makes no tokens of sample {empty[0]} ({len(empty)} are so)")
+        raise ValueError(f"the reward model's tokenizer gives no tokens for sample {empty[0]} ({len(empty)} in all)")
     device = rollout.tokens.device
     tokens = pad_sequence([torch.tensor(ids, dtype=torch.int64) for ids in rows], batch_first=True)
     lengths = torch.tensor([len(ids) for ids in rows])
@@ -157,10 +158,10 @@ def model_reward(
     micro_batching: MicroBatching,
     read: Callable[[Rollout], Rows] = lambda rollout: rollout,
 ) -> RewardFn:
-    """The model as a reward of the rollout: its head's number at each row's last token that is not padding.
+    """The model as a reward of the rollout: its head's output at each row's last token that is not padding.
 
-    All ranks hold all rows; each computes a share of equal work. `read` makes the rows that the model reads of the
-    rollout, where it does not read them as they are.
+    All ranks hold all rows; each computes a share of equal work. `read` converts the rollout to the rows that the model
+    reads, by default the rollout's own.
     """
 
     @tensor_reward

@@ -1,4 +1,4 @@
-"""What a judge is asked about a response, and how a score is read out of its answer."""
+"""Checks of a judge's question template and score pattern, and the score in an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIELDS = ("prompt", "response", "ground_truth")
 
 
 def template_problem(template: str) -> str | None:
-    """What is wrong with the template of a question, and what to do; None if nothing is."""
+    """The fault of a question's template and its remedy; None without one."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -18,11 +18,11 @@ def template_problem(template: str) -> str | None:
     unknown = sorted(set(names) - set(FIELDS))
     if unknown:
         return f"has the fields {unknown}; there are {list(FIELDS)}, and {{{{ and }}}} for plain braces"
-    return None if "response" in names else "does not mention {response}, which is to be judged"
+    return None if "response" in names else "lacks {response}, the text to judge"
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """What is wrong with the regular expression that finds a score, and what to do; None if nothing is."""
+    """The fault of a regular expression for scores and its remedy; None without one."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -33,7 +33,7 @@ def pattern_problem(pattern: str) -> str | None:
 
 
 def score_in(answer: str, pattern: re.Pattern[str]) -> float | None:
-    """The number in the group of the last match; None if there is none, or no finite one."""
+    """The number in the group of the last match; None without a match, or for a number that is not finite."""
     matches = list(pattern.finditer(answer))
     if not matches:
         return None

@@ -1,4 +1,4 @@
-"""Rewards by name, as settings give them."""
+"""Resolve rewards by name, as in settings."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fppo.workers.sample import name_of
 
 
 def resolve(name: str, keywords: Mapping[str, Any] | None = None) -> Reward:
-    """The reward of that name: a built-in one, or "module:function", where the working directory is searched too.
+    """The reward of a name: a built-in one, or "module:function", found in the working directory too.
 
-    `keywords` are bound to it; a function that takes keywords alone makes the reward of them. Raises ValueError for a
-    name that does not stand for a function, and for keywords that it does not take or lacks.
+    `keywords` are bound to it; a function of keywords alone is a factory of the reward. Raises ValueError for an
+    unknown name, and for unknown or missing keywords.
     """
     known, keywords = builtins(), dict(keywords or {})
     if ":" in name:
@@ -48,7 +48,7 @@ def resolve(name: str, keywords: Mapping[str, Any] | None = None) -> Reward:
 
 
 def _bound(fn: RewardFn, keywords: Mapping[str, Any]) -> RewardFn:
-    """The function with keywords bound, and with what it says of itself."""
+    """The function with keywords bound, and with its marks."""
     own = partial(fn, **keywords)
     for name in (name for name in dir(fn) if name.startswith("reward_")):
         setattr(own, name, getattr(fn, name))
@@ -68,8 +68,9 @@ def combine(
     """The weighted sum of rewards by name; no weights: 1 for each.
 
     `arguments` are keywords of the functions, by their names. An `overlong_buffer` above 0 adds a `length_penalty` of
-    that buffer with the weight `overlong_penalty`, which estimators that look at each function by itself see as they
-    see the others'. `extra` adds functions by name, as a reward model, each with its weight.
+    that buffer with the weight `overlong_penalty`, a term of its own for estimators that read named scores. `extra`
+    adds functions by name, such as a reward model, each with its weight. Raises ValueError for duplicate names, and as
+    `resolve` does.
     """
     if weights and len(weights) != len(names):
         raise ValueError(f"{len(weights)} weights for {len(names)} rewards; give one for each, or none")

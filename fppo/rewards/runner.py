@@ -1,4 +1,4 @@
-"""The edge at which reward functions run, and what their outcomes come to."""
+"""Run reward functions in worker processes, and gather their outcomes as results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Outcomes = dict[str, list[Outcome]]  # by term, one entry per sample
 
 
 class Failure(NamedTuple):
-    """A sample that has no score because its function raised, ended its process, or took too long."""
+    """A sample without a score: its function raised, ended its process, or took too long."""
 
     term: str
     number: int
@@ -36,7 +36,7 @@ class RewardResults(NamedTuple):
 
 
 class Runner(Protocol):
-    """What scoring needs of a reward that is ready to run. `groups` say which samples answer the same prompt."""
+    """The protocol of runners for `score`. Samples with an equal number in `groups` answer the same prompt."""
 
     @property
     def terms(self) -> tuple[RewardTerm, ...]: ...
@@ -45,12 +45,11 @@ class Runner(Protocol):
 
 
 class RewardRunner(FunctionRunner):
-    """A reward, ready to run; close it, or use it in a `with` statement.
+    """A runner of a reward's functions; close it, or use it in a `with` statement.
 
-    Functions marked inline run in this process, all others in worker processes: see `FunctionRunner`. A call is on one
-    sample, or on all of them for a function of the batch. A call on several samples that raises or takes too long is
-    repeated on its halves until the sample at fault is alone. A function must not depend on what it was called on
-    before.
+    Functions marked inline run in this process, all others in worker processes (`FunctionRunner`). A call takes one
+    sample, or all of them for a function of the batch. A call on several samples that raises or takes too long is
+    repeated on halves until the faulty sample is isolated. Functions must not depend on earlier calls.
     """
 
     def __init__(
@@ -75,11 +74,11 @@ class RewardRunner(FunctionRunner):
         )
 
     def run(self, samples: Sequence[Sample], groups: Sequence[int] = ()) -> RewardResults:
-        """Every function on every sample; functions of the whole rollout are not called here, and none asks for groups.
+        """Call every function on every sample, except functions of the whole rollout; `groups` are not read.
 
-        After an exception, an ended process and a call that takes too long a sample has no score: that is nan, counted
-        and logged. Raises ValueError for a result that is no score (None, nan, inf, text, a list of the wrong length),
-        naming function and sample.
+        A sample gets no score (nan, counted and logged) after an exception, an ended process or a timeout. Raises
+        ValueError, naming function and sample, for an invalid result (None, nan, inf, text, a list of the wrong
+        length).
         """
         del groups
         results = results_of(self.terms, self.outcomes(samples), samples)
@@ -87,16 +86,16 @@ class RewardRunner(FunctionRunner):
         return results
 
     def outcomes(self, samples: Sequence[Sample]) -> Outcomes:
-        """What became of every sample with every function, but for functions of the whole rollout."""
+        """The outcome of every function on every sample, except functions of the whole rollout."""
         return {term.name: self.outcomes_of(term, samples) for term in self.terms if term.kind != "tensor"}
 
 
 def results_of(
     terms: Sequence[RewardTerm], outcomes: Mapping[str, Sequence[Outcome]], samples: Sequence[Sample]
 ) -> RewardResults:
-    """The results of all functions, from what became of each sample with each of them.
+    """Assemble results from the outcomes of all functions on all samples.
 
-    Raises ValueError for a result that is no score, and for names that some samples have and others lack.
+    Raises ValueError for an invalid score, and for names of numbers that some samples have and others lack.
     """
     scores: dict[str, list[float]] = {}
     named: dict[str, list[float]] = {}
@@ -120,19 +119,19 @@ def results_of(
 
 
 def _check(name: str, outcomes: Sequence[Outcome], samples: Sequence[Sample]) -> None:
-    """Raises ValueError for results that are no scores."""
+    """Raise ValueError for outcomes that are no scores."""
     bad = [number for number, outcome in enumerate(outcomes) if outcome.kind == "bad"]
     if bad:
         first = samples[bad[0]]
         raise ValueError(
-            f"the reward {name!r} returned {outcomes[bad[0]].text} ({len(bad)} of {len(samples)} samples are so; "
-            f"of sample {bad[0]} the response is {first.response[:100]!r}, the ground truth "
+            f"the reward {name!r} returned {outcomes[bad[0]].text} ({len(bad)} of {len(samples)} samples; the response "
+            f"of sample {bad[0]} is {first.response[:100]!r}, the ground truth "
             f"{str(first.ground_truth)[:100]!r})"
         )
 
 
 def _columns(name: str, outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
-    """The named numbers as columns. Raises ValueError if some samples have names that others lack."""
+    """The named numbers as columns. Raises ValueError if samples differ in names."""
     valued = [(number, outcome) for number, outcome in enumerate(outcomes) if outcome.kind == "value"]
     names = list(valued[0][1].named) if valued else []
     for number, outcome in valued:
@@ -149,7 +148,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def log_failures(failures: Sequence[Failure], count: int) -> None:
-    """One warning for each function that failed on some of `count` samples."""
+    """Log one warning for each function that failed on some of `count` samples."""
     for term in dict.fromkeys(failure.term for failure in failures):
         mine = [failure for failure in failures if failure.term == term]
         first = mine[0]
@@ -164,7 +163,7 @@ def log_failures(failures: Sequence[Failure], count: int) -> None:
 
 
 def check_failures(failures: Sequence[Failure], count: int) -> None:
-    """Raises RunFailed, a ValueError, for a function that failed on all of `count` samples."""
+    """Raise RunFailed, a ValueError, for a function that failed on all of `count` samples."""
     for term in dict.fromkeys(failure.term for failure in failures):
         mine = [failure for failure in failures if failure.term == term]
         if len(mine) == count:

@@ -1,4 +1,4 @@
-"""Rollouts to scores. Torch is imported where it is used: worker processes import this package, and must start fast."""
+"""Score rollouts. Torch is imported inside functions: worker processes import this package, and must start fast."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ if TYPE_CHECKING:
     from fppo.batch import Prompts, Rollout, Scored
     from fppo.metrics import Metrics
 
-EXTRACTED = "extracted_answer"  # the key under which extras hold what a reward took as the answer
+EXTRACTED = "extracted_answer"  # the key of a reward's extracted answer in extras
 
 
 def score(
     rollout: Rollout, *, reward: Runner, tokenizer: Any, failure_score: float | None = None
 ) -> tuple[Scored, Metrics]:
-    """The rollout with scores [B] float32, the weighted sum of the reward's terms, and with each term by name.
+    """Score a rollout: scores [B] float32, the weighted sum of the reward's terms, and each term by name.
 
-    `named_scores` holds every term, unweighted, and the further numbers that functions returned: by their own names if
-    the reward is one function, else as "term/name". If functions name answers, `extras` hold them as
-    "extracted_answer". `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
+    `named_scores` holds every term, unweighted, and further numbers returned by functions: by their own names if the
+    reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer".
+    `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
 
-    A row on which a function raised or was late, or that a judge gave no number, has no score there: nan in its column,
-    and in the row's score unless the function's weight is 0. With `failure_score` it has that score of the function.
-    The metrics count samples that failed as reward/errors and reward/timeouts, and rows without a score as
-    reward/unscored; all other means leave them out. Raises ValueError for results that are no scores, and RunFailed,
-    which is one too, for a function that fails on every row of a policy that has had no update (whose `versions` are
-    0): the fault is not the responses'.
+    A row without a score of a term (exception, timeout, a judge's answer without a number) has nan in its column, and
+    in its score unless the term's weight is 0; `failure_score` replaces these nan. The metrics count failed samples as
+    reward/errors and reward/timeouts, and rows without a score as reward/unscored; other means leave them out. Raises
+    ValueError for invalid results, and RunFailed, its subclass, for a function that fails on every row of a policy
+    without updates (`versions` of 0), since the fault is then not the responses'.
     """
     import torch
 
@@ -57,7 +56,7 @@ def score(
     outcomes = _total(known, scores, device).float() if 0 < len(known) < len(reward.terms) else None
     clash = sorted(set(scores) & set(results.named))
     if clash:
-        raise ValueError(f"the reward returns {clash} beside its score, which are names of functions too; rename them")
+        raise ValueError(f"the reward returns numbers named {clash}, names of its functions too; rename them")
     further = {name: torch.tensor(column, dtype=torch.float64, device=device) for name, column in results.named.items()}
     named = {name: x.float() for name, x in (scores | further).items()}
     extras = rollout.extras
@@ -74,21 +73,21 @@ def score(
 
 
 def _means(scored: Scored) -> Metrics:
-    """The means of the scores of the rows that have one, and how many have none."""
+    """The means of the scores over rows with a score, and the number of rows without."""
     from fppo import metrics
 
-    there = scored.has_score
+    present = scored.has_score
     return {
-        "critic/score/mean": metrics.masked_mean(scored.scores, there),
-        "critic/score/max": metrics.masked_max(scored.scores, there),
-        "critic/score/min": metrics.masked_min(scored.scores, there),
+        "critic/score/mean": metrics.masked_mean(scored.scores, present),
+        "critic/score/max": metrics.masked_max(scored.scores, present),
+        "critic/score/min": metrics.masked_min(scored.scores, present),
         **{f"reward/{name}": metrics.masked_mean(x, ~x.isnan()) for name, x in scored.named_scores.items()},
-        "reward/unscored": metrics.total((~there).sum()),
+        "reward/unscored": metrics.total((~present).sum()),
     }
 
 
 def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The weighted sum [B] float64 of the terms; one of weight 0 adds nothing, nan neither."""
+    """The weighted sum [B] float64 of the terms; a term of weight 0 adds nothing, not even nan."""
     import torch
 
     count = len(next(iter(scores.values())))
@@ -97,7 +96,7 @@ def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], device: to
 
 
 def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
-    """The rows as a reward function sees them: texts without padding and special tokens, ids without padding."""
+    """The rows as samples for reward functions: texts without padding and special tokens, ids without padding."""
     width = rollout.response_mask.shape[1]
     tokens, attended = rollout.tokens.cpu(), rollout.attention_mask.cpu()
     start = tokens.shape[1] - width
@@ -117,7 +116,7 @@ def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:
 def sample_of(
     prompt: Sequence[int], response: Sequence[int], finish: str, record: Prompts | Rollout, row: int, tokenizer: Any
 ) -> Sample:
-    """A sample of these token ids, with what row `row` of the record holds to judge it by."""
+    """A sample of these token ids, with the ground truth, source and extras of row `row` of the record."""
     return Sample(
         prompt=_text(prompt, tokenizer),
         response=_text(response, tokenizer),
@@ -135,7 +134,7 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Metrics]:
-    """The scores of a function of the whole rollout, nan where it says that it has none, and its metrics if any.
+    """The scores of a function of the whole rollout, nan for rows without one, and its metrics if any.
 
     Raises ValueError unless the scores are finite and of shape [B].
     """
@@ -154,6 +153,6 @@ def _tensor_scores(term: RewardTerm, rollout: Rollout) -> tuple[Tensor, Metrics]
     if bad:
         value = scores[bad[0]].item()
         raise ValueError(
-            f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} are so)"
+            f"the reward {term.name!r} returned {value} for sample {bad[0]} ({len(bad)} of {count} samples)"
         )
     return scores.detach().double().where(known, torch.nan).cpu(), more

@@ -1,4 +1,4 @@
-"""What n answers to each held-out prompt show of a policy: mean, best of k and majority of k, by source."""
+"""Validation metrics of n responses per held-out prompt: mean, best of k and majority of k, by source."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ if TYPE_CHECKING:
     from fppo.batch import Scored
     from fppo.metrics import Metrics
 
-REWARD, NAMED_REWARD = "reward", "reward_function"  # the weighted sum; a function of that name
+REWARD, NAMED_REWARD = "reward", "reward_function"  # the weighted sum; a function named "reward"
 
 
 def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
-    """Metrics of evaluation batches in which `n` consecutive or scattered rows share a number in `groups`.
+    """Metrics of evaluation batches in which `n` rows, in any order, share a number in `groups`.
 
-    By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards name the answers, maj@n/mean; for smaller
-    k (powers of two) and for the named scores the same under val-aux. best@k and maj@k are the exact expectations over
-    k of the n responses, drawn without replacement. Each prompt counts once, with the named scores of
-    `batch.same_scores`; one that is called "reward" itself is "reward_function" here. Responses without a score are
-    left out: the numbers of a prompt are those of the others, best@k and maj@k where there are k of them, and a prompt
-    without any counts nowhere; val-aux/unscored counts these responses, if there are any. Raises ValueError if a group
-    does not have n rows.
+    By source: val-core/SOURCE/reward/mean@n, best@n/mean and, where rewards return answers, maj@n/mean; for smaller k
+    (powers of two) and for named scores the same under val-aux. best@k and maj@k are exact expectations over k of the n
+    responses, drawn without replacement. Each prompt counts once, with the named scores of `batch.same_scores`; a score
+    named "reward" is called "reward_function" here. Responses without a score are left out of their prompt's numbers,
+    best@k and maj@k need k others, and a prompt without scores counts nowhere; val-aux/unscored counts such responses,
+    if any. Raises ValueError if a group does not have n rows.
     """
     from fppo import batch, metrics
 
@@ -43,10 +42,10 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
             answers = [scored.extras[row].get(EXTRACTED) for row in rows]
             voted = any(EXTRACTED in scored.extras[row] for row in rows)
             for name, column in columns.items():
-                there = [place for place, row in enumerate(rows) if not math.isnan(column[row])]
-                unscored += (n - len(there)) * (name == REWARD)
-                given = [answers[place] for place in there] if voted else None
-                for metric, value in _of_prompt([column[rows[place]] for place in there], given, n).items():
+                present = [index for index, row in enumerate(rows) if not math.isnan(column[row])]
+                unscored += (n - len(present)) * (name == REWARD)
+                given = [answers[index] for index in present] if voted else None
+                for metric, value in _of_prompt([column[rows[index]] for index in present], given, n).items():
                     level = "core" if name == REWARD and f"@{n}" in metric else "aux"
                     found = values[f"val-{level}/{scored.source[rows[0]]}/{name}/{metric}"]
                     found += [] if value is None else [value]
@@ -55,7 +54,7 @@ def summarize(batches: Sequence[Scored], *, n: int) -> Metrics:
 
 
 def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None, n: int) -> dict[str, float | None]:
-    """The numbers of a prompt with n responses, of which these have scores; None where they are too few."""
+    """The metrics of a prompt with n responses, given the scores of those that have one; None for too few."""
     result: dict[str, float | None] = {f"mean@{n}": math.fsum(scores) / len(scores) if scores else None}
     for k in sizes(n):
         enough = k <= len(scores)
@@ -66,7 +65,7 @@ def _of_prompt(scores: Sequence[float], answers: Sequence[str | None] | None, n:
 
 
 def sizes(n: int) -> list[int]:
-    """The k of best@k and maj@k: powers of two from 2, and n; none for a single response, whose mean says it all."""
+    """The k of best@k and maj@k: powers of two from 2, and n; none for a single response, which the mean covers."""
     return sorted({2**i for i in range(1, n.bit_length()) if 2**i <= n} | {n}) if n > 1 else []
 
 
@@ -85,9 +84,9 @@ def best_at_k(scores: Sequence[float], k: int) -> float:
 def majority_at_k(scores: Sequence[float], answers: Sequence[str | None], k: int) -> float:
     """The expected score of the most frequent answer among k of the responses, drawn without replacement.
 
-    Answers that tie share the vote equally; an answer's score is the mean score of the responses that gave it. No
-    answer (None) is an answer too. Exact: counts, for each answer a and number of votes m, the ways in which a gets m
-    votes and t others m as well and none more.
+    Tied answers share the vote equally; an answer's score is the mean score of its responses. No answer (None) is an
+    answer too. Computed exactly by counting, for each answer a and number of votes m, the draws in which a and t others
+    get m votes and no answer more.
     """
     n = len(scores)
     if not 1 <= k <= n or len(answers) != n:
@@ -101,12 +100,12 @@ def majority_at_k(scores: Sequence[float], answers: Sequence[str | None], k: int
 
 
 def _share_of_votes(counts: Sequence[int], count: int, k: int) -> float:
-    """The probability that an answer that came `count` times wins among k, where t ties win 1 / (t + 1) each."""
+    """The probability that an answer with `count` responses wins among k drawn; with t ties it wins 1 / (t + 1)."""
     others = list(counts)
     others.remove(count)
     won = 0.0
     for votes in range(1, min(count, k) + 1):
-        ways = {(0, 0): 1}  # (responses drawn, ties) -> in how many ways
+        ways = {(0, 0): 1}  # (responses drawn, ties) -> number of ways
         for other in others:
             after: dict[tuple[int, int], int] = defaultdict(int)
             for (drawn, ties), number in ways.items():

@@ -1,4 +1,4 @@
-"""All responses to held-out prompts, on disk: a file for each evaluation."""
+"""Responses to held-out prompts on disk: a file for each evaluation."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NAME = re.compile(r"val-(?:core|aux)/(.+)/(mean@\d+|(?:best|maj)@\d+/mean)")
 def kept(
     evaluate: EvaluateRun, place: Callable[[int], Path], tokenizer: Any, mesh: Mesh, *, truth: Path | None = None
 ) -> Evaluate:
-    """The evaluation, with all its responses kept in the file at `place(step)`, and some with the exact values of their
-    tokens, where there are any, in a file of the directory `truth`."""
+    """Extend an evaluation to write its responses to the file at `place(step)` and, if exact values are known, some
+    responses with them to a file of the directory `truth`."""
 
     def evaluation(run: RunState) -> Metrics:
         def keep(scored: Sequence[Scored]) -> None:
@@ -49,7 +49,8 @@ def kept(
 
 
 def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | None:
-    """When a run evaluates and how, with its responses kept in its directory; None without held-out prompts."""
+    """A run's evaluation, with its schedule, whose responses are written to the run's directory; None without held-out
+    prompts."""
     if assembly.evaluate is None:
         return None
     directory = Path(settings.output_dir) / EVALUATIONS
@@ -64,12 +65,12 @@ def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | Non
 
 
 def write(scored: Sequence[Scored], path: Path, *, tokenizer: Any, step: int) -> None:
-    """Writes all responses, a line each, as `write_lines` does."""
+    """Write all responses, a line each, as `write_lines` does."""
     write_lines((line for part in scored for line in scored_lines(part, tokenizer, step)), path)
 
 
 def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
-    """Writes objects, a line each. The file appears whole, in place of one that was there."""
+    """Write objects, a line each. The file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     file = JsonLines(draft)
@@ -82,16 +83,16 @@ def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
 
 
 def new_place(run_dir: Path, step: int) -> Path:
-    """A file for responses of a run's step that is not there yet."""
+    """The first unused file name for an evaluation of a run's step."""
     paths = (run_dir / EVALUATIONS / f"step_{step:08d}_eval_{number}.jsonl" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 
 def table(report: Metrics) -> list[str]:
-    """An evaluation in lines of at most 80 columns: of each source its prompts, and the means of the reward and of its
-    parts; of several responses to a prompt also the best and the majority of all.
+    """An evaluation in lines of at most 80 columns: for each source its prompts, and the means of the reward and its
+    terms; for several responses per prompt also best and majority of all.
 
-    A single part that equals the reward is left out.
+    A single term that equals the reward is left out.
     """
     found = {(match[1], match[2]): name for name in report if (match := _NAME.fullmatch(name))}
     cores = [name for name in report if name.startswith("val-core/") and _NAME.fullmatch(name)]
@@ -123,7 +124,7 @@ def table(report: Metrics) -> list[str]:
 
 
 def _source(place: str, sources: Sequence[str]) -> str:
-    """The source of SOURCE/NAME, both of which may have slashes."""
+    """The source of SOURCE/NAME, the longest that fits: both may have slashes."""
     return max((source for source in sources if place.startswith(f"{source}/")), key=len, default="")
 
 

@@ -1,4 +1,4 @@
-"""Held-out metrics by what they measure: the reward first, then its terms, each kept apart from the others."""
+"""Held-out metrics by measure: the reward first, then each of its terms."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeldOut:
     source: str
     """Where the prompts are from."""
     measure: str
-    """The number that is meant: "reward", a term of it, or a further number of a term as "term/number"."""
+    """The measured number: "reward", a term of it, or a further number of a term as "term/number"."""
     kind: str
     """The statistic over the responses to a prompt: "mean@8", "best@8", "maj@8"."""
 
@@ -36,10 +36,10 @@ class HeldOut:
 
 
 def held_out(metrics: Iterable[str]) -> list[HeldOut]:
-    """The held-out metrics among names of metrics: first those of the reward, then those of others; means first.
+    """The held-out metrics among names of metrics: the reward's first, then other measures'; means first.
 
     Measures, and sources within them, keep the order of `metrics`. The prompts' sources are those with a reward; a name
-    SOURCE/MEASURE, both of which may hold slashes, belongs to the longest of them.
+    SOURCE/MEASURE belongs to the longest matching source, since both may hold slashes.
     """
     names = list(metrics)
     matches = {name: match for name in names if (match := _NAME.fullmatch(name))}
@@ -61,25 +61,22 @@ def held_out(metrics: Iterable[str]) -> list[HeldOut]:
 
 
 def _split(name: str, place: str, kind: str, sources: Iterable[str]) -> HeldOut:
-    """A metric of fppo's own evaluation; of an unknown source the measure is what stands behind the last slash."""
+    """A metric of fppo's own evaluation; for an unknown source the measure is the part after the last slash."""
     source = max((x for x in sources if place.startswith(f"{x}/")), key=len, default=place.rpartition("/")[0])
     return HeldOut(name, source, place[len(source) :].removeprefix("/"), kind)
 
 
 def rewards(metrics: Iterable[str]) -> list[HeldOut]:
-    """The means that say how good a policy is on held-out prompts: of the reward by source.
-
-    Without any reward they are the means of the first measure.
-    """
+    """The mean rewards on held-out prompts by source; without any reward the means of the first measure."""
     means = [each for each in held_out(metrics) if each.is_mean]
     return [each for each in means if each.measure == means[0].measure]
 
 
 def shown(metrics: Mapping[str, float | None]) -> list[tuple[str, float]]:
-    """(label, number) of an evaluation, each over the sources: the reward's mean, its terms', its best@n and maj@n.
+    """(label, number) of an evaluation, means over the sources: the reward, its terms, its best@n and maj@n, then
+    further numbers of terms.
 
-    Behind them stand further numbers of terms. The first term is left out where it is the reward, as that of a reward
-    of one function is.
+    The first term is left out where it equals the reward, as for a reward of one function.
     """
     found = held_out(metrics)
     most = max((each.responses for each in found), default=1)
@@ -100,6 +97,6 @@ def sources(metrics: Iterable[str]) -> list[str]:
 
 
 def repeated(measures: Mapping[str, object]) -> list[str]:
-    """The first term of the reward if its numbers are the reward's, by measure in the order of `held_out`."""
+    """The first term of the reward, by measure in the order of `held_out`, if its numbers equal the reward's."""
     terms = [name for name in measures if name != REWARD and "@" not in name][:1]
     return [name for name in terms if measures[name] == measures.get(REWARD)]

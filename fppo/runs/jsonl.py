@@ -1,4 +1,4 @@
-"""Files of one JSON object per line that survive a kill: flushed line by line, cut back to a step on resuming."""
+"""Files of one JSON object per line that survive a kill: flushed line by line, truncated to a step on resuming."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fppo.runtime.exports import write_whole
 
 
 def plain(value: Any) -> Any:
-    """The value as strict JSON can hold it: nan and infinities become None, what is no JSON its text."""
+    """Convert a value to strict JSON: nan and infinities to None, other types to their text."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if value is None or isinstance(value, bool | int | str):
@@ -28,10 +28,10 @@ def plain(value: Any) -> Any:
 
 
 def read(path: str | os.PathLike[str], *, on_damage: Callable[[str], None] | None = None) -> list[dict[str, Any]]:
-    """The objects of the file, none if there is no file. A torn last line, as a kill leaves it, is left out.
+    """The objects of a file, none if it is missing. An incomplete last line, as a kill leaves it, is left out.
 
-    Raises ValueError naming file and line if another line is not an object; or leaves that out too, and calls
-    `on_damage` with what the error would say.
+    Raises ValueError naming file and line for another line that is not an object; with `on_damage` such lines are left
+    out, and the message is passed to it.
     """
     path = Path(path)
     lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -42,7 +42,7 @@ def read(path: str | os.PathLike[str], *, on_damage: Callable[[str], None] | Non
         try:
             records.append(_object(line))
         except ValueError as error:
-            if number == len(lines):  # no newline after it: it was never finished
+            if number == len(lines):  # no newline after it: incomplete
                 break
             if on_damage is None:
                 raise ValueError(f"{path}, line {number}: {error}") from error
@@ -58,26 +58,26 @@ def _object(line: bytes) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"holds a {type(record).__name__}, not an object")
     if isinstance(step := record.get("step", 0), bool) or not isinstance(step, int):
-        raise ValueError("its step is no whole number")
+        raise ValueError("its step is not an integer")
     return record
 
 
 def gone(path: str | os.PathLike[str], first: int, last: int, *, every: int = 1) -> list[str]:
-    """What to say of the steps `first` to `last` that the file has no line of (`missing`), and of its damaged lines."""
+    """Messages on a file's damaged lines, and on the steps `first` to `last` without a line (`missing`)."""
     damaged: list[str] = []
-    there = {record.get("step") for record in read(path, on_damage=damaged.append)}
-    return damaged + missing(path, there, first, last, every=every)
+    present = {record.get("step") for record in read(path, on_damage=damaged.append)}
+    return damaged + missing(path, present, first, last, every=every)
 
 
 def missing(
-    path: str | os.PathLike[str], there: Collection[int | None], first: int, last: int, *, every: int = 1
+    path: str | os.PathLike[str], present: Collection[int | None], first: int, last: int, *, every: int = 1
 ) -> list[str]:
-    """What to say of the steps `first` to `last` that are not among those that a file holds.
+    """A message on the steps `first` to `last` that are not `present` in a file; none without such steps.
 
-    With `every` only multiples of it have a line; 0: none of them must.
+    With `every` only its multiples are expected; 0: no steps are.
     """
     due = [step for step in range(first, last + 1) if every and step % every == 0]
-    missing = {step for step in due if step not in there}
+    missing = {step for step in due if step not in present}
     starts = sorted(step for step in missing if step - every not in missing)
     ends = sorted(step for step in missing if step + every not in missing)
     spans = [str(a) if a == b else f"{a} to {b}" for a, b in zip(starts, ends, strict=True)]
@@ -85,11 +85,11 @@ def missing(
 
 
 class JsonLines:
-    """Appends objects to a file; each is on disk, as far as a killed process goes, when `write` returns.
+    """Append objects to a file; each survives a kill of the process once `write` returns.
 
-    Lines of step `first_step` or later, and a torn last line, are dropped at the start: a resumed run writes them
-    again. The file is replaced as a whole for that, so a kill at that moment loses nothing; one with damaged lines is
-    kept under the name that ends in `.damaged`. Of the others the `newest` so many are kept, or all.
+    Lines of step `first_step` or later, and an incomplete last line, are dropped at the start: a resumed run writes
+    them again. The file is replaced atomically for that, so a kill at that moment loses nothing; a file with damaged
+    lines is copied to a name ending in `.damaged`. The `newest` lines are kept, None: all.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, first_step: int = 0, newest: int | None = None) -> None:
@@ -104,20 +104,20 @@ class JsonLines:
             text = "".join(_line(record) for record in kept).encode(errors="backslashreplace")
             if text != path.read_bytes():
                 write_whole(path, text)
-        # a lone surrogate has no UTF-8; its backslash form is what JSON writes for it
+        # a lone surrogate has no UTF-8; its backslash form is valid JSON
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n")
 
     def write(self, *records: Mapping[str, Any]) -> None:
-        """Appends the objects."""
+        """Append objects."""
         self._file.write("".join(_line(record) for record in records))
         self._file.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends one flat object: the step and its metrics."""
+        """Append one flat object: the step and its metrics."""
         self.write({"step": step, **metrics})
 
     def close(self) -> None:
-        """Closes the file; it can be closed twice."""
+        """Close the file; it can be closed twice."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Where a run's numbers go: the console, JSON lines, TensorBoard, W&B."""
+"""Loggers of a run's metrics: the console, JSON lines, TensorBoard, W&B, a user's own."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fppo.runtime.exports import write_whole
 from fppo.workers.imports import imported
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-FAILED = "log/failures"  # the metric that counts the calls of loggers that have failed so far
+FAILED = "log/failures"  # the metric that counts failed calls of loggers
 ALWAYS = ("console", "jsonl")  # loggers of every run
 
 
 class Logger(Protocol):
-    """Takes the metrics of one step after the other."""
+    """The protocol of loggers: metrics step by step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of `step`; 0 is the evaluation before the first."""
+        """Log the metrics of `step`; 0 is the evaluation before the first."""
         ...
 
     def close(self) -> None:
-        """Writes what is left; it can be called twice."""
+        """Flush and close; it can be called twice."""
         ...
 
 
@@ -47,12 +47,11 @@ def open_loggers(
     group: str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Logger]:
-    """The console and metrics.jsonl, and behind them the loggers called `names`, for a run of `steps` steps.
+    """Open the console, metrics.jsonl, and then the loggers called `names`, for a run of `steps` steps.
 
-    `first_step` is the first step that will be logged: what an earlier process logged from there on is dropped.
-    `settings` go to W&B and to loggers of the user's own, "module:function". Raises ValueError for an unknown name, or
-    for a logger whose package is not installed, or that does not start. Later on those of other packages, and the
-    console, fail alone: see `Guarded`.
+    `first_step` is the first step to be logged: lines of an earlier process from it on are dropped. `settings` go to
+    W&B and to users' loggers, "module:function". Raises ValueError for an unknown name, and for a logger whose package
+    is not installed or that fails to start. Later failures, except of metrics.jsonl, do not end the run (`Guarded`).
     """
     run_dir = Path(run_dir)
     makers: dict[str, Callable[[], Logger]] = {
@@ -65,7 +64,7 @@ def open_loggers(
     makers |= {name: partial(own_logger, name, run_dir, first_step, settings or {}) for name in own}
     unknown = [name for name in names if name not in makers]
     if unknown:
-        raise ValueError(f"log.loggers = {list(names)}: there is no logger {unknown[0]!r}; there are {list(makers)}")
+        raise ValueError(f"log.loggers = {list(names)}: unknown logger {unknown[0]!r}; there are {list(makers)}")
     opened: list[Logger] = []
     try:
         for name in dict.fromkeys([*ALWAYS, *names]):
@@ -78,10 +77,10 @@ def open_loggers(
 
 
 def own_logger(name: str, run_dir: Path, first_step: int, settings: Mapping[str, Any]) -> Logger:
-    """What the user's function `name`, "module:function", returns for a run.
+    """The logger that a user's function `name`, "module:function", returns for a run.
 
-    It is called as function(run_dir, first_step=..., settings=...), with the run's directory, the first step that will
-    be logged, and the settings as nested tables. Raises ValueError for what has no `log` and no `close`.
+    It is called as function(run_dir, first_step=..., settings=...), with the run's directory, the first step to be
+    logged, and the settings as nested tables. Raises ValueError for a result without `log` and `close`.
     """
     logger = imported(name, "log.loggers")(run_dir, first_step=first_step, settings=dict(settings))
     lacks = [method for method in ("log", "close") if not callable(getattr(logger, method, None))]
@@ -92,7 +91,7 @@ def own_logger(name: str, run_dir: Path, first_step: int, settings: Mapping[str,
 
 
 def close(loggers: Sequence[Logger]) -> None:
-    """Closes them all."""
+    """Close all loggers."""
     for logger in loggers:
         logger.close()
 
@@ -100,8 +99,8 @@ def close(loggers: Sequence[Logger]) -> None:
 def observer(
     loggers: Sequence[Logger], *, samples: JsonLines | None = None, tokenizer: Any = None, count: int = 0
 ) -> Callable[[Any], None]:
-    """An observer for `pipeline.train`: a step's metrics to the loggers, `count` of its rows to `samples`. Once loggers
-    have failed, the number of these calls is one of the metrics."""
+    """An observer for `pipeline.train`: writes a step's metrics to the loggers, and `count` of its rows to `samples`.
+    The number of failed calls of loggers, if any, is added to the metrics."""
 
     def observe(record: Any) -> None:
         step = record.run.step
@@ -115,7 +114,7 @@ def observer(
     return observe
 
 
-# the console: a label, the metrics that it stands for (the first that there is), and how the number is written
+# the console: a label, its metrics (the first that was logged counts), and the number's format
 Line = tuple[str, tuple[str, ...], Callable[[float], str]]
 LINES: tuple[Line, ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), lambda x: f"{x:.3f}"),
@@ -129,7 +128,7 @@ LINES: tuple[Line, ...] = (
 )
 
 
-# what went wrong in a step, shown where it is not 0: responses that got no score, a part of the updates
+# failures of a step, shown if not 0: responses without a score, skipped shares of the updates
 FAILURES: tuple[Line, ...] = (
     ("no score", ("reward/errors", "reward/timeouts", "reward/judge_unparsed"), lambda x: f"{x:.0f}"),
     ("tool failed", ("rollout/tool_failures",), lambda x: f"{x:.0f}"),
@@ -138,7 +137,7 @@ FAILURES: tuple[Line, ...] = (
     ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
-IMPORTANT = (  # the last leave a full line first
+IMPORTANT = (  # by priority: the last are dropped first from a full line
     *("reward", "no score", "tool failed", "actor skipped", "critic skipped", "logs failed"),
     *("kl", "turns", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
@@ -146,7 +145,7 @@ Shown = list[tuple[str, str]]
 
 
 def summary(metrics: Mapping[str, float]) -> Shown:
-    """(label, number) of what the console shows of a step; what was not logged is left out."""
+    """(label, number) pairs of a step for the console; metrics that were not logged are left out."""
     shown = []
     for label, names, write in LINES:
         values = [metrics[name] for name in names if metrics.get(name) is not None]
@@ -159,14 +158,14 @@ def summary(metrics: Mapping[str, float]) -> Shown:
 
 
 def held_out_summary(metrics: Mapping[str, float]) -> Shown:
-    """(label, number) of an evaluation, as `held_out.shown` has them, and how many sources they are means over."""
+    """(label, number) pairs of an evaluation, from `held_out.shown`, and the number of sources averaged over."""
     shown = [(printable(name, 40), f"{value:.3f}") for name, value in held_out.shown(metrics)]
     count = len(held_out.sources(metrics))
     return [*shown, ("sources", str(count))] if count > 1 else shown
 
 
 def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
-    """What of it fits into so many columns, numbers being `least` columns wide, or more; the first always does."""
+    """The pairs that fit into `room` columns, by priority, with numbers at least `least` wide; at least one."""
     kept = list(shown)
     ranks = {label: place for place, label in enumerate(IMPORTANT)}
     while len(kept) > 1 and sum(len(label) + max(len(number), least) + 3 for label, number in kept) > room:
@@ -176,7 +175,7 @@ def fitting(shown: Shown, room: int, *, least: int = 0) -> Shown:
 
 
 class TimeLeft:
-    """Seconds until the last step, from the pace of the last steps. Time between steps counts, so saving does too."""
+    """Estimate the seconds until the last step from the pace of recent steps, with the time between them (saving)."""
 
     def __init__(
         self, steps: int, *, first_step: int = 0, clock: Callable[[], float] = time.monotonic, window: int = 20
@@ -188,7 +187,7 @@ class TimeLeft:
 
     def at(self, step: int) -> float | None:
         """The estimate now that `step` is done; None before a first step."""
-        if self._times[-1][0] == step:  # the evaluation before the first step is none
+        if self._times[-1][0] == step:  # the evaluation before the first step does not count
             self._times.pop()
         self._times.append((step, self._clock()))
         (first, start), (last, end) = self._times[0], self._times[-1]
@@ -196,7 +195,7 @@ class TimeLeft:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words, as 0:07, 12:30 or 1:02:03."""
+    """Seconds as text: 0:07, 12:30 or 1:02:03."""
     whole = max(round(seconds), 0)
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
@@ -218,7 +217,7 @@ class PlainConsole:
         self._left = TimeLeft(steps, first_step=first_step, clock=clock)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step's line, and one for its evaluation."""
+        """Print the step's line, and one for its evaluation."""
         left = self._left.at(step)
         head = f"step {step:>{len(str(self._steps))}}/{self._steps}"
         tail = [] if left is None else [f"left {duration(left)}"]
@@ -231,7 +230,7 @@ class PlainConsole:
             print("  ".join(words), file=self._file, flush=True)
 
     def close(self) -> None:
-        """Nothing is left to print."""
+        """Do nothing: every line was flushed."""
 
 
 class LiveConsole:
@@ -252,7 +251,7 @@ class LiveConsole:
         self._progress.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints the step's line above the bar, and one for its evaluation, and moves it."""
+        """Print the step's line, and one for its evaluation, above the bar, and advance it."""
         from rich.markup import escape
 
         left = self._left.at(step)
@@ -267,18 +266,18 @@ class LiveConsole:
         self._progress.update(self._task, completed=step, left=remaining)
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Remove the bar."""
         self._progress.stop()
 
 
 def console(steps: int, *, first_step: int = 0) -> Logger:
-    """Live progress where standard output is a terminal, else one plain line per step."""
+    """The live console if standard output is a terminal, else one plain line per step."""
     kind = LiveConsole if sys.stdout.isatty() else PlainConsole
     return kind(steps, first_step=first_step)
 
 
 class TensorBoard:
-    """Event files under `directory`; TensorBoard hides what they held from `first_step` on."""
+    """A logger of event files under `directory`; TensorBoard hides earlier events from `first_step` on."""
 
     def __init__(self, directory: str | os.PathLike[str], *, first_step: int = 0) -> None:
         try:
@@ -289,18 +288,18 @@ class TensorBoard:
         self._writer = SummaryWriter(str(directory), purge_step=first_step if first_step > 0 else None)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes one scalar per metric."""
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the event file."""
+        """Close the event file."""
         self._writer.close()
 
 
 class WandB:
-    """A run of Weights & Biases, named after the run's directory; a resumed run goes on in the same one."""
+    """A logger to a run of Weights & Biases, named after the run's directory; a resumed run continues it."""
 
     def __init__(
         self,
@@ -320,7 +319,7 @@ class WandB:
         run_dir.mkdir(parents=True, exist_ok=True)
         marker = run_dir / "wandb_id"
         noted = marker.read_text(errors="replace").strip() if marker.exists() else ""
-        previous = noted if re.fullmatch(r"[\w.-]+", noted) else None  # one that is damaged names no run
+        previous = noted if re.fullmatch(r"[\w.-]+", noted) else None  # None for a damaged id
         try:
             self._run = wandb.init(
                 project=project,
@@ -338,11 +337,11 @@ class WandB:
         write_whole(marker, self._run.id.encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends the metrics."""
+        """Send the metrics."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Ends the run."""
+        """Finish the run."""
         self._run.finish()
 
 
@@ -352,10 +351,10 @@ class _Logger(Protocol):
 
 
 class Guarded:
-    """A logger that fails alone: the first time is told on standard error, all are counted, and told when it closes.
+    """A logger whose exceptions are caught: the first is printed on standard error, all are counted and their number
+    printed at close.
 
-    It is called again at the next step: what failed may have been a network. A pipe that nobody reads any more ends
-    the run, as everywhere.
+    It is called again at the next step, since networks recover. A broken pipe ends the run, as everywhere.
     """
 
     def __init__(self, name: str, logger: _Logger) -> None:
@@ -363,11 +362,11 @@ class Guarded:
         self.failures = 0  # calls that have failed
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hands the metrics of a step on."""
+        """Pass on the metrics of a step."""
         self._try(f"at step {step}", lambda: self._logger.log(step, metrics))
 
     def close(self) -> None:
-        """Closes the logger."""
+        """Close the logger, and print the number of failures if there were several."""
         self._try("at its end", self._logger.close)
         if self.failures > 1:
             print(f"log.loggers: {self._name} has failed {self.failures} times; the run is whole", file=sys.stderr)

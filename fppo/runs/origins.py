@@ -1,6 +1,6 @@
-"""What makes a run beside its settings: the code of functions that settings name, versions of packages, commits.
+"""Origins of a run besides its settings: code of the users' functions, versions of packages, commits.
 
-Each start leaves its own in `starts/step_NNNNNNNN.json`, by the step that it went on from, unless all is as before.
+Each start writes them to `starts/step_NNNNNNNN.json`, by the step that it resumed from, unless nothing has changed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _NAME = re.compile(r"step_(\d{8})\.json")
 
 @attrs.frozen(kw_only=True)
 class Origin:
-    """What a start of a run is made of."""
+    """The versions, commits and user code of a start."""
 
     versions: Mapping[str, str]
-    """Python's version, fppo's, and those of the packages that fppo may use and that are installed."""
+    """The versions of Python, fppo, and fppo's installed requirements."""
     commits: Mapping[str, str]
-    """The git commit of fppo, and of each module of the user's, where they lie in a repository."""
+    """The git commits of fppo and of the users' modules, for those in a repository."""
     code: Mapping[str, str]
-    """The source of each module of the user's that settings name a function of."""
+    """The sources of the users' modules whose functions settings name."""
 
 
 def origin_of(settings: TrainSettings) -> Origin:
-    """What a run with these settings is made of now."""
+    """The current origin of a run with these settings."""
     versions = {"python": platform.python_version(), "fppo": metadata.version("fppo")}
     for name in sorted({Requirement(line).name for line in metadata.requires("fppo") or ()}):
         try:
@@ -58,7 +58,7 @@ def origin_of(settings: TrainSettings) -> Origin:
 
 
 def commit_of(path: Path) -> str | None:
-    """The commit that is checked out in the git repository around a path; None if there is no repository, or none."""
+    """The commit checked out in the git repository around a path; None without a repository or a commit."""
     for directory in path.parents:
         git = directory / ".git"
         if git.is_file():  # of a worktree, or of a submodule
@@ -83,9 +83,9 @@ def _head(git: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> list[str]:
-    """Writes what a start that goes on from `step` is made of; lines on what is new since the last start.
+    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start.
 
-    What a start from a later step left is dropped, as `starts.record` does.
+    Origins of starts from later steps are dropped, as in `starts.record`.
     """
     directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings)
     recorded = {int(match[1]): x for x in sorted(directory.glob("*.json")) if (match := _NAME.fullmatch(x.name))}
@@ -100,24 +100,24 @@ def record(settings: TrainSettings, step: int) -> list[str]:
     if not before:
         return []
     if (last := before[-1]) is None:
-        return [f"what the last start was made of cannot be read in {directory}"]
+        return [f"the origin of the last start cannot be read in {directory}"]
     return changes(last, now)
 
 
 def _read(file: Path) -> Origin | None:
-    """What a start was made of; None if its file is damaged."""
+    """The origin in a start's file; None if it is damaged."""
     try:
         return cattrs.structure(json_of(file.read_text(encoding="utf-8")), Origin)
-    except Exception:  # cattrs raises groups of errors, and files what they like
+    except Exception:  # cattrs raises groups of errors, damaged files any exception
         return None
 
 
 def changes(before: Origin, now: Origin) -> list[str]:
-    """Lines on what differs between two starts."""
+    """Lines on the differences between two origins."""
     lines = []
     for module, text in now.code.items():
         if module in before.code and before.code[module] != text:
-            lines.append(f"the code of {module} is another: {_counted(before.code[module], text)}")
+            lines.append(f"the code of {module} has changed: {_counted(before.code[module], text)}")
     for name in sorted({*before.versions, *now.versions}):
         old, new = before.versions.get(name, "none"), now.versions.get(name, "none")
         if old != new:
@@ -130,25 +130,25 @@ def changes(before: Origin, now: Origin) -> list[str]:
 
 
 def _counted(before: str, now: str) -> str:
-    """How many lines were put in and taken out."""
+    """The numbers of added and removed lines, as text."""
     lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), n=0))[2:]
-    put, taken = (sum(line.startswith(sign) for line in lines) for sign in "+-")
-    return f"{put} lines in it are new, {taken} are gone"
+    added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
+    return f"{added} lines added, {removed} removed"
 
 
 def untested(versions: Mapping[str, str], required: Sequence[str]) -> list[str]:
-    """Lines on packages whose version is outside of what fppo was tested with, as its requirements say."""
+    """Lines on packages with versions outside fppo's requirements, the tested ones."""
     lines = []
     for requirement in map(Requirement, required):
         version = versions.get(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
             lines.append(
-                f"{requirement.name} {version} is outside of what fppo was tested with, {requirement.specifier}"
+                f"{requirement.name} {version} is outside the versions fppo was tested with, {requirement.specifier}"
             )
     return lines
 
 
 def untested_here() -> list[str]:
-    """Lines on the packages of this environment, as `untested` has them."""
+    """The lines of `untested` for this environment."""
     required = [line for line in metadata.requires("fppo") or () if Requirement(line).marker is None]
     return untested({name: metadata.version(name) for name in (Requirement(line).name for line in required)}, required)

@@ -1,4 +1,4 @@
-"""Profiles of whole steps: traces by torch's profiler, with the stages by name, and what they count."""
+"""Profiles of whole steps: traces by torch's profiler, with named stages, and counts from them."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fppo.pipeline.train import StepRecord
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on, ranks_on
 
 PROFILES = "profiles"
-# as CUDA's runtime and driver call them
+# names of CUDA's runtime and driver calls
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
 _SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @attrs.frozen(kw_only=True)
 class Profiles:
-    """Writes traces of some steps to the run's directory, each from this observer's call in one step to that in the
-    next. What a thread does beside the steps is not in them."""
+    """Write traces of some steps to the run's directory, each from this observer's call in one step to that in the
+    next. Other threads are not traced."""
 
     directory: Path  # of the run
     steps: Sequence[int]
     mesh: Mesh = LOCAL
-    running: list[tuple[profile, int]] = attrs.field(factory=list)  # with the graphs compiled before it
+    running: list[tuple[profile, int]] = attrs.field(factory=list)  # with the number of graphs compiled before
 
     def __call__(self, record: StepRecord) -> Mapping[str, float]:
         step, numbers = record.run.step, {}
@@ -47,14 +47,14 @@ class Profiles:
         return numbers
 
     def begin(self, step: int) -> None:
-        """Starts the profile of a step that is about to begin, if it is one of those."""
+        """Start the profile of a step about to begin, if it is among `steps`."""
         if step in self.steps:
             gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             self.running.append((profile(activities=[ProfilerActivity.CPU, *gpu]), _compiled()))
             self.running[-1][0].start()
 
     def stop(self) -> list[tuple[profile, int]]:
-        """Ends what is running, and gives it."""
+        """Stop the running profiles and return them."""
         stopped = list(self.running)
         self.running.clear()
         for profiler, _ in stopped:
@@ -68,13 +68,13 @@ class Profiles:
 
 
 def counts(events: Mapping[str, int]) -> dict[str, float]:
-    """Launches on the GPU, and waits of the host for it, among counted events; none where nothing was launched."""
+    """The counts of GPU launches and of host waits among events; empty without launches."""
     launches, syncs = (sum(events.get(name, 0) for name in names) for names in (_LAUNCHES, _SYNCS))
     return {"perf/launches": float(launches), "perf/host_syncs": float(syncs)} if launches else {}
 
 
 def copied(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """GiB that went between the host and the GPU, each way, by the events of a trace: profilers give none."""
+    """GiB copied between host and GPU, each way, summed over a trace's events."""
     ways = {"HtoD": "perf/to_device_gb", "DtoH": "perf/to_host_gb"}
     sizes = dict.fromkeys(ways.values(), 0.0)
     for event in events:
@@ -85,6 +85,6 @@ def copied(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _compiled() -> int:
-    from torch._dynamo.utils import counters  # here: it loads what only compiled functions need
+    from torch._dynamo.utils import counters  # imported here: slow, and needed for compiled functions alone
 
     return counters["stats"]["unique_graphs"]

@@ -15,20 +15,20 @@ from fppo.tree import replace
 
 
 def check_bases(own: Mapping[str, Base] | None, path: Path) -> None:
-    """Raises ValueError if the adapters in the checkpoint at `path` were trained on other bases than a run's `own`, by
-    role, or act otherwise; CheckpointError if it has none of these."""
+    """Raise ValueError if the adapters in the checkpoint at `path` differ from a run's `own` in base weights, dtype or
+    adapter config, by role; CheckpointError if it has no adapters."""
     for role, base in (own or {}).items():
         before = checkpoint.load(base, path.parent, checkpoint.step_of(path), part=f".bases[{role!r}]")
         setting = "model.path" if role == "actor" else "model.critic_path"
         if before.adapter != base.adapter:
             raise ValueError(
-                f"model.lora: the {role}'s adapter in {path} is of {before.adapter}, and here it would be of "
+                f"model.lora: the {role}'s adapter in {path} is {before.adapter}, but the settings give "
                 f"{base.adapter}: give the same, or another output_dir to start anew"
             )
         if before.dtype != base.dtype:
             raise ValueError(
-                f"model.compute_dtype or model.lora.base: the {role}'s adapter in {path} stands on weights in "
-                f"{before.dtype}, and here they are in {base.dtype}: give the same, or another output_dir to start anew"
+                f"model.compute_dtype or model.lora.base: the {role}'s adapter in {path} has base weights in "
+                f"{before.dtype}, the settings give {base.dtype}: give the same, or another output_dir to start anew"
             )
         if before.digest != base.digest:
             raise ValueError(
@@ -37,21 +37,21 @@ def check_bases(own: Mapping[str, Base] | None, path: Path) -> None:
             )
 
 
-_TRAINED = "prompts, "  # what the notes of the prompts to train on begin with
+_TRAINED = "prompts, "  # prefix of the notes of training prompts
 
 
 def check_prompts(own: DrawnPrompts, path: Path, *, speaks: bool) -> None:
-    """Raises ValueError if the prompts of a run are others than those of the checkpoint at `path`, unless they may
-    change. `speaks`: says on stderr what has changed, and may, as held-out prompts may. What a checkpoint has no notes
-    of is not compared."""
+    """Raise ValueError if the training prompts of a run differ from those of the checkpoint at `path`, unless they may
+    change. `speaks`: print permitted changes, such as of held-out prompts, on stderr. Prompts without notes in the
+    checkpoint are not compared."""
     before, now = checkpoint.notes_of(path), own.notes()
     changed = [name for name in now if name in before and before[name] != now[name]]
     trained = [name for name in changed if name.startswith(_TRAINED)]
     if trained and not own.may_change:
         raise ValueError(
             f"data: {_listed(trained)} differ from those that {path} was made with, and the run would go on in the "
-            "middle of others: a file of data.path, the tokenizer or the chat template is another (a template that "
-            "writes the date is so every day); give the same, or data.may_change = true to go on with these"
+            "middle of them: a file of data.path, the tokenizer or the chat template has changed (a template that "
+            "writes the date does so daily); give the same, or data.may_change = true to go on with these"
         )
     if changed and speaks:
         print(f"going on with other data than {path.name} was made with: {_listed(changed)}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Rows of an experience as plain objects, token by token, for `samples.jsonl` and the report."""
+"""Rows of an experience as JSON objects, token by token, for `samples.jsonl` and the report."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fppo.runs.jsonl import plain
 
 
 def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) -> list[dict[str, Any]]:
-    """`count` rows, spread evenly over the batch, as objects that JSON can hold.
+    """`count` rows, spread evenly over the batch, as JSON objects.
 
     `tokens` are the pieces of the response's text; `log_probs`, `advantages` and `values` have one entry for each, None
-    where the token is not trained on or the number is not finite. `values` is None without a critic. `images` are data
-    URIs, a video's a list of those of its frames; a prompt without any has no such key.
+    for tokens that are not trained on and numbers that are not finite. `values` is None without a critic. `images` are
+    data URIs, for a video the list of its frames'; a prompt without any lacks the key.
     """
     total = len(experience.tokens)
     count = min(count, total)
@@ -31,7 +31,7 @@ def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) ->
 
 
 def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
-    """All rows of a batch as text with their scores, as objects that JSON can hold."""
+    """All rows of a batch as JSON objects: texts with their scores."""
     return [
         {
             "step": step,
@@ -49,7 +49,7 @@ def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, An
 
 
 def truth_lines(beside: Beside, tokenizer: Any, step: int) -> list[dict[str, Any]]:
-    """Responses with the critic and the truth of each token, as objects that JSON can hold."""
+    """Responses as JSON objects with each token's values and advantages, estimated and exact."""
     rollout, lines = beside.rollout, []
     width = rollout.response_mask.shape[1]
     for row, mask in enumerate(rollout.response_mask.cpu()):
@@ -102,14 +102,14 @@ def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict
 
 
 def _marked_once(prompt: list[int], inputs: RowInputs | None) -> list[int]:
-    """The prompt with one token for each run of those that stand for an image, or for a video or a frame of it."""
+    """The prompt with each run of image or video placeholders reduced to one token."""
     places = set() if inputs is None else {*inputs.places.tolist(), *inputs.video_places.tolist()}
     before = (None, *prompt)
     return [token for place, token in enumerate(prompt) if place not in places or token != before[place]]
 
 
 def pictures(inputs: RowInputs) -> list[str | list[str]]:
-    """The images as data URIs, in the order of the prompt; of a video a list of those of its frames."""
+    """The images as data URIs, in the order of the prompt; for a video the list of its frames'."""
     from PIL import Image
 
     urls: dict[int, list[str]] = {}
@@ -127,8 +127,8 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     """The text that each token adds; joined, they are the decoded text.
 
-    A character that several tokens spell stands with the last of them. A token is decoded after the tokens of the
-    piece before it, since some tokenizers drop the space before a first word.
+    A character spelled by several tokens belongs to the last of them. A token is decoded after the tokens of the piece
+    before it, since some tokenizers drop the space before a first word.
     """
     pieces: list[str] = []
     start = done = 0  # tokens [start, done) are decoded and kept as context

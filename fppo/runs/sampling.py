@@ -1,4 +1,4 @@
-"""Rollouts without training: a policy's responses and their scores on disk, to be read or trained on later."""
+"""Rollouts without training: a policy's responses and their scores on disk, to read or train on later."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ STOPPING = "finishing this batch; ctrl-C again abandons it"
 
 
 def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
-    """Samples `settings.steps` batches of the policy as the run's newest checkpoint has it, or as it starts; how many.
+    """Sample `settings.steps` batches of the policy in the run's newest checkpoint, else the initial one, and return
+    their number, which is lower after a stop request.
 
-    Each stands in a file of its own, for `rollout.from`, and all rows as text in samples.jsonl beside. Raises
-    ValueError if there are rollouts already.
+    Each batch is a file for `rollout.from`, and all rows are written as text to samples.jsonl next to them. Raises
+    ValueError if the directory holds rollouts already.
     """
     directory, mesh = Path(settings.output_dir) / ROLLOUTS, assembly.mesh
     if saved.steps(directory):

@@ -1,4 +1,4 @@
-"""Parts of a run on disk, for commands that do not train: each reads what it uses, and nothing else."""
+"""Parts of a run on disk, each read alone, for commands that do not train."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CPU = torch.device("cpu")
 
 
 def newest(directory: Path, step: int | None = None) -> int | None:
-    """The newest checkpoint's step, at or before `step` if that is given; None if there is none."""
+    """The step of the newest checkpoint, at or before `step` if given; None without one."""
     steps = [s for s in checkpoint.steps(directory / CHECKPOINTS) if step is None or s <= step]
     return steps[-1] if steps else None
 
 
 def bare(settings: TrainSettings) -> TrainSettings:
-    """The settings of a run with the configs and the tokenizer that it keeps, in place of the models it began from."""
+    """The settings of a run with its saved configs and tokenizer in place of the initial models' paths."""
     configs = Path(settings.output_dir) / CONFIGS
-    if not configs.is_dir() or uses_lora(settings):  # an adapter is nothing without its base
+    if not configs.is_dir() or uses_lora(settings):  # an adapter needs its base
         return settings
     critic = str(configs / "critic") if checks.uses_critic_model(settings) else None
     own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
@@ -48,7 +48,7 @@ def bare(settings: TrainSettings) -> TrainSettings:
 
 
 def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> Params:
-    """The parameters of actor or critic in the checkpoint at `path`, on `device`; on a mesh that cuts, this rank's."""
+    """The parameters of actor or critic in the checkpoint at `path`, on `device`; on a mesh this rank's parts."""
     shaped = {name: torch.empty(shape, device="meta") for name, shape in model.shapes.items()}
     shapes = {f"[{name!r}]": extent for name, extent in model.extents.items()}
     return checkpoint.load(
@@ -63,7 +63,7 @@ def params(model: Model, role: Role, path: Path, *, mesh: Mesh = LOCAL, device: 
 
 
 def policy(model: Model, path: Path, *, mesh: Mesh = LOCAL, device: torch.device = CPU) -> RunState:
-    """A run's state in the checkpoint at `path` as far as its policy answers prompts: nothing of what trains it."""
+    """A run's state in the checkpoint at `path`, reduced to the policy for sampling: no optimizer, no critic."""
     directory, step = path.parent, checkpoint.step_of(path)
     actor = TrainState(
         params=params(model, "actor", path, mesh=mesh, device=device),
@@ -74,19 +74,19 @@ def policy(model: Model, path: Path, *, mesh: Mesh = LOCAL, device: torch.device
 
 
 def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merge: bool = False) -> None:
-    """Writes the policy or the critic of a checkpoint as a Hugging Face directory; the policy's adapter as PEFT has it,
-    or to `merge` with its base as whole weights in float32.
+    """Write the policy or the critic of a checkpoint as a Hugging Face directory; the policy's adapter in PEFT's files
+    or, with `merge`, merged into its base as whole weights in float32.
 
-    Raises ValueError for the critic of a run that has none, for one with an adapter that is not to be merged, and for
-    what cannot be merged.
+    Raises ValueError for the critic of a run without one, for a critic's adapter without `merge`, and for `merge`
+    without an adapter.
     """
     if role == "critic" and not checks.uses_critic(settings):
         raise ValueError(
             f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage.name!r} trains none"
         )
     if role == "critic" and not checks.uses_critic_model(settings):
-        reads = f"with critic.reads = {settings.critic.reads!r} it reads what the policy's pass finds"
-        raise ValueError(f"the run's critic is no model: {reads}")
+        reads = f"with critic.reads = {settings.critic.reads!r} it reads the results of the policy's pass"
+        raise ValueError(f"the run's critic is not a model: {reads}")
     path = checkpoint.place_of(Path(settings.output_dir) / CHECKPOINTS, step)
     if uses_lora(settings) if role == "actor" else critic_uses_lora(settings):
         _export_adapted(settings, target, path, role, merge=merge)
@@ -112,7 +112,7 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
     check_bases(own, path)
     adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
     if not merge and role == "critic":
-        raise ValueError("the critic's adapter has a value head of its own, which PEFT's files do not: give --merge")
+        raise ValueError("the critic's adapter has a value head, which PEFT's files cannot hold: give --merge")
     if not merge:
         lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
         return

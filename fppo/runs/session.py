@@ -1,4 +1,4 @@
-"""A run on disk: what is written to its directory, when, and how it goes on after a stop."""
+"""Train a run on disk: write its directory, and resume it after a stop."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ STOPPING = "finishing this step; ctrl-C again abandons it, and all since the las
 
 
 def check_output(settings: TrainSettings) -> None:
-    """Raises ValueError if output_dir cannot be a directory to write to. It is not made yet."""
+    """Raise ValueError if output_dir cannot be a directory to write to. It is not created."""
     for text in places.output_problems(settings):
         raise ValueError(text)
 
 
 def check_target(settings: TrainSettings, target: Path) -> None:
-    """Raises ValueError if exporting a model to `target` would replace what is not an export, or what the run reads."""
+    """Raise ValueError if an export to `target` would replace anything but an export, or files that the run reads."""
     if (text := places.target_problem(settings, target)) is not None:
         raise ValueError(text)
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Keeps other runs out of a directory that is there. Raises ValueError if one is at work in it.
+    """Lock an existing directory for this run. Raises ValueError if another process holds the lock.
 
-    The kernel ends the lock with the process, however that ends; a file system without locks keeps none out.
+    The kernel releases the lock when the process ends; a file system without locks protects nothing.
     """
     place = os.open(directory, os.O_RDONLY)
     try:
@@ -75,7 +75,7 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def check_alone(settings: TrainSettings) -> None:
-    """Raises ValueError if another process is writing to output_dir, before anything is loaded."""
+    """Raise ValueError if another process is writing to output_dir, before anything is loaded."""
     directory = Path(settings.output_dir)
     if directory.is_dir():
         with alone_in(directory):
@@ -83,16 +83,16 @@ def check_alone(settings: TrainSettings) -> None:
 
 
 def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
-    """Tells, on the first rank, of checkpoints whose names are not those of their steps."""
+    """Print, on the first rank, the checkpoints whose names do not match their steps."""
     for text in checkpoint.misnamed(checkpoints) if is_first(mesh) else []:
         print(text, file=sys.stderr)
 
 
 def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
-    """The state that training goes on from: of the run's newest checkpoint, of the one that it is to begin from, or its
-    beginning. It is in the memory of the assembly's state, which is given up: a device has no room for two.
+    """The state to train from: the run's newest checkpoint, the checkpoint that `resume` names, or the initial state.
+    It takes over the memory of the assembly's state, which is donated: a device cannot hold two.
 
-    Raises ValueError where that would mix this run with another one, or delete the record of what it did.
+    Raises ValueError if that would mix this run with another one, or delete its record.
     """
     directory, resume = Path(settings.output_dir), settings.resume
     say_misnamed(directory / CHECKPOINTS, assembly.mesh)
@@ -115,12 +115,12 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
 
 
 def at(settings: TrainSettings, assembly: Assembly) -> RunState:
-    """The state that `settings.resume` names: of a certain checkpoint, the run's newest one, or its beginning."""
+    """The state that `settings.resume` names: a certain checkpoint's, the run's newest one's, or the initial one."""
     return _loaded(settings, assembly, _named(settings))
 
 
 def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, donate: bool = False) -> RunState:
-    """A checkpoint's state, or the one before the first step. Raises ValueError for another seed's."""
+    """The state of a checkpoint, or the initial state for None. Raises ValueError for another seed."""
     if path is None:
         return assembly.run
     run = load(assembly, path.parent, checkpoint.step_of(path), donate=donate)
@@ -133,7 +133,7 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 
 
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
-    """The state of a checkpoint, as it lies on the run's mesh; with `donate` in the memory of the assembly's."""
+    """The state of a checkpoint, laid out on the run's mesh; with `donate` in the memory of the assembly's state."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
     check_bases(run.bases, checkpoint.place_of(directory, step))
     check_prompts(assembly.drawn, checkpoint.place_of(directory, step), speaks=is_first(mesh))
@@ -144,7 +144,7 @@ def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False
 
 
 def _named(settings: TrainSettings) -> Path | None:
-    """The checkpoint that `settings.resume` names; None for none. Raises ValueError if it is not as it says."""
+    """The checkpoint that `settings.resume` names, or None. Raises ValueError if "never" or "must" is violated."""
     directory, resume = Path(settings.output_dir) / CHECKPOINTS, settings.resume
     own = checkpoint.steps(directory)
     if resume == "never" and own:
@@ -161,8 +161,8 @@ def _named(settings: TrainSettings) -> Path | None:
 
 
 def _check_beginning(directory: Path) -> None:
-    """Raises ValueError if a run has come past a checkpoint, or to its end, and none is there: to begin anew would
-    delete the record of it."""
+    """Raise ValueError if a run's record goes past a checkpoint, or to its end, but no checkpoint exists: a new start
+    would delete the record."""
     last, every = max(recorded(directory), default=0), starts.last(directory).get("checkpoint.every", 0)
     if last and ((directory / MODEL).exists() or 0 < 2 * every < last):
         raise ValueError(
@@ -173,24 +173,24 @@ def _check_beginning(directory: Path) -> None:
 
 @contextlib.contextmanager
 def stop_requests(*, announce: str = "") -> Iterator[list[float]]:
-    """A list that is not empty once ctrl-C or SIGTERM has asked for a stop, which prints `announce`.
+    """A context with a list that is non-empty once ctrl-C or SIGTERM has requested a stop; the first prints `announce`.
 
-    Asked again, it interrupts at once. What comes within a second is one request: a terminal and a launcher may both
-    pass it on.
+    A second request interrupts at once. Signals within a second count as one request: a terminal and a launcher may
+    both send it.
     """
-    asked: list[float] = []
+    requests: list[float] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         del number, frame
-        if asked and time.monotonic() - asked[0] > 1.0:
+        if requests and time.monotonic() - requests[0] > 1.0:
             raise KeyboardInterrupt
-        if not asked and announce:
+        if not requests and announce:
             print(f"\n{announce}", file=sys.stderr, flush=True)
-        asked.append(time.monotonic())
+        requests.append(time.monotonic())
 
     previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield requests
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -203,21 +203,21 @@ def run_training(
     *,
     at_end: Callable[[RunState], None] = lambda run: None,
 ) -> RunState:
-    """Trains from where the run stands to its last step, or until asked to stop, writing as it goes.
+    """Train from the run's current step to its last one, or until a stop is requested, and write its files.
 
-    On a mesh every rank does its part; the first one logs. `watch` counts what goes over it. `at_end` gets the state
-    after the last step, before loggers are closed, which may take long, or fail. A run that has taken all its steps is
-    returned as it is, and nothing else is written.
+    On a mesh every rank must call; the first one logs. `watch` counts the mesh's traffic. `at_end` gets the state after
+    the last step, before loggers are closed, which may take long, or fail. A finished run is returned as it is, and
+    nothing is written.
     """
     settings, _ = resolved(settings, assembly.works)
     directory, first = Path(settings.output_dir), is_first(assembly.mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
         if first:
-            opened.enter_context(alone_in(directory))  # before it is read where the run stands
+            opened.enter_context(alone_in(directory))  # before its checkpoints are read
         run = restore(settings, assembly)
         if settings.rollout.save and (directory / ROLLOUTS / SETTINGS).exists():
-            text = f"{directory / ROLLOUTS} holds what fppo rollout made; give another output_dir, or remove it"
+            text = f"{directory / ROLLOUTS} holds files of fppo rollout; give another output_dir, or remove it"
             raise ValueError(f"rollout.save = True: {text}")
         if run.step < settings.steps:
             run = _trained(settings, assembly, run, opened, watch)
@@ -233,8 +233,7 @@ def run_training(
 def _trained(
     settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> RunState:
-    """The state after the last step, or the one before a stop, saved; what has observed the steps is closed with
-    `opened`."""
+    """Train, save and return the state after the last step, or before a stop; observers are closed with `opened`."""
     observers, digested, saved = _writing(settings, assembly, run, opened, watch)
     with stop_requests(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
         try:
@@ -261,13 +260,13 @@ def _trained(
 def _writing(
     settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> tuple[list[Observe], Digests, Checkpoints]:
-    """All that observes a run which goes on from `run`, and of it what writes digests and checkpoints; closed with
-    `opened`. A checkpoint comes after the line of its step in every file."""
+    """The observers of a run that starts from `run`, the writer of digests and that of checkpoints; closed with
+    `opened`. A checkpoint is written after the lines of its step in every file."""
     directory, mesh, shapes = Path(settings.output_dir), assembly.mesh, assembly.shapes
     first_step, first = run.step + 1 if run.step else 0, is_first(mesh)
     device, every = assembly.device, digest_spacing(settings, assembly, run)
     begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
-    if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's: from here on it is this one's too
+    if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's state: save it as this run's first
         begin(run).wait()
     logged: list[Observe] = []
     lines = None
@@ -301,10 +300,10 @@ def _writing(
 
 
 def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:
-    """From how many steps of the run to digest one; 0 for none but those with a checkpoint."""
+    """The spacing of digested steps; 0 for steps with a checkpoint alone."""
     if settings.digest.every != "auto":
         return settings.digest.every
-    row = (settings.data.max_prompt_tokens + settings.rollout.max_tokens) // 2  # of the longest that there may be
+    row = (settings.data.max_prompt_tokens + settings.rollout.max_tokens) // 2  # half of the longest row
     return digests.spacing(
         run if assembly.placed is None else [run, assembly.placed.like(run)],
         tokens=settings.rollout.batch_size * row,
@@ -323,7 +322,7 @@ def _begin_save(assembly: Assembly, directory: Path, keep: int, run: RunState) -
 
 
 def of_state(assembly: Assembly) -> replay.OfState | None:
-    """What digests a state that is not in this process; None if it is."""
+    """The digest function of a state held by other processes; None for a state in this process."""
     placed, device = assembly.placed, assembly.device
     return None if placed is None else lambda run, kind: placed.digest(run, kind, device=device)
 
@@ -340,7 +339,7 @@ def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
 def _logging(
     settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack
 ) -> list[Observe]:
-    """What writes samples, and then what logs metrics, closed with `opened`."""
+    """The observer that writes samples, then the one that logs metrics; closed with `opened`."""
     directory = Path(settings.output_dir)
     sinks = loggers.open_loggers(
         settings.log.loggers,
@@ -359,7 +358,7 @@ def _logging(
 
 
 def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest_every: int) -> None:
-    """Writes down what the steps after `step` are made with, and says what of it is new, and what is gone."""
+    """Record the settings, code and configs of the steps after `step`, and print changes and missing lines."""
     directory = Path(settings.output_dir)
     if changes := starts.record(settings, step):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
@@ -380,7 +379,7 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 
 
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
-    """Writes the policy as a Hugging Face directory, or its adapter as PEFT has it."""
+    """Write the policy as a Hugging Face directory, or its adapter in PEFT's files."""
     if assembly.placed is not None and "actor" in assembly.placed.parts:
         return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
     if assembly.model.frozen is not None and run.bases is not None:
@@ -394,6 +393,6 @@ def export(assembly: Assembly, run: RunState, target: Path) -> None:
 
 
 def recorded(directory: Path) -> dict[int, dict]:
-    """The digests of a run's steps, but for those whose lines are damaged."""
+    """The lines of a run's digests by step, without damaged ones."""
     lines = jsonl.read(directory / replay.DIGESTS, on_damage=lambda _: None)
     return {line["step"]: line for line in lines if "step" in line}

@@ -1,7 +1,7 @@
-"""The settings of a run on disk: those it has now, and those of each of its starts, by the step that it went on from.
+"""The settings of a run on disk: the current ones, and those of each start, by the step that it resumed from.
 
-`settings.toml` holds the ones of the last start that took steps. A start with the settings of the one before leaves no
-file of its own.
+`settings.toml` holds those of the last start that took steps. A start with unchanged settings writes no file of its
+own.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
 SETTINGS = files.SETTINGS
-KEPT = f"{SETTINGS}.kept"  # what stood under that name before the run's first start: somebody's own file
+KEPT = f"{SETTINGS}.kept"  # copy of a user's own file of that name from before the run's first start
 _DIGEST = "# digest of what follows: "
 NAME = re.compile(r"step_(\d{8})\.toml")
 
 
 def load(directory: Path, step: int | None = None) -> TrainSettings:
-    """The settings of the run in a directory, wherever that was moved to: those that made `step`, or the last ones.
+    """The settings of the run in a directory, which may have been moved: those that made `step`, or the last ones.
 
-    Raises ValueError if no run has written any there.
+    Raises ValueError if no run has written any, and for a damaged record of `step`.
     """
     before = [file for start, file in _recorded(directory).items() if step is not None and start < step]
     path = before[-1] if before else directory / SETTINGS
     if before and _values(path) is None:
-        raise ValueError(f"{path} is damaged: which settings made step {step} is not known")
+        raise ValueError(f"{path} is damaged: the settings that made step {step} are unknown")
     if not path.exists():
-        raise ValueError(f"{path}: there is no such file; give the output_dir of a run")
+        raise ValueError(f"{path}: no such file; give the output_dir of a run")
     return files.load(path, run=directory)
 
 
 def spans(directory: Path, first: int, last: int) -> list[tuple[TrainSettings, int]]:
-    """The settings that made the steps `first` to `last` of a run, in order, each with the last step of theirs."""
+    """The settings that made the steps `first` to `last` of a run, in order, each with its last step."""
     turns = [start for start in _recorded(directory) if first <= start < last]
     return [(load(directory, until), until) for until in [*turns, last]]
 
 
 def first(directory: Path) -> int:
-    """The step that the run began from: 0, or that of another's checkpoint."""
+    """The step that the run began from: 0, or that of another run's checkpoint."""
     return 0 if source(directory) is None else next(iter(_recorded(directory)))
 
 
 def last(directory: Path) -> dict[str, Any]:
-    """The settings of the run's last start by their paths, as they were written; none if there was none, or they are
-    damaged."""
+    """The settings of the run's last start by their paths, as written; empty without a start, or if damaged."""
     recorded = list(_recorded(directory).values())
     return files.flat(_values(recorded[-1]) or {}) if recorded else {}
 
 
 def source(directory: Path) -> str | None:
-    """The checkpoint that the run began from, if it was another's; of a damaged record what it is is not known: ""."""
+    """The other run's checkpoint that the run began from, if any; "" if its record is damaged."""
     first = next(iter(_recorded(directory).items()), None)
     if first is None:
         return None
@@ -72,10 +71,10 @@ def source(directory: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> dict[str, tuple[Any, Any]]:
-    """Writes the settings of a start that goes on from `step`; old and new of those that differ from the last start's.
+    """Write the settings of a start that resumes from `step`, and return (old, new) of those changed since the last.
 
-    What a start from a later step left is dropped: its steps are made again. A record that is damaged is told, and
-    stays.
+    Records of starts from later steps are dropped: these steps are made again. A damaged record is reported on stderr
+    and kept.
     """
     directory = Path(settings.output_dir)
     recorded = _recorded(directory)
@@ -106,12 +105,12 @@ def _say_damaged(recorded: Mapping[int, Path]) -> None:
     for start, file, end in zip(begun, recorded.values(), [*begun[1:], None]):
         if _values(file) is None:
             until = "" if end is None else f" to {end}"
-            text = f"what made the steps from {start + 1}{until} is not known any more, and fppo replay refuses them"
+            text = f"the settings of the steps from {start + 1}{until} are unknown, and fppo replay refuses them"
             print(f"{file} is damaged: {text}", file=sys.stderr)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The tables of a file of settings; None if it is damaged, which an empty one is."""
+    """The tables of a file of settings; None if it is damaged or empty."""
     try:
         values = files.read_toml(path)
         files.from_dict(values)
@@ -121,7 +120,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _values(path: Path) -> dict[str, Any] | None:
-    """The tables of a start's record, which begins with the digest of the rest; None if it is damaged."""
+    """The tables of a start's record, checked by the digest in its first line; None if it is damaged."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -137,12 +136,12 @@ def _digested(text: str) -> bytes:
 
 
 def _recorded(directory: Path) -> dict[int, Path]:
-    """The files of the starts, by the steps that they went on from, ascending."""
+    """The files of the starts, by the steps that they resumed from, ascending."""
     places = (directory / files.STARTS).glob("*.toml")
     return {int(match[1]): path for path in sorted(places) if (match := NAME.fullmatch(path.name))}
 
 
 def _write(settings: TrainSettings, path: Path, *, digest: bool = False) -> None:
-    """Replaces a file as a whole; what is inside output_dir is named as inside of it."""
+    """Write settings to a file atomically; paths inside output_dir become relative to it."""
     text = files.to_toml(files.relocated(settings, settings.output_dir))
     write_whole(path, _digested(text) if digest else text.encode())

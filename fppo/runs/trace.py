@@ -1,4 +1,4 @@
-"""Who worked when: of the last steps of a run, when each stage and each call to a pool ran, in a file of each rank."""
+"""Traces of a run's last steps: start and duration of each stage and each call to a pool, in a file of each rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from fppo.pipeline.train import StepRecord
 from fppo.runs.jsonl import JsonLines
 
 TRACE = "trace"
-KEPT = 100  # steps that a file holds at least, of a run that has made so many; at most it holds as many again
+KEPT = 100  # the newest steps that a file keeps when it is truncated, at twice as many
 
 
 class Tracer:
-    """Writes a line for each step: when its stages ran, and its calls to pools, in seconds since 1970.
+    """Write a line for each step: the spans of its stages and its calls to pools, in seconds since 1970.
 
-    `calls` are those that nobody has asked for before. What the file holds of `first_step` and later is dropped.
+    `calls()` returns the calls since its last call. Lines of `first_step` and later are dropped at the start.
     """
 
     def __init__(self, path: Path, calls: Callable[[], Sequence[Call]], *, first_step: int = 0) -> None:
@@ -37,12 +37,12 @@ class Tracer:
         self._lines.write(line(record, self._calls(), self._began))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._lines.close()
 
 
 def line(record: StepRecord, calls: Sequence[Call], began: float) -> Mapping[str, Any]:
-    """What the file holds of a step, on a clock that was 0 at `began`, in seconds since 1970."""
+    """The line of a step, in seconds since 1970; the record's clock was 0 at `began`."""
     return {
         "step": record.run.step,
         "spans": [[span.stage, began + span.start, span.seconds] for span in record.spans],

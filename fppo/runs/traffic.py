@@ -1,4 +1,4 @@
-"""The gauges of all ranks, with what went over the axes of their mesh in a step."""
+"""Gauges of all ranks, with the traffic over the axes of their mesh in a step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fppo.runtime.watch import Traffic, Watch
 
 
 def gauged_by(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:
-    """Adds the gauges of all ranks to a record; every rank must call."""
+    """An observer that adds the gauges of all ranks to a record; every rank must call it."""
     return lambda record: gauges(mesh=mesh, device=device, traffic=traffic)
 
 
 def traffic_since(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
-    """What went over each axis since the last call, which ends a step; nothing without a watch."""
+    """A function that returns the traffic over each axis since its last call, once a step; empty without a watch."""
     if watch is None:
         return dict
     watch.step = step

@@ -1,5 +1,4 @@
-"""What a run writes of its steps for replays and for resuming: digests, dumps of updates that were not finite,
-checkpoints."""
+"""Files of a run's steps for replays and resuming: digests, dumps of updates that were not finite, checkpoints."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from fppo.runs.jsonl import JsonLines
 from fppo.runtime.checkpoint import CheckpointError, Pending
 
 DUMPS = "dumps"
-PATIENCE = 60.0  # seconds that a rank which fails waits for what others still write of a checkpoint
+PATIENCE = 60.0  # seconds that a failing rank waits for the others' parts of a checkpoint
 
 
 def skipped(record: StepRecord) -> bool:
-    """Whether an update of the step was not finite."""
+    """Whether an update of the step was skipped, as not finite."""
     return any(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic"))
 
 
 @attrs.frozen(kw_only=True)
 class Digests:
-    """Writes the digests of every so many steps, and of those whose checkpoints or batches are kept."""
+    """Write the digests of every `every`th step, and of steps whose checkpoints or batches are kept."""
 
     directory: Path  # of the run
-    lines: JsonLines | None  # of the first rank
-    every: int  # 0: of no others
+    lines: JsonLines | None  # on the first rank
+    every: int  # 0: kept steps alone
     kept: Callable[[int], bool]  # whether a step has a checkpoint
     line: Callable[[StepRecord], dict[str, Any]]
-    last: list[StepRecord] = attrs.field(factory=list)  # that was left out
+    last: list[StepRecord] = attrs.field(factory=list)  # the newest step, if it was left out
 
     def __call__(self, record: StepRecord) -> Mapping[str, float]:
         if record.experience is None:
@@ -53,7 +52,7 @@ class Digests:
         return {"timing_s/digests": now() - start}
 
     def write(self, record: StepRecord) -> None:
-        """Writes the line of a step, and its batch if an update was not finite. All ranks must call."""
+        """Write the line of a step, and its batch if an update was not finite. All ranks must call."""
         line = self.line(record)
         if self.lines is None:
             return
@@ -67,7 +66,7 @@ class Digests:
             )
 
     def end(self) -> None:
-        """Writes the last step's line, which has a checkpoint, if that is not there yet."""
+        """Write the last step's line, which has a checkpoint, if it was left out."""
         while self.last:
             self.write(self.last.pop())
 
@@ -87,7 +86,7 @@ class Checkpoints:
             return {}
         start = now()
         if self.pending and self.pending[-1].done():
-            self.wait()  # at every step: one that failed is not to be found out at the next one
+            self.wait()  # at every step, so that a failed save is raised before the next one
         if not self.kept(record.run.step):
             return {}
         with record_function("save_checkpoint"):
@@ -95,25 +94,25 @@ class Checkpoints:
         return {"timing_s/save_checkpoint": now() - start}
 
     def save(self, run: RunState) -> None:
-        """Begins to write the checkpoint of a state, once the one before is written."""
+        """Begin to write the checkpoint of a state, once the one before is written."""
         self.wait()
         self.pending.append(self.begin(run))
         self.begun[:] = [run.step]
 
     def end(self, run: RunState) -> None:
-        """Returns when the state that the run ends with is written, which a step may have begun."""
+        """Wait until the run's last state is written; save it unless its step has begun to."""
         if self.begun != [run.step]:
             self.save(run)
         self.wait()
 
     def wait(self) -> None:
-        """Returns when what was begun is written. Raises CheckpointError if it could not be."""
+        """Wait until pending checkpoints are written. Raises CheckpointError if one could not be."""
         while self.pending:
             self.pending.pop().wait()
 
     def leave(self, *, alone: bool) -> None:
-        """After an error: returns when what was begun is written, or failed. Other ranks, which it takes, wait for this
-        one and go on writing meanwhile, if they are not gone: if this one is not `alone`."""
+        """After an error, wait until pending checkpoints are written or have failed. They need the other ranks, so do
+        not wait if this one is `alone`, the others gone."""
         if self.ranks > 1 and alone:
             return
         with contextlib.suppress(CheckpointError, TimeoutError):

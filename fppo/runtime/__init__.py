@@ -1,9 +1,9 @@
-"""Runtime: meshes, parameters in shards, offload, checkpoints, and what ends ranks together.
+"""Runtime: meshes, sharded parameters, offload, checkpoints, and failures of ranks.
 
 In: trees of tensors and a `Mesh` of axes. Out: the same functions over many ranks: sums, gathers and scatters that
-gradients pass through, checkpoints that any mesh reads, errors that name the rank.
-A name is imported when it is first used: worker processes and `--help` come through here, and load no torch.
-Begin with `mesh.Mesh`; `fsdp` shards, `checkpoint` saves, `simulate` runs ranks as threads.
+gradients pass through, checkpoints that any mesh reads, errors that name the rank. Names are imported at their first
+use, so that worker processes and `--help` load no torch. Begin with `mesh.Mesh`; `fsdp` shards, `checkpoint` saves,
+`simulate` runs ranks as threads.
 """
 
 from typing import TYPE_CHECKING

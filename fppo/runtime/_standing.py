@@ -1,4 +1,4 @@
-"""Where ranks stand, in a form that they can tell each other, and in words."""
+"""Status of ranks, as JSON that they publish, and as text of error messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import attrs
 
 from fppo.runtime.watch import WaitingCollective, Watch
 
-_SHOWN = 4  # ranks told of one by one
+_SHOWN = 4  # ranks described one by one
 _OUTSIDE = {*sys.stdlib_module_names, "torch"} - {"__main__"}
 _HERE = ("fppo.runtime.failure", __name__)
 
 
 @attrs.frozen
 class Standing:
-    """One rank at one moment: how often it has spoken, its last whole step, collectives begun by axis, the line that
-    its code is at, and if it waits for a collective: for which, for how long, and with which ranks."""
+    """The status of a rank: the count of its heartbeats, its last finished step, collectives begun by axis, the current
+    line of its code and, while it waits for a collective: which, for how many seconds, and with which ranks."""
 
     beat: int
     step: int
@@ -29,11 +29,11 @@ class Standing:
     waiting: tuple[str, str, int] | None = None
     seconds: float = 0.0
     group: tuple[int, ...] = ()
-    at: str = ""  # the rank's place on the axes
+    at: str = ""  # the rank's coordinates on the axes
 
     @staticmethod
     def of(watch: Watch, beat: int, thread: int) -> Standing:
-        """The standing of this rank, whose work is done in `thread`."""
+        """The status of this rank, whose work runs in `thread`."""
         calls, line, waiting = watch.begun(), _line(sys._current_frames().get(thread)), watch.oldest()
         if waiting is None:
             return Standing(beat, watch.step, calls, line, at=watch.place)
@@ -43,32 +43,32 @@ class Standing:
 
     @property
     def place(self) -> str:
-        """Where the rank is, in words."""
+        """The rank's position in the program, as text."""
         if self.waiting is None:
             return f"at {self.line} after step {self.step}"
         axis, op, _ = self.waiting
         return f"in {op} {over(axis)} for {self.seconds:.0f} s after step {self.step}"
 
     def dumped(self) -> str:
-        """The standing as text."""
+        """The status as JSON."""
         return json.dumps(attrs.asdict(self))
 
     @staticmethod
     def loaded(text: bytes) -> Standing:
-        """From text."""
+        """The status from JSON."""
         fields = json.loads(text)
         waiting = fields["waiting"]
         return Standing(**fields | {"waiting": waiting and tuple(waiting), "group": tuple(fields["group"])})
 
 
 def over(line: str) -> str:
-    """In words, the axis of a collective, or of a message and the ranks that it goes between."""
+    """The axis of a collective, or of a message with its two ranks, as text."""
     axis, _, ends = line.partition(" ")
     return f"over the axis {axis!r}" + (f" {ends}" if ends else "")
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line that is not Python's own or torch's."""
+    """The innermost line outside the standard library and torch."""
     innermost = frame
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
@@ -83,7 +83,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """Select the ranks that have not begun so many collectives over their axis."""
+    """Select the ranks that have begun fewer than `number` collectives over the axis."""
 
     def begun(standing: Standing | None) -> bool:
         return standing is not None and standing.calls.get(axis, 0) >= number
@@ -92,7 +92,7 @@ def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int
 
 
 def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """The ranks that `late` ones wait for in the end, because they wait for nobody themselves."""
+    """The ranks at the ends of the chains of waiting from the `late` ones: they wait for no other rank."""
     seen, ranks = set(), []
     ahead = list(late)
     while ahead:
@@ -110,12 +110,12 @@ def causes(late: Sequence[int], standings: Mapping[int, Standing | None]) -> lis
 
 
 def described(ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> str:
-    """The ranks, and where each one is."""
+    """The ranks with their positions, as text."""
 
     def one(rank: int) -> str:
         standing = standings[rank]
         if standing is None:
-            return f"rank {rank}, never heard of"
+            return f"rank {rank}, which has never reported"
         return f"rank {rank}{f' ({standing.at})' if standing.at else ''}, {standing.place}"
 
     more = f"; and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
@@ -129,7 +129,7 @@ def too_long(
     others: Sequence[int],
     standings: Mapping[int, Standing | None],
 ) -> str:
-    """What is wrong if a collective is waited for so long. `others` are the ranks that take part in it."""
+    """The error of a collective that has been waited for too long. `others` are its other ranks."""
     late = missing(waiting.axis, waiting.number, others, standings)
     waits = f"after step {step}: {waiting.op} {over(waiting.axis)} has waited for {seconds:g} s"
     if not late:
@@ -139,12 +139,12 @@ def too_long(
         behind = [rank for rank in causes(late, standings) if rank not in late]
         if behind:
             waits = f"{waits}; that is for {described(behind, standings)}"
-    return f"{waits} (mesh.timeout is how long it may)"
+    return f"{waits} (mesh.timeout is the limit)"
 
 
 def broken(
     waiting: WaitingCollective, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
 ) -> str:
-    """What is wrong if a collective fails. `gone` are the ranks that are not heard of any more."""
-    of_whom = f"; not heard of any more: {described(gone, standings)}" if gone else ""
+    """The error of a failed collective. `gone` are the ranks that have stopped reporting."""
+    of_whom = f"; no longer reporting: {described(gone, standings)}" if gone else ""
     return f"after step {step}: {waiting.op} {over(waiting.axis)} failed{of_whom} ({error})"

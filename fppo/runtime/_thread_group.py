@@ -1,7 +1,7 @@
 """Process groups among the threads of one process."""
 
 # pyright: reportIncompatibleMethodOverride=false
-# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
+# torch's stubs name the parameters of its C++ classes differently than torch's calls
 from __future__ import annotations
 
 import contextlib
@@ -17,16 +17,16 @@ from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[
 from torch.utils import _pytree
 
 Payload = Any
-PATIENCE = 0.02  # seconds that a turn may last, if another rank waits for its own
+PATIENCE = 0.02  # seconds that a turn may last while another rank waits
 
 
 class Stopped(RuntimeError):
-    """This rank cannot go on, because of another one."""
+    """Raised in a rank that cannot go on because of another one."""
 
 
 class Turns:
-    """One rank at a time runs, until it waits for others: threads that contend for Python's lock take twice the
-    processor time. From a rank that sleeps, or waits elsewhere than in a collective, its turn is taken."""
+    """Turns of ranks: one runs at a time, until it waits for others, since threads that contend for Python's lock take
+    twice the CPU time. A rank that sleeps or waits outside a collective loses its turn."""
 
     def __init__(self) -> None:
         self._ended = threading.Condition()
@@ -36,7 +36,7 @@ class Turns:
 
     @contextlib.contextmanager
     def shared(self) -> Iterator[None]:
-        """Inside this, what the thread does is in its turns."""
+        """A context in which the thread runs in its turns alone."""
         self._threads.add(threading.get_ident())
         self.take()
         try:
@@ -46,7 +46,7 @@ class Turns:
             self._threads.remove(threading.get_ident())
 
     def take(self) -> None:
-        """Blocks until it is this thread's turn, if it has turns."""
+        """Block until it is this thread's turn, if it has turns."""
         if (thread := threading.get_ident()) not in self._threads:
             return
         with self._ended:
@@ -57,7 +57,7 @@ class Turns:
             self._count, self._owner = self._count + 1, thread
 
     def give(self) -> None:
-        """Ends this thread's turn, if it is its turn."""
+        """End this thread's turn, if it has it."""
         with self._ended:
             if self._owner == threading.get_ident():
                 self._owner = None
@@ -65,7 +65,7 @@ class Turns:
 
 
 class World:
-    """What the ranks know of each other: who has ended, who waits where, whose turn it is, and the first error."""
+    """The shared state of the ranks: which have ended, which wait in which collective, the turns, the first error."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -78,13 +78,13 @@ class World:
         self.failed: int | None = None  # the rank with the first error
 
     def end(self, rank: int) -> None:
-        """The rank has returned."""
+        """Record that the rank has returned."""
         with self.lock:
             self.ended.add(rank)
             self.find_deadlock()
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """The rank has raised; the others stop at their next collective. Only the first error is kept."""
+        """Record that the rank has raised; the others stop at their next collective. Only the first error is kept."""
         with self.lock:
             if self.error is None:
                 self.error, self.failed = error, rank
@@ -92,14 +92,14 @@ class World:
                 meeting.changed.notify_all()
 
     def find_deadlock(self) -> None:
-        """Fails if every rank waits or has ended, and some wait. The caller holds the lock."""
+        """Fail if every rank waits or has ended, and some wait. The caller holds the lock."""
         if self.error is None and self.waiting and len(self.waiting) + len(self.ended) == self.size:
             states = [f"rank {r} {self.waiting.get(r, 'has ended')}" for r in range(self.size)]
             self.fail(None, Stopped(f"no rank of the simulated mesh can go on: {'; '.join(states)}"))
 
 
 class Meeting:
-    """Where the ranks of one group hand over their tensors; the last one to come does the work for all."""
+    """The rendezvous of a group's ranks with their tensors; the last one to arrive computes for all."""
 
     def __init__(self, world: World, axis: str, ranks: Sequence[int]) -> None:
         self.world, self.axis, self.ranks = world, axis, tuple(ranks)
@@ -107,12 +107,12 @@ class Meeting:
         world.meetings.append(self)
         self.seats: dict[int, tuple[str, Payload]] = {}
         self.turn = 0
-        # by source and target: what is sent and not yet received, or the receipts of what is not yet sent
+        # by source and target: tensors sent and not yet received, or receipts of tensors not yet sent
         self.sent: dict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self.posted: dict[tuple[int, int], deque[Receipt]] = defaultdict(deque)
 
     def join(self, number: int, op: str, payload: Payload, work: Callable[[list[Payload]], None]) -> None:
-        """Blocks until every rank has come and `work(payloads)` is done. Raises Stopped if another rank failed."""
+        """Block until every rank has arrived and `work(payloads)` is done. Raises Stopped if another rank failed."""
         world, turn = self.world, self.turn
         with world.lock:
             if world.error is None:
@@ -127,7 +127,7 @@ class Meeting:
                 raise Stopped(f"{op} over {self.axis!r}: another rank failed") from world.error
 
     def wait_for(self, done: Callable[[], bool]) -> None:
-        """Blocks until `done()`, or a rank has failed; others have their turns. The caller holds the lock."""
+        """Block until `done()`, or a rank has failed; others have their turns. The caller holds the lock."""
         self.world.turns.give()
         self.changed.wait_for(lambda: done() or self.world.error is not None)
         self.world.lock.release()  # the rank whose turn it is may need it
@@ -150,7 +150,7 @@ class Meeting:
         self.changed.notify_all()
 
     def send(self, source: int, target: int, x: Tensor) -> None:
-        """Leaves a copy for the target, and does not wait. What one rank sends another arrives in this order."""
+        """Leave a copy for the target, without waiting. Tensors from one rank to another arrive in order."""
         with self.world.lock:
             if self.posted[source, target]:
                 self.posted[source, target].popleft().fill(x)
@@ -158,7 +158,7 @@ class Meeting:
                 self.sent[source, target].append(x.clone())
 
     def receive(self, source: int, target: int, place: Tensor) -> Receipt:
-        """Asks for the next thing that the source sends the target, and does not wait."""
+        """Post a receive of the next tensor from the source to the target, without waiting."""
         with self.world.lock:
             receipt = Receipt(self, source, target, place)
             if self.sent[source, target]:
@@ -169,14 +169,14 @@ class Meeting:
 
 
 class Receipt:
-    """A tensor that one rank of a meeting waits for, or will."""
+    """The handle of a posted receive."""
 
     def __init__(self, meeting: Meeting, source: int, target: int, place: Tensor) -> None:
         self._meeting, self._source, self._rank, self._place = meeting, source, meeting.ranks[target], place
         self._filled = self._waits = False
 
     def fill(self, x: Tensor) -> None:
-        """Takes what has come. The caller holds the lock."""
+        """Copy the received tensor to its place. The caller holds the lock."""
         if (x.dtype, x.shape) != (self._place.dtype, self._place.shape):
             raise RuntimeError(f"{self._about()}: {_of('a send', x)} meets {_of('a receive', self._place)}")
         with torch.no_grad():
@@ -187,7 +187,7 @@ class Receipt:
             self._meeting.changed.notify_all()
 
     def wait(self) -> None:
-        """Blocks until it has come. Raises Stopped if another rank failed."""
+        """Block until the tensor is received. Raises Stopped if another rank failed."""
         world = self._meeting.world
         with world.lock:
             if not self._filled and world.error is None:
@@ -198,7 +198,7 @@ class Receipt:
                 raise Stopped(f"{self._about()}: another rank failed") from world.error
 
     def is_completed(self) -> bool:
-        """Whether it has come."""
+        """Whether the tensor is received."""
         return self._filled
 
     def _about(self) -> str:
@@ -216,7 +216,7 @@ _COMBINE = (
 
 
 def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
-    """The tensors reduced in the order of the ranks."""
+    """Reduce tensors in the order of the ranks."""
     combine = next((fn for known, fn in _COMBINE if op == known), None)
     if combine is None:
         raise ValueError(f"the simulated mesh does not reduce by {op}; it knows SUM, AVG, MAX, MIN and PRODUCT")
@@ -233,13 +233,13 @@ def _done() -> Any:
 
 
 def _of(op: str, *tensors: Tensor) -> str:
-    """What is called, in words that must be the same on all ranks."""
+    """A description of a call, which must be equal on all ranks."""
     return f"{op} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
 
 
 def _refuse_devices(op: str, payload: Payload) -> None:
-    """Raises ValueError for tensors that are not a CPU's: in torch's one thread for backward passes on another device
-    the ranks would wait for each other forever."""
+    """Raise ValueError for tensors outside the CPU: torch runs all backward passes on a GPU in one thread, where the
+    ranks would wait for each other forever."""
     for x in _pytree.tree_leaves(payload):
         if isinstance(x, Tensor) and x.device.type != "cpu":
             raise ValueError(
@@ -249,12 +249,12 @@ def _refuse_devices(op: str, payload: Payload) -> None:
 
 
 def _pieces(x: Tensor, sizes: Sequence[int], count: int) -> list[Tensor]:
-    """`x` in `count` parts along its first dimension, equal ones if there are no sizes."""
+    """Split `x` into `count` parts along its first dimension, equal ones without sizes."""
     return list(x.split(list(sizes) if len(sizes) else [x.shape[0] // count] * count))
 
 
 class ThreadGroup(dist.ProcessGroup):
-    """One rank's end of a meeting. The functions of torch.distributed call these methods when given it as `group`."""
+    """The process group of one rank at a meeting; the functions of torch.distributed take it as `group`."""
 
     def __init__(self, meeting: Meeting, number: int) -> None:
         super().__init__(number, len(meeting.ranks))  # type: ignore[call-arg]
@@ -265,7 +265,7 @@ class ThreadGroup(dist.ProcessGroup):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the group, among all."""
+        """The global ranks of the group."""
         return self._meeting.ranks
 
     def size(self) -> int:

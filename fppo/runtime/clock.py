@@ -1,4 +1,4 @@
-"""Time that counts against a limit: what a process was stopped for, or its machine, is nobody's delay."""
+"""Clocks for time limits, which do not count the time that a process, or its machine, was suspended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class ProcessClock:
-    """Seconds that a process has lived through: those in which it was stopped are no more than `most`."""
+    """A clock of the seconds that a process was running: a gap between readings counts at most `most`."""
 
     def __init__(self, most: float) -> None:
         self._most, self._last, self._now = most, time.monotonic(), 0.0
@@ -18,21 +18,21 @@ class ProcessClock:
 
 
 def sleep(seconds: float) -> None:
-    """Returns when the process has lived through so many seconds, in which others could do something too."""
+    """Sleep for so many seconds of running time, during which other processes could run too."""
     clock = ProcessClock(0.2)
     while clock.now() < seconds:
         time.sleep(0.1)
 
 
 class Unchanged:
-    """For how long something has been what it is."""
+    """The time since a value last changed."""
 
     def __init__(self) -> None:
         self._value: object = None
         self._since = 0.0
 
     def seconds(self, value: object, now: float) -> float:
-        """How long it has been `value`, as it is at `now`."""
+        """The seconds at `now` since the value became `value`."""
         if value != self._value:
             self._value, self._since = value, now
         return now - self._since

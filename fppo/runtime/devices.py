@@ -6,7 +6,7 @@ import torch
 
 
 def named_device(name: str, setting: str) -> torch.device:
-    """The device of that name. Raises ValueError that begins with `setting` if it is not there."""
+    """The device of a name. Raises ValueError that begins with `setting` for a missing GPU."""
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"{setting}: torch sees no GPU here; give cpu")
     device = torch.device(name)

@@ -1,20 +1,19 @@
-"""Digests of a state where it is: sums of its words on their device, the same for every layout.
+"""Digests of a state on its device: weighted sums of its words, equal for every layout.
 
 A digest of bytes (`tree.digest`) reads the whole state on the host: some 20 s for 1.5 B parameters. Sums read it once
-in the device's own memory, and only the sums come to the host. As they add, ranks that hold parts of a leaf add theirs,
-and the digest is that of the whole leaf, which nobody gathers.
+in the device's memory, and only the sums are copied to the host. Sums are additive: ranks with parts of a leaf add
+theirs, which gives the digest of the whole leaf without gathering it.
 
-A leaf is a row of words of 32 bits (or of its elements, where rows are no whole number of them). Each block of 2^15
-words is summed with fixed odd weights of 64 random bits modulo 2^64; its sums, in order, are hashed with dtype and
-shape. What is seen:
+A leaf is a sequence of 32-bit words (or of its elements, if a row is not a whole number of words). Each block of 2^15
+words is summed with fixed odd weights of 64 random bits modulo 2^64; the sums, in order, are hashed with dtype and
+shape. Detected changes:
 
-- a change of one word always: an odd weight times a difference below 2^32 is not 0;
-- any other change, that no one chose, with 1 - 2^-32 or better in each block that it touches. The worst are changes of
-  the highest bit alone, as signs: weights times 2^31 keep 33 bits. Weights differ from word to word, so elements that
-  change places are seen; blocks are hashed in order, so they are as well; and leaves that are exchanged have each
-  other's digests under their own paths.
+- a change of one word, always: an odd weight times a difference below 2^32 is not 0;
+- any other accidental change, with probability 1 - 2^-32 or more in each block that it touches. The worst case are
+  changes of the highest bit alone, such as signs: weights times 2^31 keep 33 bits. Permuted elements are detected since
+  weights differ from word to word, permuted blocks since they are hashed in order, and exchanged leaves by their paths.
 
-It is no protection against somebody who looks for equal sums; `tree.digest` is.
+Sums do not protect against a deliberate search for equal sums; `tree.digest` does.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ from fppo_kernels.collectives import Axis
 
 Kind = Literal["blake2b", "sums"]
 Shapes = Mapping[str, torch.Size | Extent]
-BLOCK = 1 << 15  # words in one block: few enough for one thread, which no other can hold up
+BLOCK = 1 << 15  # words in one block: few enough for a single thread
 SLAB = 1 << 8  # blocks at a time on other devices
-SHARE = 0.01  # of a step's time that digests may take
-# bytes per second that are digested, and useful FLOP per second of a step: orders of magnitude, on purpose no
-# measurements, so that equal runs have digests of the same steps
+SHARE = 0.01  # of a step's time for digests
+# bytes per second of digests, and useful FLOP per second of a step: orders of magnitude instead of measurements, so
+# that equal runs digest equal steps
 _RATES: Mapping[tuple[str, str], float] = {("cpu", "cpu"): 1e9, ("cuda", "cuda"): 5e11, ("cpu", "cuda"): 2e10}
 _FLOPS = {"cpu": 1e11, "cuda": 3e14}
-_PAUSE = 1.0  # seconds of a step that do not grow with the model
-_FLOP_PER_NUMBER = 8  # for each parameter and token: a rollout's pass, and forward and backward of an update
+_PAUSE = 1.0  # seconds of a step independent of the model's size
+_FLOP_PER_NUMBER = 8  # per parameter and token: a rollout's pass, and forward and backward of an update
 
 
 @functools.cache
 def weights(device: torch.device) -> Tensor:
-    """Odd numbers of 64 bits [BLOCK]."""
+    """The odd 64-bit weights of a block, int64 [BLOCK]."""
     bits = (Key(0x5EED).fold("digest").uniform(torch.arange(2), BLOCK) * 2.0**32).long()
     return ((bits[0] << 32) | bits[1] | 1).to(device)
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The memory of `x` as integers in its order: of 32 bits, or as wide as its elements where a row is no whole
-    number of those, so that rows begin with a word of their own."""
+    """The memory of `x` as integers in its order: of 32 bits, or as wide as its elements if a row is not a whole number
+    of words, so that every row begins at a word."""
     flat = x.detach().reshape(-1)
     if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -73,8 +72,8 @@ def _word_size(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None) -> Tensor:
-    """The weighted sum of each block, int64, of words that stand from place `first` of a whole on; on `device`, if that
-    is not theirs. The first and the last block may have words elsewhere."""
+    """The weighted sum of each block, int64, of words that begin at index `first` of a whole; computed on `device`, by
+    default theirs. The first and the last block may be partial."""
     device = device or words.device
     factors, start = weights(device), first % BLOCK
     head, rest = words[: -start % BLOCK], words[-start % BLOCK :]
@@ -83,13 +82,13 @@ def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None
 
 
 def _dots(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """Block by block, on a CPU."""
+    """The sums block by block, on a CPU."""
     wide = factors.new_empty(min(len(words), BLOCK))
     return [wide[: len(x)].copy_(x).dot(factors[: len(x)])[None] for x in words.split(BLOCK) if len(x)]
 
 
 def _slabs(words: Tensor, factors: Tensor) -> list[Tensor]:
-    """Many blocks at once, on the weights' device."""
+    """The sums of many blocks at once, on the weights' device."""
     full = len(words) // BLOCK * BLOCK
     sums = [_weighted(x.to(factors.device), factors) for x in words[:full].view(-1, BLOCK).split(SLAB)]
     tail = words[full:].to(factors.device)
@@ -101,7 +100,7 @@ def _weighted(words: Tensor, factors: Tensor) -> Tensor:
 
 
 def kind_of(device: torch.device, mesh: Mesh = LOCAL) -> Kind:
-    """How a run on `device` digests its state: by all bytes in one process on a CPU, else by sums."""
+    """The kind of digests of a run on `device`: of all bytes in one process on a CPU, else sums."""
     return "blake2b" if device.type == "cpu" and ranks_on(mesh, AXES) == 1 else "sums"
 
 
@@ -113,18 +112,18 @@ def digest(
     mesh: Mesh = LOCAL,
     shapes: Shapes | None = None,
 ) -> dict[str, str]:
-    """The digest of every leaf by its path: of whole leaves, on every layout.
+    """The digest of every whole leaf by its path, equal on every layout.
 
-    `shapes` are the whole shapes of the leaves that a mesh may cut, as checkpoints take them. A leaf that ranks should
-    have equal and have not has a digest of its own on every rank alike, which is that of none. Every rank of the
-    mesh must call. Raises ValueError for "blake2b" on several ranks: no rank has the bytes of whole leaves.
+    `shapes` are the whole shapes of the leaves that a mesh may cut, as for checkpoints. A replicated leaf that differs
+    between ranks gets a combined digest, equal on all ranks and to no single rank's. Every rank of the mesh must call.
+    Raises ValueError for "blake2b" on several ranks: no rank has the bytes of whole leaves.
     """
     if kind == "blake2b":
         if ranks_on(mesh, AXES) > 1:
             raise ValueError("digests of kind 'blake2b' are of runs of one process: compute them with one (--nproc 1)")
         return tree.digest(value)
     own = _by_sums(value, device, mesh, shapes or {})
-    if mesh["pipeline"].size > 1:  # first over the stages: then all ranks have the same, and tell no more than that
+    if mesh["pipeline"].size > 1:  # first over the stages: afterwards all ranks have equal sets, and compare one digest
         own = _united(gather_objects(own, mesh, ["pipeline"], device))
     if len(set(gather_objects(tree.combine(own), mesh, AXES, device))) == 1:
         return own
@@ -132,7 +131,8 @@ def digest(
 
 
 def _united(every: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """The digests of ranks that may hold other leaves: one of its own for a leaf that is not equal on those that do."""
+    """Merge the digests of ranks that may hold different leaves; a leaf that differs between its holders gets a
+    combined digest."""
     together: dict[str, dict[str, str]] = {}
     for rank, each in enumerate(every):
         for path, x in each.items():
@@ -143,7 +143,8 @@ def _united(every: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _by_sums(value: Any, device: torch.device, mesh: Mesh, shapes: Shapes) -> dict[str, str]:
-    """All sums go to the host in one copy, those of cut leaves after one all-reduce over each axis that cuts any."""
+    """Digests by sums: all go to the host in one copy, those of cut leaves after one all-reduce over each cutting
+    axis."""
     leaves = dict(tree.leaves_with_paths(value))
     tensors = {path: x for path, x in leaves.items() if isinstance(x, Tensor)}
     parts = {path: part_of(shapes[path], mesh) for path in tensors if _is_cut(shapes.get(path), mesh)}
@@ -171,7 +172,7 @@ def _is_cut(extent: torch.Size | Extent | None, mesh: Mesh) -> bool:
 
 
 def _added(sums: Mapping[str, Tensor], paths: Sequence[str], axis: Axis) -> dict[str, Tensor]:
-    """The sums of these leaves, added up over the axis."""
+    """The sums of these leaves, summed over the axis."""
     if not paths or axis.size == 1:
         return {}
     together = all_reduce(torch.cat([sums[path] for path in paths]), axis)
@@ -179,8 +180,8 @@ def _added(sums: Mapping[str, Tensor], paths: Sequence[str], axis: Axis) -> dict
 
 
 def _sums_of_part(x: Tensor, part: Part, device: torch.device) -> Tensor:
-    """The sums of all blocks of the whole leaf, as far as this rank's part gives them: of ranks that hold the same, the
-    first's."""
+    """This rank's contribution to the sums of all blocks of the whole leaf; of ranks with equal parts only the first
+    contributes."""
     words = part.shape[0] * _words_of_row(x, part.shape)
     whole = weights(device).new_zeros(-(-words // BLOCK))
     for box in part.boxes if part.is_first else ():
@@ -197,8 +198,8 @@ def _words_of_row(x: Tensor, shape: tuple[int, ...]) -> int:
 
 
 def _whole_rows(piece: Tensor, box: Box, shape: tuple[int, ...]) -> Iterator[tuple[int, Tensor]]:
-    """A box of a leaf as rows of it, with the number of the first: what other ranks have of these is 0, and adds
-    nothing. Some rows at a time, where there is such."""
+    """A box of a leaf as whole rows, with the index of the first: other ranks' elements are 0, which adds nothing.
+    Partial rows come some at a time."""
     if box.size[1:] == tuple(shape[1:]):
         yield box.start[0], piece
         return
@@ -225,12 +226,11 @@ def spacing(
     mesh: Mesh = LOCAL,
     shapes: Shapes | None = None,
 ) -> int:
-    """From how many steps to digest one, for digests to take about `SHARE` of the time: counted, not measured.
+    """The spacing of digested steps for digests to take about `SHARE` of the time, estimated by counts, not measured.
 
-    A step is of about `tokens` tokens, on a model of `numbers` parameters. What is counted is the same on every rank,
-    and for a run that is stopped and goes on; so such runs have digests of the same steps. The tokens cancel the size
-    of the model: what pays for its digest is work on it. Small states are digested at every step. Every rank of a
-    pipeline axis must call.
+    A step has about `tokens` tokens, on a model of `numbers` parameters. The counts are equal on every rank and in a
+    resumed run, so that the same steps are digested. The spacing depends on the tokens more than on the model's size,
+    which enters both costs. Small states are digested at every step. Every rank of a pipeline axis must call.
     """
     seconds = 0.0
     for path, x in tree.leaves_with_paths(state):

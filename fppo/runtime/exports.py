@@ -1,4 +1,4 @@
-"""Directories that are written beside their place and take it as a whole: models with their configs. No torch."""
+"""Atomic writes of files and of exported directories, models with their configs. No torch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from fppo._errors import json_of
 
-CONTENTS = "fppo_files.json"  # names all files of an export, so that the next one knows what it may replace
+CONTENTS = "fppo_files.json"  # lists all files of an export, which the next one may replace
 
-_EXPORTED = (  # the files that models, their tokenizers and processors, and adapters are saved as
+_EXPORTED = (  # the file names of saved models, tokenizers, processors and adapters
     *(CONTENTS, "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model"),
     *("chat_template.*", "additional_chat_templates/*", "*processor_config.json", "adapter_config.json", "*.py"),
@@ -22,7 +22,7 @@ _EXPORTED = (  # the files that models, their tokenizers and processors, and ada
 
 
 def sync(path: str | os.PathLike[str]) -> None:
-    """Has the disk hold what was written to a file, or the names in a directory."""
+    """Flush a file's contents, or a directory's names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -31,7 +31,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
-    """Writes a file that has all of the data or, after a crash at any moment, what it had before."""
+    """Write a file atomically: after a crash at any moment it has all of the data, or its previous contents."""
     target = Path(path)
     draft = target.with_name(f".{target.name}.new")
     draft.write_bytes(data)
@@ -41,15 +41,15 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def draft_of(directory: str | os.PathLike[str]) -> Path:
-    """Where this process writes what is to take the directory's place."""
+    """This process's draft of a directory, next to it."""
     target = Path(os.path.realpath(directory))
     return target.with_name(f".{target.name}.{os.getpid()}.partial")
 
 
 @contextlib.contextmanager
 def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
-    """A directory to be made and filled (`draft_of`), which takes the place of `directory` at the end; after an error
-    it is removed. Raises ValueError as `check_replaceable`, before and after it is filled, which takes a while."""
+    """A context with a draft directory to create and fill (`draft_of`), which replaces `directory` at the end and is
+    removed after an error. Raises ValueError as `check_replaceable`, before and after it is filled."""
     target, draft = Path(os.path.realpath(directory)), draft_of(directory)
     check_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +64,8 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def check_replaceable(directory: str | os.PathLike[str]) -> None:
-    """Raises ValueError unless an export may be written to the directory: it is not there, or empty, or holds an
-    earlier one and nothing else."""
+    """Raise ValueError unless an export may be written to the directory: it is missing, empty, or holds an earlier
+    export and nothing else."""
     target = Path(directory)
     if not target.exists():
         return
@@ -82,13 +82,13 @@ def check_replaceable(directory: str | os.PathLike[str]) -> None:
 
 
 def _files(directory: Path) -> set[str]:
-    """The paths below a directory, but for those of directories."""
+    """The relative paths of all files below a directory."""
     paths = [path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir()]
     return {path.relative_to(directory).as_posix() for path in paths}
 
 
 def _saved(directory: Path) -> set[str]:
-    """What an export has written to the directory, by its own list; where that is damaged, what exports write."""
+    """The files of an export in the directory, by its list; if that is damaged, by the names of exported files."""
     try:
         text = (directory / CONTENTS).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -103,8 +103,7 @@ def _saved(directory: Path) -> set[str]:
 
 
 def _complete(directory: Path) -> None:
-    """Lists what was written, and gives every file the mode that the umask asks for: safetensors gives 0600. The disk
-    has them then."""
+    """Write the list of files, give every file the umask's mode (safetensors' is 0600), and flush all to disk."""
     text = json.dumps({"files": sorted(_files(directory))}, indent=1) + "\n"
     (directory / CONTENTS).write_text(text, encoding="utf-8")
     mode = (directory / CONTENTS).stat().st_mode & 0o666

@@ -1,4 +1,4 @@
-"""What ranks do when one of them fails: one error is shown, once, and all of them end within seconds."""
+"""Failures of ranks: one error is shown, once, and all ranks end within seconds."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from fppo.runtime._standing import Standing, broken, too_long
 from fppo.runtime.clock import ProcessClock, Unchanged, sleep
 from fppo.runtime.watch import WaitingCollective, Watch
 
-MONITOR = "monitor"  # what the keys of monitors in a store begin with
-FAILED = 1  # the exit status of a rank that ends for another's error
-_STAND, _AHEAD = "stand", "ahead"  # of keys: where ranks stand, and where what makes batches ahead does
+MONITOR = "monitor"  # prefix of the monitors' keys in a store
+FAILED = 1  # the exit status of a rank that ends because of another's error
+_STAND, _AHEAD = "stand", "ahead"  # prefixes of keys: status of ranks, and of their threads that make batches ahead
 _GRACE = 2.0  # seconds in which a rank may end by itself once another has failed
 
 
 def not_done(store: Store, ranks: Iterable[int]) -> list[int]:
-    """The ranks, of these, whose monitors have not come to the end of what they watch; the store is theirs."""
+    """Select the ranks whose monitors have not finished; the store is theirs."""
     kept = PrefixStore(MONITOR, store)
     return [rank for rank in ranks if not kept.check([_done(rank)])]
 
@@ -37,12 +37,12 @@ def _done(rank: int) -> str:
 
 
 class PeerError(RuntimeError):
-    """A collective that failed because of another rank; which, and in what."""
+    """Raised for a collective that failed because of another rank, which it names."""
 
 
 @attrs.frozen(kw_only=True)
 class Limits:
-    """Seconds: between two looks, that a collective may wait, and that a rank may stay silent."""
+    """Limits in seconds: the period of checks, the longest wait for a collective, the longest silence of a rank."""
 
     period: float = 0.5
     timeout: float = 600.0
@@ -50,17 +50,17 @@ class Limits:
 
 
 class Monitor:
-    """A thread that tells the other ranks, through a store, where this one stands, and sees what becomes of them.
+    """A thread that publishes this rank's status in a store and checks the other ranks'.
 
-    It ends the process if another rank has failed, if a collective waits longer than `limits.timeout`, if the rank
-    after this one is silent for `limits.silence` (each rank looks after one), and if the store is gone, and with it
-    who started the ranks. Use it in a `with` statement: an error that leaves it is claimed as the first, or, if there
-    was one before, gives way to a quiet end of the process.
+    It ends the process if another rank has failed, if a collective waits longer than `limits.timeout`, if the next rank
+    is silent for `limits.silence` (each rank checks one), and if the store, and with it the launcher, is gone. Use it
+    in a `with` statement: an error that leaves it is claimed as the first of all ranks; if there was one before, the
+    process ends quietly.
 
-    `beside` watches what another thread does meanwhile, over groups of its own.
+    `beside` watches another thread of the process, over process groups of its own.
 
-    The store's keys must be of this start of the ranks alone. Where it is gone nobody can tell who was first; then the
-    last rank speaks, which is not the one that holds it.
+    The store's keys must be of this start of the ranks alone. Without the store the first error is unknown; then the
+    last rank reports, since the first may hold the store.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Monitor:
     ) -> None:
         self._beside = beside
         self._rank, self._world, self._watch, self._limits = rank, world, watch, limits
-        # a connection of its own, so that two threads do not wait for each other
+        # a second connection, so that two threads do not wait for each other
         self._store: Store = store.clone()  # type: ignore[attr-defined]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
-        self._worker = 0  # the thread that works
-        self._told = False  # of another rank's error
-        self._mine: bytes | None = None  # the claim of this rank, if it has made one
+        self._worker = 0  # the id of the working thread
+        self._told = False  # whether another rank's error is known
+        self._mine: bytes | None = None  # this rank's claim, if any
 
     def __enter__(self) -> Monitor:
         self._worker = threading.get_ident()
@@ -97,7 +97,7 @@ class Monitor:
         self._stop()
         if self._told or not self._claim(text, alone=waiting is None):
             raise SystemExit(FAILED) from None
-        time.sleep(2 * self._limits.period)  # if the store is in this process, the others must have seen it
+        time.sleep(2 * self._limits.period)  # if the store is in this process, the others must have read it
         if waiting is not None:
             raise PeerError(text) from error
         error.add_note(f"on rank {self._rank}{self._place()} of {self._world}")
@@ -107,8 +107,7 @@ class Monitor:
         self._thread.join(_GRACE)  # it is stuck if the store hangs
 
     def _claim(self, text: str, *, alone: bool) -> bool:
-        """Whether this is the first error of all ranks; where the store is gone, the answer is `alone`, or that this is
-        the last rank."""
+        """Claim an error; whether it is the first of all ranks. Without the store: if `alone`, or on the last rank."""
         mine = json.dumps([self._rank, text])
         self._mine = mine.encode()
         try:
@@ -120,8 +119,8 @@ class Monitor:
         return first == self._mine
 
     def _say_foreign(self, claim: bytes) -> bool:
-        """Whether a claim to the first error is this rank's to tell of, since no rank has made it: it bears this one's
-        number, or none, of which the first rank tells."""
+        """Report a claim that no rank has made, if that is this rank's task; whether it was. The rank that the claim
+        names reports it, or the first rank if it names none."""
         try:
             rank = json.loads(claim)[0]
         except (ValueError, LookupError, TypeError):
@@ -140,15 +139,15 @@ class Monitor:
         print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
 
     def _failed(self) -> Watch:
-        """What has watched the collective that failed, if one has."""
+        """The watch of the failed collective, if any, else this rank's own."""
         other = self._beside
         if self._watch.waiting is None and other is not None and other.error is not None:
             return other
         return self._watch
 
     def _of_broken(self, watch: Watch, waiting: WaitingCollective, error: object) -> str:
-        """What became of the collective that failed in this rank. It fails for another rank's sake, which has a word
-        first, or is gone: whoever is alive speaks meanwhile."""
+        """The message of a collective that failed in this rank because of another one. It waits for the others to claim
+        their error first, and names those that have stopped reporting."""
         try:
             before = self._standings(watch)
             sleep(_GRACE)
@@ -162,7 +161,7 @@ class Monitor:
         return "" if watch is self._watch else "of the batches that are made ahead, "
 
     def _place(self) -> str:
-        """Where this rank is on the axes, in words."""
+        """This rank's coordinates on the axes, as text."""
         return f" ({self._watch.place})" if self._watch.place else ""
 
     def _standings(self, watch: Watch) -> dict[int, Standing | None]:
@@ -172,7 +171,7 @@ class Monitor:
         key = f"{_STAND if watch in (None, self._watch) else _AHEAD}/{rank}"
         try:
             return Standing.loaded(self._store.get(key)) if self._store.check([key]) else None
-        except (ValueError, KeyError, TypeError):  # nothing that a rank has written
+        except (ValueError, KeyError, TypeError):  # not written by a rank
             return None
 
     def _publish(self, beat: int) -> None:
@@ -198,17 +197,17 @@ class Monitor:
                 for watch, unchanged in zip(watches, awaited, strict=True):
                     self._look_at(watch, unchanged, now)
                 if neighbour.seconds(self._standing(next_one), now) > limits.silence:
-                    self._fail(f"rank {next_one} has not been heard of for {limits.silence:g} s")
+                    self._fail(f"rank {next_one} has not reported for {limits.silence:g} s")
             except DistError as error:
                 if not self._ended.wait(_GRACE):
-                    lost = f"rank {self._rank}: whoever started the ranks cannot be reached any more ({error})"
+                    lost = f"rank {self._rank}: the launcher of the ranks cannot be reached any more ({error})"
                     self._end(lost if self._rank == self._world - 1 else None)
                 return
             except RuntimeError:
-                continue  # the GPU's: the thread that works meets it too, and says so
+                continue  # an error of the GPU: the working thread gets it too, and reports it
 
     def _look_at(self, watch: Watch, unchanged: Unchanged, now: float) -> None:
-        """Ends the process if a collective has been waited for too long."""
+        """End the process if a collective has been waited for too long."""
         limit, waiting = self._limits.timeout, watch.oldest() if watch.error is None else None
         if unchanged.seconds(waiting, now) > limit and waiting is not None:
             others = [rank for rank in watch.ranks[waiting.axis] if rank != self._rank]
@@ -216,7 +215,7 @@ class Monitor:
             self._fail(self._about(watch) + said)
 
     def _give_way(self) -> None:
-        """Ends the process some time after another rank's error, unless it ends by itself."""
+        """End the process some time after another rank's error, unless it ends by itself."""
         claim = bytes(self._store.get("error"))
         if claim == self._mine:
             return
@@ -233,7 +232,7 @@ class Monitor:
         self._end(None)
 
     def _end(self, text: str | None) -> None:
-        """Ends this process from a thread; the main one may be in a collective that never returns."""
+        """End this process from a thread; the main one may be in a collective that never returns."""
         if text is not None:
             self._say(text)
         os._exit(FAILED)

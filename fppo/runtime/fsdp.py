@@ -1,8 +1,8 @@
 """Parameters sharded over the ranks of an axis, as functions (ZeRO, arXiv:1910.02054; FSDP, arXiv:2304.11277).
 
-A shard is a plain tensor: rows [r * c, (r + 1) * c) of dimension 0, c = ceil(rows / ranks), as DTensor's Shard(0) has
-them; the last ranks may hold fewer rows, or none. The whole shapes are in `model.shapes`. Which axis it is depends on a
-parameter's cut, if it has one: `Mesh.shard_axis`. `cuts` are those of a layout, by name.
+A shard is a plain tensor: rows [r * c, (r + 1) * c) of dimension 0, c = ceil(rows / ranks), as DTensor's Shard(0); the
+last ranks may hold fewer rows, or none. The whole shapes are in `model.shapes`. The axis depends on a parameter's cut,
+if it has one (`Mesh.shard_axis`). `cuts` are those of a layout, by name.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _reduce_scatter_single: Callable = getattr(dist, "reduce_scatter_single", None) 
 
 
 def bounds(rows: int, axis: Axis) -> tuple[int, int]:
-    """The first row of this rank's shard of `rows` rows, and the one after its last."""
+    """The bounds [start, stop) of this rank's shard of `rows` rows."""
     size = -(-rows // axis.size)
     return min(axis.rank * size, rows), min((axis.rank + 1) * size, rows)
 
 
 def axes_of(names: Iterable[str], mesh: Mesh, cuts: Mapping[str, Cut]) -> list[Axis]:
-    """Over which ranks each of these parameters is sharded."""
+    """The axis over which each of these parameters is sharded."""
     return [mesh.shard_axis(cuts.get(name)) for name in names]
 
 
 def shard_shapes(
     shapes: Mapping[str, torch.Size], mesh: Mesh, cuts: Mapping[str, Cut] = {}
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of this rank's shards of tensors of these shapes; the shapes themselves if not `mesh.sharded`."""
+    """The shapes of this rank's shards of tensors with these shapes; unchanged unless `mesh.sharded`."""
     if not mesh.sharded:
         return {name: tuple(shape) for name, shape in shapes.items()}
     own = {}
@@ -50,8 +50,8 @@ def shard_shapes(
 
 
 def shard(params: Mapping[str, Tensor], mesh: Mesh, cuts: Mapping[str, Cut] = {}) -> dict[str, Tensor]:
-    """This rank's shards of whole parameters, or of its parts by `cuts`, in memory of their own; the parameters
-    themselves if not `mesh.sharded`.
+    """Copy this rank's shards of whole parameters, or of its parts by `cuts`; the parameters themselves unless
+    `mesh.sharded`.
 
     Raises ValueError for a parameter without dimensions.
     """
@@ -72,10 +72,10 @@ def gather(
     cuts: Mapping[str, Cut] = {},
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """Whole parameters from all ranks' shards, by one collective for each dtype and axis among them.
+    """Gather whole parameters from all ranks' shards, by one collective per dtype and axis; differentiable.
 
-    `dtypes` are those to send and to give, where they are not the shards' own. The backward pass is one
-    reduce-scatter for each dtype gradients are added up in, and axis. Parameters that take no gradient cost it nothing.
+    `dtypes` are those of the transfer and the result, by default the shards' own. The backward pass is one
+    reduce-scatter per axis and dtype of summation, without parameters that take no gradient.
     """
     names, tensors = list(shards), list(shards.values())
     kinds = [x.dtype if dtypes is None else dtypes.get(n, x.dtype) for n, x in shards.items()]
@@ -89,8 +89,8 @@ def gather(
 def begin_gather(
     shards: Sequence[Tensor], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], axes: Sequence[Axis]
 ) -> Finish:
-    """Starts to gather, each shard over its axis; the function it returns waits for that, and gives the whole tensors.
-    What its axis of one rank has whole is cast, if need be, and not copied. No gradients."""
+    """Start to gather each shard over its axis; the returned function waits and returns the whole tensors. On an axis
+    of one rank they are cast if needed, not copied. No gradients."""
     tensors: dict[int, Tensor] = {}
     waiting = []
     for (dtype, axis), places in _groups(dtypes, axes):
@@ -99,7 +99,7 @@ def begin_gather(
             continue
         sizes = [_width(shapes[i], axis) for i in places]
         part = _packed([shards[i].detach() for i in places], sizes, dtype)
-        whole = part.new_empty(axis.size * len(part))  # gloo takes it in no other shape
+        whole = part.new_empty(axis.size * len(part))  # gloo takes no other shape
         work = _gather_single(whole, part, group=axis.group, async_op=True)
         waiting.append((places, sizes, part, whole.view(axis.size, -1), work))
 
@@ -117,7 +117,7 @@ def begin_gather(
 
 
 def _groups(dtypes: Sequence[torch.dtype], axes: Sequence[Axis]) -> list[tuple[tuple[torch.dtype, Axis], list[int]]]:
-    """The places of what goes together: of one dtype and axis."""
+    """The indices of the tensors of each dtype and axis."""
     groups: dict[tuple[torch.dtype, Axis], list[int]] = {}
     for place, key in enumerate(zip(dtypes, axes, strict=True)):
         groups.setdefault(key, []).append(place)
@@ -125,7 +125,7 @@ def _groups(dtypes: Sequence[torch.dtype], axes: Sequence[Axis]) -> list[tuple[t
 
 
 class Sums:
-    """The reduce-scatters of one backward pass: each goes on while the pass does, until the next one begins."""
+    """The reduce-scatters of one backward pass, each overlapped with it until the next one begins."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], None] | None = None
@@ -133,7 +133,7 @@ class Sums:
     def begin(
         self, grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
     ) -> list[Tensor]:
-        """This rank's shards of the sum, which hold it once `finish` was called."""
+        """Start a reduce-scatter and return this rank's shards of the sum, valid once `finish` was called."""
         self.finish()
         shards, self._finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
         if torch.is_anomaly_enabled():  # it reads gradients at once
@@ -141,16 +141,16 @@ class Sums:
         return shards
 
     def finish(self) -> None:
-        """Waits for what is under way."""
+        """Wait for the pending reduce-scatter."""
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
 
 
 def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
-    """The shards for `gathered` with `sums`: where their gradients land. It is to be called before the pass.
+    """Prepare shards for `gathered` with `sums`, before the pass: their gradients wait for the sums.
 
-    For autograd runs what was recorded first last: it waits for the sums when the rest of the backward pass has run.
+    Autograd runs in reverse order of recording, so that this node waits once the rest of the backward pass has run.
     """
     wanted = [i for i, x in enumerate(shards) if x.requires_grad]
     if not wanted or not torch.is_grad_enabled():
@@ -162,9 +162,9 @@ def landing(shards: Sequence[Tensor], sums: Sums) -> list[Tensor]:
 def gathered(
     finish: Finish, shards: Sequence[Tensor], axes: Sequence[Axis], sharding: Sharding, *, sums: Sums | None = None
 ) -> tuple[Tensor, ...]:
-    """What `finish` gives, whole tensors, as a differentiable function of the shards it was gathered from.
+    """The whole tensors of `finish` as a differentiable function of the shards that they were gathered from.
 
-    With `sums` the backward pass does not wait for its reduce-scatter: the shards are to come from `landing`.
+    With `sums` the backward pass does not wait for its reduce-scatter, and the shards must be from `landing`.
     """
     return _Gathered.apply(finish, axes, sharding, sums, *shards)  # type: ignore[return-value]
 
@@ -172,9 +172,10 @@ def gathered(
 def reduce_scatter(
     grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
 ) -> list[Tensor]:
-    """This rank's shards of the sum over the ranks of their axes of whole gradients, as `dtypes` (the parameters' own).
+    """Sum whole gradients over the ranks of their axes, and return this rank's shards in `dtypes` (the parameters'
+    own).
 
-    They are added up in the sharding's `reduce_dtype`, those of float64 parameters in float64: a collective for each.
+    Sums are in the sharding's `reduce_dtype`, for float64 parameters in float64, with a collective for each dtype.
     """
     shards, finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
     finish()
@@ -184,7 +185,7 @@ def reduce_scatter(
 def begin_reduce_scatter(
     grads: Sequence[Tensor], dtypes: Sequence[torch.dtype], axes: Sequence[Axis], sharding: Sharding
 ) -> tuple[list[Tensor], Callable[[], None]]:
-    """Starts a `reduce_scatter`: the shards, and the function that waits for their numbers."""
+    """Start a `reduce_scatter`: the shards, and the function that waits for their values."""
     shards: dict[int, Tensor] = {}
     casts: list[tuple[Tensor, Tensor]] = []
     waiting = []
@@ -217,7 +218,7 @@ def begin_reduce_scatter(
 
 
 def reduce_dtype(dtype: torch.dtype, sharding: Sharding) -> torch.dtype:
-    """The dtype in which gradients of parameters of `dtype` are added up."""
+    """The dtype in which gradients of parameters of `dtype` are summed."""
     return dtype if dtype == torch.float64 else sharding.reduce_dtype
 
 
@@ -228,7 +229,7 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.axes, ctx.sharding, ctx.sums, ctx.dtypes = axes, sharding, sums, [x.dtype for x in shards]
         whole = finish()
-        # or autograd, once one is trained, makes whole gradients of all the others, which nobody takes
+        # otherwise autograd makes unused whole gradients of all others as soon as one is trained
         ctx.mark_non_differentiable(*(x for x, own in zip(whole, ctx.needs_input_grad[4:], strict=True) if not own))
         ctx.set_materialize_grads(False)
         ctx.like = [(x.shape, x.dtype, x.device) for x in whole]
@@ -261,12 +262,12 @@ class _Landing(torch.autograd.Function):
 
 
 def _width(shape: torch.Size, axis: Axis) -> int:
-    """How many numbers of a parameter each rank sends."""
+    """The number of elements of a parameter that each rank sends."""
     return -(-shape[0] // axis.size) * shape[1:].numel()
 
 
 def _packed(tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The tensors one after the other, each filled up with zeros to its size."""
+    """Concatenate flattened tensors, each padded with zeros to its size."""
     flat = tensors[0].new_empty(sum(sizes), dtype=dtype)
     for slot, x in zip(flat.split(list(sizes)), tensors, strict=True):
         slot[: x.numel()].copy_(x.reshape(-1))
@@ -275,7 +276,7 @@ def _packed(tensors: Sequence[Tensor], sizes: Sequence[int], dtype: torch.dtype)
 
 
 def _fill_rows(slot: Tensor, grad: Tensor) -> None:
-    """Writes a whole gradient [d, ...] into `slot` [ranks, c * ...], rank by rank, and zeros into what is left over."""
+    """Copy a whole gradient [d, ...] into `slot` [ranks, c * ...], rank by rank, padded with zeros."""
     ranks, width = slot.shape
     flat = grad.reshape(-1)
     full = len(flat) // width if width else ranks

@@ -1,4 +1,4 @@
-"""Work that a GPU has done once and does again by one launch: CUDA graphs."""
+"""CUDA graphs: record work of a GPU and replay it by one launch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-Run = Callable[[], Any]  # a tree, of the same tensors every time
+Run = Callable[[], Any]  # returns a tree of the same tensors every time
 Record = Callable[[Run], Run]
 
 
 def as_graphs(device: torch.device, *, tidy: bool = False) -> Record:
-    """Records what runs as CUDA graphs, of one pool of memory: what a replay gives stands until the next one of any.
+    """A function that records others as CUDA graphs in one memory pool: results of a replay hold until any next replay.
 
-    A function's first call runs it as it is, which compiles its kernels; the second one records it, where `tidy` after
-    the memory that nothing uses was given back.
+    A function's first call runs it plainly, which compiles its kernels; the second records it, with `tidy` after
+    freeing unused memory.
     """
     pool, beside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
-    graphs: list[torch.cuda.CUDAGraph] = []  # with the last of them the pool would go
+    graphs: list[torch.cuda.CUDAGraph] = []  # kept alive: the pool is freed with the last of them
 
     def record(run: Run) -> Run:
         calls, graph, results = count(), torch.cuda.CUDAGraph(), list[Any]()
@@ -30,7 +30,7 @@ def as_graphs(device: torch.device, *, tidy: bool = False) -> Record:
             caller = torch.cuda.current_stream(device)
             beside.wait_stream(caller)
             with torch.cuda.stream(beside):
-                # other threads, as one that trains meanwhile, may allocate memory
+                # other threads, such as one that trains meanwhile, may allocate memory
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     results.append(run())

@@ -1,4 +1,4 @@
-"""The edge to several processes: starting them on this machine, as torchrun does, and joining those started."""
+"""Launch processes on this machine, as torchrun does, and join them as a mesh."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from fppo.runtime.stores import LOOPBACK, TOKEN, listening, loopback_only, new_t
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
 
-STOPPED = 130  # the exit status of a process that was asked to stop, and did
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's variable: how often it has started all ranks again
+STOPPED = 130  # the exit status of a process that stopped on request
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # torchrun's variable: the number of restarts of all ranks
 _GRACE = 15.0  # seconds in which ranks end by themselves once one has failed
 _KILL = 5.0  # seconds from the request to the kill
 
 
 @attrs.frozen
 class Place:
-    """This process among those that run together."""
+    """The rank of this process, and the world that it belongs to."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
-    local_world: int = 1  # those of this machine
-    started: bool = False  # by something that starts several
-    attempt: int = 0  # how often all of them were started before
+    local_world: int = 1  # ranks on this machine
+    started: bool = False  # by a launcher of several
+    attempt: int = 0  # the number of earlier starts of all ranks
 
     @staticmethod
     def of_environment() -> Place:
-        """What torchrun or `start` has set for this process; without them it is alone."""
+        """Read the variables set by torchrun or `start`; without them the process is alone."""
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return Place()
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -65,18 +65,19 @@ def joined(
     virtual_stages: int = 1,
     twin: bool = False,
 ) -> Iterator[tuple[Mesh, Watch, Mesh | None]]:
-    """The mesh of these axes, over processes that all come here, with its groups watched.
+    """A context with the mesh of these axes over all processes, each of which must call, with its groups watched.
 
-    With `twin` there is a second one, with groups of its own, for a thread that works at the same time: collectives of
-    one group must come in the same order on all ranks. It is watched too, and its traffic is not counted.
+    With `twin` there is a second mesh, with its own process groups, for a concurrent thread: collectives of one group
+    must have the same order on all ranks. It is watched too, but its traffic is not counted.
 
-    `timeout` is the seconds that collectives wait. Axes are given from the slowest, whose ranks are farthest apart, to
-    the fastest; their product is the number of processes. An error in any of them ends them all: see `failure.Monitor`.
+    `timeout` is the longest wait for a collective in seconds. `sizes` are given from the slowest axis, whose ranks are
+    farthest apart, to the fastest; their product is the number of processes. An error in any process ends all
+    (`failure.Monitor`).
     """
     shared = next(iter(rendezvous("env://", rank=place.rank, world_size=place.world)))[0]
     store = own_keys(shared, attempt=os.environ.get(RESTARTS, "0"))
     backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-    limit = timedelta(seconds=2 * timeout)  # the monitor is first, and says more
+    limit = timedelta(seconds=2 * timeout)  # the monitor comes first, with a better message
     dist.init_process_group(
         backend,
         store=PrefixStore("groups", store),
@@ -96,17 +97,17 @@ def joined(
     limits = Limits(timeout=timeout)
     with Monitor(PrefixStore(MONITOR, store), place.rank, place.world, watch, limits, beside):
         yield mesh, watch, second
-        dist.barrier()  # whoever holds the store leaves last
+        dist.barrier()  # the holder of the store leaves last
     dist.destroy_process_group()
 
 
 def _axes(
     sizes: Mapping[str, int], rank: int, limit: timedelta, *, everyone: dist.ProcessGroup | None = None
 ) -> dict[str, Axis]:
-    """The axes as this rank sees them, each with a new group, whose collectives wait no longer than `limit`; an axis of
-    all ranks with the group of `everyone` if that is given.
+    """The axes of this rank, each with a new process group, whose collectives time out after `limit`; an axis of all
+    ranks gets the group `everyone` if given.
 
-    torch's DeviceMesh leaves the groups of several axes torch's own limit.
+    torch's DeviceMesh would leave torch's default timeout to the groups of several axes.
     """
     ranks = torch.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     axes: dict[str, Axis] = {}
@@ -122,16 +123,16 @@ def _axes(
 
 
 def visible(gpus: Sequence[int], now: str | None) -> str:
-    """CUDA_VISIBLE_DEVICES for a process that is to see these GPUs of one whose variable is `now`."""
+    """The CUDA_VISIBLE_DEVICES of a child process for these GPUs, counted in a process with the variable `now`."""
     names = None if now is None or not now.strip() else now.split(",")
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
-    """Runs `python -m fppo ARGUMENTS` as `ranks` processes of this machine, and waits; the exit status.
+    """Run `python -m fppo ARGUMENTS` as `ranks` processes of this machine, wait, and return the exit status.
 
-    Ctrl-C and SIGTERM are passed on to all of them. If one fails, the others are given some seconds to end, and are
-    ended then; if none was asked to stop, all are started again, up to `max_restarts` times.
+    Ctrl-C and SIGTERM are forwarded to all processes. If one fails, the others are ended after some seconds; unless a
+    stop was requested, all are restarted, up to `max_restarts` times.
     """
     for attempt in range(max_restarts + 1):
         status, asked = _attempt(arguments, ranks, attempt)
@@ -142,21 +143,21 @@ def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int
 
 
 def _attempt(arguments: Sequence[str], ranks: int, attempt: int) -> tuple[int, bool]:
-    """The exit status of one start of all ranks, and whether they were asked to stop."""
-    store, token = listening(), new_token()  # here, so that it outlives any rank
+    """The exit status of one start of all ranks, and whether a stop was requested."""
+    store, token = listening(), new_token()  # in this process, so that the store outlives any rank
     with _passed_on() as (children, asked):
         for rank in range(ranks):
             environment = os.environ | _environment(rank, ranks, store.port, attempt) | {TOKEN: token}
             command = [sys.executable, "-m", "fppo", *arguments]
             children.append(
-                # in sessions of their own: a terminal's ctrl-C would come twice, by itself and passed on
+                # in new sessions: otherwise a terminal's ctrl-C would arrive twice, directly and forwarded
                 subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
             )
         status = _supervised(children)
     ended = [rank for rank, child in enumerate(children) if child.returncode == 0]
     if status == 0 and (early := not_done(own_keys(store, token, attempt=str(attempt)), ended)):
         who = ", ".join(map(str, early))
-        text = "before its work was done: what it runs has ended the process, as os._exit does"
+        text = "before its work was done: code that it runs has ended the process, such as by os._exit"
         print(f"fppo: rank {who} ended with the status 0 {text}", file=sys.stderr)
         return FAILED, bool(asked)
     return status, bool(asked)
@@ -181,7 +182,8 @@ def _environment(rank: int, ranks: int, port: int, attempt: int) -> dict[str, st
 
 @contextlib.contextmanager
 def _passed_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
-    """Processes, to be filled in, that get every SIGINT and SIGTERM of this one, and the signals that came."""
+    """A context with a list of processes, to be filled, that get every SIGINT and SIGTERM of this one, and the list of
+    received signals."""
     children: list[subprocess.Popen[bytes]] = []
     asked: list[int] = []
 
@@ -204,7 +206,7 @@ def _passed_on() -> Iterator[tuple[list[subprocess.Popen[bytes]], list[int]]]:
 
 
 def _supervised(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit status of the first process that failed, once all have ended; 0, or `STOPPED`, if none did."""
+    """Wait for all processes; the exit status of the first that failed, else 0 or `STOPPED`."""
     failed: int | None = None
     deadline = float("inf")
     while any(child.poll() is None for child in children):

@@ -1,4 +1,4 @@
-"""How parameters lie on a mesh, as data: which of them a rank holds, which part of each, and whose it is to count."""
+"""Layouts of parameters on a mesh, as data: the parameters of each rank, its part of each, and the rank that counts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from fppo_kernels.collectives import Axis, all_gather
 
 @attrs.frozen
 class Box:
-    """A box of a whole tensor that stands in a piece of it: its first place in both, and its size, by dimension."""
+    """A box of a whole tensor within a piece of it: its start in the whole, its start in the piece (`at`), its size."""
 
     start: tuple[int, ...]
     at: tuple[int, ...]
     size: tuple[int, ...]
 
     def within(self, row: int, stop: int) -> Box | None:
-        """Its part in rows [row, stop) of the piece, as it stands among those; None if there is none."""
+        """The box's part in rows [row, stop) of the piece, relative to `row`; None if it is empty."""
         low, high = max(self.at[0], row), min(self.at[0] + self.size[0], stop)
         if low >= high:
             return None
@@ -31,7 +31,7 @@ class Box:
         )
 
     def shared(self, other: Box) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Where what both have stands in this one's piece, and in the other's; None if they share nothing."""
+        """The slices of the intersection in this box's piece and in the other's; None if it is empty."""
         lows = tuple(map(max, self.start, other.start))
         highs = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)]
         if any(low >= high for low, high in zip(lows, highs, strict=True)):
@@ -46,9 +46,10 @@ class Box:
 
 @attrs.frozen
 class Cut:
-    """Dimension `dim` of a parameter in `parts` parts, each of them a run of every one of its `segments` (sizes).
+    """A cut of dimension `dim` of a parameter into `parts` parts, each with a run of every one of its `segments`
+    (sizes).
 
-    Rank r of the n of `axis` holds part r * parts // n: with fewer parts than ranks, some ranks hold the same one.
+    Rank r of the n of `axis` holds part r * parts // n: with fewer parts than ranks, some ranks hold equal parts.
     """
 
     dim: int
@@ -57,15 +58,15 @@ class Cut:
     axis: str = "tensor"
 
     def part(self, rank: int, ranks: int) -> int:
-        """The part that a rank holds."""
+        """The part of a rank."""
         return rank * self.parts // ranks
 
     def first(self, part: int, ranks: int) -> int:
-        """The first rank that holds a part."""
+        """The first rank with a part."""
         return -(-part * ranks // self.parts)
 
     def runs(self, part: int) -> list[tuple[int, int]]:
-        """First place along `dim` and length of each run of a part."""
+        """The start along `dim` and the length of each run of a part."""
         runs, start = [], 0
         for size in self.segments:
             low, high = (size * number // self.parts for number in (part, part + 1))
@@ -78,20 +79,20 @@ class Cut:
         return sum(length for _, length in self.runs(part))
 
     def take(self, whole: Tensor, part: int) -> Tensor:
-        """A part of the whole; what is one run is a view."""
+        """Select a part of the whole tensor; a single run is a view."""
         pieces = [whole.narrow(self.dim, *run) for run in self.runs(part)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole from all its parts."""
+        """The whole tensor from all its parts."""
         split = [x.split([length for _, length in self.runs(part)], self.dim) for part, x in enumerate(parts)]
         return torch.cat([runs[i] for i in range(len(self.segments)) for runs in split], self.dim)
 
 
 @attrs.frozen
 class Extent:
-    """The whole shape of a tensor, how it is cut over an axis, and the ranks of the pipeline axis that hold it, in
-    order; without any, all do."""
+    """The whole shape of a tensor, its cut over an axis, and the pipeline ranks that hold it, in order; none means
+    all."""
 
     shape: torch.Size
     cut: Cut | None = None
@@ -100,12 +101,12 @@ class Extent:
 
 @attrs.frozen
 class Layout:
-    """What a rank holds of parameters of `whole` shapes: rank `rank` of the `ranks` of the tensor axis, and of the
-    expert axis the first of `expert` (rank, ranks), those with a cut in parts, the others whole; and rank `stage_rank`
-    of the `stage_ranks` of the pipeline axis those for which `stages` names it among the ranks that hold them, in
-    order. Without a pipeline `stages` is empty: every rank holds all.
+    """The layout of parameters of `whole` shapes on one rank. It is `rank` of `ranks` on the tensor axis, `expert` =
+    (rank, ranks) on the expert axis and `stage_rank` of `stage_ranks` on the pipeline axis. Parameters in `cuts` are
+    held in parts, others whole; `stages` names the pipeline ranks that hold each, in order, and is empty without a
+    pipeline.
 
-    Those in `once` are whole, and added to what is the sum of all ranks' shares: the first rank brings them.
+    Parameters in `once` are whole, but added to a sum of the ranks' shares: the first rank adds them.
     """
 
     whole: Mapping[str, torch.Size]
@@ -123,36 +124,36 @@ class Layout:
             raise ValueError(f"no rank of the pipeline axis holds {lost[:5]}")
 
     def place(self, cut: Cut) -> tuple[int, int]:
-        """This rank's number among those of the axis of a cut, and how many they are."""
+        """This rank on the axis of a cut, and the axis's size."""
         return self.expert if cut.axis == "expert" else (self.rank, self.ranks)
 
     @property
     def held(self) -> tuple[str, ...]:
-        """The parameters that this rank holds something of, in the model's order."""
+        """The parameters that this rank holds, whole or in part, in the model's order."""
         return tuple(name for name in self.whole if self.holds(name))
 
     def holds(self, name: str) -> bool:
-        """Whether this rank holds something of a parameter."""
+        """Whether this rank holds a parameter, whole or in part."""
         return self.stage_rank in self.stages.get(name, (self.stage_rank,))
 
     def source(self, name: str) -> int:
-        """The rank of the pipeline axis that has a parameter for those that do not hold it: the first that does."""
+        """The first pipeline rank that holds a parameter, which sends it to the others."""
         return self.stages.get(name, (0,))[0]
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of what this rank holds."""
+        """The shapes of the parameters that this rank holds."""
         return {name: self.shape(name) for name in self.held}
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of this rank's part of a parameter, whether this stage holds it or another."""
+        """The shape of this rank's part of a parameter, held by this stage or another."""
         shape, cut = list(self.whole[name]), self.cuts.get(name)
         if cut is not None:
             shape[cut.dim] = cut.size(cut.part(*self.place(cut)))
         return torch.Size(shape)
 
     def only(self, wanted: Callable[[str], bool]) -> Layout:
-        """The layout of some of the parameters."""
+        """The layout restricted to the parameters with `wanted(name)`."""
         named = {name: shape for name, shape in self.whole.items() if wanted(name)}
         stages = {name: of for name, of in self.stages.items() if name in named}
         return attrs.evolve(self, whole=named, stages=stages)
@@ -163,18 +164,17 @@ class Layout:
         return Extent(self.whole[name], cut, stages) if cut is not None or stages else self.whole[name]
 
     def take(self, name: str, whole: Tensor) -> Tensor:
-        """What this rank holds of a whole parameter."""
+        """This rank's part of a whole parameter."""
         cut = self.cuts.get(name)
         return whole if cut is None else cut.take(whole, cut.part(*self.place(cut)))
 
     def join(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        """The whole parameter from what all ranks of the axis of its cut hold of it, in their order."""
+        """The whole parameter from the parts of all ranks of its cut's axis, in their order."""
         cut = self.cuts.get(name)
         return pieces[0] if cut is None else cut.join([pieces[cut.first(i, len(pieces))] for i in range(cut.parts)])
 
     def gather(self, name: str, piece: Tensor, axis_of: Callable[[str], Axis]) -> Tensor:
-        """The whole parameter from this rank's piece of it: a collective of the ranks of an axis if it is cut over
-        that."""
+        """Gather the whole parameter from this rank's piece, by a collective over the axis of its cut if it has one."""
         cut = self.cuts.get(name)
         if cut is None:
             return piece
@@ -187,9 +187,9 @@ class Layout:
         return self.join(name, [x[:size].movedim(0, cut.dim) for x, size in zip(pieces, sizes, strict=True)])
 
     def owns(self, name: str, *, sharded: bool = False) -> bool:
-        """Whether this rank counts what it holds of a parameter: of ranks that hold the same, the first does.
+        """Whether this rank counts its part of a parameter: the first of the ranks with equal parts does.
 
-        With `sharded` (`Mesh.sharded`) no two ranks of the expert axis hold the same.
+        With `sharded` (`Mesh.sharded`) no two ranks of the expert axis hold equal parts.
         """
         cut, firsts = self.cuts.get(name), {"tensor": 0, "expert": self.expert[0] if sharded else 0}
         if cut is not None:
@@ -200,7 +200,7 @@ class Layout:
 
 
 def boxes(shape: tuple[int, ...], cut: Cut | None = None, part: int = 0) -> list[Box]:
-    """The boxes of a tensor of `shape` that make up a part of it, in their order; of one that is not cut, all of it."""
+    """The boxes of a part of a tensor of `shape`, in order; without a cut the whole tensor."""
     zeros = (0,) * len(shape)
     if cut is None:
         return [Box(zeros, zeros, shape)]

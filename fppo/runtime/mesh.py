@@ -1,4 +1,4 @@
-"""The mesh as this process sees it, and sums over its data axes."""
+"""The mesh from this process's rank, and sums over its data axes."""
 
 from __future__ import annotations
 
@@ -24,25 +24,24 @@ T = TypeVar("T")
 # ranks of the last axis are neighbours
 AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 DATA_AXES = ("replicate", "shard", "expert")  # the axes whose ranks hold different rows
-CUTTING_AXES = ("expert", "tensor")  # over which a layout cuts parameters, each of them over one
-SHARD_AXES = ("shard", "expert")  # over which rows of parameters are sharded, as over one axis, the last one fastest
-DENSE = "shard-expert"  # the name of that axis, where both are wider than one rank; it is none of `AXES`
+CUTTING_AXES = ("expert", "tensor")  # the axes over which a layout cuts parameters, each parameter over one
+SHARD_AXES = ("shard", "expert")  # the axes over which rows of parameters are sharded as over one, the last one fastest
+DENSE = "shard-expert"  # the name of that joint axis, where both are wider than one rank; not among `AXES`
 _OPS = {Sum: dist.ReduceOp.SUM, Max: dist.ReduceOp.MAX, Min: dist.ReduceOp.MIN}
-BUCKET_BYTES = 25 * 2**20  # of one all-reduce of many tensors
-# the axes over which gradients are shares; over the tensor axis, those of what it does not cut
+BUCKET_BYTES = 25 * 2**20  # size of one all-reduce of many tensors
+# the axes over which gradients are shares of a sum; over the tensor axis those of uncut parameters
 GRADIENT_AXES = (*DATA_AXES, "sequence", "context", "tensor")
 
 
 @attrs.frozen
 class Sharding:
-    """How parameters, gradients and moments lie on the ranks of `Mesh.shard_axis`, each of which holds a part, and when
-    they are gathered.
+    """Sharding of parameters, gradients and moments over the ranks of `Mesh.shard_axis`: when they are gathered.
 
-    `stage` 3 gathers a layer where it is used, forward and again backward; 2 keeps it from one to the other; 1
-    gathers all layers once for a mini-batch, whose gradients are reduced once. What a step takes and gives is the same.
-    Gradients are added up in `reduce_dtype`, those of float64 parameters in float64. With `prefetch` a layer is
-    gathered while the one before it runs, and what is outside the layers (embeddings, last norm, head) once for all
-    passes of a mini-batch, but on a pipeline axis.
+    `stage` 3 gathers a layer for its use, forward and again backward; 2 keeps it from forward to backward; 1 gathers
+    all layers once for a mini-batch, and reduces its gradients once. Inputs and results of a step are the same.
+    Gradients are summed in `reduce_dtype`, for float64 parameters in float64. With `prefetch` a layer is gathered while
+    the one before it runs, and parameters outside the layers (embeddings, last norm, head) once for all passes of a
+    mini-batch, except on a pipeline axis.
     """
 
     stage: int = attrs.field(default=3, validator=attrs.validators.in_((1, 2, 3)))
@@ -52,13 +51,12 @@ class Sharding:
 
 @attrs.frozen
 class Mesh:
-    """Axis names to axes. An axis that is not named is one rank wide.
+    """A mesh of named axes; missing names are axes of one rank.
 
     Without `sharding` every rank of the shard axis holds whole parameters, and the axis only divides the data. Each
-    rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs by turns. `layout` is that
-    of a model's parameters on the tensor, expert and pipeline axes, where gradients of them are summed, counted and
-    applied.
-    With `ring` keys and values travel around the context axis, where else each of its ranks gathers them all.
+    rank of the pipeline axis has `virtual_stages` stages of a model's layers, which it runs in turn. `layout` is that
+    of a model's parameters on the tensor, expert and pipeline axes, for summing, counting and applying gradients.
+    With `ring` keys and values travel around the context axis; otherwise each of its ranks gathers all.
     """
 
     axes: Mapping[str, Axis] = attrs.field(factory=dict)
@@ -86,10 +84,10 @@ class Mesh:
         return self.shard_axis().size > 1
 
     def shard_axis(self, cut: Cut | None = None) -> Axis:
-        """The ranks that share the rows of a parameter with this cut: those of the shard and expert axes as one axis,
-        of a part that the expert axis cuts those of the shard axis alone; without `sharding` one rank.
+        """The axis that shards the rows of a parameter with this cut: the shard and expert axes as one; the shard axis
+        alone for a cut over the expert axis; one rank without `sharding`.
 
-        It has a group where the mesh has one for it (`DENSE`), or needs none of its own.
+        Its process group is the mesh's (`DENSE`), or that of a single axis.
         """
         if self.sharding is None:
             return Axis()
@@ -101,7 +99,7 @@ class Mesh:
 
     @property
     def cuts(self) -> bool:
-        """Whether a rank holds less than all parameters whole, on any axis."""
+        """Whether any axis leaves a rank with less than all whole parameters."""
         return self.sharded or any(self[name].size > 1 for name in (*CUTTING_AXES, "pipeline"))
 
     @staticmethod
@@ -111,7 +109,7 @@ class Mesh:
 
     @staticmethod
     def of(device_mesh: DeviceMesh) -> Mesh:
-        """The axes of torch's DeviceMesh, which must have names, as this process sees them."""
+        """The mesh of torch's DeviceMesh, which must have named dimensions, from this process's rank."""
         names = device_mesh.mesh_dim_names or ()
         if len(names) != device_mesh.ndim:
             raise ValueError(
@@ -126,8 +124,8 @@ class Mesh:
 
 
 def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """The axes of a mesh of `ranks`, in their order; if there is an expert axis, also `SHARD_AXES` as one, with a new
-    group, whose collectives wait no longer than `limit`. All processes must call.
+    """Extend the axes of a mesh of `ranks`, given in order, by `SHARD_AXES` as one if there is an expert axis, with a
+    new process group, whose collectives time out after `limit`. All processes must call.
 
     Raises ValueError for an expert axis before the shard axis: torch's groups have their ranks in order.
     """
@@ -142,16 +140,16 @@ def with_dense(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timede
 
 
 def lines_of(ranks: Tensor, names: Sequence[str], axes: Sequence[str]) -> list[list[int]]:
-    """The ranks that have other places on these axes alone, the last one fastest, of `ranks` whose dimensions are those
-    of `names`."""
+    """The lines of `ranks` along these axes, the last one fastest: ranks that differ on no other axis. `names` are the
+    dimensions of `ranks`."""
     dims = [names.index(name) for name in axes if name in names]
     size = math.prod(ranks.shape[dim] for dim in dims)
     return ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, size).tolist()
 
 
 def with_lanes(axes: Mapping[str, Axis], ranks: Tensor, rank: int, limit: timedelta | None = None) -> dict[str, Axis]:
-    """The axes of a mesh of `ranks`, in their order; the pipeline axis with a lane to and from either neighbour around
-    it, with new groups, whose messages wait no longer than `limit`. All processes must call."""
+    """Extend the pipeline axis of a mesh of `ranks` by process groups to and from either neighbour around it, whose
+    messages time out after `limit`. All processes must call."""
     axis = axes.get("pipeline", Axis())
     if axis.size == 1:
         return dict(axes)
@@ -178,17 +176,17 @@ def all_reduce(x: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> Tensor:
 
 
 def data_sum(values: T, mesh: Mesh) -> T:
-    """The tree with every tensor summed over all ranks that hold other rows."""
+    """The tree with every tensor summed over the ranks with different rows."""
     return _sum(values, mesh, DATA_AXES)
 
 
 def gradient_sum(grads: T, mesh: Mesh) -> T:
-    """The gradient, from each rank's share: of its rows, and of its slices of the packed rows.
+    """Sum each rank's share of the gradient, from its rows and its slices of packed rows.
 
-    Gradients of sharded parameters are summed over `Mesh.shard_axis` already, as they were scattered; those of experts
-    are sums over the expert axis, whose tokens came to them. Over the tensor axis, and over the expert axis if nothing
-    is sharded, those of parameters that they do not cut are summed, and those of a part over the ranks that hold it;
-    over the pipeline axis those of parameters that several of its ranks hold (tied embeddings).
+    Gradients of sharded parameters are already summed over `Mesh.shard_axis` by their reduce-scatter, and experts'
+    gradients over the expert axis by the exchange of tokens. Over the tensor axis, and over the expert axis if nothing
+    is sharded, gradients of uncut parameters are summed over all ranks and those of a part over its holders; over the
+    pipeline axis those of parameters on several of its ranks (tied embeddings).
     """
     done = set(SHARD_AXES) if mesh.sharded else set()
     cutting = [] if mesh.layout is None else [axis for axis in CUTTING_AXES if axis not in done]
@@ -207,8 +205,8 @@ def gradient_sum(grads: T, mesh: Mesh) -> T:
 
 
 def _sum_copies(name: str, grads: Mapping[str, Tensor], stages: Sequence[int], axis: Axis) -> dict[str, Tensor]:
-    """The gradient of a parameter that these ranks of the axis hold, summed in their order, so all have the same bits;
-    other ranks exchange nothing, and get nothing. Every rank of the axis must call."""
+    """Sum the gradient of a parameter over the ranks `stages` that hold it, in their order, so that all get the same
+    bits; other ranks get nothing. Every rank of the axis must call."""
     own = grads.get(name)
     empty = next(iter(grads.values())).new_empty(0)
     flat = empty if own is None else own.detach().flatten()
@@ -227,8 +225,8 @@ def _sum_copies(name: str, grads: Mapping[str, Tensor], stages: Sequence[int], a
 
 
 def _slots(grad: Tensor, cut: Cut | None, name: str, axis: Axis) -> tuple[Tensor | None, int]:
-    """A place for the gradient of each part [parts, ...] on the axis of this name, zero but for this rank's, and this
-    rank's part; None where every rank has a part of its own."""
+    """Slots for the gradients of all parts [parts, ...] on the axis of this name, zero but for this rank's, and the
+    index of this rank's part; None for the slots if every rank has a different part."""
     if cut is None or cut.axis != name:
         return grad[None], 0
     if cut.parts == axis.size:
@@ -240,7 +238,7 @@ def _slots(grad: Tensor, cut: Cut | None, name: str, axis: Axis) -> tuple[Tensor
 
 
 def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
-    """The tree with every tensor summed over these axes, in buckets of one dtype: new tensors that share memory."""
+    """The tree with every tensor summed over these axes, in buckets of one dtype; results share memory by bucket."""
     axes = [mesh[name] for name in names if mesh[name].size > 1]
     if not axes:
         return values
@@ -257,7 +255,7 @@ def _sum(values: T, mesh: Mesh, names: Iterable[str]) -> T:
 
 
 def _buckets(leaves: Sequence[Any]) -> list[list[int]]:
-    """Places of the tensors that one collective takes: of one dtype and device, of `BUCKET_BYTES` or one tensor."""
+    """The indices of the tensors of each collective: of one dtype and device, of `BUCKET_BYTES` or one tensor."""
     full: list[list[int]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
     for i, x in enumerate(leaves):
@@ -272,12 +270,12 @@ def _buckets(leaves: Sequence[Any]) -> list[list[int]]:
 
 
 def ranks_on(mesh: Mesh, axes: Sequence[str]) -> int:
-    """How many ranks there are over these axes."""
+    """The number of ranks over these axes."""
     return math.prod(mesh[name].size for name in axes)
 
 
 def place_on(mesh: Mesh, axes: Sequence[str]) -> int:
-    """This rank's number among those of these axes, the last axis fastest."""
+    """This rank's index over these axes, the last axis fastest."""
     place = 0
     for name in axes:
         place = place * mesh[name].size + mesh[name].rank
@@ -285,7 +283,7 @@ def place_on(mesh: Mesh, axes: Sequence[str]) -> int:
 
 
 def is_first(mesh: Mesh) -> bool:
-    """Whether this is the rank that speaks for all: it logs, and writes what all ranks hold."""
+    """Whether this is the first rank, which logs, and writes replicated values."""
     return place_on(mesh, AXES) == 0
 
 
@@ -295,7 +293,7 @@ def any_rank(flag: bool, mesh: Mesh, device: torch.device) -> bool:
 
 
 def gather_over(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
-    """`x` of all ranks of these axes, of equal shapes, one after the other [ranks, *x.shape]. No gradients."""
+    """Gather `x` from all ranks of these axes, of equal shapes: [ranks, *x.shape]. No gradients."""
     gathered = x.detach()[None]
     for name in reversed(axes):
         gathered = collectives.all_gather(gathered, mesh[name])
@@ -303,7 +301,7 @@ def gather_over(x: Tensor, mesh: Mesh, axes: Sequence[str]) -> Tensor:
 
 
 def gather_objects(value: Any, mesh: Mesh, axes: Sequence[str], device: torch.device) -> list[Any]:
-    """A value that fits JSON, of every rank of these axes. It travels as text: nothing is unpickled."""
+    """Gather a JSON value from every rank of these axes. It travels as text: nothing is unpickled."""
     if ranks_on(mesh, axes) == 1:
         return [value]
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
@@ -333,5 +331,5 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
 
 
 def device_of(params: Mapping[str, Tensor]) -> torch.device:
-    """The device that the parameters are on."""
+    """The device of the parameters."""
     return next(iter(params.values())).device

@@ -1,7 +1,7 @@
 """State and activations on the host between uses, as functions around steps (ZeRO-Offload, arXiv:2101.06840).
 
-All copies go through a `Lane`. On CUDA the host's memory is pinned, and copies run on streams of their own beside the
-work; elsewhere they are plain copies, so that what holds of bits and bytes can be tested without a GPU.
+All copies go through a `Lane`. On CUDA the host's memory is pinned, and copies run on separate streams, overlapped with
+computation; elsewhere they are plain copies, so that results can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ Update = Callable[..., tuple[Any, Any]]
 Finish = Callable[[], tuple[Tensor, ...]]
 
 _SAME = frozenset(f"{name}Backward0" for name in ("T", "Transpose", "Permute", "View", "Unsqueeze", "Slice", "ToCopy"))
-WINDOW = 1 << 28  # bytes of activations on their way to and from the host
-GRAIN = 1024  # a multiple of any kernel's vector width: where a parameter is cut changes no bit
+WINDOW = 1 << 28  # bytes of activations in transfer to and from the host
+GRAIN = 1024  # a multiple of any kernel's vector width, so that cuts of a parameter change no bit
 
 
 class Lane:
-    """Copies between the host and one device, begun now and waited for later, by the device alone."""
+    """Asynchronous copies between the host and one device; only the device waits for them."""
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda and device.index is None else device
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # in, out
-        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and what waits for it
+        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and the tensors of its copy
         self._numbers = itertools.count()
 
     def host_like(self, x: Tensor) -> Tensor:
-        """Memory of the host for a copy of `x`."""
+        """Allocate host memory for a copy of `x`."""
         return _host_like(x)
 
     @torch.no_grad()
     def fetch(self, tensors: Sequence[Tensor]) -> Finish:
-        """Begins to copy tensors into new memory of the device; the function it returns waits and gives the copies.
+        """Start to copy tensors into new memory of the device; the returned function waits and returns the copies.
 
-        The memory is the current stream's, whose work so far may still be using it: the copy comes after that.
+        The memory is allocated on the current stream, so the copy waits for the stream's work so far.
         """
         return self._copy(0, tensors, [torch.empty_like(x, device=self.device) for x in tensors])
 
     @torch.no_grad()
     def store(self, tensors: Sequence[Tensor], into: Sequence[Tensor]) -> Finish:
-        """Begins to copy tensors of the device into memory of the host, which may be read after `settle`.
+        """Start to copy tensors of the device into host memory, which may be read after `settle`.
 
-        Once the function it returns was called, the memory of `tensors` may be used for something else.
+        Once the returned function was called, the memory of `tensors` may be reused.
         """
         return self._copy(1, tensors, into)
 
     def settle(self) -> None:
-        """Waits, here on the host, until all that was stored has arrived."""
+        """Block the host until all stored copies have arrived."""
         if self._streams is not None:
             self._streams[1].synchronize()
             self._let_go()
@@ -75,7 +75,7 @@ class Lane:
             for target, source in zip(copies, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         done, number = stream.record_event(), next(self._numbers)
-        # nobody may get this memory before the copy is done, even if nobody waits for the copy
+        # keep this memory allocated until the copy is done, even if no one waits for it
         self._let_go()
         self._under_way[number] = (done, (*sources, *copies))
 
@@ -93,15 +93,15 @@ class Lane:
 
 
 class OnHost(NamedTuple):
-    """Parameters on the host. A step without gradients takes them in the place of parameters on the device: each layer
-    is fetched while the one before it runs, so the device holds two of them at a time, beside what is in no layer."""
+    """Parameters on the host, for passes without gradients: each layer is fetched while the one before it runs, so that
+    the device holds two layers at a time, and the parameters outside the layers."""
 
     params: Mapping[str, Tensor]
     lane: Lane
 
 
 def to_host(values: T) -> T:
-    """A copy of a tree on the host; in pinned memory, as the lanes of a GPU want it, where there is one."""
+    """Copy a tree to the host, in pinned memory if there is a GPU."""
     copies = tree.map(lambda x: _host_like(x).copy_(x.detach(), non_blocking=True), values)
     for device in {x.device for x in tree.tensors(values) if x.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
@@ -109,19 +109,19 @@ def to_host(values: T) -> T:
 
 
 def to_device(values: T, lane: Lane) -> T:
-    """A copy of a tree on the lane's device."""
+    """Copy a tree to the lane's device."""
     arrived = iter(lane.fetch(tree.tensors(values))())
     return tree.map(lambda x: next(arrived), values)
 
 
 def copied(values: T) -> T:
-    """A copy of a tree where it is, pinned where it is pinned. Raises TypeError for one with values elsewhere."""
+    """Copy a tree on its devices, pinned memory to pinned memory. Raises TypeError for values in other processes."""
     tree.check_here(values, "a copy")
     return tree.map(lambda x: torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x), values)
 
 
 def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
-    """`fn(params, ...)`, one of the passes without gradients, for parameters on the host, fetched as `OnHost` says."""
+    """Adapt `fn(params, ...)`, a pass without gradients, to parameters on the host, fetched as for `OnHost`."""
 
     def run(params: Mapping[str, Tensor], *args: Any, **keywords: Any) -> T:
         return fn(OnHost(params, lane), *args, **keywords)
@@ -133,8 +133,8 @@ def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
 class Offloaded:
     """Updates a state whose parameters are on the host, before and after, by `stage(state, ..., donate=)`.
 
-    They are on the device for the call. Moments that are on the host stay there: `offloaded_adamw` is their kernel.
-    With `donate` all of the state that comes back is in the memory of the old one.
+    They are on the device during the call. Moments on the host stay there: `offloaded_adamw` is their kernel. With
+    `donate` the new state reuses all memory of the old one.
     """
 
     stage: Update
@@ -151,7 +151,7 @@ class Offloaded:
 
 
 def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: int = 128 << 20) -> Callable[..., None]:
-    """The AdamW `kernel` for moments on the host, of parameters and gradients on the lane's device.
+    """Adapt an AdamW `kernel` to moments on the host, with parameters and gradients on the lane's device.
 
     While a bucket is updated the next is fetched and the last written back: at most three are on the device.
     `bucket_bytes` counts first and second moments. A parameter may be cut, so the kernel must be elementwise.
@@ -191,7 +191,7 @@ def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: in
 
 
 class _Piece(NamedTuple):
-    """Part of the parameter of this number, counted in its elements; `stop` None is all of it."""
+    """A range of elements of the parameter with index `number`; `stop` None is the whole."""
 
     number: int
     start: int
@@ -203,7 +203,7 @@ def _cut(tensors: Sequence[Tensor], bucket: Sequence[_Piece]) -> list[Tensor]:
 
 
 def _buckets(columns: Sequence[Sequence[Tensor]], size: int) -> list[list[_Piece]]:
-    """All parameters in pieces, in buckets of at most `size` bytes of moments, or of the smallest piece there is."""
+    """Split all parameters into pieces, in buckets of at most `size` bytes of moments, or of one smallest piece."""
     buckets: list[list[_Piece]] = []
     room = 0
     for number, (param, grad, mu, nu) in enumerate(zip(*columns, strict=True)):
@@ -231,12 +231,12 @@ def _host_like(x: Tensor) -> Tensor:
 
 @attrs.frozen
 class HostActivations(Generic[T]):
-    """Calls `stage`, in which what operations save for their backward pass lies on the host until then.
+    """Calls `stage`, keeping the tensors saved for its backward pass on the host in between.
 
-    On the device stays what is smaller than `minimum_bytes`, what `stage` was given, and parameters, cast, gathered or
-    not. Copies are begun when something is saved. Of what is on its way out, or fetched ahead of the backward pass,
-    the device holds `window_bytes` at most, or one tensor, beside what the operation at work was given. Checkpointed
-    layers save their inputs alone, and what attention keeps if that is not recomputed.
+    Tensors below `minimum_bytes`, the arguments of `stage`, and parameters (cast or gathered, too) stay on the device.
+    Copies start when a tensor is saved. Tensors in transfer to the host, or fetched ahead of the backward pass, take at
+    most `window_bytes` of the device, or one tensor, besides the current operation's inputs. Checkpointed layers save
+    their inputs alone, and attention's saved tensors if that is not recomputed.
     """
 
     stage: Callable[..., T]
@@ -254,7 +254,7 @@ class HostActivations(Generic[T]):
 
 
 class _KeptStorage:
-    """A storage that was put away: its bytes on the host and, while it is near, on the device."""
+    """An offloaded storage: its bytes on the host and, temporarily, on the device."""
 
     __slots__ = ("__weakref__", "arriving", "here", "host", "leaving", "places", "version")
 
@@ -263,15 +263,15 @@ class _KeptStorage:
         self.here: Tensor | None = here
         self.leaving: Finish | None = leaving
         self.arriving: Finish | None = None
-        self.places: list[int] = []  # where in the order of all that was saved it is, and is still to be used
+        self.places: list[int] = []  # indices among all saved tensors, of those still to be used
 
     def needed(self) -> int:
-        """The backward pass goes from high places to low ones."""
+        """The index of its next use: the backward pass goes from high indices to low ones; -1 if there is none."""
         return self.places[-1] if self.places else -1
 
 
 class _Saved(NamedTuple):
-    """A tensor in a storage that was put away."""
+    """A tensor in an offloaded storage."""
 
     kept: _KeptStorage
     place: int
@@ -282,7 +282,7 @@ class _Saved(NamedTuple):
 
 
 class _Shelf:
-    """Where saved tensors are put, and fetched from in the opposite order. Whole storages are: views stay views."""
+    """A store of saved tensors on the host, fetched in reverse order. Whole storages are moved: views stay views."""
 
     def __init__(self, lane: Lane, minimum: int, window: int, inputs: Sequence[Tensor]) -> None:
         self._lane, self._minimum, self._window = lane, minimum, window
@@ -291,13 +291,13 @@ class _Shelf:
         self._order: list[weakref.ref[_KeptStorage]] = []  # by place
         self._near: set[_KeptStorage] = set()
         self._near_bytes = 0
-        self._next = 0  # all places below are still to be looked at, to fetch ahead
+        self._next = 0  # all indices below are still to be considered for fetching ahead
         self._done: _KeptStorage | None = None
 
     def pack(self, x: Tensor) -> Tensor | _Saved:
-        """What autograd keeps in place of `x`."""
+        """The value that autograd keeps in place of `x`."""
         if not self._wanted(x):
-            return x.detach()  # x itself, if an output, would hold the node that holds it
+            return x.detach()  # an output itself would form a cycle with its node
         storage = x.untyped_storage()
         known = self._known.get(storage)
         kept = known() if known is not None else None
@@ -312,11 +312,11 @@ class _Shelf:
         return _Saved(kept, kept.places[-1], x.dtype, x.size(), x.stride(), int(x.storage_offset()))
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:
-        """The tensor again; what was saved before it is fetched ahead."""
+        """Restore a saved tensor; tensors saved before it are fetched ahead."""
         if isinstance(saved, Tensor):
             return saved
         kept = saved.kept
-        if self._done is not None and self._done is not kept:  # not at once: some operations ask twice
+        if self._done is not None and self._done is not kept:  # not at once: some operations unpack twice
             self._drop(self._done)
         if kept not in self._near:
             self._fetch(kept)
@@ -332,7 +332,7 @@ class _Shelf:
         return x
 
     def clear(self) -> None:
-        """Lets go of everything that is near."""
+        """Release all device copies."""
         self._done = None
         for kept in list(self._near):
             self._drop(kept)
@@ -372,7 +372,7 @@ class _Shelf:
             self._next -= 1
 
     def _make_room(self, size: int) -> None:
-        """Lets go of what is needed last, until `size` bytes fit."""
+        """Release the device copies that are needed last, until `size` bytes fit."""
         while self._near and self._near_bytes + size > self._window:
             self._drop(min(self._near, key=_KeptStorage.needed))
 
@@ -388,7 +388,7 @@ class _Shelf:
 
 
 def _is_parameter(x: Tensor) -> bool:
-    """Whether `x` is a leaf that takes a gradient, was gathered from such leaves, or is a view or a cast of either."""
+    """Whether `x` is a leaf with gradient, was gathered from such leaves, or is a view or a cast of either."""
     node = x.grad_fn
     if node is None:
         return x.requires_grad or (x._base is not None and x._base.requires_grad)

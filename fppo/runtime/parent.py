@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-LAUNCHER = "FPPO_LAUNCHER"  # the process id of what started this one as a rank
+LAUNCHER = "FPPO_LAUNCHER"  # the process id of this rank's launcher
 _CALL = (
     "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); module, name = sys.argv[2].split(':'); "
     "getattr(importlib.import_module(module), name)(*sys.argv[3:])"
@@ -60,22 +60,22 @@ def in_words(status: int | None) -> str:
 
 
 def end_with_launcher() -> None:
-    """Makes a rank end when its launcher does; in other processes this does nothing.
+    """End this rank when its launcher ends; a no-op in other processes.
 
-    The variable goes: what the rank starts has another parent.
+    The variable is removed: children of the rank have another parent.
     """
     if (launcher := os.environ.pop(LAUNCHER, None)) is not None:
         end_with(int(launcher))
 
 
 def end_with(parent: int) -> None:
-    """Makes this process end when its parent does, even amid a loop that never looks up."""
+    """End this process when its parent ends, even within a busy loop."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     else:
         threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # it ended before this
+    if os.getppid() != parent:  # it has ended already
         os._exit(1)
 
 

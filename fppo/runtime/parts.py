@@ -1,5 +1,5 @@
-"""Which part of a tensor a rank holds: its rows of what is sharded, of its cut on the tensor or expert axis, of its
-stage's; and the whole again from all of them."""
+"""The part of a tensor on a rank: its rows of a sharded tensor, its cut on the tensor or expert axis, its stage's; and
+the whole tensor from all parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from fppo_kernels.collectives import Axis
 
 @attrs.frozen
 class Part:
-    """What one rank of the axis that shares its rows (`Mesh.shard_axis`) and of the axis of a cut holds of a leaf that
-    has `shape`. Each axis is (rank, ranks), and (0, 1) where the leaf is not cut over it. `stage` is the first pipeline
-    rank that holds it; `experts` are the ranks of the expert axis that share its rows with each of the shard axis."""
+    """The part of a leaf of `shape` on one rank, by its `shard` axis (`Mesh.shard_axis`) and the `cutting` axis of its
+    cut. Each is (rank, ranks), (0, 1) without a cut. `stage` is the first pipeline rank that holds the leaf; `experts`
+    is the number of expert ranks that shard its rows jointly with each rank of the shard axis."""
 
     shape: tuple[int, ...]
     cut: Cut | None = None
@@ -32,12 +32,12 @@ class Part:
 
     @property
     def number(self) -> int:
-        """Which part of the cut it is."""
+        """The index of the part in the cut."""
         return 0 if self.cut is None else self.cut.part(*self.cutting)
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Its rows of what the ranks share; a leaf without dimensions has one."""
+        """The range of its rows in the sharded tensor; a leaf without dimensions has one row."""
         count = self.shape[0] if self.shape else 1
         if self.cut is not None and self.cut.dim == 0:
             count = self.cut.size(self.number)
@@ -45,13 +45,13 @@ class Part:
 
     @property
     def boxes(self) -> list[Box]:
-        """The boxes of the whole leaf that it is made of."""
+        """The boxes of the whole leaf that make up the part."""
         every = boxes(self.shape, self.cut, self.number)
         return [part for box in every if (part := box.within(*self.rows))] if self.shape else every
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor that holds it."""
+        """The shape of the tensor that holds the part."""
         shape, (start, stop) = list(self.shape), self.rows
         if self.cut is not None:
             shape[self.cut.dim] = self.cut.size(self.number)
@@ -59,13 +59,12 @@ class Part:
 
     @property
     def is_first(self) -> bool:
-        """Whether no rank before this one of the axis of the cut holds the same."""
+        """Whether this is the first rank of the cut's axis with this part."""
         return self.cut is None or self.cut.first(self.number, self.cutting[1]) == self.cutting[0]
 
 
 def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
-    """What this rank of the mesh holds of a tensor that is sharded, if the mesh shards any, and cut as the extent says
-    over the axis of its cut."""
+    """This rank's part of a tensor with this extent: sharded if the mesh shards, and cut over the axis of its cut."""
     whole = extent if isinstance(extent, Extent) else Extent(extent)
     cut, axis = whole.cut, mesh.shard_axis(whole.cut)
     cutting = (0, 1) if cut is None else (mesh[cut.axis].rank, mesh[cut.axis].size)
@@ -74,19 +73,19 @@ def part_of(extent: torch.Size | Extent, mesh: Mesh) -> Part:
 
 
 def holds(extent: torch.Size | Extent, mesh: Mesh) -> bool:
-    """Whether this rank of the mesh holds something of a tensor."""
+    """Whether this rank of the mesh holds a tensor, whole or in part."""
     return not isinstance(extent, Extent) or not extent.stages or mesh["pipeline"].rank in extent.stages
 
 
 def overlaps(part: Part, other: Part) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-    """Where what two parts of a leaf have in common stands in the tensor that holds the one, and in the other's."""
+    """The slices of the intersections of two parts of a leaf, in the first part's tensor and in the other's."""
     for box, other_box in itertools.product(part.boxes, other.boxes):
         if (places := box.shared(other_box)) is not None:
             yield places
 
 
 def dtypes_of(params: Mapping[str, Tensor], mesh: Mesh) -> dict[str, torch.dtype]:
-    """The dtypes of the parameters of all ranks of the pipeline axis, every one of which must call."""
+    """The dtypes of the parameters of all pipeline ranks; every one must call."""
     own = {name: str(x.dtype).removeprefix("torch.") for name, x in params.items()}
     every = gather_objects(own, mesh, ["pipeline"], device_of(params))
     return {name: getattr(torch, kind) for each in every for name, kind in each.items()}
@@ -102,8 +101,8 @@ def whole_tensors(
     layout: Layout | None,
     dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
-    """Whole parameters of these names, as `dtypes`, from what all ranks of the mesh hold, in `params` this one. Every
-    rank must call.
+    """Gather whole parameters of these names, in `dtypes`, from the parts of all ranks of the mesh (`params`: this
+    rank's). Every rank must call.
 
     `shapes` are those of the layout's parts, or whole ones without a layout.
     """
@@ -117,7 +116,8 @@ def whole_tensors(
 def _on_all_stages(
     params: Mapping[str, Tensor], names: list[str], mesh: Mesh, layout: Layout, dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """This rank's pieces; those that it does not hold from the first rank of the pipeline axis that does."""
+    """This rank's pieces of all stages' parameters, those of other stages from the first pipeline rank that holds
+    them."""
     axis, device = mesh["pipeline"], device_of(params)
     pieces = {name: params[name].to(dtypes[name]) for name in names if layout.holds(name)}
     sent: dict[tuple[int, torch.dtype], list[str]] = {}

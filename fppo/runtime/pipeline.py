@@ -1,7 +1,7 @@
-"""Running a schedule: a function cut into stages over the ranks of an axis, and its gradient.
+"""Run a pipeline schedule: a function cut into stages over the ranks of an axis, and its gradient.
 
-What a stage gives is sent to the next one, whose input it is as a leaf. `torch.autograd.grad` of a stage's result by
-the parameters and by this leaf is the product with the Jacobian that the stage before goes on with.
+A stage's output is sent to the next stage, where it is a leaf. `torch.autograd.grad` of a stage's output by the
+parameters and this leaf gives the vector-Jacobian product that is sent back to the stage before.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fppo.runtime.schedule import Action, Schedule
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis, Transfer
 
-# (params, stage, what the stage before gave or None, micro-batch) -> what the next one gets, or (that, own loss)
+# (params, stage, output of the stage before or None, micro-batch) -> output for the next stage, or (output, own loss)
 StageFn = Callable[[Any, int, Tensor | None, int], Any]
 
 
 class Wire(NamedTuple):
-    """What stages hand on of a micro-batch; its gradient goes back the same way."""
+    """The shape, dtype and device of the tensor between two stages for a micro-batch, and of its gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,7 +35,7 @@ Wires = Callable[[int], Wire]  # of each micro-batch
 
 
 class _Mail:
-    """What this rank gets from others and sends to them in the course of a schedule."""
+    """The messages of this rank from and to others in a schedule."""
 
     def __init__(self, schedule: Schedule, axis: Axis, wires: Wires) -> None:
         self._schedule, self._axis, self._wires = schedule, axis, wires
@@ -45,7 +45,7 @@ class _Mail:
         self._sent: list[Transfer] = []
 
     def take(self, action: Action) -> Tensor:
-        """The result of an action, of this rank or another."""
+        """The result of an action of this rank or another; waits for it."""
         source = action.stage % self._axis.size
         while action not in self._here:
             self._begin(source)
@@ -62,34 +62,34 @@ class _Mail:
             self._begun[source] = name, collectives.receive(place, self._axis, source=source)
 
     def give(self, action: Action, x: Tensor) -> None:
-        """Hands on an action's result. Raises ValueError for one that the next stage does not expect."""
+        """Send an action's result. Raises ValueError for a shape or dtype that the next stage does not expect."""
         wire, target = self._wires(action.micro), self._schedule.target(action)
         if (x.shape, x.dtype) != wire[:2]:
             raise ValueError(
-                f"stage {action.stage} gives {x.dtype} {list(x.shape)}, and its neighbour expects {wire.dtype} "
+                f"stage {action.stage} gives {x.dtype} {list(x.shape)}, but its neighbour expects {wire.dtype} "
                 f"{list(wire.shape)}"
             )
         if target == self._axis.rank:
             self._here[action] = x.detach()
         elif target is not None:
-            self._sent = [transfer for transfer in self._sent if not transfer.done()]  # whose memory is free
+            self._sent = [transfer for transfer in self._sent if not transfer.done()]  # frees the memory of done ones
             self._sent.append(collectives.send(x, self._axis, target=target))
 
     def settle(self) -> None:
-        """Waits until all is sent."""
+        """Wait until all messages are sent."""
         while self._sent:
             self._sent.pop(0).wait()
 
 
 class _Sum:
-    """Gradients that add up, in these dtypes."""
+    """A sum of gradients in these dtypes."""
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes, self._counts = dtypes, [0] * len(dtypes)
         self._total: list[Tensor | None] = [None] * len(dtypes)
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
-        """A term; where it has none, it is zero."""
+        """Add gradients; None counts as zero."""
         own: list[tuple[Tensor, Tensor]] = []
         for place, grad in enumerate(grads):
             before = self._total[place]
@@ -97,7 +97,7 @@ class _Sum:
                 continue
             if before is None:
                 self._total[place] = grad.to(self._dtypes[place])
-            elif self._counts[place] == 1:  # a gradient's memory may be another's too
+            elif self._counts[place] == 1:  # out of place: a gradient's memory may be shared
                 self._total[place] = before + grad
             else:
                 own.append((before, grad))
@@ -107,7 +107,7 @@ class _Sum:
             torch._foreach_add_(list(before), list(added))  # pyright: ignore[reportPrivateImportUsage]
 
     def totals(self, like: Sequence[Tensor]) -> list[Tensor]:
-        """The sums, zeros where nothing was added."""
+        """The sums, zeros if nothing was added."""
         pairs = zip(self._total, like, self._dtypes, strict=True)
         return [torch.zeros_like(x, dtype=kind) if total is None else total for total, x, kind in pairs]
 
@@ -121,13 +121,13 @@ def pipeline_value_and_grad(
     wires: Wires,
     dtypes: Sequence[torch.dtype] | None = None,
 ) -> tuple[list[tuple[Tensor, Any]], Any]:
-    """`value_and_grad` of the sum over micro-batches of what the last stage gives, on this rank of the axis.
+    """`value_and_grad` of the last stage's losses summed over micro-batches, on this rank of the axis.
 
-    `fn(params, stage, received, micro)` returns what the next stage receives, as `wires(micro)` says, or (that, a
-    0-d loss of the stage's own), which the sum has too; on the last stage (0-d loss, aux). `params` is the tree
-    that this rank's stages read. Returns (loss, aux) of each micro-batch where the last stage is, elsewhere
-    nothing; and the gradients, a tree like `params`, added up in `dtypes` (of its leaves; None: their own). All
-    ranks of the axis call it with one schedule.
+    `fn(params, stage, received, micro)` returns the output for the next stage, with the shape and dtype of
+    `wires(micro)`, or (output, a 0-d loss of the stage's own), which is added to the sum; on the last stage (0-d loss,
+    aux). `params` is the tree of this rank's stages. Returns (loss, aux) of each micro-batch on the last stage's rank,
+    elsewhere an empty list; and the gradients, a tree like `params`, summed in `dtypes` (of its leaves; None: their
+    own). All ranks of the axis must call with the same schedule.
     """
     leaves, spec = pytree.tree_flatten(params)
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
@@ -150,7 +150,7 @@ def pipeline_value_and_grad(
             else:
                 out, own = out if isinstance(out, tuple) else (out, None)
                 mail.give(action, out)
-            # the nodes and not the tensors, whose memory is free once it is sent
+            # nodes instead of tensors, whose memory is free once they are sent
             kept[stage, micro] = received, _edge(out), _edge(own)
             del out, own
         else:
@@ -158,7 +158,7 @@ def pipeline_value_and_grad(
             grad = None if stage == last else mail.take(schedule.needs(action)[1])
             *grads, back = _gradients([(edge, grad), (own, None)], leaves, received)
             total.add(grads)
-            del grads  # or they would live through the next passes
+            del grads  # otherwise they live through the next passes
             if received is not None:
                 mail.give(action, torch.zeros_like(received) if back is None else back)
     mail.settle()
@@ -172,12 +172,12 @@ def _edge(x: Tensor | None) -> GradientEdge | None:
 def _gradients(
     results: Sequence[tuple[GradientEdge | None, Tensor | None]], leaves: Sequence[Tensor], received: Tensor | None
 ) -> Sequence[Tensor | None]:
-    """The sum of the products of each result's gradient (of a loss None) with its Jacobians by the leaves and, last, by
-    what the stage received."""
-    there = [(edge, grad) for edge, grad in results if edge is not None]
-    if not there:  # every token was masked, or no leaf was used
+    """The summed vector-Jacobian products of the results (gradient None for a loss) by the leaves and, last, by the
+    received tensor."""
+    tracked = [(edge, grad) for edge, grad in results if edge is not None]
+    if not tracked:  # every token was masked, or no leaf was used
         return [None] * (len(leaves) + 1)
-    edges, given = zip(*there, strict=True)
+    edges, given = zip(*tracked, strict=True)
     inputs = leaves if received is None else [*leaves, received]
     grads = torch.autograd.grad(edges, inputs, given, allow_unused=True)
     return [*grads, None] if received is None else grads
@@ -185,7 +185,7 @@ def _gradients(
 
 @torch.no_grad()
 def pipeline_forward(fn: StageFn, params: Any, schedule: Schedule, *, axis: Axis, wires: Wires) -> list[Any]:
-    """What the last stage gives for each micro-batch, where that stage is; elsewhere nothing. See
+    """The last stage's outputs for each micro-batch, on its rank; elsewhere an empty list. `fn` and `wires` are as in
     `pipeline_value_and_grad`; the schedule has forward passes alone."""
     mail, results = _Mail(schedule, axis, wires), {}
     for action in schedule.actions[axis.rank]:

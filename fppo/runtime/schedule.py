@@ -1,4 +1,4 @@
-"""Schedules of a pipeline, as data: what each of its ranks runs, one thing after the other."""
+"""Pipeline schedules as data: the sequence of actions of each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 
 class Action(NamedTuple):
-    """One stage of the model forward or backward on one micro-batch."""
+    """A forward or backward pass of one stage on one micro-batch."""
 
     kind: Literal["forward", "backward"]
     stage: int
@@ -19,11 +19,11 @@ class Action(NamedTuple):
 
 @attrs.frozen(slots=False)
 class Schedule:
-    """The actions of each rank, in its order. Stage s is rank s % ranks'.
+    """The actions of each rank, in order. Stage s belongs to rank s % ranks.
 
-    A rank waits for what an action needs, and not for what it sends to arrive. What one rank sends another arrives in
-    the order of the sender's actions, whatever the order in which it is used. `began` is told each action that this
-    rank begins.
+    A rank waits for the inputs of an action, not for its sends to arrive. Messages from one rank to another arrive in
+    the order of the sender's actions, whatever the order of use. `began` is called with each action that this rank
+    begins.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -31,21 +31,21 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.actions)
 
     @cached_property
     def stages(self) -> int:
-        """How many there are, over all ranks."""
+        """The number of stages over all ranks."""
         return 1 + max((action.stage for actions in self.actions for action in actions), default=-1)
 
     @cached_property
     def micros(self) -> int:
-        """How many micro-batches there are."""
+        """The number of micro-batches."""
         return 1 + max((action.micro for actions in self.actions for action in actions), default=-1)
 
     def needs(self, action: Action) -> list[Action]:
-        """The actions whose results an action takes."""
+        """The actions whose results are inputs of an action."""
         kind, stage, micro = action
         if kind == "forward":
             return [Action("forward", stage - 1, micro)] if stage else []
@@ -53,12 +53,12 @@ class Schedule:
         return [Action("forward", stage, micro), *after]
 
     def target(self, action: Action) -> int | None:
-        """The rank that takes an action's result; None for the last stage forward and the first one backward."""
+        """The rank that receives an action's result; None for the last stage forward and the first one backward."""
         stage = action.stage + (1 if action.kind == "forward" else -1)
         return stage % self.ranks if 0 <= stage < self.stages else None
 
     def messages(self, source: int, target: int) -> list[Action]:
-        """What one rank sends another, in order, named by the actions whose results they are."""
+        """The messages from one rank to another, in order, each by the action whose result it is."""
         return [action for action in self.actions[source] if source != target and self.target(action) == target]
 
 
@@ -67,10 +67,10 @@ MakeSchedule = Callable[[int, int, int], Schedule]
 
 
 def one_f_one_b(ranks: int, micros: int, virtual_stages: int = 1) -> Schedule:
-    """One forward, one backward (1F1B), which keeps few results at a time; with several stages on each rank the
-    interleaved one, whose bubble is as many times shorter: figure 4 of Narayanan et al. (2021, arXiv:2104.04473).
+    """One forward, one backward (1F1B), which keeps few activations at a time; with several stages on each rank
+    interleaved, with a bubble shorter by that factor: figure 4 of Narayanan et al. (2021, arXiv:2104.04473).
 
-    Raises ValueError for an interleaved one whose micro-batches the ranks do not divide.
+    Raises ValueError for an interleaved schedule if the ranks do not divide the micro-batches.
     """
     if virtual_stages > 1 and micros % ranks:
         raise ValueError(
@@ -109,16 +109,15 @@ def all_forward(ranks: int, micros: int, virtual_stages: int = 1) -> Schedule:
 
 
 class Clocked(NamedTuple):
-    """What a schedule takes, if a stage forward takes 1."""
+    """The time and memory of a schedule, in units of a stage's forward pass."""
 
     time: float
-    bubble: float  # the share of all ranks' time in which they wait
-    kept: tuple[int, ...]  # by rank, the most results of forward passes that wait for their backward passes
+    bubble: float  # the share of all ranks' time spent waiting
+    kept: tuple[int, ...]  # by rank, the most forward passes whose backward passes are pending
 
 
 def clocked(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
-    """Runs the schedule's clock, in which a stage backward takes `backward`. Raises ValueError where no rank can go
-    on."""
+    """Simulate a schedule's timing, with `backward` for a stage's backward pass. Raises ValueError for a deadlock."""
     ranks = range(schedule.ranks)
     trains = any(action.kind == "backward" for actions in schedule.actions for action in actions)
     done: dict[Action, float] = {}

@@ -1,7 +1,7 @@
 """A mesh simulated in one process: one thread per rank, and process groups whose collectives are copies.
 
-Threads, and not torch's LocalTensor mode, because ranks hold different numbers of rows: there `tolist()` of lengths
-that differ between ranks is no list of numbers, and Python cannot branch on it. Here every rank is plain Python.
+torch's LocalTensor mode does not fit, since ranks hold different numbers of rows: its `tolist()` of lengths that differ
+between ranks is not a list of numbers, and Python cannot branch on it. With threads every rank is plain Python.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ T = TypeVar("T")
 
 
 def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[Any]) -> list[T]:
-    """What `fn(mesh, *arguments)` returns on every rank of a mesh with these axes, `{"shard": 2, "sequence": 2}`.
+    """Run `fn(mesh, *arguments)` on every rank of a mesh with these axes, such as `{"shard": 2, "sequence": 2}`, and
+    return the results by rank.
 
-    Ranks are counted as in torch's DeviceMesh, the last axis fastest. Each of `per_rank` holds one argument per rank.
-    `mesh` is like that of real processes: `mesh["shard"]` has a rank and a group, with which `fppo_kernels.collectives`
-    and the functions of torch.distributed work. Sums go in the order of the ranks, so equal inputs give equal bits.
+    Ranks are numbered as in torch's DeviceMesh, the last axis fastest. Each of `per_rank` holds one argument per rank.
+    `mesh` is like that of real processes: `mesh["shard"]` has a rank and a process group for `fppo_kernels.collectives`
+    and torch.distributed. Sums are in the order of the ranks, so equal inputs give equal bits.
 
-    What the process has once is shared by the ranks: torch's global generators, for one; draw from an `fppo.key.Key`.
-    So is the thread in which torch runs backward passes on a GPU, where their collectives would wait forever: those of
-    tensors that are not on a CPU raise ValueError.
+    Process-wide state is shared by the ranks, such as torch's global generators: draw from an `fppo.key.Key`. torch
+    runs backward passes on a GPU in one thread, where collectives would deadlock: tensors outside the CPU raise
+    ValueError.
 
-    The first error of any rank stops all of them and is raised here, with a note that names the rank; so does a
-    collective that can never complete, because ranks ended, or wait in another one. No process group is left behind.
+    The first error of any rank stops all and is raised, with a note that names the rank; so is a collective that can
+    never complete because ranks have ended or wait in another one. No process group is left behind.
     """
     meshes = _meshes(axes)
     size = len(meshes)
@@ -74,7 +75,7 @@ def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[
 
 
 def _meshes(axes: Mapping[str, int]) -> list[tuple[World, Mesh]]:
-    """One mesh per rank, in order, all of one world."""
+    """One mesh per rank, in order, all with the same world."""
     bad = {name: size for name, size in axes.items() if size < 1}
     if bad:
         raise ValueError(f"mesh axes must be 1 or larger, got {bad}")

@@ -1,7 +1,7 @@
-"""Stores in which ranks meet: who can reach them, and whose keys are whose.
+"""Key-value stores for the rendezvous of ranks: their addresses, and prefixes of keys.
 
-torch's store has neither passwords nor encryption: whoever reaches its port may read and write all that it holds. So it
-listens where the ranks are and nowhere else, and their keys begin with a word that nobody can guess.
+torch's store has neither passwords nor encryption: any client that reaches its port may read and write all keys. So it
+listens on the ranks' interface alone, and their keys begin with a secret token.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import socket
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 LOOPBACK = "127.0.0.1"
-TOKEN = "FPPO_STORE_TOKEN"  # the environment variable with the word that the keys of a start of ranks begin with
-GLOO = "GLOO_SOCKET_IFNAME"  # gloo's variable: the interface that it listens at, by default that of the machine's name
-_BACKLOG = 2048  # ranks that may come at a time
+TOKEN = "FPPO_STORE_TOKEN"  # the environment variable with the token before the keys of a start of ranks
+GLOO = "GLOO_SOCKET_IFNAME"  # gloo's variable: the interface to listen on, by default that of the machine's name
+_BACKLOG = 2048  # ranks that may connect at a time
 
 
 def listening(host: str = LOOPBACK) -> TCPStore:
-    """A store in this process that listens at one address of this machine, on a port of its own.
+    """A store in this process that listens on one address of this machine, on a free port.
 
-    Raises OSError for an address that is none of this machine's.
+    Raises OSError for an address of another machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as place:
@@ -32,19 +32,19 @@ def listening(host: str = LOOPBACK) -> TCPStore:
 
 
 def loopback_only() -> dict[str, str]:
-    """The environment with which ranks of this machine talk to each other over its loopback interface alone, where it
-    has one and no other interface is asked for."""
+    """The environment for ranks of this machine to communicate over its loopback interface, if it has one and the user
+    has set no other."""
     names = [name for _, name in socket.if_nameindex()]
     return {} if "lo" not in names or os.environ.get(GLOO) else {GLOO: "lo"}
 
 
 def new_token() -> str:
-    """A word for the keys of one start of ranks."""
+    """A random token for the keys of one start of ranks."""
     return secrets.token_hex(16)
 
 
 def own_keys(store: Store, token: str | None = None, *, attempt: str = "0") -> Store:
-    """The part of a store that belongs to one attempt of one start of ranks: that of this process' environment, or of a
-    `token`. torchrun keeps its store when it starts the ranks again, and gives none."""
+    """The part of a store for one attempt of one start of ranks, by `token` (None: from the environment). torchrun
+    keeps its store when it restarts ranks, and sets no token."""
     word = os.environ.get(TOKEN, "") if token is None else token
     return PrefixStore(f"{word}attempt_{attempt}", store)

@@ -1,4 +1,4 @@
-"""Safetensors files that are written and read tensor by tensor, so that no two of them have to be there at once."""
+"""Write and read safetensors files tensor by tensor, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fppo._errors import json_of
 def written(
     path: Path, like: Mapping[str, Tensor], *, metadata: Mapping[str, str]
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """A function that writes one of the tensors to its place in the file, in any order.
+    """A context with a function that writes a named tensor to the file, in any order.
 
-    `like` has the dtypes and shapes of all of them, and may be on meta. The file's bytes are those that
-    `safetensors.torch.save_file` writes. Raises ValueError for a tensor of another dtype or shape, and at the end for
-    one that never came.
+    `like` has the dtypes and shapes of all tensors, and may be on meta. The file is byte for byte that of
+    `safetensors.torch.save_file`. Raises ValueError for a tensor of another dtype or shape, and at the end for a
+    missing one.
     """
     header, places = _laid_out(like, metadata)
     left = set(like)
@@ -46,10 +46,10 @@ def written(
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
-    """A function that reads one of the file's tensors, of a dtype, into memory of its own.
+    """A context with a function that reads a named tensor of the file, of a dtype, into fresh memory.
 
-    The library's reader maps the file, all of which counts where the memory of a process is limited. Raises ValueError,
-    KeyError or TypeError for what is no such file, or cut short, or has no such tensor.
+    The library's reader maps the whole file, which counts against a process's memory limit. Raises ValueError, KeyError
+    or TypeError for another kind of file, a truncated one, and a missing tensor.
     """
     with open(path, "rb") as file:
         whole, size = path.stat().st_size, 8 + int.from_bytes(file.read(8), "little")
@@ -73,7 +73,7 @@ def opened(path: Path) -> Iterator[Callable[[str, torch.dtype], Tensor]]:
 
 
 def _laid_out(like: Mapping[str, Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """What a file begins with, and where in it each tensor does."""
+    """The header of a file, and the offset of each tensor."""
     empty = safetensors.torch.save({name: torch.empty(0, dtype=x.dtype) for name, x in like.items()}, dict(metadata))
     about = json_of(empty[8 : 8 + int.from_bytes(empty[:8], "little")])  # in the library's order, with its dtypes
     starts, end = dict[str, int](), 0

@@ -1,7 +1,7 @@
-"""Process groups that are watched: what goes over each axis, how long it takes, and what a rank waits for."""
+"""Watched process groups: traffic over each axis, time spent waiting, and the collective that a rank waits for."""
 
 # pyright: reportIncompatibleMethodOverride=false
-# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
+# torch's stubs name the parameters of its C++ classes differently than torch's calls
 from __future__ import annotations
 
 import threading
@@ -20,9 +20,9 @@ from fppo_kernels.collectives import Axis
 
 
 class Traffic(NamedTuple):
-    """What a rank has sent over an axis: collectives, bytes, and seconds in which it did nothing but wait for them.
+    """A rank's traffic over an axis: collectives, bytes sent, and seconds spent waiting.
 
-    On a GPU the seconds are those in which the stream that computes stood still.
+    On a GPU the seconds are the idle time of the computing stream.
     """
 
     calls: int = 0
@@ -30,13 +30,13 @@ class Traffic(NamedTuple):
     seconds: float = 0.0
 
     def since(self, before: Traffic) -> Traffic:
-        """What was sent after `before`."""
+        """The traffic since `before`."""
         return Traffic(self.calls - before.calls, self.bytes - before.bytes, self.seconds - before.seconds)
 
 
 class WaitingCollective(NamedTuple):
-    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. For a
-    message between two ranks the axis is their line, as `Watch.message` names it."""
+    """The collective that a rank waits for: the `number`th over its axis, since `since` on the monotonic clock. A
+    message between two ranks has their line from `Watch.message` as axis."""
 
     axis: str
     op: str
@@ -45,7 +45,7 @@ class WaitingCollective(NamedTuple):
 
 
 class _Stall(NamedTuple):
-    """A wait that is queued on a GPU, between two of its events."""
+    """A wait queued on a GPU, between two of its events."""
 
     waiting: WaitingCollective
     start: Any
@@ -53,10 +53,10 @@ class _Stall(NamedTuple):
 
 
 def wire_bytes(op: str, size: int, ranks: int) -> int:
-    """Bytes that a rank sends in a collective over `ranks`, each with `size` bytes, by the ring algorithms.
+    """The bytes that a rank sends in a collective over `ranks` ranks, by the ring algorithms.
 
-    `size` is of the whole: what is gathered in the end, what there is before it is scattered, what is reduced. A
-    reduction that all get is a reduce-scatter and an all-gather.
+    `size` is in bytes of the whole: the gathered result, the tensor before it is scattered, the reduced tensor. An
+    all-reduce is a reduce-scatter and an all-gather.
     """
     if op in ("all_gather", "reduce_scatter", "all_to_all"):
         return size * (ranks - 1) // ranks
@@ -66,28 +66,28 @@ def wire_bytes(op: str, size: int, ranks: int) -> int:
 
 
 class Watch:
-    """What the watched groups of one rank have counted. Other threads may read it at any time."""
+    """The counts of one rank's watched groups. Other threads may read them at any time."""
 
     def __init__(self, ranks: Mapping[str, Sequence[int]], place: str = "") -> None:
-        self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # of each axis' group, or line, among all
-        self.place = place  # of this rank on the axes, in words
+        self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # global ranks by axis, or by line
+        self.place = place  # this rank's coordinates on the axes, as text
         self.waiting: WaitingCollective | None = None
         self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
-        self.step = 0  # the last step that is whole; whoever drives the steps sets it
-        self.thread = 0  # the one that waited last
+        self.step = 0  # the last finished step, set by the training loop
+        self.thread = 0  # the id of the thread that waited last
         self._traffic = dict.fromkeys(ranks, Traffic())
         self._messages: dict[str, int] = {}  # by line
         self._stalls: deque[_Stall] = deque()
         self._lock = threading.Lock()
 
     def traffic(self) -> dict[str, Traffic]:
-        """By axis, since the start."""
+        """The traffic by axis since the start."""
         with self._lock:
             self._drain()
             return dict(self._traffic)
 
     def oldest(self) -> WaitingCollective | None:
-        """The collective that has been waited for the longest, by this process or on its GPU."""
+        """The collective with the longest current wait, by this process or on its GPU."""
         with self._lock:
             self._drain()
             queued = [self._stalls[0].waiting] if self._stalls else []
@@ -95,14 +95,14 @@ class Watch:
         return min([*queued, *([now] if now is not None else [])], key=lambda waiting: waiting.since, default=None)
 
     def count(self, axis: str, size: int) -> int:
-        """A collective begins that sends `size` bytes; its number over the axis, from 1."""
+        """Count a collective that sends `size` bytes, and return its number over the axis, from 1."""
         with self._lock:
             calls, before, seconds = self._traffic[axis]
             self._traffic[axis] = Traffic(calls + 1, before + size, seconds)
             return calls + 1
 
     def message(self, axis: str, size: int, source: int, target: int) -> tuple[str, int]:
-        """A message from one rank to another begins, at either of them: its line, and its number there, from 1."""
+        """Count a message between two ranks, at either of them, and return its line and its number there, from 1."""
         line = f"{axis} from rank {source} to rank {target}"
         self.count(axis, size)
         with self._lock:
@@ -111,19 +111,19 @@ class Watch:
         return line, number
 
     def begun(self) -> dict[str, int]:
-        """How many collectives and messages have begun, by axis and by line."""
+        """The numbers of collectives and messages begun, by axis and by line."""
         with self._lock:
             return {axis: traffic.calls for axis, traffic in self._traffic.items()} | self._messages
 
     def wait(self, about: tuple[str, str, int], device: torch.device | None, call: Callable[[], Any]) -> Any:
-        """What `call` returns, which waits for a collective: its axis, its name, its number."""
+        """Run `call`, which waits for the collective `about` (axis, name, number), and count the wait."""
         waiting = WaitingCollective(*about, time.monotonic())
         self.waiting, self.error, self.thread = waiting, None, threading.get_ident()
         start = _event(device)
         try:
             result = call()
         except RuntimeError as error:
-            self.error = error  # torch.distributed raises another one, of its log
+            self.error = error  # torch.distributed replaces it by an error of its log
             raise
         except BaseException:
             self.waiting = None
@@ -143,14 +143,14 @@ class Watch:
         self._traffic[axis] = Traffic(calls, size, before + seconds)
 
     def _drain(self) -> None:
-        """Counts the waits that a GPU has behind it. The caller holds the lock."""
+        """Count the finished waits of a GPU. The caller holds the lock."""
         while self._stalls and self._stalls[0].end.query():
             waiting, start, end = self._stalls.popleft()
             self._add(waiting.axis, start.elapsed_time(end) / 1000)
 
 
 def _event(device: torch.device | None) -> Any:
-    """This moment in the stream that computes, on a GPU; None elsewhere."""
+    """An event in the computing stream of a GPU; None elsewhere."""
     if device is None or device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)
@@ -159,13 +159,13 @@ def _event(device: torch.device | None) -> Any:
 
 
 class _Work:
-    """A collective under way; waiting for it is watched."""
+    """The handle of a collective, whose wait is watched."""
 
     def __init__(self, work: Any, watch: Watch, about: tuple[str, str, int], device: torch.device | None) -> None:
         self._work, self._watch, self._about, self._device = work, watch, about, device
 
     def wait(self, *limit: Any) -> Any:
-        """Returns when it is done; on a GPU, when all that is queued there later comes after it."""
+        """Wait until it is done; on a GPU, until later work in the stream is ordered after it."""
         return self._watch.wait(self._about, self._device, lambda: self._work.wait(*limit))
 
     def is_completed(self) -> bool:
@@ -174,7 +174,7 @@ class _Work:
 
 
 class RelayGroup(dist.ProcessGroup):
-    """A group that does what `group` does, through `_call`. The functions of torch.distributed call these methods."""
+    """A process group that forwards to `group` through `_call`. The functions of torch.distributed call its methods."""
 
     def __init__(self, group: Any) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]
@@ -192,9 +192,9 @@ class RelayGroup(dist.ProcessGroup):
     def _call(
         self, op: str, whole: Sequence[Tensor], call: Callable[..., Any], *args: Any, sent: int | None = None
     ) -> Any:
-        """The collective `op` of `whole`: `call` of `args`, of which the options, None or not, are the last.
+        """Run the collective `op` of `whole` as `call(*args)`; the last of `args` are the options or None.
 
-        `sent` are the bytes that this rank sends, where they are not those of `wire_bytes`.
+        `sent` is the number of bytes that this rank sends, by default that of `wire_bytes`.
         """
         raise NotImplementedError
 
@@ -251,12 +251,12 @@ class RelayGroup(dist.ProcessGroup):
 
 
 def without_default(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a collective without options that are None: those have defaults of their own."""
+    """The arguments of a collective without options of None, for which it has defaults."""
     return args if args[-1] is not None else args[:-1]
 
 
 class WatchedGroup(RelayGroup):
-    """A group whose collectives over an axis are watched."""
+    """A process group with watched collectives over an axis."""
 
     def __init__(self, group: Any, axis: str, watch: Watch) -> None:
         super().__init__(group)
@@ -264,7 +264,7 @@ class WatchedGroup(RelayGroup):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the group, among all."""
+        """The global ranks of the group."""
         return tuple(_ranks(self.group))
 
     def _call(
@@ -274,7 +274,7 @@ class WatchedGroup(RelayGroup):
             sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
         about = self._axis, op, self._watch.count(self._axis, sent)
         device = whole[0].device if whole else None
-        ahead = getattr(args[-1], "asyncOp", False)  # even so, a group among threads waits in the call
+        ahead = getattr(args[-1], "asyncOp", False)  # groups of threads wait in the call all the same
         work = self._watch.wait(about, None if ahead else device, lambda: call(*without_default(args)))
         return None if work is None else _Work(work, self._watch, about, device)
 
@@ -295,7 +295,7 @@ class WatchedGroup(RelayGroup):
 
 
 def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
-    """The mesh with its groups watched, and what watches them. What they compute is the same, bit for bit."""
+    """The mesh with watched groups, and their watch. Results are the same bit for bit."""
     wide = {name: axis for name, axis in mesh.axes.items() if axis.size > 1}
     place = ", ".join(f"{name} {axis.rank}" for name, axis in wide.items())
     ranks = {name: _ranks(axis.group) for name, axis in wide.items()}
@@ -310,6 +310,6 @@ def watched(mesh: Mesh) -> tuple[Mesh, Watch]:
 
 
 def _ranks(group: Any) -> Sequence[int]:
-    """The ranks of a group, among all: groups of our own know them."""
+    """The global ranks of a group; our own groups hold them."""
     own = getattr(group, "ranks", None)
     return dist.get_process_group_ranks(group) if own is None else own

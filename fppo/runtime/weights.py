@@ -12,11 +12,11 @@ NAMED = "transformers_weights"  # the key of config.json that names another file
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that hold a model's weights, sorted; [] for none.
+    """The files of a model's weights, sorted; [] for none.
 
-    They are what config.json names as "transformers_weights"; else model.safetensors, also beside an index, which may
-    be left of another save; else the files of the index. Those of an index need not be there. Raises ValueError for an
-    index that is none, and for a name that leaves the directory.
+    They are those that config.json names as "transformers_weights"; else model.safetensors, even next to an index,
+    which an earlier save may have left; else the files of the index, which may not exist. Raises ValueError for an
+    invalid index, and for a name outside the directory.
     """
     named = _named(directory)
     if named is not None and not named.endswith(".json"):
@@ -28,25 +28,25 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """The files of an index by the names of their tensors. Raises ValueError for an index that is none."""
+    """The files of an index by the names of their tensors. Raises ValueError for an invalid index."""
     try:
         files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
             raise TypeError(f"weight_map is a {type(files).__name__}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"{index.name} is no index of weights; copy or download it again") from error
+        raise ValueError(f"{index.name} is not an index of weights; copy or download it again") from error
     return files
 
 
 def _named(directory: Path) -> str | None:
-    """The file that config.json names; None if it names none. Raises ValueError for one outside of the directory."""
+    """The file that config.json names, or None. Raises ValueError for one outside the directory."""
     try:
         config: Any = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # what reads the config says so
+    except (OSError, ValueError, RecursionError):  # reported where the config is read
         return None
     name = config.get(NAMED) if isinstance(config, dict) else None
     if name is None:
         return None
     if not isinstance(name, str) or os.path.isabs(name) or os.path.normpath(name).startswith(os.pardir):
-        raise ValueError(f"{CONFIG} names {name!r} as {NAMED}, which is no file in {directory}")
+        raise ValueError(f"{CONFIG} names {name!r} as {NAMED}, which is not a file in {directory}")
     return name

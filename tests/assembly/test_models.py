@@ -48,7 +48,7 @@ def test_what_takes_no_weights_to_know_is_named_at_once_before_they_are_read(tmp
         pass
     said = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 3
-    for part in ("critic has 40 tokens", "start is no reward model", "eval.max_tokens = 9 allow rows of 521 tokens"):
+    for part in ("critic has 40 tokens", "start is not a reward model", "eval.max_tokens = 9 allow rows of 521 tokens"):
         assert part in said
 
 

@@ -20,7 +20,7 @@ WRONG = [
     ({"actor.loss": "kl_cov", "actor.loss.ratio": 0.0}, "ratio must be > 0"),
     ({"actor.loss": "dro", "actor.loss.beta": 0}, "actor.loss = dro(beta=0): beta must be > 0"),
     ({"algorithm.advantage.lam": 1.5}, "algorithm.advantage = gae(lam=1.5): lam must be between 0 and 1"),
-    ({"algorithm.advantage.lam": 0.9, "algorithm.advantage.lam_alpha": 0.1}, "takes the place of lam; give one"),
+    ({"algorithm.advantage.lam": 0.9, "algorithm.advantage.lam_alpha": 0.1}, "lam_alpha replaces lam; give one"),
     ({"algorithm.advantage": "td", "algorithm.advantage.steps": 0}, "steps must be 1 or more, got 0"),
     ({"algorithm.advantage": "grpo", "algorithm.advantage.scale": "sdt"}, "unknown scale 'sdt'; did you mean 'std'?"),
     ({"algorithm.advantage": "vtrace", "algorithm.advantage.cut": 0.0}, "cut must be > 0"),

@@ -161,7 +161,7 @@ def test_rollouts_of_another_command_are_not_written_over(task, capsys):
     capsys.readouterr()
     said = _fails(task, capsys, "--rollout.save", "--seed", "1", begun=True)
     assert "rollout.save = True: " in said
-    assert "holds what fppo rollout made" in said
+    assert "holds files of fppo rollout" in said
     assert {path: path.read_bytes() for path in (task / "run" / "rollouts").iterdir()} == before
 
 
@@ -181,12 +181,12 @@ def test_a_model_of_rewards_that_is_nowhere_is_named_with_its_setting(task, caps
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", away)
     said = _fails(task, capsys, f"--{name}", "someone/nowhere")
-    assert f"{name}: someone/nowhere is no directory, and no model of that name came from the hub: no route to" in said
+    assert f"{name}: someone/nowhere is no directory, and the hub gave no model of that name: no route to" in said
 
 
 def test_what_is_no_reward_model_is_named_with_its_setting(task, capsys):
     said = _fails(task, capsys, "--reward.model.path", str(task / "start"))
-    assert f"reward.model.path: {task / 'start'} is no reward model" in said
+    assert f"reward.model.path: {task / 'start'} is not a reward model" in said
 
 
 def test_a_part_of_the_reward_that_there_is_not(task, capsys):
@@ -306,7 +306,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         ("model.safetensors", b"\xff" * 8 + b"{}", "is cut off: it has 10 bytes"),
         ("model.safetensors", b"\x02" + b"\0" * 7 + b"[]", "no safetensors file: its header cannot be read"),
         ("model.safetensors", None, "holds no model.safetensors"),
-        ("model.safetensors.index.json", b"{", "is no index of weights"),
+        ("model.safetensors.index.json", b"{", "is not an index of weights"),
         (
             "model.safetensors.index.json",
             b'{"weight_map": {"a": "gone.safetensors"}}',
@@ -415,7 +415,7 @@ def test_the_directory_of_a_run_is_no_model(task, capsys):
     assert cli.main(["train", str(task / "done")]) == 2
     assert f"the settings of the run in it are {task / 'done' / 'settings.toml'}" in capsys.readouterr().err
     assert cli.main(["export", str(task / "out"), str(task / "done")]) == 2
-    assert f"the run comes first: fppo export {task / 'done'} {task / 'out'}" in capsys.readouterr().err
+    assert f"give the run first: fppo export {task / 'done'} {task / 'out'}" in capsys.readouterr().err
 
 
 def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, monkeypatch):
@@ -428,7 +428,7 @@ def test_a_model_name_without_a_network_is_named_with_its_setting(task, capsys, 
     monkeypatch.setattr("huggingface_hub.snapshot_download", away)
     said = _fails(task, capsys, "--model.path", "someone/nowhere")
     assert "1 problem" in said
-    assert "model.path: someone/nowhere is no directory, and no model of that name came from the hub: no route" in said
+    assert "model.path: someone/nowhere is no directory, and the hub gave no model of that name: no route" in said
     assert max(waited) < 5
 
 
@@ -438,7 +438,7 @@ def test_a_disk_that_fills_up_says_how_to_go_on(task, capsys, monkeypatch):
 
     monkeypatch.setattr(session, "export", full)
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 2
-    assert "the disk is full; make room, and the same command goes on" in capsys.readouterr().err
+    assert "the disk is full; free space, then run the same command" in capsys.readouterr().err
     monkeypatch.undo()
     assert cli.main(["train", str(task / "run.toml"), "--steps", "1"]) == 0
 
@@ -626,15 +626,15 @@ def test_a_chat_template_that_loops(task, capsys, monkeypatch):
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
     (task / "chat.jinja").write_text(loops)
     said = _fails(task, capsys, "--data.chat", "--data.chat-template", str(task / "chat.jinja"))
-    assert "the chat template has not come to an end in 0.3 seconds of computing: it loops" in said
+    assert "the chat template has not finished in 0.3 CPU seconds: it loops" in said
     assert "data.chat_template" in said
 
 
 @pytest.mark.parametrize(
     ("file", "content", "said"),
     [
-        ("tokenizer_config.json", {"chat_template": 5}, "is no text: 5"),
-        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is no text: {'a': 1}"),
+        ("tokenizer_config.json", {"chat_template": 5}, "is not text: 5"),
+        ("tokenizer_config.json", {"chat_template": {"a": 1}}, "is not text: {'a': 1}"),
         ("tokenizer_config.json", {"eos_token": 7}, "model.path"),
         ("tokenizer_config.json", {"added_tokens_decoder": {"x": 1}}, "model.path"),
         ("generation_config.json", [1], "generation_config.json"),
@@ -642,7 +642,7 @@ def test_a_chat_template_that_loops(task, capsys, monkeypatch):
         ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id holds [[1]], which are no ids"),
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id holds ['x'], which are no ids"),
         ("tokenizer.json", {"model": {"vocab": 5, "type": "BPE"}}, "model.path: no tokenizer came from"),
-        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is no index of weights"),
+        ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is not an index of weights"),
         ("adapter_config.json", {"r": [1], "lora_alpha": {}}, "model.lora.path"),
         ("adapter_config.json", [], "model.lora.path"),
     ],

@@ -82,7 +82,7 @@ def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
         (["train", "no_such.toml"], "no such file"),
         (["eval", "no_such_run"], "no such file"),
         (["eval"], "output_dir"),
-        (["train", "--steps", "3", "run.toml"], "it comes first: fppo train run.toml --steps 3"),
+        (["train", "--steps", "3", "run.toml"], "give it first: fppo train run.toml --steps 3"),
         (["train", "--help", "rolout"], "did you mean rollout?"),
         (["report", "no_such_run"], "no such directory"),
         (["train", "--nproc", "two"], "--nproc two: give a whole number, 1 or more"),
@@ -102,7 +102,7 @@ def test_a_run_behind_a_flag_is_its_value(tmp_path):
     (tmp_path / "settings.toml").touch()
     for rest in (["--output-dir", str(tmp_path)], [f"--output-dir={tmp_path}"]):
         assert file_and_overrides(rest, "train") == (None, rest)
-    with pytest.raises(ValueError, match="it comes first"):
+    with pytest.raises(ValueError, match="give it first"):
         file_and_overrides(["--steps", "3", str(tmp_path)], "train")
 
 
@@ -248,8 +248,8 @@ def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, go
     monkeypatch.setattr(cli, "COMMANDS", {command: full})
     assert cli.main([command]) == 2
     said = capfd.readouterr().err
-    assert f"fppo {command}: plan.json: no space left on device (the disk is full; make room" in said
-    assert ("goes on from the last checkpoint" in said) == goes_on
+    assert f"fppo {command}: plan.json: no space left on device (the disk is full; free space" in said
+    assert ("resume from the last checkpoint" in said) == goes_on
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -195,7 +195,7 @@ def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, caps
     text = capsys.readouterr().out
     assert "the critic cannot learn" in text
     assert "critic.loss=quantile+critic.loss.bins=3  1      0.5000" in text
-    assert "failed, and tried again by the same command: critic.loss=mse, seed 0" in text
+    assert "failed; the same command tries them again: critic.loss=mse, seed 0" in text
 
 
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):

@@ -72,7 +72,7 @@ def test_what_pandas_writes_for_a_missing_value_is_refused(tmp_path):
 def test_a_missing_value_does_not_enter_a_template(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": NaN, "answer": "2"}\n{"q": 1.5, "answer": "2"}\n')
-    with pytest.raises(ValueError, match=r"1 problem in the data:\n.*a\.jsonl:1: field 'q': nan, as tables write"):
+    with pytest.raises(ValueError, match=r"1 problem in the data:\n.*a\.jsonl:1: field 'q': nan, a table's missing"):
         load(path, prompt="Q {q}")
 
 
@@ -155,9 +155,9 @@ def test_messages_as_text_are_messages(tmp_path):
         {"role": "user", "content": json.dumps(ASK)}
     ]
     for text, what in (
-        (str(ASK), "text that looks like messages, and is not JSON"),
+        (str(ASK), "text that looks like messages, but is not JSON"),
         (json.dumps(ASK[0]), "one message, not a list of them"),
-        (json.dumps(ASK)[:-1], "text that looks like messages, and is not JSON"),
+        (json.dumps(ASK)[:-1], "text that looks like messages, but is not JSON"),
     ):
         path = write(tmp_path / "b.jsonl", [{"prompt": text, "answer": "3"}])
         for chat in (True, False):
@@ -201,7 +201,7 @@ def test_rows_have_tools_of_their_own(tmp_path):
         data.load_prompts(path, tokenizer(chat=True), fields=data.Fields(chat=True, tools="tools"), chat=chat)
     for wrong in ("{", 3, [3], {"a": 1}, '{"a": 1}'):
         path = write(tmp_path / "b.jsonl", [{"prompt": "1", "answer": "1", "tools": wrong}])
-        with pytest.raises(ValueError, match=r"b\.jsonl:1: field 'tools': (not JSON|no list of schemas of tools)"):
+        with pytest.raises(ValueError, match=r"b\.jsonl:1: field 'tools': (not JSON|not a list of tool schemas)"):
             data.load_prompts(path, tooled(), fields=data.Fields(chat=True, tools="tools"), chat=chat)
 
 
@@ -318,7 +318,7 @@ def test_a_directory_of_files_gives_what_its_files_give(tmp_path, kind):
     assert prompts.ground_truths == alone.ground_truths == tuple(row["answer"] for row in rows)
     assert (prompts.ids, set(prompts.sources)) == (alone.ids, {"set"})
     assert load(place, split="test").ground_truths == ("1",)
-    with pytest.raises(ValueError, match=r"no split 'dev'; there are \['test', 'train'\]"):
+    with pytest.raises(ValueError, match=r"unknown split 'dev'; there are \['test', 'train'\]"):
         load(place, split="dev")
 
 

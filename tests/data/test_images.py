@@ -110,8 +110,8 @@ def test_bad_images_are_named_with_row_and_field(tmp_path):
         "mine:rows:3: field 'images': image 1 (",
         "mine:rows:4: field 'images': image 1: cannot identify",
         "mine:rows:5: field 'images': image 1: a int, not a path",
-        "mine:rows:6: field 'images': 1 images, and the prompt has 2 places for them",
-        "mine:rows:7: field 'images': 0 images, and the prompt has 1 places for them",
+        "mine:rows:6: field 'images': 1 images, and the prompt has 2 placeholders for them",
+        "mine:rows:7: field 'images': 0 images, and the prompt has 1 placeholders for them",
         "mine:rows:8: field 'prompt': message 0 has a part that is neither",
     ):
         assert text in lines
@@ -123,7 +123,7 @@ def test_text_that_stands_for_an_image_is_refused():
     marks = [{"type": "text", "text": "a"}]
     assert reader.encode([{"role": "user", "content": marks}], [])[1] is None
     marks.append({"type": "text", "text": "what is <image> ?"})
-    with pytest.raises(ValueError, match=r"the text holds .*<image>.*, which would stand for images"):
+    with pytest.raises(ValueError, match=r"the text holds .*<image>.*, placeholders of images"):
         reader.encode([{"role": "user", "content": marks}], [])
 
 
@@ -142,7 +142,7 @@ def test_images_count_as_tokens():
 
 
 def test_what_images_do_not_go_with_is_refused():
-    with pytest.raises(ValueError, match="'truncate' would cut images and videos apart"):
+    with pytest.raises(ValueError, match="'truncate' would cut through images and videos"):
         encoded([{"prompt": "x"}], over_long="truncate")
     with pytest.raises(ValueError, match="no row has images in the field 'images'; the first has"):
         encoded([{"prompt": "x", "image": picture(0)}])

@@ -51,7 +51,7 @@ def test_every_format_gives_the_same_prompts(tmp_path):
         ), name
     assert len(load(tmp_path / "splits", split="test")) == 1
     assert len(load([tmp_path / "a.jsonl", tmp_path / "a.parquet"])) == 4
-    with pytest.raises(ValueError, match=r"no split 'dev'; there are \['test', 'train'\]"):
+    with pytest.raises(ValueError, match=r"unknown split 'dev'; there are \['test', 'train'\]"):
         load(tmp_path / "splits", split="dev")
 
 
@@ -109,7 +109,7 @@ def test_a_prompt_that_the_assistant_has_answered_is_refused(tmp_path):
     messages = [{"role": "user", "content": "1 2"}, {"role": "assistant", "content": "3"}]
     path = write(tmp_path / "a.jsonl", [{"messages": messages}, {"messages": [*messages, messages[0]]}])
     options = {"prompt": "messages", "ground_truth": None, "chat": True, "tokenizer": tokenizer(chat=True)}
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: field 'messages': ends with what the assistant says") as caught:
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: field 'messages': ends with a message of the") as caught:
         load(path, **options)
     assert ":2: field" not in str(caught.value)
 

@@ -22,7 +22,7 @@ def test_special_tokens():
         data.check_tokenizer(tokenizer(pad_token=None))
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         data.check_tokenizer(tokenizer(eos_token=None))
-    with pytest.raises(ValueError, match="pad_token = '<nope>' is no token"):
+    with pytest.raises(ValueError, match="pad_token = '<nope>' is not a token"):
         data.check_tokenizer(tokenizer(), pad_token="<nope>")
 
 

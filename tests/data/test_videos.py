@@ -162,7 +162,7 @@ def test_bad_videos_are_named_with_row_and_field(tmp_path, monkeypatch):
     for text in (
         "mine:rows:2: field 'videos': video 1 (",
         "still.png): one image; give the frames of a video as a list in the list",
-        "x.mp4): no library is there that reads video files: pip install 'fppo[videos]'",
+        "x.mp4): no library to read video files is installed: pip install 'fppo[videos]'",
         "mine:rows:4: field 'videos': video 2 (",
         "missing.mp4): [Errno 2] No such file",
         "mine:rows:5: field 'videos': video 1 (",
@@ -170,7 +170,7 @@ def test_bad_videos_are_named_with_row_and_field(tmp_path, monkeypatch):
         "mine:rows:7: field 'videos': video 1: an array [4, 16, 8, 3] of float32, not [T, H, W, C] of uint8",
         "mine:rows:8: field 'videos': video 1: fps = 0: give a number above 0",
         "mine:rows:9: field 'videos': video 1: a int, not a path",
-        "mine:rows:10: field 'videos': 1 videos, and the prompt has 2 places for them (<video>)",
+        "mine:rows:10: field 'videos': 1 videos, and the prompt has 2 placeholders for them (<video>)",
         "mine:rows:11: field 'prompt': message 0 has a part that is neither video nor text",
     ):
         assert text in lines
@@ -189,7 +189,7 @@ def test_videos_of_the_datasets_library_are_read(tmp_path):
 
 def test_text_that_stands_for_a_video_is_refused():
     with pytest.raises(
-        ValueError, match=r"rows:1: .* the text holds \['<\|video_pad\|>'\], which would stand for images or v"
+        ValueError, match=r"rows:1: .* the text holds \['<\|video_pad\|>'\], placeholders of images or v"
     ):
         encoded([{"prompt": "a literal <|video_pad|>"}, {"prompt": "x", "videos": clip(0)}], fields=VIDEOS)
 

@@ -177,7 +177,7 @@ def test_the_same_error_of_all_is_shown_once(tmp_path):
 def test_a_killed_rank_ends_the_others_and_is_named(tmp_path):
     statuses, text, seconds = run(tmp_path, killed)
     assert statuses == [1, 1, -signal.SIGKILL]
-    expected = "PeerError: after step 3: all_reduce over the axis 'shard' failed; not heard of any more: rank 2, at "
+    expected = "PeerError: after step 3: all_reduce over the axis 'shard' failed; no longer reporting: rank 2, at "
     assert text.count(expected) == text.count("failure.PeerError") == 1
     assert seconds < SOON
 
@@ -189,7 +189,7 @@ def test_a_rank_that_hangs_is_named_with_where_it_is_and_what_waits_for_it(tmp_p
     assert "after step 3: all_reduce over the axis 'shard' has waited for 4 s for rank 1, at " in text
     assert text.startswith(("fppo: rank 0: ", "fppo: rank 2: "))
     assert "distributed/test_failure.py:" in text
-    assert "in hangs after step 3 (mesh.timeout is how long it may)\n" in text
+    assert "in hangs after step 3 (mesh.timeout is the limit)\n" in text
     assert text.count("\n") == 1
     assert seconds < SOON
 
@@ -206,7 +206,7 @@ def test_only_ranks_of_the_same_group_are_waited_for(tmp_path):
     }
     speaker = int(text.removeprefix("fppo: rank ").split()[0])
     assert waits[speaker] in text
-    assert text.endswith("in hangs after step 3 (mesh.timeout is how long it may)\n")
+    assert text.endswith("in hangs after step 3 (mesh.timeout is the limit)\n")
     assert ("; that is for rank 1 (replicate 0, shard 1), at " in text) == (speaker == 2)
     assert text.count("\n") == 1
 
@@ -217,7 +217,7 @@ def test_a_rank_that_is_frozen_is_named(tmp_path):
     processes, store = start(tmp_path, frozen, {"shard": 2}, limits=limits)
     assert end(processes[:1])[0] == [1]
     assert end(processes, 0.0)[0] == [1, -signal.SIGKILL]  # the frozen one was killed here
-    assert (tmp_path / "log").read_text() == "fppo: rank 0: rank 1 has not been heard of for 4 s\n"
+    assert (tmp_path / "log").read_text() == "fppo: rank 0: rank 1 has not reported for 4 s\n"
     del store
 
 
@@ -243,7 +243,7 @@ def test_ranks_end_when_whoever_started_them_is_gone(tmp_path):
     del store
     statuses, seconds = end(processes)
     assert statuses == [1, 1]
-    assert (tmp_path / "log").read_text().count("whoever started the ranks cannot be reached") == 1
+    assert (tmp_path / "log").read_text().count("the launcher of the ranks cannot be reached") == 1
     assert seconds < SOON
 
 
@@ -322,7 +322,7 @@ def test_a_hang_of_batches_ahead_is_told_with_the_rank_that_does_not_come(tmp_pa
     said = (tmp_path / "log").read_text()
     if fails:
         assert "of the batches that are made ahead, after step 0: all_reduce over the axis 'shard' failed" in said
-        assert "not heard of any more: rank 1" in said
+        assert "no longer reporting: rank 1" in said
     else:
         waits = "of the batches that are made ahead, after step 0: all_reduce over the axis 'shard' has waited for 4 s"
         assert said.count(waits) == 1

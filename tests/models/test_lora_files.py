@@ -64,9 +64,9 @@ def test_what_has_no_such_files_or_does_what_is_not_known_is_refused(tmp_path):
         made("qwen2", tmp_path / "tied", targets=("embed_tokens",))
     model, params = tiny.model_and_params("value")
     model, adapter = lora.adapt(model, params, Lora(2, 4.0), key=Key(0))
-    with pytest.raises(ValueError, match="value model has a head of its own"):
+    with pytest.raises(ValueError, match="value model has a value head"):
         lora_files.save(model, adapter, tmp_path / "value", base="somewhere")
-    with pytest.raises(ValueError, match=r"holds no adapter of PEFT's"):
+    with pytest.raises(ValueError, match=r"holds no PEFT adapter"):
         lora_files.read_config(tmp_path)
     model, params, adapter = made("llama", tmp_path / "a", targets=("q_proj", "embed_tokens", "lm_head"))
     read(model, params, tmp_path / "a")

@@ -58,7 +58,7 @@ def test_passes_leave_nothing_behind():
 def test_a_missing_parameter_is_named():
     model, params = make("qwen2")
     del params["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"not there: \['model\.layers\.1\.mlp\.up_proj\.weight'\]"):
+    with pytest.raises(ValueError, match=r"parameters \['model\.layers\.1\.mlp\.up_proj\.weight'\]"):
         run(model, params)
 
 

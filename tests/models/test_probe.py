@@ -61,7 +61,9 @@ def test_logits_that_are_no_scaled_or_capped_products_are_refused(monkeypatch):
         return out
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", squared)
-    with pytest.raises(ValueError, match=r"model type 'llama': LlamaForCausalLM makes .*no factor and no soft cap"):
+    with pytest.raises(
+        ValueError, match=r"model type 'llama': LlamaForCausalLM makes .*neither a factor nor a soft cap"
+    ):
         models.build(CONFIGS["llama"])
 
 

@@ -69,7 +69,7 @@ def test_the_weights_of_replayed_experts_are_this_pass_s_own():
 
 def test_the_experts_of_other_tokens_are_refused():
     model, params = make("qwen3_moe")
-    with pytest.raises(ValueError, match="a router gets 7 tokens, and the experts of 5 to choose"):
+    with pytest.raises(ValueError, match="a router gets 7 tokens, and the replayed experts of 5"):
         gradients(model, params, Routes(torch.zeros(5, 2, 2, dtype=torch.uint8)))
 
 

@@ -33,7 +33,7 @@ def test_a_model_that_would_run_wrong_is_refused(monkeypatch):
     wrong = {"model.norm.weight": (0,)}
     ends = spans._ends
     monkeypatch.setattr(spans, "_ends", lambda model: ends(model) | wrong)
-    with pytest.raises(ValueError, match=r"its norms are not where they are looked for: .* logits that differ by"):
+    with pytest.raises(ValueError, match=r"its norms are in an unknown position: .* logits that differ by"):
         models.check_staged(model)
 
 

@@ -161,16 +161,16 @@ def test_rows_whose_videos_do_not_fit_are_refused():
         place_images(model, [inputs], torch.tensor(row), places[: len(row)], [len(row)])
 
     placed(inputs)
-    with pytest.raises(ValueError, match="a row's videos have places that do not hold token 61"):
+    with pytest.raises(ValueError, match="a row's videos have positions without their placeholder token 61"):
         placed(attrs.evolve(inputs, video_places=inputs.video_places - 1))
-    with pytest.raises(ValueError, match="a row's images have places that do not hold token 60"):
+    with pytest.raises(ValueError, match="a row's images have positions without their placeholder token 60"):
         placed(attrs.evolve(inputs, places=inputs.video_places, video_places=inputs.places))
-    with pytest.raises(ValueError, match="11 tokens stand for videos that have 12 features"):
+    with pytest.raises(ValueError, match="11 placeholder tokens for videos with 12 features"):
         placed(attrs.evolve(inputs, video_places=inputs.video_places[:-1]))
     with pytest.raises(ValueError, match=f"a row of {len(tokens) - 5} tokens has images or videos beyond its end"):
         placed(inputs, tokens[:-5])
     apart = torch.tensor([*inputs.video_places[:5].tolist(), *(inputs.video_places[5:] + 1).tolist()])
-    with pytest.raises(ValueError, match=r"1 videos stand in 2 pieces of \[5, 7\] tokens"):
+    with pytest.raises(ValueError, match=r"1 videos have 2 runs of \[5, 7\] placeholder tokens"):
         row_positions(model, attrs.evolve(inputs, video_places=apart))
     blind = models.build(CONFIGS["idefics3"])
     with pytest.raises(ValueError, match="the rows have videos, and a model of type 'idefics3' takes none"):
@@ -183,5 +183,5 @@ def test_frames_that_stand_as_another_family_has_them_are_refused(name):
     other = "qwen3_vl" if name == "qwen2_vl" else "qwen2_vl"
     _, model, _ = make(name)
     _, inputs, _ = example(other)
-    with pytest.raises(ValueError, match=f"stand in pieces that model type '{name}' takes otherwise"):
+    with pytest.raises(ValueError, match=f"are split differently than model type '{name}' splits them"):
         row_positions(model, inputs)

@@ -80,7 +80,7 @@ def test_images_without_anything_between_them_have_no_positions():
     assert inputs is not None
     start = int(inputs.places[0])
     merged = attrs.evolve(inputs, places=torch.arange(start, start + len(inputs.places)))
-    with pytest.raises(ValueError, match=r"2 images stand in 1 pieces of .* tokens: model type 'qwen2_vl"):
+    with pytest.raises(ValueError, match=r"2 images have 1 runs of .* placeholder tokens: model type 'qwen2_vl"):
         row_positions(model, merged)
 
 

@@ -110,5 +110,5 @@ def test_what_is_no_run_is_refused(first, tmp_path):
     with pytest.raises(ValueError, match=r"holds no metrics\.jsonl and no digests\.jsonl"):
         diff(first, tmp_path)
     later = written(tmp_path / "later", {9: {"metrics": {"step": 9}}})
-    with pytest.raises(ValueError, match=r"no step that both runs have taken: .* holds steps 0 to 4 and .* steps 9"):
+    with pytest.raises(ValueError, match=r"the runs have no step in common: .* holds steps 0 to 4 and .* steps 9"):
         diff(first, later)

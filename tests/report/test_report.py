@@ -57,7 +57,7 @@ def test_the_critic_is_drawn_beside_the_truth_of_the_last_evaluation(tmp_path):
         )
         log.close()
     text = write_report(tmp_path).read_text()
-    assert "The critic beside the truth, token by token" in text
+    assert "Critic against exact values, by token" in text
     assert "token 2: critic: 0.25" in text
     assert "token 1: exact: 0.25" in text
     assert "newest47" in text
@@ -139,7 +139,7 @@ def test_a_whole_run_is_reported(tmp_path):
 def test_what_a_run_did_not_write_is_left_out(tmp_path):
     page = page_of(write_run(tmp_path, steps=1, critic=False, samples=False))
     assert "Value loss" not in page.text
-    assert "Who worked when" not in page.text
+    assert "Timeline of the last steps" not in page.text
     assert page.text.count("This run wrote none.") == 2
     page = page_of(write_run(tmp_path, steps=3, critic=False))
     assert "value" not in page.tips[0]
@@ -196,7 +196,7 @@ def test_nothing_in_a_sample_becomes_markup_or_a_request(tmp_path):
 def test_errors_name_the_file(tmp_path):
     with pytest.raises(ValueError, match="no such directory"):
         write_report(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: there are no metrics"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: no metrics"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text("{\n{}\n")
     with pytest.raises(ValueError, match="line 1"):

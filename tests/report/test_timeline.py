@@ -52,7 +52,7 @@ def test_a_trace_has_a_line_for_each_role_and_rank(run):
     for event in (x for x in events if x["ph"] == "X"):
         place = names[event["pid"], None], names[event["pid"], event["tid"]]
         found.setdefault(place, []).append(event)
-    roles = [("controller", x) for x in ("step", "rollout", "actor", "all else")]
+    roles = [("controller", x) for x in ("step", "rollout", "actor", "other")]
     assert list(found) == [*roles, ("pool a", "rank 0"), ("pool a", "rank 1")]
     assert {place: len(each) for place, each in found.items()} == dict.fromkeys(roles, 5) | {
         ("pool a", "rank 0"): 10,
@@ -77,11 +77,11 @@ def test_a_trace_has_a_line_for_each_role_and_rank(run):
 
 def test_the_report_draws_the_last_steps(run):
     page = Page(write_report(run).read_text())
-    assert "Who worked when" in page.text
+    assert "Timeline of the last steps" in page.text
     assert "script" not in page.tags
     text = (run / "report.html").read_text()
     assert "update_actor, step 5: 0.700 s; waited 0.100 s; 4,000 bytes there; 7 bytes back" in text
-    assert re.findall(r">step (\d)<", text[text.index("Who worked when") :]) == ["3", "4", "5"]
+    assert re.findall(r">step (\d)<", text[text.index("Timeline of the last steps") :]) == ["3", "4", "5"]
     starts = [float(x) for x in re.findall(r'class="work c2" x="([\d.]+)" y="49"', text)]
     scale = (timeline.WIDTH - timeline.LEFT - timeline.RIGHT) / (4 + 1.96 - 0.1)
     assert starts == pytest.approx([timeline.LEFT + scale * (0.9 + 2 * number) for number in range(3)], abs=0.06)
@@ -97,5 +97,5 @@ def test_ranks_of_one_mesh_are_beside_each_other(run):
 
 
 def test_a_run_without_one_is_named(tmp_path):
-    with pytest.raises(ValueError, match="holds nothing of who worked when; give the output_dir of a run"):
+    with pytest.raises(ValueError, match="holds no traces; give the output_dir of a run"):
         timeline.write(tmp_path)

@@ -140,7 +140,7 @@ def test_scores_in_answers(text, score):
 
 def test_what_is_no_template_or_pattern_is_refused():
     for changes, text in (
-        ({"template": "{prompt}"}, "template = '{prompt}': does not mention {response}"),
+        ({"template": "{prompt}"}, "template = '{prompt}': lacks {response}"),
         ({"template": "{response} {reply}"}, r"has the fields \['reply'\]"),
         ({"template": "{response"}, "not a template"),
         ({"pattern": "Score"}, "has 0 groups"),

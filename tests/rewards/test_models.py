@@ -168,7 +168,7 @@ def test_one_of_several_labels(tmp_path):
 def test_a_policy_is_no_reward_model(tmp_path):
     model = small_model(15, width=16, layers=1)
     models.save(model, models.init_params(model, Key(0)), tmp_path)
-    with pytest.raises(ValueError, match=r"is no reward model: .*'score\.weight'.*model\.embed_tokens\.weight"):
+    with pytest.raises(ValueError, match=r"is not a reward model: .*'score\.weight'.*model\.embed_tokens\.weight"):
         load_reward_model(tmp_path)
     with pytest.raises(ValueError, match="is not a directory with a model"):
         load_reward_model(tmp_path / "nowhere")

@@ -162,7 +162,7 @@ def test_names_that_clash_are_refused():
     def length(sample):
         return {"score": 1.0, "length": 2.0}
 
-    with pytest.raises(ValueError, match=r"returns \['length'\] beside its score"):
+    with pytest.raises(ValueError, match=r"returns numbers named \['length'\], names of its functions"):
         score(rollout(["q"], ["a"], [None]), rewards.inline_reward(length))
 
 

@@ -96,9 +96,9 @@ def test_another_base_and_another_adapter_are_refused_by_name(task, whole, tmp_p
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     for changes, message in (
         ({"model__path": str(other)}, "model.path: the actor's adapter in .* was trained on the weights of .*start"),
-        ({"model__lora__alpha": 8.0}, "of rank 2, alpha 4, standard .* it would be of rank 2, alpha 8"),
-        ({"model__lora__rank": 3}, "would be of rank 3"),
-        ({"model__compute_dtype": "bfloat16"}, "stands on weights in float32, and here they are in bfloat16"),
+        ({"model__lora__alpha": 8.0}, "is rank 2, alpha 4, standard .* the settings give rank 2, alpha 8"),
+        ({"model__lora__rank": 3}, "the settings give rank 3"),
+        ({"model__compute_dtype": "bfloat16"}, "has base weights in float32, the settings give bfloat16"),
         ({"model__lora__rank": 0, "model__lora__alpha": 16.0}, "of another model or other settings"),
     ):
         given = tiny_run.settings(task, output_dir=str(run), steps=5, **{**LORA, **changes})
@@ -171,7 +171,7 @@ def test_an_adapter_is_exported_for_peft_or_merged_and_starts_another_run(task, 
     for name, x in expected.items():
         torch.testing.assert_close(got[name].detach(), x.cpu(), rtol=1e-6, atol=1e-7)
     assert actions.export(whole, tmp_path / "critic", None, "critic", merge=True) == 0
-    with pytest.raises(ValueError, match=r"value head of its own.*--merge"):
+    with pytest.raises(ValueError, match=r"value head, which PEFT.*--merge"):
         actions.export(whole, tmp_path / "critic 2", None, "critic")
 
 
@@ -191,13 +191,13 @@ def test_a_run_on_a_quantised_base_goes_on_bit_for_bit_and_is_exported_as_it_was
     shown = capsys.readouterr()
     assert "7 weights in nf4" in shown.out + shown.err
     with pytest.raises(
-        ValueError, match=r"model\.lora\.base: .* stands on weights in nf4 and float32, and here .* in float32:"
+        ValueError, match=r"model\.lora\.base: .* has base weights in nf4 and float32, the settings give float32:"
     ):
         actions.train(settings(output_dir=str(run), model__lora__base="float", steps=3))
     assert actions.export(run, tmp_path / "adapter", None) == 0
     assert "it is another policy" in capsys.readouterr().err
     assert actions.export(run, tmp_path / "merged", None, merge=True) == 0
-    assert "start as nf4 rounds them" in capsys.readouterr().err
+    assert "start rounded to nf4" in capsys.readouterr().err
     adapter = lora_files.load(model, tmp_path / "adapter", like=_zeros(model))
     got = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).named_parameters())
     for name, x in lora.merged(model, adapter).items():

@@ -47,7 +47,9 @@ def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
     assert all(-0.5 < line["critic/values/mean"] < 1.5 for line in lines)
     assert lines[-1]["critic/grad_norm"] > 0
     if reads != "tokens":
-        with pytest.raises(ValueError, match=f"with critic.reads = '{reads}' it reads what the policy's pass finds"):
+        with pytest.raises(
+            ValueError, match=f"with critic.reads = '{reads}' it reads the results of the policy's pass"
+        ):
             saved.export(settings, tmp_path / "critic", 3, "critic")
         return
     path = checkpoint.path_of(tmp_path / "whole" / session.CHECKPOINTS, 3)

@@ -229,7 +229,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"fppo\[{name}\]"):
         loggers.open_loggers(["jsonl", name], tmp_path, steps=3)
-    with pytest.raises(ValueError, match="no logger 'mlflow'"):
+    with pytest.raises(ValueError, match="unknown logger 'mlflow'"):
         loggers.open_loggers(["mlflow"], tmp_path, steps=3)
 
 

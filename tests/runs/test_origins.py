@@ -48,7 +48,7 @@ def test_a_start_says_what_code_and_packages_are_others(task, capsys, monkeypatc
     (task / "origin_rewards.py").write_text(CODE.format(sign="-") + "\n# 2")
     monkeypatch.setattr(origins.platform, "python_version", lambda: "3.99.0")
     said = goes_on(task, 2, capsys)
-    assert "going on from step 1 with other code: the code of origin_rewards is another: 3 lines in it are new" in said
+    assert "going on from step 1 with other code: the code of origin_rewards has changed: 3 lines added" in said
     assert f"; python {kept['versions']['python']} -> 3.99.0" in said
     assert json.loads((places / "step_00000001.json").read_text())["code"]["origin_rewards"].endswith("# 2")
     assert "other code" not in goes_on(task, 3, capsys)
@@ -63,7 +63,7 @@ def test_a_damaged_record_is_told_and_stops_nothing(tmp_path, damage):
     assert origins.record(settings, 0) == []
     whole = place.read_text()
     place.write_bytes(damage)
-    assert origins.record(settings, 0) == [f"what the last start was made of cannot be read in {place.parent}"]
+    assert origins.record(settings, 0) == [f"the origin of the last start cannot be read in {place.parent}"]
     assert place.read_text() == whole
 
 
@@ -108,7 +108,7 @@ def test_what_differs_is_named():
         one, versions={"torch": "2.14.1", "peft": "1"}, commits={"fppo": "b" * 40}, code={"mine": "a\n"}
     )
     assert origins.changes(one, other) == [
-        "the code of mine is another: 0 lines in it are new, 1 are gone",
+        "the code of mine has changed: 0 lines added, 1 removed",
         "peft none -> 1",
         "torch 2.13.0 -> 2.14.1",
         f"the commit of fppo {'a' * 10} -> {'b' * 10}",
@@ -119,7 +119,7 @@ def test_versions_outside_of_the_bounds_are_told(capsys, monkeypatch, task):
     required = ["torch<2.15,>=2.11", "numpy", "tyro<1.1"]
     assert origins.untested({"torch": "2.13.0+cpu", "numpy": "9"}, required) == []
     told = origins.untested({"torch": "2.15.0", "tyro": "1.1.0rc1"}, required)
-    assert told[0] == "torch 2.15.0 is outside of what fppo was tested with, <2.15,>=2.11"
+    assert told[0] == "torch 2.15.0 is outside the versions fppo was tested with, <2.15,>=2.11"
     assert told[1].startswith("tyro 1.1.0rc1 is outside")
     monkeypatch.setattr(origins.metadata, "requires", lambda name: ["numpy<1", "attrs", 'pytest<1; extra == "test"'])
     assert [line.split()[0] for line in origins.untested_here()] == ["numpy"]

@@ -97,7 +97,7 @@ def test_what_a_run_names_inside_of_itself_moves_with_it(tmp_path, capsys, monke
 def test_a_directory_without_a_checkpoint_is_not_evaluated(run, capsys):
     shutil.rmtree(run / "checkpoints")
     assert "there is no checkpoint in" in fppo(capsys, "eval", run, status=2)
-    assert "reads the run that it is given" in fppo(capsys, "eval", run, "--output-dir", "x", status=2)
+    assert "fppo eval reads the run" in fppo(capsys, "eval", run, "--output-dir", "x", status=2)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_how_a_start_was_asked_for_is_none_of_the_runs_settings(task, tmp_path, 
     assert "equal, bit for bit" in fppo(capsys, "replay", tmp_path / "fork", "--step", 3)
     shutil.rmtree(checkpoint.path_of(tmp_path / "fork" / "checkpoints", 2))
     said = fppo(capsys, "replay", tmp_path / "fork", "--step", 3, status=2)
-    assert "began from the checkpoint of step 2, and keeps none before step 3 any more" in said
+    assert "began from the checkpoint of step 2, and has none before step 3 any more" in said
     said = fppo(capsys, "train", file, "--resume", checkpoint.path_of(fork.parent, 3), status=2)
     assert "holds the checkpoint of step 5 already: give another output_dir" in said
     new = tmp_path / "new"

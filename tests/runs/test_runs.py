@@ -113,9 +113,7 @@ def test_a_run_trains_on_the_rollouts_that_another_saved(task, tmp_path, shared,
         differing = {name for name in one["result"] if one["result"][name] != other["result"].get(name)}
         assert all(name.startswith(other_data) for name in differing)
     if sampling:
-        with pytest.raises(
-            ValueError, match=r"rollout.interrupt let the clock decide .*--rollout.from .*first/rollouts "
-        ):
+        with pytest.raises(ValueError, match=r"rollout.interrupt the clock decided .*--rollout.from .*first/rollouts "):
             actions.replay(first, 3)
         ages = [line["rollout/lag/max"] for line in jsonl.read(first / "metrics.jsonl") if "rollout/lag/max" in line]
         assert max(ages) <= 8  # updates: of two steps, two epochs, two mini-batches

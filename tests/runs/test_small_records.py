@@ -62,10 +62,10 @@ def test_a_run_goes_on_bit_for_bit_over_damaged_records(begun, tmp_path, capsys,
     assert "Traceback" not in said
     assert jsonl.read(run / "digests.jsonl")[-2:] == digests
     if file == START:
-        assert f"{run / START} is damaged: what made the steps from 1 is not known any more" in said
+        assert f"{run / START} is damaged: the settings of the steps from 1 are unknown" in said
         assert cli.main(["replay", str(run), "--step", "2"]) == 0
         assert cli.main(["replay", str(run), "--step", "1"]) == 2
-        assert f"{run / START} is damaged: which settings made step 1 is not known" in capsys.readouterr().err
+        assert f"{run / START} is damaged: the settings that made step 1 are unknown" in capsys.readouterr().err
 
 
 def test_a_record_of_a_version_before_has_no_digest_and_is_read(begun, tmp_path):

@@ -129,7 +129,7 @@ def test_what_the_next_stage_does_not_expect_is_refused():
         out = stage_of(params, stage, received, micro, stages=stages, rows=rows)
         return out if stage == stages - 1 else out.float()
 
-    with pytest.raises(ValueError, match=r"stage 0 gives torch.float32 \[1, 3\], and its neighbour expects torch.f"):
+    with pytest.raises(ValueError, match=r"stage 0 gives torch.float32 \[1, 3\], but its neighbour expects torch.f"):
         on_ranks(2, 1, 2, one_f_one_b(2, 2), wide)
 
 

@@ -42,7 +42,7 @@ def test_the_cause_is_whoever_waits_for_nobody():
     assert text == (
         "after step 7: all_gather over the axis 'shard' has waited for 60 s for rank 1, in all_reduce over the axis "
         "'replicate' for 3 s after step 7; that is for rank 3, at a/b.py:5 in load after step 7 "
-        "(mesh.timeout is how long it may)"
+        "(mesh.timeout is the limit)"
     )
 
 
@@ -80,7 +80,7 @@ def test_a_broken_collective_names_who_is_gone():
     waiting = WaitingCollective("shard", "all_gather", 5, 0.0)
     assert broken(waiting, 7, "reset", [], {}) == "after step 7: all_gather over the axis 'shard' failed (reset)"
     text = broken(waiting, 7, "reset", [1], {1: at_work()})
-    assert "failed; not heard of any more: rank 1, at a/b.py:5 in load after step 7 (reset)" in text
+    assert "failed; no longer reporting: rank 1, at a/b.py:5 in load after step 7 (reset)" in text
 
 
 def test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for():
@@ -117,7 +117,7 @@ def test_a_message_is_waited_for_from_its_sender_alone():
     standings[1] = Standing.loaded(attrs.evolve(standings[1], at="pipeline 1, tensor 0").dumped().encode())
     assert too_long(WaitingCollective(line, "receive", 4, 0.0), 7, 60.0, [1], standings) == (
         "after step 7: receive over the axis 'pipeline' from rank 1 to rank 2 has waited for 60 s for rank 1 "
-        "(pipeline 1, tensor 0), at a/b.py:5 in load after step 7 (mesh.timeout is how long it may)"
+        "(pipeline 1, tensor 0), at a/b.py:5 in load after step 7 (mesh.timeout is the limit)"
     )
     assert "although all its ranks have come" in too_long(
         WaitingCollective(line, "receive", 3, 0.0), 7, 60.0, [1], standings

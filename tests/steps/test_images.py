@@ -173,7 +173,10 @@ def test_rows_that_do_not_fit_the_model_are_refused():
     record = rows(name, (1, 2))
     shifted = [attrs.evolve(x, places=x.places + 1) for x in record.inputs]
     fewer = [attrs.evolve(x, places=x.places[:-1]) for x in record.inputs]
-    for inputs, text in ((shifted, "places that do not hold token 60"), (fewer, "tokens stand for images that have")):
+    for inputs, text in (
+        (shifted, "positions without their placeholder token 60"),
+        (fewer, "placeholder tokens for images"),
+    ):
         with pytest.raises(ValueError, match=text):
             forward_micro_batch(params, attrs.evolve(record, inputs=Column(inputs)), forward=Forward(model))
 

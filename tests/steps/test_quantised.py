@@ -226,7 +226,7 @@ def test_axes_that_would_cut_what_has_one_scale_are_refused_with_the_numbers():
             on_four,
             r"o_proj.weight is cut within blocks of 64 weights .* in 4 parts of 128 .*one of \[1, 2\] ranks",
         ),
-        ("narrow", on_two, r"q_proj.weight has rows of 16 weights, which is no multiple of the 64 .*give int8"),
+        ("narrow", on_two, r"q_proj.weight has rows of 16 weights, not a multiple of the 64 .*give int8"),
     ):
         placed = models.place(models.build(CONFIGS[name]), mesh)
         with pytest.raises(ValueError, match=r"model\.lora\.base = 'nf4': a tensor axis of . ranks .*" + words):
