@@ -20,8 +20,6 @@ from fppo.models.model import HeadKind, Model, Params
 from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
-from fppo.settings.checks import uses_critic_model
-from fppo.settings.checks_lora import critic_uses_lora, shares_base, uses_lora
 from fppo.settings.train import TrainSettings
 
 
@@ -43,7 +41,7 @@ def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tu
     quantised if that is asked for.
     """
     model, params = load_actor(settings, mesh)
-    if not uses_lora(settings):
+    if not settings.model.lora.used:
         return model, on_device(params, device)
     spec = lora_of(settings)
     lora.check_adapted(model, spec)
@@ -68,16 +66,16 @@ def adapted_critic(
     """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
     else loaded. One that is no model has parameters alone."""
     key = Key(settings.seed)
-    if not uses_critic_model(settings):
+    if not settings.uses_critic_model:
         return None, on_device(reader_params(settings, key.fold("critic")), device)
-    if policy is not None and shares_base(settings):
+    if policy is not None and settings.model.shares_base:
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
-        if critic_uses_lora(settings):
+        if settings.model.lora.of_critic:
             model, params = _as_base(settings, model, params, mesh, device)
     params = on_device(params, device)
-    if not critic_uses_lora(settings):
+    if not settings.model.lora.of_critic:
         return model, params
     return lora.adapt(model, params, _spec(settings, "value"), key=key.fold("critic's adapter"), mesh=mesh)
 
@@ -101,7 +99,7 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
 def shape_of(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     """The policy's model, or the critic's, without tensors: with an adapter, if it is trained by one."""
     model = bare_model(settings, head)
-    if not (uses_lora(settings) if head == "lm" else critic_uses_lora(settings)):
+    if not (settings.model.lora.used if head == "lm" else settings.model.lora.of_critic):
         return model
     return lora.without_base(model, _spec(settings, head))
 
@@ -114,7 +112,7 @@ def _spec(settings: TrainSettings, head: HeadKind) -> Lora:
 
 def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> Model:
     """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
-    if not uses_lora(settings):
+    if not settings.model.lora.used:
         return bare_model(settings)
     return load_policy(settings, mesh, device)[0]
 

@@ -15,8 +15,9 @@ from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
-from fppo.settings import files, old_log_probs
+from fppo.settings import files
 from fppo.settings.placement import places_of, pools_of, threads_of
+from fppo.settings.resolve import old_log_probs_source, passes_besides
 from fppo.settings.train import TrainSettings
 
 _WIDTH = 80
@@ -68,13 +69,13 @@ def _several(count: int, what: str) -> str:
 
 def _old_log_probs(settings: TrainSettings) -> str:
     """What algorithm.old_log_probs = "auto" comes to."""
-    match old_log_probs.source(settings):
+    match old_log_probs_source(settings):
         case "update":
             return "update: a batch has one update, whose own pass gives them"
         case "auto":
             return "engine, held in every step against a pass over some of its rows"
         case _:
-            return f"pass: {'; '.join(old_log_probs.passes_besides(settings))}"
+            return f"pass: {'; '.join(passes_besides(settings))}"
 
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:

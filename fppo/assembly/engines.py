@@ -16,9 +16,8 @@ from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.settings.checks_data import has_held_out
+from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
-from fppo.settings.vllm import VllmSettings
 from fppo_kernels.record import Kernels
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def engine_of(
     settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
 ) -> Iterator[SpreadEngine]:
     """The engine that the settings name, on every rank, for as long as the context lasts."""
-    idle = settings.rollout.from_ is not None and not has_held_out(settings)  # nothing is ever asked of it
+    idle = settings.rollout.from_ is not None and not settings.data.has_held_out  # nothing is ever asked of it
     if settings.rollout.engine == "embedded" or idle:
         yield embedded_engine(settings, model, kernels, pad_token_id, mesh, lane)
         return

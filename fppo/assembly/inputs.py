@@ -48,9 +48,7 @@ from fppo.rollout.turns import tools
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
-from fppo.settings import checks, files
-from fppo.settings.checks_data import has_held_out
-from fppo.settings.checks_lora import critic_uses_lora
+from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.record import Kernels
@@ -105,7 +103,7 @@ def read_inputs(
     if settings.data.seen and images is None:
         raise tried.error()
     prompts = tried(lambda: load_prompts(settings, tokenizer, images, held_out=False))
-    there = has_held_out(settings)
+    there = settings.data.has_held_out
     held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True)) if there else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
@@ -278,9 +276,9 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section = settings.model
     named = {"actor": ("model.path", section.path)}
-    if trained and checks.uses_critic_model(settings) and section.critic_path is not None:
+    if trained and settings.uses_critic_model and section.critic_path is not None:
         named["critic"] = ("model.critic_path", section.critic_path)
-    if trained and checks.uses_reference(settings) and section.ref_path is not None:
+    if trained and settings.uses_reference and section.ref_path is not None:
         named["reference"] = ("model.ref_path", section.ref_path)
     tried(lambda: check_scorers(settings, tokenizer, mesh))
     configs = tried(
@@ -295,17 +293,17 @@ def _check_models(
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
     if tried(lambda: lacks_something(settings)):
         tried(lambda: check_kernels(settings, bare_model(settings)))
-        if trained and checks.uses_critic(settings):
+        if trained and settings.algorithm.uses_critic:
             tried(lambda: check_kernels(settings, bare_model(settings, "value"), "critic"))
         if "reference" in configs:
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
             tried(lambda: check_kernels(settings, bare_model(reference), "reference"))
-    of_critic = "critic" if "critic" in configs else "actor" if trained and checks.uses_critic_model(settings) else None
-    of_policy = {"critic": trained and checks.uses_critic_model(settings), "reference": trained}
+    of_critic = "critic" if "critic" in configs else "actor" if trained and settings.uses_critic_model else None
+    of_policy = {"critic": trained and settings.uses_critic_model, "reference": trained}
     for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
         asked = configs.get(role, configs["actor"]), *(mesh_at(settings, role, mesh) if trained else ("", mesh))
         tried(partial(check_mesh, *asked))
-        if role == "actor" or (role == "critic" and critic_uses_lora(settings)):
+        if role == "actor" or (role == "critic" and settings.model.lora.of_critic):
             tried(partial(check_base, settings, *asked))
     for role, config in configs.items():
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))

@@ -11,7 +11,7 @@ from fppo import models
 from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
 from fppo.models.model import Model
-from fppo.settings import checks, resolve
+from fppo.settings import resolve
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
 from fppo_kernels import table as tables
@@ -52,9 +52,9 @@ def _models(settings: TrainSettings) -> Iterator[Model]:
     """The models of the settings, without parameters."""
     section = settings.model
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
-    if checks.uses_critic(settings):
+    if settings.algorithm.uses_critic:
         paths["model.critic_path"] = section.critic_path
-    if checks.uses_reference(settings):
+    if settings.uses_reference:
         paths["model.ref_path"] = section.ref_path
     for name, path in paths.items():
         if path:

@@ -49,7 +49,6 @@ from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
-from fppo.settings.checks_data import has_held_out
 from fppo.settings.component import bound, value_of
 from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
@@ -238,7 +237,7 @@ def assemble_evaluation(
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
     base. Raises ValueError for settings without held-out prompts.
     """
-    if not has_held_out(settings):
+    if not settings.data.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)

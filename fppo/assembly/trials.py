@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -14,12 +15,13 @@ from fppo.assembly.parts import value_head_of
 from fppo.assembly.program import policy_loss
 from fppo.pipeline.estimators import WEIGHTS, columns_of
 from fppo.settings.component import bound, parts
+from fppo.settings.fields import Problem, said
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
 from fppo.steps.actor import SelectiveLoss
 
 
-def value_problems(settings: TrainSettings, known: Sequence[str]) -> list[str]:
+def value_problems(settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
     """What the functions of parts say of the keywords that settings give them; not of parts with `known` problems."""
     trials: dict[str, Callable[[], Any]] = {
         "actor.loss": lambda: _loss(settings),
@@ -29,18 +31,17 @@ def value_problems(settings: TrainSettings, known: Sequence[str]) -> list[str]:
         "actor.optimizer": lambda: optimizer_of(settings.actor.optimizer, 1, setting="actor.optimizer"),
         "critic.optimizer": lambda: optimizer_of(settings.critic.optimizer, 1, setting="critic.optimizer"),
     }
-    lines = []
+    found = []
     for path, part, _ in parts(settings):
-        if not part.keywords or any(text.startswith(f"{path}.") for text in known):
+        if not part.keywords or any(problem.path.startswith(f"{path}.") for problem in known):
             continue
         try:
             trials[path]()
         except ValueError as error:
-            said = str(error)
             keywords = ", ".join(f"{name}={value!r}" for name, value in part.keywords.items())
-            line = said if said.startswith(f"{path}.") else f"{path} = {part.name}({keywords}): {said}"
-            lines.append(line)
-    return lines
+            problem = Problem(f"{path} = {part.name}({keywords})", attrs.NOTHING, str(error))
+            found.append(said(error) if str(error).startswith(f"{path}.") else problem)
+    return found
 
 
 def _floats(*shape: int) -> Tensor:

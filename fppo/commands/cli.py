@@ -22,13 +22,14 @@ from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
 from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
-from fppo.settings import checks, contents, files, machine, modules, places
+from fppo.settings import checks, files, machine, modules, places
 from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
-from fppo.settings.mesh import MeshSettings
+from fppo.settings.fields import Problem
+from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
@@ -290,8 +291,8 @@ def _no_file(command: str) -> int:
 
 
 def _look(
-    processes: LaunchOptions, settings: TrainSettings, known: Sequence[str], *, exports: bool = False
-) -> list[str]:
+    processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem], *, exports: bool = False
+) -> list[Problem]:
     """All problems with what settings name outside of themselves that can be seen before the run.
 
     Where it `exports` its policy, with the place for that too. Rows are read where there are problems anyway: else the
@@ -300,16 +301,17 @@ def _look(
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
     here, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
-    wrong = [*places.place_problems(settings), *([] if target is None else [target])]
+    wrong = [*places.place_problems(settings)]
+    wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, here, visible=visible)]
-    wrong += [*contents.token_problems(settings), *checks.mesh_problems(settings, world)]
+    wrong += [*places.token_problems(settings), *checks.mesh_problems(settings, world)]
     if any(part.keywords for _, part, _ in parts(settings)):
         from fppo.assembly import trials  # here: it loads torch, which the run will need anyway
 
         wrong += trials.value_problems(settings, [*known, *wrong])
     every = [*known, *wrong]
-    if every and not any(text.startswith(("data.", "[data")) for text in every):
-        wrong += contents.row_problems(settings)
+    if every and not any(problem.path.startswith(("data.", "[data")) for problem in every):
+        wrong += places.row_problems(settings)
     return wrong
 
 

@@ -21,8 +21,6 @@ from fppo.runs import bases
 from fppo.runs.session import CHECKPOINTS, CONFIGS
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.settings import checks
-from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState
 
@@ -39,9 +37,9 @@ def newest(directory: Path, step: int | None = None) -> int | None:
 def bare(settings: TrainSettings) -> TrainSettings:
     """The settings of a run with the configs and the tokenizer that it keeps, in place of the models it began from."""
     configs = Path(settings.output_dir) / CONFIGS
-    if not configs.is_dir() or uses_lora(settings):  # an adapter is nothing without its base
+    if not configs.is_dir() or settings.model.lora.used:  # an adapter is nothing without its base
         return settings
-    critic = str(configs / "critic") if checks.uses_critic_model(settings) else None
+    critic = str(configs / "critic") if settings.uses_critic_model else None
     own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
     model, data = attrs.evolve(settings.model, **own), attrs.evolve(settings.data, chat_template=None)
     return attrs.evolve(settings, model=model, data=data)
@@ -80,15 +78,15 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     Raises ValueError for the critic of a run that has none, for one with an adapter that is not to be merged, and for
     what cannot be merged.
     """
-    if role == "critic" and not checks.uses_critic(settings):
+    if role == "critic" and not settings.algorithm.uses_critic:
         raise ValueError(
             f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage.name!r} trains none"
         )
-    if role == "critic" and not checks.uses_critic_model(settings):
+    if role == "critic" and not settings.uses_critic_model:
         reads = f"with critic.reads = {settings.critic.reads!r} it reads what the policy's pass finds"
         raise ValueError(f"the run's critic is no model: {reads}")
     path = checkpoint.place_of(Path(settings.output_dir) / CHECKPOINTS, step)
-    if uses_lora(settings) if role == "actor" else critic_uses_lora(settings):
+    if settings.model.lora.used if role == "actor" else settings.model.lora.of_critic:
         _export_adapted(settings, target, path, role, merge=merge)
         return
     if merge:

@@ -1,10 +1,11 @@
-"""Fields of settings classes with the checks of their own values."""
+"""Fields of settings classes with the checks of their own values, and how a problem with settings is said."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import attrs
 
@@ -14,11 +15,39 @@ MOST_WORKERS = 1024  # processes or threads that one setting starts on a machine
 MOST_RANKS = 65536  # of a pool, or of an axis
 MOST_SECONDS = 1e7  # that anything waits: four months
 _FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
+_ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
 
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
-
-
 Table = dict[str, Any]  # names and values that are another library's: a table in a file, JSON on the command line
+
+
+class Problem(NamedTuple):
+    """What is wrong with one setting, and what to do: as text "section.setting = value: text"."""
+
+    path: str
+    value: Any  # NOTHING where no single value is wrong
+    text: str
+
+    def __str__(self) -> str:
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return f"{self.path}: {self.text}" if value is attrs.NOTHING else f"{self.path} = {value!r}: {self.text}"
+
+
+Problems = Iterator[Problem]
+
+
+class WrongSetting(ValueError):
+    """One problem, where work cannot go on."""
+
+    def __init__(self, path: str, value: Any, text: str) -> None:
+        self.problem = Problem(path, value, text)
+        super().__init__(str(self.problem))
+
+
+def said(error: ValueError) -> Problem:
+    """The problem that an error puts into words, as "setting = value: text"."""
+    path, _, text = str(error).partition(": ")
+    return error.problem if isinstance(error, WrongSetting) else Problem(path, attrs.NOTHING, text)
 
 
 def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
@@ -43,20 +72,58 @@ def fields_of(cls: type) -> list[attrs.Attribute]:
     return [field for field in attrs.fields(cls) if not field.metadata.get("keywords")]
 
 
+def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
+    """The table of a part's section; None for a section that is no part."""
+    field = attrs.fields_dict(cls).get("name")
+    return None if field is None else field.metadata.get("table")
+
+
 def kinds_of(cls: type) -> dict[str, Any]:
     """The types of a section's settings and sections, by what files call them."""
     return {name_of(field): field.type for field in fields_of(attrs.resolve_types(cls, include_extras=False))}
 
 
-def wrong_values(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """The path, the value and what is wrong with it, of what fails a check of its field, through all sections."""
+def value_at(settings: Any, path: str) -> Any:
+    """The value of a setting, or the section, at a path."""
+    for name in filter(None, path.split(".")):
+        settings = next(getattr(settings, x.name) for x in attrs.fields(type(settings)) if name_of(x) == name)
+    return settings
+
+
+def wrong(settings: Any, path: str, text: str) -> Problem:
+    """The value at a path does not do, for what the text says."""
+    return Problem(path, value_at(settings, path), text)
+
+
+def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
+    """Settings at these paths that were given, their sections' too, and that nothing but the reader would read."""
+    for path in paths:
+        section, _, name = path.rpartition(".")
+        of = value_at(settings, section)
+        field = next(x for x in attrs.fields(type(of)) if name_of(x) == name)
+        value = getattr(of, field.name)
+        if attrs.has(type(value)):
+            yield from unread(settings, (f"{path}.{name_of(x)}" for x in attrs.fields(type(value))), reader)
+        elif value != getattr(type(of)(), field.name):
+            yield Problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
+
+
+def cluster_problems(settings: Any, path: str, words: tuple[str, ...]) -> Problems:
+    """A setting that names a cluster by none of the words and by no address."""
+    value = value_at(settings, path)
+    if value not in words and not _ADDRESS.fullmatch(value):
+        yield Problem(path, value, f"it is {', '.join(words)}, or the HOST:PORT of a Ray cluster that runs")
+
+
+def wrong_values(section: Any, prefix: str = "") -> Problems:
+    """What fails a check of its field, through all sections."""
     for field in fields_of(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
             yield from wrong_values(value, f"{path}.")
             continue
-        wrong = [check(value) for check in field.metadata.get("checks", ())]
-        yield from ((path, value, text) for text in wrong if text)
+        texts = [check(value) for check in field.metadata.get("checks", ())]
+        yield from (Problem(path, value, text) for text in texts if text)
 
 
 def at_least(low: float) -> Check:

@@ -25,9 +25,8 @@ from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import component, files, modules, tables
-from fppo.settings.optimizer import OptimizerSettings
+from fppo.settings.learning import ActorSettings, LossSettings, OptimizerSettings
 from fppo.settings.resolve import AUTO
-from fppo.settings.train import ActorSettings, LossSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import table
@@ -37,7 +36,7 @@ from tests import tiny_run
 from tests.models.families import CONFIGS, make
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py", "settings/mesh.py")
+READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py", "settings/placement.py")
 
 
 def _attributes_read() -> set[str]:

@@ -121,7 +121,7 @@ def test_a_reward_whose_weight_is_zero(task, capsys, weights):
     assert "reward.weights = [" in said
     assert "every response would score 0, and nothing would be learned" in said
     said = fails(task, capsys, "--reward.functions", "--reward.judge.path", "j", "--reward.judge.weight", weights)
-    assert "reward.judge.weight = 0.0: every response would score 0" in said
+    assert f"reward.judge.weight = {float(weights)}: every response would score 0" in said
     two = ["--reward.functions", "exact_match", "tests.rewards.functions:length", "--reward.weights", "1", "0"]
     assert files.load(task / "run.toml", two).reward.weights == (1.0, 0.0)
 
