@@ -80,7 +80,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     if head == "value" and section.critic_path is not None:
         name, path = "model.critic_path", section.critic_path
     model = models.build(
-        config_of(settings, config_place(path, name)),
+        config_of(section, config_place(path, name)),
         head,
         outputs=1 if head == "lm" else value_head_of(settings).outputs,
         compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),

@@ -171,7 +171,9 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None,
 def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
     """What generates on a rank, by the model of the policy there, with the policy's own parameters."""
     tools = tools or _tools(here, settings)
-    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+    lane = tools.lane if offload_of(settings, "actor") == "all" else None
+    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
+    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, lane, routed=routed).generate
 
 
 def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
@@ -180,8 +182,8 @@ def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) 
     model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
     if vllm:
         return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh, settings.model.lora.send).generate
-    settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload="none"))  # they are where it runs
-    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
+    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, None, routed=routed).generate
 
 
 @attrs.frozen(kw_only=True)
@@ -236,7 +238,8 @@ class Roles:
         models = (
             {"actor": self.actor.model, "critic": self.critic and self.critic.model} if settings.model.lora.used else {}
         )
-        return {role: self._on(role, base_of_role, "base")(settings, role, model) for role, model in models.items()}
+        of = partial(base_of_role, settings.model)
+        return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
     def hold(self) -> Callable[[Params], Params]:
         """Copies the policy where it is."""
@@ -308,7 +311,7 @@ def _view(settings: TrainSettings) -> View:
     """What the critic sees of rows."""
     if not settings.critic.privileged:
         return lambda rows: rows
-    tokenizer, vocabulary = load_tokenizer(settings), vocabulary_size_of(settings)
+    tokenizer, vocabulary = load_tokenizer(settings.model, settings.data), vocabulary_size_of(settings.model)
 
     def encode(text: str) -> list[int]:
         return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)

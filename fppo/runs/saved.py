@@ -94,8 +94,8 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     settings = bare(settings)
     model = bare_model(settings, "lm" if role == "actor" else "value")
     whole = params(model, role, path, device=device_of(settings))
-    tokenizer = load_tokenizer(settings)
-    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
     models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)
 
 
@@ -106,13 +106,13 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         critic, _ = adapted_critic(settings, model, LOCAL, device)
         assert critic is not None
         model = critic
-    own = bases_of({role: base_of_role(settings, role, model)}) or {}
+    own = bases_of({role: base_of_role(settings.model, role, model)}) or {}
     bases.check(own, path)
-    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
+    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings.model, settings.data)
     if not merge and role == "critic":
         raise ValueError("the critic's adapter has a value head of its own, which PEFT's files do not: give --merge")
     if not merge:
         lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
         return
-    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
     models.save(widened(model), adapter, target, tokenizer=tokenizer, generation_config=generation)

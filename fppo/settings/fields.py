@@ -83,6 +83,16 @@ def kinds_of(cls: type) -> dict[str, Any]:
     return {name_of(field): field.type for field in fields_of(attrs.resolve_types(cls, include_extras=False))}
 
 
+def only(section: Any, *names: str) -> dict[str, Any]:
+    """Those settings of a section, by name, for what has keywords of the same names."""
+    return {name: getattr(section, name) for name in names}
+
+
+def without(section: Any, *names: str) -> dict[str, Any]:
+    """All settings of a section but those, by name, for what has keywords of the same names."""
+    return only(section, *(field.name for field in fields_of(type(section)) if field.name not in names))
+
+
 def value_at(settings: Any, path: str) -> Any:
     """The value of a setting, or the section, at a path."""
     for name in filter(None, path.split(".")):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fppo._errors import json_of, printable
-from fppo.data.examples import Fields, example_of
+from fppo.data.examples import example_of
 from fppo.data.plain import half_pairs, irregular
 from fppo.data.problems import Problems as RowProblems
 from fppo.data.read import FORMATS, read_rows
@@ -269,16 +269,6 @@ def _missing(place: Path) -> str:
 def row_problems(settings: TrainSettings) -> list[Problem]:
     """The faulty rows of the data sets that are files here, and not large: all as one text."""
     data, found = settings.data, []
-    truth = data.ground_truth or None
-    fields = Fields(
-        prompt=data.prompt,
-        ground_truth=truth,
-        source=data.source,
-        chat=data.chat,
-        images=data.images if data.chat else None,
-        videos=data.videos if data.chat else None,
-        tools=data.row_tools,
-    )
     noted = RowProblems()
     for paths in dict.fromkeys((data.path, data.eval_path if data.has_held_out else ())):
         places = [Path(path) for path in paths]
@@ -287,7 +277,7 @@ def row_problems(settings: TrainSettings) -> list[Problem]:
             continue
         try:
             for row in read_rows(places, problems=noted):
-                example_of(row, fields, noted)
+                example_of(row, data.fields, noted)
         except ValueError as error:
             found.append(said(error))
     try:

@@ -12,7 +12,19 @@ from typing import Literal
 import attrs
 
 from fppo._errors import did_you_mean
-from fppo.settings.fields import MOST_ROWS, MOST_TOKENS, Table, above, at_least, at_most, nonempty, setting, temperature
+from fppo.data.examples import Fields
+from fppo.settings.fields import (
+    MOST_ROWS,
+    MOST_TOKENS,
+    Table,
+    above,
+    at_least,
+    at_most,
+    nonempty,
+    only,
+    setting,
+    temperature,
+)
 from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
@@ -79,6 +91,13 @@ class DataSettings:
     def has_held_out(self) -> bool:
         """Whether there are prompts to evaluate on."""
         return bool(self.eval_path) or self.eval_rows is not None
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of a row that are read."""
+        seen = only(self, "images", "videos") if self.chat else {}
+        own = only(self, "prompt", "source", "chat")
+        return Fields(**own, **seen, ground_truth=self.ground_truth or None, tools=self.row_tools)
 
     @property
     def seen(self) -> dict[str, str]:
