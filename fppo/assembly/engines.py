@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 
 from fppo.assembly.parts import offload_of
+from fppo.fields import only
 from fppo.models.model import Model
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
@@ -16,7 +17,6 @@ from fppo.rollout.engine import Engine
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.settings.fields import only, without
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
 from fppo_kernels.record import Kernels
@@ -69,15 +69,13 @@ def vllm_engine(
     section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh, adapter: Literal["merged", "alone"] = "merged"
 ) -> VllmEngine:
     """A vLLM of its own, as the section says, to which an adapter goes so. Use it in a `with`, or close it."""
-    from fppo.rollout.vllm.engine import VllmEngine, VllmOptions  # here: it starts processes of another package
+    from fppo.rollout.vllm.engine import VllmEngine  # here: it starts processes of another package
 
-    own = ("eager", "send", "bucket_mb", "probe")
-    options = VllmOptions(**without(section, *own), eager=section.eager is not False, adapter=adapter)
     return VllmEngine(
         model,
         pad_token_id=pad_token_id,
         mesh=mesh,
-        options=options,
+        options=attrs.evolve(section, adapter=adapter),
         bucket_bytes=section.bucket_mb << 20,
         **only(section, "send", "probe"),
     )

@@ -40,6 +40,7 @@ from fppo.assembly.texts import (
 from fppo.data import PromptSet
 from fppo.data.cursor import Order
 from fppo.data.problems import together
+from fppo.fields import only
 from fppo.key import Key
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
@@ -49,7 +50,6 @@ from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
-from fppo.settings.fields import only
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings, TrainSettings

@@ -36,6 +36,7 @@ from fppo.assembly.texts import (
 )
 from fppo.data import ChatOptions
 from fppo.data.encode import check_open_end
+from fppo.fields import only
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models.load import read_config
@@ -51,7 +52,6 @@ from fppo.rollout.spread import FetchingEngine
 from fppo.rollout.vllm.host import EngineFailure
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
-from fppo.settings.fields import only
 from fppo.settings.model import ModelSettings
 from fppo.settings.reward import RewardModelSettings, RewardSettings
 from fppo.settings.train import DataSettings, TrainSettings

@@ -12,11 +12,11 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrai
 from fppo import data
 from fppo._errors import json_of, words_of
 from fppo.data import ChatOptions
+from fppo.fields import only
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
 from fppo.models.vision import Vision, takes_images
 from fppo.rollout.engine import Sampling
-from fppo.settings.fields import only
 from fppo.settings.model import ModelSettings
 from fppo.settings.places import TOKENIZER_FILES
 from fppo.settings.rollout import RolloutSettings

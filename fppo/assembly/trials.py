@@ -13,10 +13,10 @@ from torch import Tensor
 from fppo.assembly.optimizers import optimizer_of
 from fppo.assembly.parts import value_head_of
 from fppo.assembly.program import policy_loss
+from fppo.fields import Problem, said
 from fppo.losses import ValueHead
 from fppo.pipeline.estimators import WEIGHTS, columns_of
 from fppo.settings.component import Component, bound, parts
-from fppo.settings.fields import Problem, said
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
 from fppo.steps.actor import LossFn, SelectiveLoss

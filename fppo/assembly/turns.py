@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly.texts import chat_options
+from fppo.fields import only
 from fppo.rollout.engine import Engine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
@@ -15,7 +16,6 @@ from fppo.rollout.turns.games import Game
 from fppo.rollout.turns.observations import PlainText, Within, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
-from fppo.settings.fields import only
 from fppo.settings.rollout import TurnsSettings
 from fppo.settings.train import DataSettings
 

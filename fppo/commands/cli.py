@@ -20,6 +20,7 @@ from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
 from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import checks, files, machine, modules, places
@@ -28,7 +29,6 @@ from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
-from fppo.settings.fields import Problem
 from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fppo.rollout.turns.runner import ToolRunner as ToolRunner
     from fppo.rollout.vllm.engine import VllmEngine as VllmEngine
     from fppo.rollout.vllm.host import EngineFailure as EngineFailure
-    from fppo.rollout.vllm.host import VllmOptions as VllmOptions
+    from fppo.rollout.vllm.options import VllmOptions as VllmOptions
 
 __all__ = [
     "Ask",
@@ -76,7 +76,8 @@ _HOMES = {
     "turns.observations": ("PlainText", "chat_template"),
     "turns.runner": ("ToolRunner",),
     "vllm.engine": ("VllmEngine",),
-    "vllm.host": ("EngineFailure", "VllmOptions"),
+    "vllm.host": ("EngineFailure",),
+    "vllm.options": ("VllmOptions",),
 }
 
 

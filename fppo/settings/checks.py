@@ -8,11 +8,11 @@ from typing import Any
 
 import attrs
 
+from fppo.fields import Problem, Problems, name_of, unread, value_at, wrong, wrong_values
 from fppo.settings.checks_data import data_problems, eval_problems, reward_problems
 from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.component import part_problems, signature_of, value_of
-from fppo.settings.fields import Problem, Problems, name_of, unread, value_at, wrong, wrong_values
 from fppo.settings.resolve import hindrances, passes_before_update
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import string
 
+from fppo.fields import Problem, Problems, unread, value_at, wrong
 from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings.checks_rollout import FUNCTION, too_short, vllm_problems
 from fppo.settings.component import keyword_problems, value_of
-from fppo.settings.fields import Problem, Problems, unread, value_at, wrong
 from fppo.settings.reward import RewardSettings
 from fppo.settings.tables import ESTIMATORS, REWARDS
 from fppo.settings.train import TrainSettings

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import attrs
 
 from fppo._errors import did_you_mean
+from fppo.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
 from fppo.settings.checks_rollout import vllm_on_ranks
-from fppo.settings.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
 from fppo.settings.placement import AXES, HERE, places_of, pool_problems, pools_of
 from fppo.settings.train import TrainSettings
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from fppo.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
 from fppo.rollout.turns.tools import TOOLS
-from fppo.settings.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
+from fppo.rollout.vllm.options import conflicts
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
 
@@ -126,18 +127,13 @@ def vllm_problems(s: TrainSettings, path: str) -> Problems:
         if name in _FIXED:
             text = "how weights come and tokens are drawn rests on it; leave it out"
             yield Problem(f"{path}.extra.{name}", value, text)
-    if section.host != "process":
-        yield from unread(s, [f"{path}.devices"], f'{path}.host = "process"')
+    yield from (problem._replace(path=f"{path}.{problem.path}") for problem in conflicts(section))
     yield from cluster_problems(s, f"{path}.cluster", ("local",))
     if section.host != "ray":
         yield from unread(s, [f"{path}.cluster"], f'{path}.host = "ray"')
-    if section.host != "local":
-        return
-    names = ("restarts", "patience", "start_patience", "transport")
-    yield from unread(s, (f"{path}.{name}" for name in names), f'{path}.host = "process" or "ray"')
-    if section.tensor_parallel > 1:
-        text = 'its processes are not for the trainer to start; give host = "process" or "ray"'
-        yield wrong(s, f"{path}.tensor_parallel", text)
+    if section.host == "local":
+        names = ("restarts", "patience", "start_patience")
+        yield from unread(s, (f"{path}.{name}" for name in names), f'{path}.host = "process" or "ray"')
 
 
 def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:

@@ -11,9 +11,9 @@ from typing import Any
 import attrs
 
 from fppo._errors import nearest
+from fppo.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings import files
 from fppo.settings.component import parts
-from fppo.settings.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read
 

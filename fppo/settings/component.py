@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol, Union, get_args
 import attrs
 
 from fppo._errors import did_you_mean
-from fppo.settings.fields import (
+from fppo.fields import (
     Check,
     Problem,
     Problems,

@@ -17,9 +17,9 @@ from typing import Any
 import attrs
 
 from fppo._errors import check_depth
+from fppo.fields import Problem, WrongSetting, fields_of, kinds_of, name_of, table_of
 from fppo.settings import checks
 from fppo.settings.component import parts, signature_of
-from fppo.settings.fields import Problem, WrongSetting, fields_of, kinds_of, name_of, table_of
 from fppo.settings.modules import own_functions
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import read_section, switched, value_of_words, words_given

@@ -6,8 +6,8 @@ from typing import Literal
 
 import attrs
 
+from fppo.fields import Table, above, at_least, at_most, below, nonempty, setting
 from fppo.settings.component import given, named, requires
-from fppo.settings.fields import Table, above, at_least, at_most, below, nonempty, setting
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 
 OldLogProbs = Literal["pass", "engine", "update", "auto"]

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from fppo.settings.fields import MOST_WORKERS, Problems, wrong
+from fppo.fields import MOST_WORKERS, Problems, wrong
 from fppo.settings.placement import places_of, pools_here
 from fppo.settings.train import TrainSettings
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import Table, above, at_least, nonempty, setting
+from fppo.fields import Table, above, at_least, nonempty, setting
 
 
 @attrs.frozen(kw_only=True)

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 from fppo._errors import did_you_mean, nearest
+from fppo.fields import Problem
 from fppo.rewards.builtin import builtins
 from fppo.settings.component import parts, spec_of
-from fppo.settings.fields import Problem
 from fppo.settings.resolve import AUTO
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search

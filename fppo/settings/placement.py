@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import attrs
 
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_RANKS,
     MOST_SECONDS,
     MOST_WORKERS,

@@ -12,10 +12,10 @@ from fppo.data.examples import example_of
 from fppo.data.plain import half_pairs, irregular
 from fppo.data.problems import Problems as RowProblems
 from fppo.data.read import FORMATS, read_rows
+from fppo.fields import Problem, Problems, said
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.weights import weight_files
 from fppo.settings import files
-from fppo.settings.fields import Problem, Problems, said
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")

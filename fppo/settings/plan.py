@@ -9,8 +9,8 @@ from typing import Literal
 import attrs
 
 from fppo._errors import json_of
+from fppo.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings import placement, plan_rollout, resolve
-from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.placement import PlanMeshSettings
 from fppo.settings.plan_rollout import PlanRolloutSettings

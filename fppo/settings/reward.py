@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_SECONDS,
     MOST_TOKENS,
     MOST_WORKERS,

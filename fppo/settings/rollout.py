@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_ROWS,
     MOST_SECONDS,
     MOST_TOKENS,
     MOST_WORKERS,
-    Table,
     above,
     at_least,
     at_most,
@@ -20,61 +19,28 @@ from fppo.settings.fields import (
     setting,
     temperature,
 )
+from fppo.rollout.vllm.options import VllmOptions
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
     return "must be 0 or more, each" if any(x < 0 for x in values) else None
 
 
-def _gpus(value: tuple[int, ...]) -> str | None:
-    different = len(set(value)) == len(value) and all(gpu >= 0 for gpu in value)
-    return None if different else "name different GPUs, counted from 0"
+def _extra_last(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
+    """What is vLLM's own comes last."""
+    return sorted(fields, key=lambda field: field.name == "extra")
 
 
-@attrs.frozen(kw_only=True)
-class VllmSettings:
+@attrs.frozen(kw_only=True, field_transformer=_extra_last)
+class VllmSettings(VllmOptions):
     """How vLLM runs, where rollout.engine is vllm."""
 
-    max_model_len: int | None = setting(None, at_least(1))
-    """The longest prompt and response together, in tokens; None: the model's own limit."""
-    max_rows: int = setting(256, at_least(1))
-    """Rows that decode together."""
-    cache_gb: float | None = setting(None, above(0))
-    """Memory for keys and values, in GiB; None: of half of what is free beside a trainer, else of all; 1 on a CPU."""
-    memory_share: float | None = setting(None, above(0), at_most(1))
-    """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
-    """The dtype vLLM holds and computes in; None: the one training computes in."""
-    eager: Literal["auto"] | bool = setting("auto")
-    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU; auto: on a CPU."""
-    prefix_cache: bool = setting(True)
-    """Compute what prompts share once; samples of one prompt share it."""
-    sleep: bool = setting(False)
-    """Give weights and cache back to the GPU between rollouts."""
-    host: Literal["local", "process", "ray"] = setting("local")
-    """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
-    cluster: str = setting("local", nonempty("give local, or the HOST:PORT of a Ray cluster that runs"))
-    """The Ray cluster of host = "ray": local, a new one on this machine, or the HOST:PORT of one that runs."""
-    tensor_parallel: int = setting(1, at_least(1))
-    """Over how many devices it cuts the model; not with host = "local"."""
-    devices: tuple[int, ...] = setting((), _gpus)
-    """GPUs it runs on, tensor_parallel of them for each rank; unset: its rank's, or as many more as it needs."""
-    transport: Literal["auto", "nccl", "ipc"] = setting("auto")
-    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
-    restarts: int = setting(3, at_least(0))
-    """How often it is replaced in one rollout before the run ends."""
-    patience: float = setting(120.0, above(0), at_most(MOST_SECONDS))
-    """Seconds without a sign of life after which it counts as hung."""
-    start_patience: float = setting(900.0, above(0), at_most(MOST_SECONDS))
-    """The same, while it starts or takes weights in."""
     send: Literal["all", "changed"] = setting("all")
     """Send all parameters at every sync, or those that changed."""
     bucket_mb: int = setting(256, at_least(1))
     """MiB of parameters that are gathered and sent at once."""
     probe: Literal["first", "always", "never"] = setting("first")
     """After which syncs the log-probs of some tokens are held against the trainer's."""
-    extra: Table = setting(dict)
-    """Further keywords of vllm.LLM, as {max_num_batched_tokens = 8192}."""
 
 
 @attrs.frozen(kw_only=True)

@@ -13,7 +13,7 @@ import attrs
 
 from fppo._errors import did_you_mean
 from fppo.data.examples import Fields
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_ROWS,
     MOST_TOKENS,
     Table,

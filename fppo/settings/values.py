@@ -14,7 +14,7 @@ import attrs
 import cattrs
 
 from fppo._errors import json_of, nearest
-from fppo.settings.fields import Problem, kinds_of, name_of, table_of
+from fppo.fields import Problem, kinds_of, name_of, table_of
 
 _TRUTHS = {"true": True, "yes": True, "false": False, "no": False}
 _CORRECTION = "algorithm.correction"

@@ -18,16 +18,9 @@ from torch import Tensor
 from fppo.fleet.on_ray import joined
 from fppo.rollout.shared_memory import Place, places_of, view
 from fppo.rollout.sync import How, SyncError
-from fppo.rollout.vllm.host import (
-    NOT_FOR_VLLM,
-    Answer,
-    EngineDied,
-    EngineFailure,
-    Request,
-    VllmOptions,
-    check_installed,
-)
+from fppo.rollout.vllm.host import NOT_FOR_VLLM, Answer, EngineDied, EngineFailure, Request, check_installed
 from fppo.rollout.vllm.local import LocalHost
+from fppo.rollout.vllm.options import VllmOptions
 
 _BEAT = 0.5  # seconds between two signs of life
 _FROM_THERE = (EngineFailure, SyncError, ValueError)

@@ -23,16 +23,9 @@ from fppo.rollout.shared_memory import Place as Bytes
 from fppo.rollout.shared_memory import SharedMemory, current_device
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import EngineGpus, gpus_of
-from fppo.rollout.vllm.host import (
-    NOT_FOR_VLLM,
-    Answer,
-    EngineDied,
-    EngineFailure,
-    Request,
-    VllmOptions,
-    check_installed,
-)
+from fppo.rollout.vllm.host import NOT_FOR_VLLM, Answer, EngineDied, EngineFailure, Request, check_installed
 from fppo.rollout.vllm.local import LocalHost
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.clock import ProcessClock
 from fppo.runtime.launch import Place, visible
 

@@ -6,8 +6,9 @@ import torch
 
 from fppo.models.model import Model
 from fppo.rollout.vllm.families import check_family
-from fppo.rollout.vllm.host import Host, VllmOptions, config_directory
+from fppo.rollout.vllm.host import Host, config_directory
 from fppo.rollout.vllm.local import LocalHost
+from fppo.rollout.vllm.options import VllmOptions
 
 
 def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:

@@ -62,14 +62,20 @@ def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | N
     return attrs.field(default=default, metadata=metadata)
 
 
+def kept(default: Any) -> Any:
+    """A field that is none of the settings: no file and no flag gives it."""
+    return attrs.field(default=default, metadata={"kept": True})
+
+
 def name_of(field: attrs.Attribute) -> str:
     """What files and the command line call a setting."""
     return field.metadata.get("name") or field.name
 
 
 def fields_of(cls: type) -> list[attrs.Attribute]:
-    """The fields of a section, without the one that holds the keywords of a part (`component`)."""
-    return [field for field in attrs.fields(cls) if not field.metadata.get("keywords")]
+    """The settings of a section: its fields without the one that holds a part's keywords (`settings.component`), and
+    without those that are `kept`."""
+    return [field for field in attrs.fields(cls) if not {"keywords", "kept"} & field.metadata.keys()]
 
 
 def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
@@ -84,13 +90,8 @@ def kinds_of(cls: type) -> dict[str, Any]:
 
 
 def only(section: Any, *names: str) -> dict[str, Any]:
-    """Those settings of a section, by name, for what has keywords of the same names."""
+    """Select settings of a section, by name, for what has keywords of the same names."""
     return {name: getattr(section, name) for name in names}
-
-
-def without(section: Any, *names: str) -> dict[str, Any]:
-    """All settings of a section but those, by name, for what has keywords of the same names."""
-    return only(section, *(field.name for field in fields_of(type(section)) if field.name not in names))
 
 
 def value_at(settings: Any, path: str) -> Any:
