@@ -26,7 +26,7 @@ from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 from fppo.steps.train_state import Params
 
 if TYPE_CHECKING:
-    from fppo.settings.optimizer import OptimizerSettings
+    from fppo.settings.learning import OptimizerSettings
     from fppo.settings.train import TrainSettings
 
 CHARACTERS = "0123456789+="
@@ -186,15 +186,13 @@ def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None]
 def settings(directory: Path, seed: int) -> TrainSettings:
     """The PPO run on what `prepare` wrote."""
     # here: a script of the task alone needs no packages of the command line
-    from fppo.settings.algorithm import AlgorithmSettings, KlRewardSettings
-    from fppo.settings.critic import CriticSettings
+    from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings, KlRewardSettings
+    from fppo.settings.model import ModelSettings
     from fppo.settings.train import (
-        ActorSettings,
         CheckpointSettings,
         DataSettings,
         EvalSettings,
         LogSettings,
-        ModelSettings,
         RewardSettings,
         RolloutSettings,
         TrainSettings,
@@ -223,6 +221,6 @@ def settings(directory: Path, seed: int) -> TrainSettings:
 
 
 def _adam(lr: float) -> OptimizerSettings:
-    from fppo.settings.optimizer import OptimizerSettings
+    from fppo.settings.learning import OptimizerSettings
 
     return OptimizerSettings(lr=lr, schedule="linear", keywords={"betas": [0.9, 0.99], "weight_decay": 0.0})

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    ("tree", "key", "grad", "metrics", "shapes", "_errors", "_lazy", "fppo_kernels"),
+    ("tree", "key", "grad", "metrics", "shapes", "fields", "_errors", "_lazy", "fppo_kernels"),
     ("batch", "losses"),
     ("advantages", "runtime", "data"),
     ("models", "workers", "fleet"),

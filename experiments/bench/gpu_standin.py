@@ -25,7 +25,8 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.sync import How
 from fppo.rollout.vllm import transfer
 from fppo.rollout.vllm.devices import GIB, GpuMemory, gpus_of, memory_keywords
-from fppo.rollout.vllm.host import Answer, Request, VllmOptions
+from fppo.rollout.vllm.host import Answer, Request
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.probe import ProbeRow, own_log_probs
 from fppo.runtime.mesh import LOCAL
 from fppo_kernels.record import Kernels

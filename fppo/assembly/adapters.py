@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
@@ -20,17 +21,15 @@ from fppo.models.model import HeadKind, Model, Params
 from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
-from fppo.settings.checks import uses_critic_model
-from fppo.settings.checks_lora import critic_uses_lora, shares_base, uses_lora
+from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.settings.train import TrainSettings
 
 
-def lora_of(settings: TrainSettings) -> Lora:
+def lora_of(section: LoraSettings) -> Lora:
     """The policy's adapter, as the settings or the files that they name describe it.
 
     Raises ValueError for files that are none of an adapter, or of one that does what fppo does not.
     """
-    section = settings.model.lora
     if section.path is not None:
         return lora_files.read_config(Path(section.path))
     return Lora(section.rank, section.alpha, section.targets, section.scaling)
@@ -43,11 +42,11 @@ def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tu
     quantised if that is asked for.
     """
     model, params = load_actor(settings, mesh)
-    if not uses_lora(settings):
+    if not settings.model.lora.used:
         return model, on_device(params, device)
-    spec = lora_of(settings)
+    spec = lora_of(settings.model.lora)
     lora.check_adapted(model, spec)
-    model, base = _as_base(settings, model, params, mesh, device)
+    model, base = _as_base(settings.model.lora.base, model, params, mesh, device)
     model, adapter = lora.adapt(model, on_device(base, device), spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
     if settings.model.lora.path is not None:
         adapter = lora_files.load(model, Path(settings.model.lora.path), mesh=mesh, like=adapter)
@@ -55,10 +54,9 @@ def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tu
 
 
 def _as_base(
-    settings: TrainSettings, model: Model, params: Params, mesh: Mesh, device: torch.device
+    kind: Literal["float", "int8", "nf4"], model: Model, params: Params, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params]:
     """What adapters stand on, of a model that was loaded: quantised before it goes to a device, if that is asked."""
-    kind = settings.model.lora.base
     return (model, params) if kind == "float" else bases.quantise(model, params, kind, mesh=mesh, device=device)
 
 
@@ -68,18 +66,18 @@ def adapted_critic(
     """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
     else loaded. One that is no model has parameters alone."""
     key = Key(settings.seed)
-    if not uses_critic_model(settings):
+    if not settings.uses_critic_model:
         return None, on_device(reader_params(settings, key.fold("critic")), device)
-    if policy is not None and shares_base(settings):
+    if policy is not None and settings.model.shares_base:
         model, params = _on_base(settings, policy, key, mesh)
     else:
         model, params = load_critic(settings, key, mesh)
-        if critic_uses_lora(settings):
-            model, params = _as_base(settings, model, params, mesh, device)
+        if settings.model.lora.of_critic:
+            model, params = _as_base(settings.model.lora.base, model, params, mesh, device)
     params = on_device(params, device)
-    if not critic_uses_lora(settings):
+    if not settings.model.lora.of_critic:
         return model, params
-    return lora.adapt(model, params, _spec(settings, "value"), key=key.fold("critic's adapter"), mesh=mesh)
+    return lora.adapt(model, params, _spec(settings.model.lora, "value"), key=key.fold("critic's adapter"), mesh=mesh)
 
 
 def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tuple[Model, Params]:
@@ -101,29 +99,29 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
 def shape_of(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     """The policy's model, or the critic's, without tensors: with an adapter, if it is trained by one."""
     model = bare_model(settings, head)
-    if not (uses_lora(settings) if head == "lm" else critic_uses_lora(settings)):
+    if not (settings.model.lora.used if head == "lm" else settings.model.lora.of_critic):
         return model
-    return lora.without_base(model, _spec(settings, head))
+    return lora.without_base(model, _spec(settings.model.lora, head))
 
 
-def _spec(settings: TrainSettings, head: HeadKind) -> Lora:
+def _spec(section: LoraSettings, head: HeadKind) -> Lora:
     """The adapter of the policy, or of the critic."""
-    spec, rank = lora_of(settings), settings.model.lora.critic_rank
+    spec, rank = lora_of(section), section.critic_rank
     return spec if head == "lm" or rank is None else attrs.evolve(spec, rank=rank)
 
 
 def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> Model:
     """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
-    if not uses_lora(settings):
+    if not settings.model.lora.used:
         return bare_model(settings)
     return load_policy(settings, mesh, device)[0]
 
 
-def base_of_role(settings: TrainSettings, role: str, model: Model | None) -> Base | None:
+def base_of_role(section: ModelSettings, role: str, model: Model | None) -> Base | None:
     """What a checkpoint says of what the adapter of the actor or the critic stands on; None without one."""
     if model is None or (frozen := model.frozen) is None:
         return None
-    path = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
+    path = section.path if role == "actor" else section.critic_path or section.path
     kinds = [form.dtype for form in model.forms.values()] or [x.dtype for x in frozen.params.values()]
     dtype, kind = str(kinds[0]).removeprefix("torch."), bases.base_kind(model)
     dtype = dtype if kind is None else f"{kind} and {dtype}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
-from fppo.settings import files, old_log_probs
-from fppo.settings.placement import places_of, pools_of, threads_of
+from fppo.settings import files
+from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
+from fppo.settings.resolve import old_log_probs_source, passes_besides
 from fppo.settings.train import TrainSettings
 
 _WIDTH = 80
@@ -29,14 +30,14 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
     prompts, model = _prompts(inputs.prompts), settings.model
-    differ = differing(settings, resolved(TrainSettings(), inputs.device)[0])
+    differ = differing(*(files.flat(files.to_dict(x)) for x in (settings, resolved(TrainSettings(), inputs.device)[0])))
     if inputs.eval is not None:
         prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
     return [
         _line("device", f"{inputs.device}, {model.compute_dtype}"),
         _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
         *(_line("auto", text) for text in chosen),
-        *([_line("pools", text)] if (text := _pools(settings)) else []),
+        *([_line("pools", text)] if (text := _pools(settings.placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
@@ -48,11 +49,10 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
     ]
 
 
-def _pools(settings: TrainSettings) -> str:
+def _pools(placement: PlacementSettings) -> str:
     """Who is in which pool, and how many ranks and threads each has."""
-    placement, cores = settings.placement, torch.get_num_threads()
     places, pools = places_of(placement), pools_of(placement)
-    threads = threads_of(placement, cores) if places else {}
+    threads = threads_of(placement, torch.get_num_threads()) if places else {}
     texts = [
         f"{name} ({', '.join(role for role, place in places.items() if place == name)}): "
         f"{_several(pool.ranks, 'engine' if places.get('rollout') == name else 'rank')} of "
@@ -68,13 +68,13 @@ def _several(count: int, what: str) -> str:
 
 def _old_log_probs(settings: TrainSettings) -> str:
     """What algorithm.old_log_probs = "auto" comes to."""
-    match old_log_probs.source(settings):
+    match old_log_probs_source(settings):
         case "update":
             return "update: a batch has one update, whose own pass gives them"
         case "auto":
             return "engine, held in every step against a pass over some of its rows"
         case _:
-            return f"pass: {'; '.join(old_log_probs.passes_besides(settings))}"
+            return f"pass: {'; '.join(passes_besides(settings))}"
 
 
 def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
@@ -92,10 +92,9 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     return lines
 
 
-def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:
-    """The settings that differ from their defaults, by their paths."""
-    own, default = (files.flat(files.to_dict(x)) for x in (settings, defaults))
-    return {path: value for path, value in own.items() if path not in default or value != default[path]}
+def differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from their defaults, all by their paths."""
+    return {path: value for path, value in settings.items() if path not in defaults or value != defaults[path]}
 
 
 def _prompts(prompts: PromptSet) -> str:

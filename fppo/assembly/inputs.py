@@ -40,6 +40,7 @@ from fppo.assembly.texts import (
 from fppo.data import PromptSet
 from fppo.data.cursor import Order
 from fppo.data.problems import together
+from fppo.fields import only
 from fppo.key import Key
 from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
@@ -48,10 +49,10 @@ from fppo.rollout.turns import tools
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
-from fppo.settings import checks, files
-from fppo.settings.checks_data import has_held_out
-from fppo.settings.checks_lora import critic_uses_lora
-from fppo.settings.train import TrainSettings
+from fppo.settings import files
+from fppo.settings.reward import RewardSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.record import Kernels
 
@@ -96,21 +97,25 @@ def read_inputs(
     device = device or tried(lambda: device_of(settings))
     kernels = kernels or tried(lambda: kernels_of(settings))
     advantage = _functions(settings, kernels, device, tried, check=check)
-    tokenizer = tried(lambda: load_tokenizer(settings))
+    tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))
     if tokenizer is None:
         raise tried.error()
-    generation = tried(lambda: policy_generation(settings, tokenizer))
+    generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer))
     ends = generation or GenerationConfig()
-    images = tried(lambda: load_images(settings, tokenizer))
+    images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
     if settings.data.seen and images is None:
         raise tried.error()
-    prompts = tried(lambda: load_prompts(settings, tokenizer, images, held_out=False))
-    there = has_held_out(settings)
-    held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True)) if there else None
+    prompts = tried(lambda: load_prompts(settings.data, tokenizer, images))
+    there = settings.data.has_held_out
+    held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images)) if there else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
-    sampling = tried(lambda: sampling_of(settings, tokenizer, ends))
-    eval_sampling = tried(lambda: eval_sampling_of(settings, tokenizer, ends, like=sampling))
-    order = None if prompts is None else tried(lambda: order_of(settings, prompts, Key(settings.seed).fold("data")))
+    sampling = tried(lambda: sampling_of(settings.rollout, tokenizer, ends))
+    eval_sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, ends, like=sampling))
+    order = (
+        None
+        if prompts is None
+        else tried(lambda: order_of(settings.data.sampler, prompts, Key(settings.seed).fold("data")))
+    )
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None and advantage is not None  # noqa: PT018
@@ -140,15 +145,16 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     tried = _Tried()
     device = device or tried(lambda: device_of(settings))
     kernels = tried(lambda: kernels_of(settings))
-    tried(lambda: _check_rewards(settings))
-    tokenizer = tried(lambda: load_tokenizer(settings))
+    tried(lambda: _check_rewards(settings.reward, settings.rollout))
+    tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))
     if tokenizer is None:
         raise tried.error()
-    images = tried(lambda: load_images(settings, tokenizer))
+    images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
     held_out = None
     if not settings.data.seen or images is not None:
-        held_out = tried(lambda: load_prompts(settings, tokenizer, images, held_out=True))
-    sampling = tried(lambda: eval_sampling_of(settings, tokenizer, policy_generation(settings, tokenizer)))
+        held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images))
+    generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
+    sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
     if tried.problems:
         raise tried.error()
@@ -181,51 +187,40 @@ class _Tried:
 
 
 def load_prompts(
-    settings: TrainSettings,
-    tokenizer: PreTrainedTokenizerBase,
-    images: data.ImageReader | None = None,
-    *,
-    held_out: bool,
+    section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
-    """The prompts to train on, or those to evaluate on. Raises ValueError that names every faulty row."""
-    section, problems = settings.data, data.Problems()
-    name, fn = ("data.eval_rows", section.eval_rows) if held_out else ("data.rows", section.rows)
-    paths, split = (section.eval_path, section.eval_split) if held_out else (section.path, section.split)
+    """The prompts to train on. Raises ValueError that names every faulty row."""
+    problems, fn = data.Problems(), section.rows
     if fn is None:
-        rows = data.read_rows(paths, split=split, problems=problems)
+        rows = data.read_rows(section.path, split=section.split, problems=problems)
     else:
-        rows = data.rows_of(imported(fn, name)(), fn, problems=problems)
-    prompts = data.encode_rows(
+        rows = data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
+    return data.encode_rows(
         rows,
         tokenizer,
-        fields=data.Fields(
-            prompt=section.prompt,
-            ground_truth=section.ground_truth or None,
-            source=section.source,
-            chat=section.chat,
-            images=section.images,
-            videos=section.videos,
-            tools=section.row_tools,
-        ),
-        max_prompt_tokens=section.max_prompt_tokens,
-        over_long=section.over_long,
-        pad_token=section.pad_token,
-        chat=chat_options(settings),
+        fields=section.fields,
+        **only(section, "max_prompt_tokens", "over_long", "pad_token"),
+        chat=chat_options(section),
         images=images,
         problems=problems,
     )
-    limit = settings.eval.max_prompts
-    if held_out and limit is not None and limit < len(prompts):
-        return data.select(prompts, range(limit))
-    return prompts
 
 
-def order_of(settings: TrainSettings, prompts: PromptSet, key: Key) -> Order | None:
+def load_held_out(
+    section: DataSettings, how: EvalSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
+) -> PromptSet:
+    """The prompts to evaluate on. Raises ValueError that names every faulty row."""
+    own = {"path": section.eval_path, "split": section.eval_split, "rows": section.eval_rows}
+    prompts = load_prompts(attrs.evolve(section, **own), tokenizer, images)
+    limit = how.max_prompts
+    return prompts if limit is None or limit >= len(prompts) else data.select(prompts, range(limit))
+
+
+def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
     """The order of prompts that a function of the user's gives each epoch; None without one.
 
     The function is asked about the first epoch here. Raises ValueError if it does not import or gives no such order.
     """
-    name = settings.data.sampler
     if name is None:
         return None
     own = imported(name, "data.sampler")
@@ -247,7 +242,7 @@ def _functions(
     tried(lambda: policy_loss(settings.actor))
     tried(lambda: advantage_of(settings, some))
     tried(lambda: optimizers_of(settings, some, None))
-    tried(lambda: _check_rewards(settings))
+    tried(lambda: _check_rewards(settings.reward, settings.rollout))
     tried(lambda: [imported(name, "log.loggers") for name in settings.log.loggers if ":" in name])
     if settings.rollout.from_ is not None:
         start, rows = Path(settings.rollout.from_), settings.rollout.batch_size
@@ -258,12 +253,12 @@ def _functions(
     return tried(lambda: functions_of(settings, some, device, check=check))
 
 
-def _check_rewards(settings: TrainSettings) -> None:
+def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
     """Raises ValueError for rewards and tools that the settings name and that there are not."""
-    if settings.reward.functions:
-        reward_of(settings, {})
-    if settings.rollout.turns.respond is not None:
-        tools.resolve(settings.rollout.turns.respond)
+    if reward.functions:
+        reward_of(reward, {}, max_tokens=rollout.max_tokens)
+    if rollout.turns.respond is not None:
+        tools.resolve(rollout.turns.respond)
 
 
 def _check_models(
@@ -278,13 +273,13 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section = settings.model
     named = {"actor": ("model.path", section.path)}
-    if trained and checks.uses_critic_model(settings) and section.critic_path is not None:
+    if trained and settings.uses_critic_model and section.critic_path is not None:
         named["critic"] = ("model.critic_path", section.critic_path)
-    if trained and checks.uses_reference(settings) and section.ref_path is not None:
+    if trained and settings.uses_reference and section.ref_path is not None:
         named["reference"] = ("model.ref_path", section.ref_path)
     tried(lambda: check_scorers(settings, tokenizer, mesh))
     configs = tried(
-        lambda: {role: config_of(settings, config_place(path, name)) for role, (name, path) in named.items()}
+        lambda: {role: config_of(section, config_place(path, name)) for role, (name, path) in named.items()}
     )
     if configs is None:
         return
@@ -295,17 +290,17 @@ def _check_models(
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
     if tried(lambda: lacks_something(settings)):
         tried(lambda: check_kernels(settings, bare_model(settings)))
-        if trained and checks.uses_critic(settings):
+        if trained and settings.algorithm.uses_critic:
             tried(lambda: check_kernels(settings, bare_model(settings, "value"), "critic"))
         if "reference" in configs:
             reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
             tried(lambda: check_kernels(settings, bare_model(reference), "reference"))
-    of_critic = "critic" if "critic" in configs else "actor" if trained and checks.uses_critic_model(settings) else None
-    of_policy = {"critic": trained and checks.uses_critic_model(settings), "reference": trained}
+    of_critic = "critic" if "critic" in configs else "actor" if trained and settings.uses_critic_model else None
+    of_policy = {"critic": trained and settings.uses_critic_model, "reference": trained}
     for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
         asked = configs.get(role, configs["actor"]), *(mesh_at(settings, role, mesh) if trained else ("", mesh))
         tried(partial(check_mesh, *asked))
-        if role == "actor" or (role == "critic" and critic_uses_lora(settings)):
+        if role == "actor" or (role == "critic" and settings.model.lora.of_critic):
             tried(partial(check_base, settings, *asked))
     for role, config in configs.items():
         tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from fppo import models
 from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
 from fppo.models.model import Model
-from fppo.settings import checks, resolve
+from fppo.settings import resolve
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
 from fppo_kernels import table as tables
@@ -27,13 +27,14 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     with contextlib.suppress(ValueError):
         kind = device or device_of(settings)
     if kind.type == "cuda":
-        return resolve.resolved(settings, machine_of(settings, torch.cuda.get_device_capability(kind)))
-    return resolve.resolved(settings, machine_of(settings, None) if settings.model.cpp else resolve.CPU)
+        capability = torch.cuda.get_device_capability(kind)
+        return resolve.resolved(settings, machine_of([*_models(settings)], capability))
+    return resolve.resolved(settings, machine_of([*_models(settings)], None) if settings.model.cpp else resolve.CPU)
 
 
-def machine_of(settings: TrainSettings, capability: tuple[int, int] | None) -> Machine:
-    """A GPU of this compute capability, or a CPU, with what is installed beside it, for the models of the settings."""
-    built, refusals = list(_models(settings)), {}
+def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:
+    """A GPU of this compute capability, or a CPU, with what is installed beside it, for these models."""
+    refusals: dict[str, str] = {}
     needs = frozenset[str]().union(*map(models.attention_needs, built))
     for op in ("attention", "decode_attention", "log_probs", *resolve.LAYERS):
         for name, implementation in tables.BUILTIN[op].items():
@@ -52,12 +53,12 @@ def _models(settings: TrainSettings) -> Iterator[Model]:
     """The models of the settings, without parameters."""
     section = settings.model
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
-    if checks.uses_critic(settings):
+    if settings.algorithm.uses_critic:
         paths["model.critic_path"] = section.critic_path
-    if checks.uses_reference(settings):
+    if settings.uses_reference:
         paths["model.ref_path"] = section.ref_path
     for name, path in paths.items():
         if path:
             with contextlib.suppress(ValueError, OSError):
-                config = config_of(settings, config_place(path, name))
+                config = config_of(section, config_place(path, name))
                 yield models.build(config, trust_remote_code=section.trust_remote_code)

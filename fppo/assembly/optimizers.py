@@ -7,9 +7,8 @@ from typing import Literal
 
 from fppo.assembly.parts import offload_of
 from fppo.runtime.offload import Lane, offloaded_adamw
-from fppo.settings import checks, files
 from fppo.settings.component import bound
-from fppo.settings.optimizer import OptimizerSettings
+from fppo.settings.learning import OptimizerSettings
 from fppo.settings.tables import OPTIMIZERS
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Timeline
@@ -44,9 +43,9 @@ def updates_of(settings: TrainSettings, role: Literal["actor", "critic"]) -> int
     """The updates of one of them in the whole run, as far as settings know: the actor has none while the critic warms
     up. What a run knows better its clock says (`steps.clock`)."""
     batch_size, section = settings.rollout.batch_size, settings.actor if role == "actor" else settings.critic
-    first = settings.critic.warmup_steps + settings.critic.pretrain if checks.uses_critic(settings) else 0
+    first = settings.critic.warmup_steps + settings.critic.pretrain if settings.algorithm.uses_critic else 0
     steps = settings.steps - (first if role == "actor" else 0)
-    return steps * section.epochs * batch_size // files.mini_batch_size(section, batch_size)
+    return steps * section.epochs * batch_size // section.mini_batch(batch_size)
 
 
 def timeline_of(settings: TrainSettings, role: Literal["actor", "critic"]) -> Timeline | None:

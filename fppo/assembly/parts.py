@@ -25,14 +25,12 @@ from fppo.models.vision import takes_images
 from fppo.runtime.devices import named_device
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import checks, files
-from fppo.settings.checks_data import has_held_out
-from fppo.settings.checks_lora import reference_is_base, shares_base, uses_lora
 from fppo.settings.component import bound
-from fppo.settings.critic import CriticSettings
+from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.modules import INNER, kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.tables import VALUE_HEADS
-from fppo.settings.train import ActorSettings, TrainSettings
+from fppo.settings.train import TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
@@ -65,7 +63,7 @@ def mesh_at(settings: TrainSettings, role: str, mesh: Mesh) -> tuple[str, Mesh]:
     if name is None:
         return "", mesh
     pool = pools_of(settings.placement)[name]
-    axes = {axis: Axis(size) for axis, size in pool.sizes.items()}
+    axes = {axis: Axis(size) for axis, size in pool.axes.items()}
     return f"placement.pools.{name}: ", Mesh(axes, virtual_stages=pool.virtual_stages)
 
 
@@ -82,7 +80,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
     if head == "value" and section.critic_path is not None:
         name, path = "model.critic_path", section.critic_path
     model = models.build(
-        config_of(settings, config_place(path, name)),
+        config_of(section, config_place(path, name)),
         head,
         outputs=1 if head == "lm" else value_head_of(settings).outputs,
         compute_dtype=compute_dtype_of((head == "value" and settings.critic.compute_dtype) or section.compute_dtype),
@@ -95,7 +93,7 @@ def bare_model(settings: TrainSettings, head: HeadKind = "lm") -> Model:
 def load_actor(settings: TrainSettings, mesh: Mesh) -> tuple[Model, Params]:
     """The policy: its parameters are this rank's part of them on a mesh that cuts them. What adapters stand on is in
     the dtype that it is computed with."""
-    kept = base_dtype(settings) if uses_lora(settings) else torch.float32
+    kept = base_dtype(settings) if settings.model.lora.used else torch.float32
     model, params = _loader(settings, mesh)(directory_of(settings.model.path, "model.path"), dtype=kept)
     return _as_set(model, settings), params
 
@@ -109,7 +107,7 @@ def _as_set(model: Model, settings: TrainSettings) -> Model:
 def base_dtype(settings: TrainSettings) -> torch.dtype:
     """What the base of the policy's adapter is kept in: nobody updates it, so it is no wider than its passes."""
     names = {settings.model.compute_dtype}
-    names |= {settings.critic.compute_dtype or settings.model.compute_dtype} if shares_base(settings) else set()
+    names |= {settings.critic.compute_dtype or settings.model.compute_dtype} if settings.model.shares_base else set()
     return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
 
 
@@ -124,7 +122,7 @@ def load_critic(settings: TrainSettings, key: Key, mesh: Mesh) -> tuple[Model, P
         outputs=value_head_of(settings).outputs,
         compute_dtype=compute_dtype_of(role.compute_dtype or section.compute_dtype),
         checkpoint_layers=section.checkpoint_layers if recompute is None else recompute,
-        dtype=base_dtype(settings) if shares_base(settings) else torch.float32,
+        dtype=base_dtype(settings) if settings.model.shares_base else torch.float32,
     )
     return _as_set(model, settings), params
 
@@ -138,7 +136,7 @@ def load_reference(
     dtype, setting = getattr(torch, section.ref_dtype), "path" if section.ref_path is None else "ref_path"
     if policy is not None and section.ref_path is None:
         model, params = policy
-        if model.frozen is not None and reference_is_base(settings):
+        if model.frozen is not None and settings.model.lora.reference_is_base:
             return lora.base_of(model), {}
         if model.frozen is not None:
             return model, {name: x.clone() for name, x in params.items()}
@@ -178,7 +176,7 @@ def offload_of(settings: TrainSettings, role: Role) -> Offload:
         case "actor":
             return common
         case "critic":
-            return settings.critic.offload or common if checks.uses_critic_model(settings) else "none"
+            return settings.critic.offload or common if settings.uses_critic_model else "none"
         case "ref":
             own = settings.model.ref_offload
         case "reward model":
@@ -266,7 +264,7 @@ def check_length(settings: TrainSettings, config: PreTrainedConfig, *, critic: b
     is the critic's model too."""
     limit = models.longest_row(config.get_text_config())
     prompt, response, name = settings.data.max_prompt_tokens, settings.rollout.max_tokens, "rollout.max_tokens"
-    if has_held_out(settings) and (settings.eval.max_tokens or 0) > response:
+    if settings.data.has_held_out and (settings.eval.max_tokens or 0) > response:
         response, name = settings.eval.max_tokens or 0, "eval.max_tokens"
     privileged = settings.critic.privileged if critic else 0
     longest = privileged + prompt + response
@@ -331,7 +329,7 @@ def kernels_of(settings: TrainSettings) -> Kernels:
 
 def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:
     """The micro-batching that a section asks for."""
-    size, budget = files.micro_batching(section)
+    size, budget = section.passes
     return MicroBatching(size=size, token_budget=budget)
 
 

@@ -14,7 +14,6 @@ from fppo.assembly.parts import device_of, sharding_of
 from fppo.assembly.roles import Roles, make_engine_of_pool
 from fppo.fleet import HERE, AnyGroup, Group, RankSpec, at_once, cluster
 from fppo.rollout.pool import EnginePool, Policy
-from fppo.settings import checks
 from fppo.settings.placement import Pool, places_of, pools_of, threads_of
 from fppo.settings.train import TrainSettings
 
@@ -30,7 +29,7 @@ class RolePlaces:
 def home_of(settings: TrainSettings, places: Collection[str], device: torch.device) -> torch.device:
     """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
     are elsewhere, on the host."""
-    roles = {"actor": True, "critic": checks.uses_critic_model(settings), "reward": settings.reward.model.path}
+    roles = {"actor": True, "critic": settings.uses_critic_model, "reward": settings.reward.model.path}
     here = settings.reward.judge.path or any(used and role not in places for role, used in roles.items())
     return device if here else torch.device("cpu")
 
@@ -57,7 +56,7 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
             spec = RankSpec(
                 count=pool.ranks,
                 gpus=pool.gpus,
-                sizes=pool.sizes,
+                sizes=pool.axes,
                 sharding=sharding,
                 virtual_stages=pool.virtual_stages,
                 ring=pool.ring,

@@ -30,13 +30,14 @@ from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.offload import HostActivations, Lane, Offloaded
-from fppo.settings import checks, files, old_log_probs
+from fppo.settings import files
 from fppo.settings.component import bound, requires, takes, value_of
-from fppo.settings.critic import CriticSettings
+from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.modules import kernels_named
+from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, POLICY_LOSSES
-from fppo.settings.train import ActorSettings, TrainSettings
+from fppo.settings.train import TrainSettings
 from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, UpdateActor
 from fppo.steps.confidence import UpdateConfidence
 from fppo.steps.critic import UpdateCritic
@@ -93,7 +94,7 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
     (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
     if takes(fn, "kernel"):
         fn = partial(fn, kernel=kernels.gae)
-    if reads(fn, "values") and not checks.uses_critic(settings):
+    if reads(fn, "values") and not settings.algorithm.uses_critic:
         text = "it reads values, of a critic, and its source does not say so: define it with def in its module"
         raise ValueError(f"algorithm.advantage.name = {part.name!r}: {text}")
     correct = _correction_of(settings) or by_token
@@ -104,7 +105,7 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:
     """When the critic's pretraining ends; None for none."""
     critic, advantage = settings.critic, settings.algorithm.advantage
-    if not (critic.pretrain and checks.uses_critic(settings)):
+    if not (critic.pretrain and settings.algorithm.uses_critic):
         return None
     returns = advantages.turn_returns if advantage.name == "turn_gae" else advantages.discounted_returns
     returns_of = partial(returns, gamma=value_of(advantage, ESTIMATORS, "gamma", 1.0))
@@ -128,7 +129,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         estimate=estimate,
         update_critic=resources.update_critic,
         update_actor=resources.update_actor,
-        old_log_probs=old_log_probs.source(settings),
+        old_log_probs=old_log_probs_source(settings),
         replay=settings.algorithm.router_replay,
         together=resources.together,
         check=False,  # `functions_of` has done it
@@ -140,7 +141,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         annotate=_watched(WatchAnnotate, settings, program.annotate),
         estimate=stage,
         sample=sample_of(settings, resources),
-        critic_warmup=critic.warmup_steps if checks.uses_critic(settings) else 0,
+        critic_warmup=critic.warmup_steps if settings.algorithm.uses_critic else 0,
         pretrain=pretrain_of(settings),
         steps=settings.steps,
         freeze_critic=critic.freeze,
@@ -273,7 +274,7 @@ def _measured(
 def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
     """The update loop that a section asks for."""
     return Loop(
-        mini_batch_size=files.mini_batch_size(section, batch_size),
+        mini_batch_size=section.mini_batch(batch_size),
         micro_batching=micro_batching_of(section),
         epochs=section.epochs,
         weight_mode=section.weight_mode,
@@ -287,7 +288,7 @@ def actor_update(
     """The policy's update. Raises ValueError for a loss of the user's that does not import."""
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
     loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate, timeline=timeline_of(settings, "actor"))
-    source = old_log_probs.source(settings)
+    source = old_log_probs_source(settings)
     if source == "engine" and _needs_squares(settings):
         source = "pass"  # there is one, which measures the gap to the engine
     terms = PolicyTerms(

@@ -11,6 +11,7 @@ from fppo.assembly.parts import bare_model, value_head_of
 from fppo.key import Key
 from fppo.models.model import Params
 from fppo.pipeline.passes import TruthSigns
+from fppo.settings.learning import CriticSettings
 from fppo.settings.train import TrainSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.hidden import init_hidden
@@ -29,9 +30,9 @@ def reader_params(settings: TrainSettings, key: Key) -> Params:
     return init_hidden(key, models.hidden_width(bare_model(settings)), **shape)
 
 
-def truth_signs_of(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
+def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
     """What a privileged one knows of the ground truth; None if it knows nothing, or is a model."""
-    limit = settings.critic.privileged
-    if not limit or settings.critic.reads == "tokens":
+    limit = critic.privileged
+    if not limit or critic.reads == "tokens":
         return None
     return partial(data.truth_signs, encode=partial(tokenizer.encode, add_special_tokens=False), limit=limit)

@@ -36,6 +36,7 @@ from fppo.assembly.texts import (
 )
 from fppo.data import ChatOptions
 from fppo.data.encode import check_open_end
+from fppo.fields import only
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models.load import read_config
@@ -51,7 +52,9 @@ from fppo.rollout.spread import FetchingEngine
 from fppo.rollout.vllm.host import EngineFailure
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
-from fppo.settings.train import TrainSettings
+from fppo.settings.model import ModelSettings
+from fppo.settings.reward import RewardModelSettings, RewardSettings
+from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import search
 
@@ -77,7 +80,7 @@ def reward_runner(
     with (
         judge_of(settings, tokenizer, mesh, device) as judge,
         rewards.RewardRunner(
-            reward_of(settings, {**model, **judge}),
+            reward_of(section, {**model, **judge}, max_tokens=settings.rollout.max_tokens),
             time_limit=section.time_limit,
             batch_limit=section.batch_time_limit,
             workers=section.workers,
@@ -95,24 +98,23 @@ def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, m
         directory, _ = find_reward_model(model.path, label=model.label, trust_remote_code=remote)
         config = read_config(directory, trust_remote_code=remote)
         check_mesh(config, *mesh_at(settings, "reward", mesh))
-        _own_tokenizer(settings, tokenizer, config, chat=_reads_chat(settings))
+        _own_tokenizer(model, settings.model, tokenizer, config, chat=_reads_chat(model, settings.data))
     if judge.path is not None:
         directory = directory_of(judge.path, "reward.judge.path")
-        config, own = read_config(directory, trust_remote_code=remote), _judge_tokenizer(settings, directory)
+        config = read_config(directory, trust_remote_code=remote)
+        own = _judge_tokenizer(directory, chat=judge.chat, trust_remote_code=remote)
         if judge.engine == "embedded":
             check_mesh(config, "", mesh)
         data.check_vocabulary(own, {"judge": config}, any_text=True)
 
 
-def reward_of(settings: TrainSettings, extra: Weighted) -> rewards.Reward:
-    """The sum of the settings' reward functions and of `extra` ones."""
-    section = settings.reward
+def reward_of(section: RewardSettings, extra: Weighted, *, max_tokens: int) -> rewards.Reward:
+    """The sum of the settings' reward functions and of `extra` ones, of responses of at most so many tokens."""
     return rewards.combine(
         section.functions,
         section.weights,
-        arguments=section.arguments,
-        max_tokens=settings.rollout.max_tokens,
-        overlong_buffer=section.overlong_buffer,
+        **only(section, "arguments", "overlong_buffer"),
+        max_tokens=max_tokens,
         overlong_penalty=1.0 if section.overlong_penalty is None else section.overlong_penalty,
         extra=extra,
     )
@@ -137,8 +139,8 @@ def reward_model_of(
         mesh=mesh,
     )
     check_kernels(settings, model, "reward")
-    chat = _reads_chat(settings)
-    own = _own_tokenizer(settings, tokenizer, model.config, chat=chat)
+    chat = _reads_chat(section, settings.data)
+    own = _own_tokenizer(section, settings.model, tokenizer, model.config, chat=chat)
     params = on_device(params, device)
     read = (
         {}
@@ -150,7 +152,7 @@ def reward_model_of(
         model=model,
         kernels=kernels_of(settings),
         mesh=mesh,
-        micro_batching=_micro_batching(settings),
+        micro_batching=_micro_batching(section, forward_micro_batching_of(settings)),
         **read,
     )
     return {"reward_model": (fn, section.weight)}
@@ -164,28 +166,25 @@ def _reward_model(here: Here, settings: TrainSettings, tokenizer: PreTrainedToke
     return fn
 
 
-def _reads_chat(settings: TrainSettings) -> bool:
-    own = settings.reward.model.chat
-    return settings.data.chat if own is None else own
+def _reads_chat(section: RewardModelSettings, rows: DataSettings) -> bool:
+    return rows.chat if section.chat is None else section.chat
 
 
-def _micro_batching(settings: TrainSettings) -> MicroBatching:
-    section = settings.reward.model
+def _micro_batching(section: RewardModelSettings, common: MicroBatching) -> MicroBatching:
     if section.micro_batch_size is None and section.token_budget is None:
-        return forward_micro_batching_of(settings)
+        return common
     return MicroBatching(size=section.micro_batch_size, token_budget=section.token_budget)
 
 
 def _own_tokenizer(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
+    section: RewardModelSettings, model: ModelSettings, tokenizer: PreTrainedTokenizerBase, config: Any, *, chat: bool
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer that responses are encoded with for the reward model; None if it reads the policy's tokens.
 
     Raises ValueError if the model's vocabulary is not that of its tokenizer.
     """
-    section, remote = settings.reward.model, settings.model.trust_remote_code
     assert section.path is not None
-    path, own = section.tokenizer, None
+    path, own, remote = section.tokenizer, None, model.trust_remote_code
     if path is not None:
         own = open_tokenizer(path, "reward.model.tokenizer", remote)
     elif has_tokenizer(directory := directory_of(section.path, "reward.model.path")):
@@ -204,7 +203,7 @@ def _own_tokenizer(
             f"reward.model.chat = {section.chat}: the reward model reads the policy's tokens as they are, since it has "
             "no tokenizer that differs; leave it out, or name its tokenizer (reward.model.tokenizer)"
         )
-    policy = config_of(settings, config_place(settings.model.path, "model.path"))
+    policy = config_of(model, config_place(model.path, "model.path"))
     others = {} if own is None else {"reward model": own}
     data.check_vocabulary(tokenizer, {"policy": policy, "reward model": config}, tokenizers=others)
     return None
@@ -231,7 +230,7 @@ def judge_of(
         yield {}
         return
     directory = directory_of(section.path, "reward.judge.path")
-    own = _judge_tokenizer(settings, directory)
+    own = _judge_tokenizer(directory, chat=section.chat, trust_remote_code=remote)
     compute = compute_dtype_of(settings.model.compute_dtype)
     model, params = models.load(
         directory,
@@ -258,12 +257,9 @@ def judge_of(
             params=judge_params,
             tokenizer=own,
             rollout_tokenizer=tokenizer,
-            template=section.template,
-            pattern=section.pattern,
+            **only(section, "template", "pattern", "max_prompt_tokens", "chat"),
             sampling=sampling,
             key=Key(settings.seed).fold("judge"),
-            max_prompt_tokens=section.max_prompt_tokens,
-            chat=section.chat,
             mesh=mesh,
             together=together,
             vocabulary=model.config.vocab_size,
@@ -271,10 +267,10 @@ def judge_of(
         yield {"judge": (judge, section.weight)}
 
 
-def _judge_tokenizer(settings: TrainSettings, directory: Path) -> PreTrainedTokenizerBase:
+def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """Raises ValueError if there is none, or it lacks what is needed."""
-    tokenizer = open_tokenizer(str(directory), "reward.judge.path", settings.model.trust_remote_code)
-    if not settings.reward.judge.chat:
+    tokenizer = open_tokenizer(str(directory), "reward.judge.path", trust_remote_code)
+    if not chat:
         check_open_end("a question", tokenizer)
     elif tokenizer.chat_template is None:
         raise ValueError(

@@ -48,8 +48,6 @@ from fppo.pipeline.passes import (
 from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
-from fppo.settings import checks
-from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Clock
 from fppo.steps.confidence import confidence_values
@@ -134,7 +132,7 @@ def make_reference(
     that is no fresh one, unless the settings name another.
     """
     tools = tools or _tools(here, settings)
-    if model is None and uses_lora(settings) and settings.model.ref_path is None:
+    if model is None and settings.model.lora.used and settings.model.ref_path is None:
         model, params = load_policy(settings, here.mesh, here.device)
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(settings, here.mesh, policy)
@@ -174,7 +172,9 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None,
 def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
     """What generates on a rank, by the model of the policy there, with the policy's own parameters."""
     tools = tools or _tools(here, settings)
-    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+    lane = tools.lane if offload_of(settings, "actor") == "all" else None
+    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
+    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, lane, routed=routed).generate
 
 
 def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
@@ -183,8 +183,8 @@ def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) 
     model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
     if vllm:
         return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh, settings.model.lora.send).generate
-    settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload="none"))  # they are where it runs
-    return embedded_engine(settings, model, tools.kernels, pad_token_id, here.mesh, tools.lane).generate
+    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
+    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, None, routed=routed).generate
 
 
 @attrs.frozen(kw_only=True)
@@ -236,8 +236,11 @@ class Roles:
 
     def bases(self, settings: TrainSettings) -> dict[str, Base | None]:
         """What the adapters of actor and critic stand on."""
-        models = {"actor": self.actor.model, "critic": self.critic and self.critic.model} if uses_lora(settings) else {}
-        return {role: self._on(role, base_of_role, "base")(settings, role, model) for role, model in models.items()}
+        models = (
+            {"actor": self.actor.model, "critic": self.critic and self.critic.model} if settings.model.lora.used else {}
+        )
+        of = partial(base_of_role, settings.model)
+        return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
     def hold(self) -> Callable[[Params], Params]:
         """Copies the policy where it is."""
@@ -259,14 +262,14 @@ def make_roles(
         return at[role].call(fn, HERE, settings, own, *more, stays=True, label=f"make {role}")
 
     work = {"actor": partial(make, "actor", make_actor)}
-    beside = at["critic"] is at["actor"] and critic_uses_lora(settings)  # on the actor's base
-    if checks.uses_critic(settings) and not beside:
+    beside = at["critic"] is at["actor"] and settings.model.lora.of_critic  # on the actor's base
+    if settings.algorithm.uses_critic and not beside:
         work["critic"] = partial(make, "critic", make_critic)
     made = (at_once if groups else in_turn)(work)
     actor, reference = made["actor"], None
-    if checks.uses_critic(settings) and "critic" not in made:
+    if settings.algorithm.uses_critic and "critic" not in made:
         made["critic"] = make("critic", make_critic, actor.model)
-    if checks.uses_reference(settings):
+    if settings.uses_reference:
         own = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
         reference = make("reference", make_reference, *own)
     return Roles(actor=actor, reference=reference, critic=made.get("critic"), at=at)
@@ -309,7 +312,7 @@ def _view(settings: TrainSettings) -> View:
     """What the critic sees of rows."""
     if not settings.critic.privileged:
         return lambda rows: rows
-    tokenizer, vocabulary = load_tokenizer(settings), vocabulary_size_of(settings)
+    tokenizer, vocabulary = load_tokenizer(settings.model, settings.data), vocabulary_size_of(settings.model)
 
     def encode(text: str) -> list[int]:
         return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)

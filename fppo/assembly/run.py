@@ -26,6 +26,7 @@ from fppo.assembly.program import Resources, pretrain_of, program_of
 from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
+from fppo.assembly.texts import vocabulary_size_of
 from fppo.assembly.turns import game_of, in_turns
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
@@ -49,10 +50,11 @@ from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
-from fppo.settings.checks_data import has_held_out
 from fppo.settings.component import bound, value_of
+from fppo.settings.learning import AdvantageSettings
+from fppo.settings.rollout import RolloutSettings, TurnsSettings
 from fppo.settings.tables import ESTIMATORS
-from fppo.settings.train import TrainSettings
+from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.record import Kernels
 
@@ -132,7 +134,7 @@ def assemble(
         yield Assembly(
             run=run,
             program=program_of(settings, resources),
-            draw=_draw(settings, inputs, key.fold("data")),
+            draw=_draw(inputs, key.fold("data"), settings.rollout, settings.data),
             evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering, resources),
             tokenizer=tokenizer,
             processor=None if inputs.images is None else inputs.images.processor,
@@ -143,7 +145,7 @@ def assemble(
             device=device,
             works=inputs.device,
             shapes=_shapes(run, roles),
-            drawn=_drawn(settings, inputs),
+            drawn=_drawn(inputs, saved=settings.rollout.from_ is not None, may_change=settings.data.may_change),
             placed=Placed.of(roles, inputs.device),
             calls=partial(_calls, [*groups.values(), *engines]),
         )
@@ -160,7 +162,7 @@ def _resources(
 ) -> Resources:
     """What the stages of the run work with."""
     return Resources(
-        passes=roles.passes(truth_signs_of(settings, inputs.tokenizer)),
+        passes=roles.passes(truth_signs_of(settings.critic, inputs.tokenizer)),
         update_actor=roles.update_actor(),
         update_critic=roles.update_critic(),
         together=roles.together,
@@ -238,7 +240,7 @@ def assemble_evaluation(
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
     base. Raises ValueError for settings without held-out prompts.
     """
-    if not has_held_out(settings):
+    if not settings.data.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
@@ -248,7 +250,7 @@ def assemble_evaluation(
     with _answering(settings, engine, tokenizer, pad, mesh, device) as answering:
         place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
         evaluation = _evaluation(settings, inputs, answering)
-        bases = bases_of({"actor": base_of_role(settings, "actor", model)})
+        bases = bases_of({"actor": base_of_role(settings.model, "actor", model)})
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
 
@@ -272,10 +274,11 @@ def _answering(
     device: torch.device,
     groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Iterator[_Answering]:
+    sections, vocabulary = (settings.rollout.turns, settings.data), vocabulary_size_of(settings.model)
     with (
         reward_runner(settings, tokenizer, mesh, device, groups.get("reward", LOCAL_GROUP)) as runner,
         engine as alone,
-        in_turns(settings, alone, tokenizer, pad, mesh) as with_turns,
+        in_turns(*sections, alone, tokenizer, pad, mesh, vocabulary=vocabulary) as with_turns,
     ):
         reward = SpreadRewardRunner(runner, mesh, device)
         failure = settings.reward.failure_score
@@ -301,19 +304,19 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
     return shapes
 
 
-def _draw(settings: TrainSettings, inputs: Inputs, key: Key) -> Draw:
-    size, shuffle = settings.rollout.batch_size // settings.rollout.n, settings.data.shuffle
+def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
+    size, shuffle = rollout.batch_size // rollout.n, rows.shuffle
     return lambda cursor: data.next_batch(
         inputs.prompts, cursor, size=size, key=key, shuffle=shuffle, order=inputs.order
     )
 
 
-def _drawn(settings: TrainSettings, inputs: Inputs) -> DrawnPrompts:
+def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
     """The prompts that the run draws from: none where its rollouts are saved ones."""
     held_out = None if inputs.eval is None else inputs.eval.held_out
-    sets = {} if settings.rollout.from_ is not None else {"prompts": inputs.prompts}
+    sets = {} if saved else {"prompts": inputs.prompts}
     sets |= {} if held_out is None else {"held-out prompts": held_out}
-    return DrawnPrompts(sets, may_change=settings.data.may_change)
+    return DrawnPrompts(sets, may_change=may_change)
 
 
 def _evaluation(
@@ -322,7 +325,9 @@ def _evaluation(
     """The evaluation of the policy, and with a run's resources of its critic where the settings say so."""
     batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
     engine, score, sampling = answering.engine, answering.score, inputs.sampling
-    truth = None if resources is None or not settings.eval.exact_values else _truth(settings, inputs, resources)
+    truth, turns = None, settings.rollout.turns
+    if resources is not None and settings.eval.exact_values:
+        truth = _truth(settings.algorithm.advantage, turns, inputs, resources)
 
     def evaluation(
         run: RunState, keep: OnScored = lambda scored: None, keep_beside: OnBeside = lambda beside: None
@@ -333,12 +338,13 @@ def _evaluation(
     return evaluation
 
 
-def _truth(settings: TrainSettings, inputs: EvalInputs, resources: Resources) -> Callable[..., Metrics]:
-    sampling, algorithm = attrs.evolve(resources.sampling, n=1), settings.algorithm
-    advantage, of_turns = algorithm.advantage, algorithm.advantage.name == "turn_gae"
+def _truth(
+    advantage: AdvantageSettings, turns: TurnsSettings, inputs: EvalInputs, resources: Resources
+) -> Callable[..., Metrics]:
+    sampling, of_turns = attrs.evolve(resources.sampling, n=1), advantage.name == "turn_gae"
     gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # of one turn
     if isinstance(resources.engine, TurnsEngine):
-        exact = Played(game=game_of(settings), engine=resources.engine, sampling=sampling, gamma=gamma)
+        exact = Played(game=game_of(turns), engine=resources.engine, sampling=sampling, gamma=gamma)
     else:
         answers = partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling)
         exact = partial(one_answer, answers=answers, gamma=gamma)

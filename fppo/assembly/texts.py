@@ -12,12 +12,15 @@ from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrai
 from fppo import data
 from fppo._errors import json_of, words_of
 from fppo.data import ChatOptions
+from fppo.fields import only
 from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
 from fppo.models.vision import Vision, takes_images
 from fppo.rollout.engine import Sampling
+from fppo.settings.model import ModelSettings
 from fppo.settings.places import TOKENIZER_FILES
-from fppo.settings.train import TrainSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.settings.train import DataSettings, EvalSettings
 
 GENERATION = "generation_config.json"
 
@@ -52,30 +55,28 @@ def open_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedT
         raise ValueError(f"{name}: no tokenizer came from {path}: {type(error).__name__}: {why}") from error
 
 
-def load_tokenizer(settings: TrainSettings) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ModelSettings, rows: DataSettings) -> PreTrainedTokenizerBase:
     """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what they need of it."""
-    section = settings.model
-    if section.tokenizer is None:
-        directory = config_place(section.path, "model.path")
-        tokenizer = open_tokenizer(str(directory), "model.path", section.trust_remote_code)
+    if model.tokenizer is None:
+        directory = config_place(model.path, "model.path")
+        tokenizer = open_tokenizer(str(directory), "model.path", model.trust_remote_code)
     else:
-        tokenizer = open_tokenizer(section.tokenizer, "model.tokenizer", section.trust_remote_code)
-    data.check_tokenizer(tokenizer, pad_token=settings.data.pad_token)
-    if settings.data.chat_template is not None:
-        tokenizer.chat_template = Path(settings.data.chat_template).read_text(encoding="utf-8-sig")
-    if settings.data.seen and tokenizer.chat_template is None:
-        tokenizer.chat_template = open_processor(settings)[0].chat_template
-    if settings.data.chat:
-        data.check_chat_template(tokenizer, options=chat_options(settings))
+        tokenizer = open_tokenizer(model.tokenizer, "model.tokenizer", model.trust_remote_code)
+    data.check_tokenizer(tokenizer, pad_token=rows.pad_token)
+    if rows.chat_template is not None:
+        tokenizer.chat_template = Path(rows.chat_template).read_text(encoding="utf-8-sig")
+    if rows.seen and tokenizer.chat_template is None:
+        tokenizer.chat_template = open_processor(model, rows)[0].chat_template
+    if rows.chat:
+        data.check_chat_template(tokenizer, options=chat_options(rows))
     return tokenizer
 
 
-def open_processor(settings: TrainSettings) -> tuple[Any, Vision]:
+def open_processor(section: ModelSettings, rows: DataSettings) -> tuple[Any, Vision]:
     """What reads images and videos for the policy, and what is known of how it sees. Raises ValueError if there is no
     such processor, and for a model that takes no images, or no videos where there are any."""
-    section, name = settings.model, _named(settings.data.seen)
-    directory = config_place(section.path, "model.path")
-    config = config_of(settings, directory)
+    directory, name = config_place(section.path, "model.path"), _named(rows.seen)
+    config = config_of(section, directory)
     if not takes_images(config):
         raise ValueError(f"{name}: a model of type {config.model_type!r} takes no images")
     vision = build(config, trust_remote_code=section.trust_remote_code).vision
@@ -89,8 +90,8 @@ def open_processor(settings: TrainSettings) -> tuple[Any, Vision]:
         ) from error
     if getattr(processor, "image_processor", None) is None:  # without the files of one it is a tokenizer
         raise ValueError(f"{name}: {directory} has no processor of images (processor_config.json)")
-    if settings.data.videos is not None:
-        _check_videos(settings.data.videos, processor, vision)
+    if rows.videos is not None:
+        _check_videos(rows.videos, processor, vision)
     return processor, vision
 
 
@@ -112,25 +113,23 @@ def _check_videos(field: str, processor: Any, vision: Vision) -> None:
         )
 
 
-def load_images(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> data.ImageReader | None:
+def load_images(
+    model: ModelSettings, rows: DataSettings, tokenizer: PreTrainedTokenizerBase
+) -> data.ImageReader | None:
     """What reads prompts with images and videos, with the tokenizer's chat template; None without any."""
-    section = settings.data
-    if not section.seen:
+    if not rows.seen:
         return None
-    processor, vision = open_processor(settings)
+    processor, vision = open_processor(model, rows)
     processor.chat_template = tokenizer.chat_template
-    return data.ImageReader(
-        processor, vision.token, chat_options(settings), vision.video, section.video_fps, section.video_frames
-    )
+    chat = chat_options(rows)
+    return data.ImageReader(processor, vision.token, chat, vision.video, rows.video_fps, rows.video_frames)
 
 
-def chat_options(settings: TrainSettings) -> ChatOptions:
+def chat_options(rows: DataSettings) -> ChatOptions:
     """What the settings give the chat template beside messages."""
-    path = settings.data.tools
+    path = rows.tools
     tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8-sig"))
-    return ChatOptions(
-        arguments=settings.data.chat_arguments, tools=tools, row_tools=settings.data.row_tools is not None
-    )
+    return ChatOptions(arguments=rows.chat_arguments, tools=tools, row_tools=rows.row_tools is not None)
 
 
 def generation_config(
@@ -176,26 +175,25 @@ def _read_generation(directory: Path) -> GenerationConfig:
         raise ValueError(f"{directory / GENERATION} cannot be read: {words_of(error, 400)}") from error
 
 
-def policy_generation(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
+def policy_generation(model: ModelSettings, rows: DataSettings, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
     """The policy's generation config, which its export keeps. Raises ValueError if there is no such model."""
-    directory = config_place(settings.model.path, "model.path")
-    config = config_of(settings, directory)
-    chat = chat_options(settings) if settings.data.chat else None
+    directory = config_place(model.path, "model.path")
+    config = config_of(model, directory)
+    chat = chat_options(rows) if rows.chat else None
     return generation_config(directory, config, tokenizer, chat=chat)
 
 
-def config_of(settings: TrainSettings, directory: Path) -> PreTrainedConfig:
+def config_of(section: ModelSettings, directory: Path) -> PreTrainedConfig:
     """The config of one of the settings' models, with their changes. Raises ValueError for changes that do not fit."""
-    section = settings.model
     try:
         return read_config(directory, changes=section.config, trust_remote_code=section.trust_remote_code)
     except ValueError as error:
         raise ValueError(f"model.config: {error}" if section.config else str(error)) from error
 
 
-def vocabulary_size_of(settings: TrainSettings) -> int:
+def vocabulary_size_of(model: ModelSettings) -> int:
     """Rows of the policy's embedding."""
-    return data.vocabulary_size(config_of(settings, config_place(settings.model.path, "model.path")))
+    return data.vocabulary_size(config_of(model, config_place(model.path, "model.path")))
 
 
 def ends_of(generation: GenerationConfig) -> list[int]:
@@ -205,42 +203,30 @@ def ends_of(generation: GenerationConfig) -> list[int]:
 
 
 def sampling_of(
-    settings: TrainSettings,
+    rollout: RolloutSettings,
     tokenizer: PreTrainedTokenizerBase,
     generation: GenerationConfig,
     *,
     like: Sampling | None = None,
 ) -> Sampling:
     """How responses are sampled in training. What is known of the tokenizer's tokens is taken from `like`."""
-    rollout = settings.rollout
     return Sampling(
-        temperature=rollout.temperature,
-        top_k=rollout.top_k,
-        top_p=rollout.top_p,
-        n=rollout.n,
-        max_tokens=rollout.max_tokens,
+        **only(rollout, "temperature", "top_k", "top_p", "n", "max_tokens"),
         stop_token_ids=data.stop_tokens(tokenizer, rollout.stop, rollout.stop_token_ids, turn_ends=ends_of(generation)),
         stop_texts=data.stop_texts(tokenizer, rollout.stop, like=None if like is None else like.stop_texts),
     )
 
 
 def eval_sampling_of(
-    settings: TrainSettings,
+    section: EvalSettings,
+    rollout: RolloutSettings,
     tokenizer: PreTrainedTokenizerBase,
     generation: GenerationConfig,
     *,
     like: Sampling | None = None,
 ) -> Sampling:
     """How held-out prompts are answered: as in training, but for what the section eval says of it."""
-    section, rollout = settings.eval, settings.rollout
-    asked = attrs.evolve(
-        rollout,
-        n=section.n,
-        top_k=rollout.top_k if section.top_k is None else section.top_k,
-        top_p=rollout.top_p if section.top_p is None else section.top_p,
-        max_tokens=section.max_tokens or rollout.max_tokens,
-        stop=rollout.stop if section.stop is None else section.stop,
-        temperature=section.temperature or 1.0,
-    )
-    sampling = sampling_of(attrs.evolve(settings, rollout=asked), tokenizer, generation, like=like)
-    return attrs.evolve(sampling, greedy=section.temperature == 0)
+    own = only(section, "top_k", "top_p", "max_tokens", "stop")
+    own = {name: value for name, value in own.items() if value is not None}
+    asked = attrs.evolve(rollout, **own, n=section.n, temperature=section.temperature or 1.0)
+    return attrs.evolve(sampling_of(asked, tokenizer, generation, like=like), greedy=section.temperature == 0)

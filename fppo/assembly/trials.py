@@ -6,41 +6,43 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
 from fppo.assembly.optimizers import optimizer_of
 from fppo.assembly.parts import value_head_of
 from fppo.assembly.program import policy_loss
+from fppo.fields import Problem, said
+from fppo.losses import ValueHead
 from fppo.pipeline.estimators import WEIGHTS, columns_of
-from fppo.settings.component import bound, parts
+from fppo.settings.component import Component, bound, parts
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
-from fppo.steps.actor import SelectiveLoss
+from fppo.steps.actor import LossFn, SelectiveLoss
 
 
-def value_problems(settings: TrainSettings, known: Sequence[str]) -> list[str]:
+def value_problems(settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
     """What the functions of parts say of the keywords that settings give them; not of parts with `known` problems."""
     trials: dict[str, Callable[[], Any]] = {
-        "actor.loss": lambda: _loss(settings),
-        "algorithm.advantage": lambda: _advantage(settings),
-        "algorithm.correction": lambda: _correction(settings),
-        "critic.loss": lambda: _value_loss(settings),
+        "actor.loss": lambda: _loss(policy_loss(settings.actor)),
+        "algorithm.advantage": lambda: _advantage(settings.algorithm.advantage),
+        "algorithm.correction": lambda: _correction(settings.algorithm.correction),
+        "critic.loss": lambda: _value_loss(value_head_of(settings)),
         "actor.optimizer": lambda: optimizer_of(settings.actor.optimizer, 1, setting="actor.optimizer"),
         "critic.optimizer": lambda: optimizer_of(settings.critic.optimizer, 1, setting="critic.optimizer"),
     }
-    lines = []
+    found = []
     for path, part, _ in parts(settings):
-        if not part.keywords or any(text.startswith(f"{path}.") for text in known):
+        if not part.keywords or any(problem.path.startswith(f"{path}.") for problem in known):
             continue
         try:
             trials[path]()
         except ValueError as error:
-            said = str(error)
             keywords = ", ".join(f"{name}={value!r}" for name, value in part.keywords.items())
-            line = said if said.startswith(f"{path}.") else f"{path} = {part.name}({keywords}): {said}"
-            lines.append(line)
-    return lines
+            problem = Problem(f"{path} = {part.name}({keywords})", attrs.NOTHING, str(error))
+            found.append(said(error) if str(error).startswith(f"{path}.") else problem)
+    return found
 
 
 def _floats(*shape: int) -> Tensor:
@@ -50,8 +52,8 @@ def _floats(*shape: int) -> Tensor:
 _MASK = torch.ones(2, 2, dtype=torch.bool)  # two rows of two tokens, of one group
 
 
-def _loss(settings: TrainSettings) -> None:
-    loss_fn, tokens = policy_loss(settings.actor), [_floats(2, 2) for _ in range(3)]
+def _loss(loss_fn: LossFn | SelectiveLoss) -> None:
+    tokens = [_floats(2, 2) for _ in range(3)]
     if isinstance(loss_fn, SelectiveLoss):
         selected = loss_fn.select_fn(*tokens, _MASK, noise=torch.zeros(2, 2))
         loss_fn.loss_fn(*tokens, _MASK, selected=selected)
@@ -59,18 +61,18 @@ def _loss(settings: TrainSettings) -> None:
         loss_fn(*tokens, _MASK)
 
 
-def _value_loss(settings: TrainSettings) -> None:
-    head, tokens = value_head_of(settings), _floats(2, 2)
+def _value_loss(head: ValueHead) -> None:
+    tokens = _floats(2, 2)
     head.loss_fn(tokens if head.outputs == 1 else _floats(2, 2, head.outputs), tokens, tokens, _MASK)
 
 
-def _correction(settings: TrainSettings) -> None:
-    for correct in bound(settings.algorithm.correction, CORRECTIONS, "algorithm.correction"):
+def _correction(part: Component) -> None:
+    for correct in bound(part, CORRECTIONS, "algorithm.correction"):
         correct(_floats(2, 2), _floats(2, 2), _MASK)
 
 
-def _advantage(settings: TrainSettings) -> None:
-    (fn,) = bound(settings.algorithm.advantage, ESTIMATORS, "algorithm.advantage")
+def _advantage(part: Component) -> None:
+    (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
     by_row = dict.fromkeys(("scores", "baselines", "outcomes"), torch.zeros(2))
     by_token = dict.fromkeys(("rewards", "values", "log_probs", "rollout_log_probs", WEIGHTS), torch.zeros(2, 2))
     others = {"mask": _MASK, "groups": torch.zeros(2, dtype=torch.int64), "named_scores": {"score": torch.zeros(2)}}

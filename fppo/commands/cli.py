@@ -20,15 +20,16 @@ from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
 from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
-from fppo.settings import checks, contents, files, machine, modules, places
+from fppo.settings import checks, files, machine, modules, places
 from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
-from fppo.settings.mesh import MeshSettings
+from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
 
@@ -290,8 +291,8 @@ def _no_file(command: str) -> int:
 
 
 def _look(
-    processes: LaunchOptions, settings: TrainSettings, known: Sequence[str], *, exports: bool = False
-) -> list[str]:
+    processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem], *, exports: bool = False
+) -> list[Problem]:
     """All problems with files, modules, devices and other things that settings name, as far as visible before the run.
 
     With `exports`, the target of the policy's export is checked too. Rows are read only if there are problems already:
@@ -300,16 +301,17 @@ def _look(
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
     local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
-    wrong = [*places.place_problems(settings), *([] if target is None else [target])]
+    wrong = [*places.place_problems(settings)]
+    wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, local, visible=visible)]
-    wrong += [*contents.token_problems(settings), *checks.mesh_problems(settings, world)]
+    wrong += [*places.token_problems(settings), *checks.mesh_problems(settings, world)]
     if any(part.keywords for _, part, _ in parts(settings)):
         from fppo.assembly import trials  # imported here: it loads torch, which the run needs anyway
 
         wrong += trials.value_problems(settings, [*known, *wrong])
     every = [*known, *wrong]
-    if every and not any(text.startswith(("data.", "[data")) for text in every):
-        wrong += contents.row_problems(settings)
+    if every and not any(problem.path.startswith(("data.", "[data")) for problem in every):
+        wrong += places.row_problems(settings)
     return wrong
 
 

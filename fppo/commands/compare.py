@@ -11,7 +11,6 @@ from fppo.assembly.trials import value_problems
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
 from fppo.settings import checks, files, logged, places
-from fppo.settings.checks_data import has_held_out
 from fppo.settings.compare import CompareSettings, changed, variants
 from fppo.settings.train import TrainSettings
 
@@ -42,7 +41,7 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
 
 def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) -> list[str]:
     """Problems with metrics to compare that no variant will log."""
-    if not metrics and not any(map(has_held_out, settings)):
+    if not metrics and not any(own.data.has_held_out for own in settings):
         return ["--metrics is not set, and there are no held-out prompts; give data.eval_path, or names of metrics"]
     refused = {name: [logged.missing(own, name) for own in settings] for name in metrics}
     return [f"--metrics {name}: {texts[0]}" for name, texts in refused.items() if texts[0] and all(texts)]

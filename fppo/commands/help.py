@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
+from fppo.fields import fields_of, name_of
 from fppo.settings.component import Functions, Keyword, signature_of, table_of
-from fppo.settings.fields import fields_of, name_of
 from fppo.settings.train import TrainSettings
 
 _NAMES = 14  # columns for names before their text

@@ -31,12 +31,12 @@ from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import DATA_AXES, Sharding
-from fppo.settings import checks, old_log_probs, placement, resolve
+from fppo.settings import placement, resolve
 from fppo.settings.component import requires, value_of
-from fppo.settings.mesh import PlanMeshSettings
-from fppo.settings.placement import places_of, pools_of
+from fppo.settings.placement import PlanMeshSettings, places_of, pools_of
 from fppo.settings.plan import PlanSettings, pools_of_run
 from fppo.settings.plan_rollout import PlanRolloutSettings
+from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
 
@@ -117,7 +117,7 @@ def calls_of_run(run: TrainSettings) -> dict[str, list[ColumnCall]]:
 def _batch(run: TrainSettings) -> Batch:
     """The rows of a run's steps, as far as settings and configs tell of them."""
     algorithm, critic = run.algorithm, run.critic
-    reader = None if not checks.uses_critic(run) else "model" if critic.reads == "tokens" else critic.reads
+    reader = None if not run.algorithm.uses_critic else "model" if critic.reads == "tokens" else critic.reads
     replay, routers = algorithm.router_replay, ()
     if replay != "none":
         routers = bare_model(run).routers
@@ -130,13 +130,13 @@ def _batch(run: TrainSettings) -> Batch:
         terms=[*run.reward.functions, *(name for name, path in more.items() if path is not None)],
         sampled=run.rollout.from_ is None,
         greedy=requires(algorithm.advantage, ESTIMATORS, "baselines"),
-        old_log_probs=old_log_probs.source(run),
+        old_log_probs=old_log_probs_source(run),
         sum_squared=requires(algorithm.advantage, ESTIMATORS, "sum_squared_probs"),
         critic=reader,
         members=critic.ensemble,
         hidden=hidden_width(bare_model(run)) if reader == "hidden" else 0,
         truth_signs=TRUTH_SIGNS if critic.privileged and reader in ("confidence", "hidden") else 0,
-        reference=checks.uses_reference(run),
+        reference=run.uses_reference,
         replay=replay,
         routed=sum(router.chosen * (1 if router.experts <= 1 << 8 else 4) for router in routers),
         weighed=value_of(algorithm.correction, CORRECTIONS, "level") is not None,

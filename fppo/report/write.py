@@ -17,7 +17,7 @@ from fppo.report.remains import remains
 from fppo.runs import held_out, jsonl, starts
 from fppo.runs.evaluations import TRUTH
 from fppo.runs.loggers import METRICS, SAMPLES
-from fppo.settings import files, texts
+from fppo.settings import files
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
 SHOWN_STEPS, SHOWN_PER_STEP, EXTREMES, SHOWN_TRUTHS, SHOWN_WORK = 6, 4, 3, 4, 3
@@ -212,7 +212,7 @@ def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.exists():
         return {}, {}
     try:
-        values = files.flat(tomllib.loads(texts.read_text(path)))
+        values = files.flat(tomllib.loads(files.read_text(path)))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from error
     defaults = files.flat(files.to_dict(files.TrainSettings()))

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from fppo.rollout.turns.observations import PlainText, chat_template
     from fppo.rollout.turns.runner import ToolRunner
     from fppo.rollout.vllm.engine import VllmEngine
-    from fppo.rollout.vllm.host import EngineFailure, VllmOptions
+    from fppo.rollout.vllm.host import EngineFailure
+    from fppo.rollout.vllm.options import VllmOptions
 
 __all__ = [
     "Ask",

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from fppo._errors import json_of
 from fppo.runtime.exports import write_whole
-from fppo.settings import files, modules, sources
+from fppo.settings import component, files, modules
 from fppo.settings.train import TrainSettings
 
 _NAME = re.compile(r"step_(\d{8})\.json")
@@ -50,7 +50,7 @@ def origin_of(settings: TrainSettings) -> Origin:
     code = {}
     for _, function in modules.own_functions(settings):
         module = function.partition(":")[0]
-        if (place := sources.source_of(module)) is not None:
+        if (place := component.source_of(module)) is not None:
             places[module] = place
             code[module] = importlib.util.decode_source(place.read_bytes())
     commits = {name: commit for name, place in places.items() if (commit := commit_of(place.resolve())) is not None}

@@ -21,8 +21,6 @@ from fppo.runs.resuming import check_bases
 from fppo.runs.session import CHECKPOINTS, CONFIGS
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.settings import checks
-from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import TrainState
 
@@ -39,9 +37,9 @@ def newest(directory: Path, step: int | None = None) -> int | None:
 def bare(settings: TrainSettings) -> TrainSettings:
     """The settings of a run with its saved configs and tokenizer in place of the initial models' paths."""
     configs = Path(settings.output_dir) / CONFIGS
-    if not configs.is_dir() or uses_lora(settings):  # an adapter needs its base
+    if not configs.is_dir() or settings.model.lora.used:  # an adapter needs its base
         return settings
-    critic = str(configs / "critic") if checks.uses_critic_model(settings) else None
+    critic = str(configs / "critic") if settings.uses_critic_model else None
     own = {"path": str(configs / "actor"), "critic_path": critic, "tokenizer": None, "config": {}}
     model, data = attrs.evolve(settings.model, **own), attrs.evolve(settings.data, chat_template=None)
     return attrs.evolve(settings, model=model, data=data)
@@ -80,15 +78,15 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     Raises ValueError for the critic of a run without one, for a critic's adapter without `merge`, and for `merge`
     without an adapter.
     """
-    if role == "critic" and not checks.uses_critic(settings):
+    if role == "critic" and not settings.algorithm.uses_critic:
         raise ValueError(
             f"the run has no critic: algorithm.advantage = {settings.algorithm.advantage.name!r} trains none"
         )
-    if role == "critic" and not checks.uses_critic_model(settings):
+    if role == "critic" and not settings.uses_critic_model:
         reads = f"with critic.reads = {settings.critic.reads!r} it reads the results of the policy's pass"
         raise ValueError(f"the run's critic is not a model: {reads}")
     path = checkpoint.place_of(Path(settings.output_dir) / CHECKPOINTS, step)
-    if uses_lora(settings) if role == "actor" else critic_uses_lora(settings):
+    if settings.model.lora.used if role == "actor" else settings.model.lora.of_critic:
         _export_adapted(settings, target, path, role, merge=merge)
         return
     if merge:
@@ -96,8 +94,8 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     settings = bare(settings)
     model = bare_model(settings, "lm" if role == "actor" else "value")
     whole = params(model, role, path, device=device_of(settings))
-    tokenizer = load_tokenizer(settings)
-    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    tokenizer = load_tokenizer(settings.model, settings.data)
+    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
     models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)
 
 
@@ -108,13 +106,13 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         critic, _ = adapted_critic(settings, model, LOCAL, device)
         assert critic is not None
         model = critic
-    own = bases_of({role: base_of_role(settings, role, model)}) or {}
+    own = bases_of({role: base_of_role(settings.model, role, model)}) or {}
     check_bases(own, path)
-    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
+    adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings.model, settings.data)
     if not merge and role == "critic":
         raise ValueError("the critic's adapter has a value head, which PEFT's files cannot hold: give --merge")
     if not merge:
         lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
         return
-    generation = policy_generation(settings, tokenizer) if role == "actor" else None
+    generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
     models.save(widened(model), adapter, target, tokenizer=tokenizer, generation_config=generation)

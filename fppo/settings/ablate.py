@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.settings.fields import above, at_least, nonempty, setting, wrong_values
+from fppo.fields import above, at_least, nonempty, setting, wrong_values
 
 SHAPE = "write sizes as N=256,H=512"
 

@@ -3,249 +3,258 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from fppo.rollout.turns.tools import TOOLS
-from fppo.settings.algorithm import AlgorithmSettings
-from fppo.settings.checks_critic import critic_problems
-from fppo.settings.checks_data import data_problems, has_held_out
-from fppo.settings.checks_eval import eval_problems
-from fppo.settings.checks_experts import expert_problems
-from fppo.settings.checks_kl import kl_problems
-from fppo.settings.checks_lora import lora_problems
-from fppo.settings.checks_mesh import (
-    context_axis_problems,
-    expert_axis_problems,
-    pipeline_problems,
-    tensor_axis_problems,
-)
-from fppo.settings.checks_placement import placement_problems
-from fppo.settings.checks_reward import FUNCTION, judge_on_ranks, reward_problems
-from fppo.settings.checks_sampling import sampling_problems
-from fppo.settings.checks_vllm import too_short, vllm_on_ranks, vllm_problems
-from fppo.settings.component import part_problems, requires, signature_of, value_of
-from fppo.settings.critic import CriticSettings
-from fppo.settings.fields import wrong_values
-from fppo.settings.graphs import graphs_problems
-from fppo.settings.old_log_probs import old_log_probs_problems
-from fppo.settings.problems import Problems, unread_section
-from fppo.settings.problems import problem as _problem
-from fppo.settings.problems import unread as _unread
-from fppo.settings.tables import CORRECTIONS, ESTIMATORS
-from fppo.settings.texts import text_problems
-from fppo.settings.train import ActorSettings, TrainSettings
+import attrs
+
+from fppo.fields import Problem, Problems, name_of, unread, value_at, wrong, wrong_values
+from fppo.settings.checks_data import data_problems, eval_problems, reward_problems
+from fppo.settings.checks_places import mesh_rules, placement_problems
+from fppo.settings.checks_rollout import rollout_problems
+from fppo.settings.component import part_problems, signature_of, value_of
+from fppo.settings.resolve import hindrances, passes_before_update
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
+from fppo.settings.train import TrainSettings
 
 
-def problems(settings: TrainSettings) -> list[str]:
-    """Every problem as "section.setting = value: what is wrong; what to do"; none if the settings can run.
+def problems(settings: TrainSettings) -> list[Problem]:
+    """Every problem, whose text is "section.setting = value: what is wrong; what to do"; none if the settings can run.
 
     Conflicts between fields are sought also where a single value is wrong, so that one run of the command names all.
     """
-    rollout, algorithm = (_rollout, _turns, sampling_problems), (_algorithm, old_log_probs_problems)
-    conflicts = (_run, _model, data_problems, *rollout, reward_problems, *algorithm, part_problems, expert_problems)
-    lines = [*text_problems(settings), *(_problem(*wrong) for wrong in wrong_values(settings))]
-    for conflict in conflicts:
-        lines += conflict(settings)
-    lines += _updates(settings, "actor", settings.actor)
-    lines += eval_problems(settings, critic=uses_critic(settings))
-    lines += lora_problems(settings, critic=uses_critic_model(settings))
-    if uses_critic(settings):
-        lines += [*critic_problems(settings), *_updates(settings, "critic", settings.critic)]
-    lines += placement_problems(
-        settings, critic=uses_critic(settings), reference=uses_reference(settings), on_mesh=_mesh
-    )
-    return list(dict.fromkeys(lines))
+    found = [*text_problems(settings), *wrong_values(settings)]
+    for rules in (
+        *(_run, _model, data_problems, rollout_problems, reward_problems, _algorithm, part_problems, _experts),
+        *(_actor, eval_problems, _lora, _critic, placement_problems),
+    ):
+        found += rules(settings)
+    return [*{str(problem): problem for problem in found}.values()]
 
 
-def mesh_problems(settings: TrainSettings, world: int) -> list[str]:
+def mesh_problems(settings: TrainSettings, world: int) -> list[Problem]:
     """What keeps the settings from running as `world` processes."""
     mesh = settings.mesh
     others = mesh.others
+    if mesh.least_ranks < 1:  # of a size that its own check refuses
+        return []
     if world % others if mesh.shard is None else others * mesh.shard != world:
         axes = ", ".join(f"{name} {size or 'unset'}" for name, size in mesh.sizes(mesh.shard or 0).items())
         there = "there is 1 process" if world == 1 else f"there are {world} processes"
         fitting = f"--nproc {others * (mesh.shard or 1)}" if mesh.shard else f"--nproc {others} or a multiple of it"
-        return [f"mesh: its axes ({axes}) do not multiply to the ranks: {there}; give {fitting}, or other axes"]
-    return [*_mesh(settings, world)]
+        text = f"its axes ({axes}) do not multiply to the ranks: {there}; give {fitting}, or other axes"
+        return [Problem("mesh", attrs.NOTHING, text)]
+    return [*mesh_rules(settings, world)]
 
 
-def _mesh(s: TrainSettings, world: int) -> Problems:
-    if s.mesh.sequence > 1 and not s.model.remove_padding:
-        yield _problem("mesh.sequence", s.mesh.sequence, "a sequence axis cuts packed rows; set model.remove_padding")
-    yield from pipeline_problems(s)
-    yield from context_axis_problems(s)
-    if s.mesh.expert > 1:
-        yield from expert_axis_problems(s, critic=uses_critic(s))
-    if s.mesh.tensor > 1:
-        yield from tensor_axis_problems(s, critic=uses_critic(s))
-    if s.rollout.engine == "vllm":
-        yield from vllm_on_ranks(s.rollout.vllm, "rollout.vllm", world)
-    yield from judge_on_ranks(s, world)
-    ranks = world // (s.mesh.pipeline * s.mesh.sequence * s.mesh.context * s.mesh.tensor)
-    for name, section in (("actor", s.actor), ("critic", s.critic)):
-        size = section.mini_batch_size or s.rollout.batch_size
-        if size < ranks and (name == "actor" or uses_critic(s)):
-            advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.context"
-            yield _problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")
+def text_problems(settings: Any) -> Problems:
+    """The texts that no path, file or tokenizer can hold: NUL characters and halves of surrogate pairs."""
+    for path, text in _texts(settings, ""):
+        if "\0" in text:
+            yield Problem(path, text, "holds a NUL character, which no path and no text has; leave it out")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            kind = f"{text[error.start]!a} is half of a surrogate pair, or a byte that is not UTF-8"
+            yield Problem(path, text, f"{kind}; write the whole character, or rename the file")
 
 
-def uses_critic_model(settings: TrainSettings) -> bool:
-    """Whether the run has a critic that is a model of its own."""
-    return uses_critic(settings) and settings.critic.reads == "tokens"
-
-
-def decodes(s: TrainSettings) -> bool:
-    """Whether an embedded engine answers anything: the policy's, or the judge's."""
-    judge = s.reward.judge
-    return s.rollout.engine != "vllm" or (judge.path is not None and judge.engine != "vllm")
-
-
-def uses_critic(settings: TrainSettings) -> bool:
-    """Whether the run trains a critic."""
-    return requires(settings.algorithm.advantage, ESTIMATORS, "values")
-
-
-def uses_reference(settings: TrainSettings) -> bool:
-    """Whether the run needs a reference model."""
-    return settings.actor.kl_coef > 0 or settings.algorithm.kl.coef > 0
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path of the setting, text) of every text, in lists and tables too."""
+    if isinstance(value, str):
+        yield path, value
+    elif attrs.has(type(value)):
+        for field in attrs.fields(type(value)):
+            yield from _texts(getattr(value, field.name), f"{path}.{name_of(field)}".lstrip("."))
+    elif isinstance(value, Mapping):
+        for pair in value.items():
+            for each in pair:
+                yield from _texts(each, path)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _texts(each, path)
 
 
 def _run(s: TrainSettings) -> Problems:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", s.device) and s.device:
-        yield _problem("device", s.device, "must be auto, cpu, cuda or cuda:N")
+        yield wrong(s, "device", "must be auto, cpu, cuda or cuda:N")
     if len(set(s.log.loggers)) < len(s.log.loggers):
-        yield _problem("log.loggers", list(s.log.loggers), "names a logger twice")
+        yield wrong(s, "log.loggers", "names a logger twice")
 
 
 def _model(s: TrainSettings) -> Problems:
-    yield from graphs_problems(s)
-    if not uses_critic(s):
-        yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
-    elif not uses_critic_model(s):
-        yield from _unread("model.critic_path", s.model.critic_path, None, 'critic.reads = "tokens"')
-        for name in ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget"):
-            yield from _unread(f"critic.{name}", getattr(s.critic, name), None, 'critic.reads = "tokens"')
-        yield from _unread("critic.popart", s.critic.popart, 0, 'critic.reads = "tokens"')
+    if s.model.graphs is True:
+        for path, value, why in hindrances(s):
+            yield wrong(s, "model.graphs", f"{path} = {value!r} {why}; leave one of them out")
+    if not s.algorithm.uses_critic:
+        yield from unread(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
+    elif not s.uses_critic_model:
+        names = ("compute_dtype", "checkpoint_layers", "offload", "micro_batch_size", "token_budget", "popart")
+        yield from unread(s, ["model.critic_path", *(f"critic.{x}" for x in names)], 'critic.reads = "tokens"')
     elif s.critic.ensemble > 1:
         text = 'its members read what the policy\'s pass finds: give critic.reads = "hidden" or "confidence"'
-        yield _problem("critic.ensemble", s.critic.ensemble, text)
+        yield wrong(s, "critic.ensemble", text)
     if s.critic.ensemble == 1:
-        for name in ("leave_agreed", "leave_disputed"):
-            yield from _unread(f"critic.{name}", getattr(s.critic, name), 0, "critic.ensemble > 1")
+        yield from unread(s, ["critic.leave_agreed", "critic.leave_disputed"], "critic.ensemble > 1")
     elif s.actor.entropy_coef == 0:
-        yield from _unread("critic.leave_disputed", s.critic.leave_disputed, 0, "actor.entropy_coef != 0")
-    if not uses_reference(s):
+        yield from unread(s, ["critic.leave_disputed"], "actor.entropy_coef != 0")
+    if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
-        yield from _unread("model.ref_path", s.model.ref_path, None, readers)
-        yield from _unread("model.ref_dtype", s.model.ref_dtype, "float32", readers)
-        yield from _unread("model.ref_offload", s.model.ref_offload, None, readers)
-
-
-def _rollout(s: TrainSettings) -> Problems:
-    size, n = s.rollout.batch_size, s.rollout.n
-    if n >= 1 and size % n:
-        near = [max(size // n, 1) * n, (size // n + 1) * n]
-        text = f"must be a multiple of rollout.n = {n}, since it counts sequences; {_choices(near)} would do"
-        yield _problem("rollout.batch_size", size, text)
-    if requires(s.algorithm.advantage, ESTIMATORS, "groups") and n == 1:
-        text = f"algorithm.advantage = {s.algorithm.advantage.name!r} compares responses to one prompt; give 2 or more"
-        yield _problem("rollout.n", n, text)
-    if s.rollout.engine != "vllm":
-        yield from unread_section(s.rollout.vllm, "rollout.vllm", 'rollout.engine = "vllm"')
-    else:
-        yield from vllm_problems(s.rollout.vllm, "rollout.vllm")
-        yield from _unread(
-            "rollout.cache_gb", s.rollout.cache_gb, None, "the embedded engine; give rollout.vllm.cache_gb"
-        )
-        if not decodes(s) and s.model.decode_attention != "sdpa":
-            yield from _unread("model.decode_attention", s.model.decode_attention, "auto", "the embedded engine")
-        longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
-        needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
-        names = f"data.max_prompt_tokens and {longest}.max_tokens"
-        yield from too_short(s.rollout.vllm, "rollout.vllm", needed, names)
-
-
-def _turns(s: TrainSettings) -> Problems:
-    turns, name = s.rollout.turns, s.rollout.turns.respond
-    if name is None:
-        yield from unread_section(turns, "rollout.turns", "rollout.turns.respond")
-        return
-    if name not in TOOLS and not FUNCTION.fullmatch(name):
-        yield _problem("rollout.turns.respond", name, f"must be one of {sorted(TOOLS)}, or module:function")
-    if turns.max_turns == 1:
-        yield _problem("rollout.turns.max_turns", 1, "respond would never be asked; give 2 or more")
-    if turns.turn_tokens is not None and turns.turn_tokens > s.rollout.max_tokens:
-        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
-        yield _problem("rollout.turns.turn_tokens", turns.turn_tokens, text)
-    if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
-        text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
-        yield _problem("rollout.turns.respond", name, text)
-    if s.rollout.from_ is not None and not has_held_out(s):
-        yield _problem("rollout.turns.respond", name, "rollout.from is given: nothing is sampled; leave it out")
-
-
-def _choices(numbers: list[int]) -> str:
-    return " or ".join(str(n) for n in dict.fromkeys(numbers))
+        yield from unread(s, ["model.ref_path", "model.ref_dtype", "model.ref_offload"], readers)
 
 
 def _algorithm(s: TrainSettings) -> Problems:
-    a, default = s.algorithm, TrainSettings().algorithm
-    signature = signature_of(a.advantage.name, ESTIMATORS)
-    alone = value_of(a.advantage, ESTIMATORS, "lam_alpha") is None
-    if signature is not None and ("kernel" not in signature.functions or not (alone or _has_critic_lam(a))):
-        readers = 'algorithm.advantage = "gae" with one decay for all rows'
-        yield from _unread("algorithm.gae", a.gae, default.gae, readers)
-    if requires(a.advantage, ESTIMATORS, "correction_weights"):
+    a, part, source = s.algorithm, s.algorithm.advantage, s.algorithm.old_log_probs
+    signature = signature_of(part.name, ESTIMATORS)
+    decays = [value_of(part, ESTIMATORS, "lam_alpha") is not None, value_of(part, ESTIMATORS, "critic_lam") is not None]
+    if signature is not None and ("kernel" not in signature.functions or decays == [True, False]):
+        yield from unread(s, ["algorithm.gae"], 'algorithm.advantage = "gae" with one decay for all rows')
+    if a.reads("correction_weights"):
         level = value_of(a.correction, CORRECTIONS, "level")
         if level != "token" or value_of(a.correction, CORRECTIONS, "batch_normalize"):
-            text = f"{a.advantage.name} traces the weights of single tokens: give rollout, with level = token"
-            yield _problem("algorithm.correction.name", a.correction.name, text)
-    yield from kl_problems(s)
+            text = f"{part.name} traces the weights of single tokens: give rollout, with level = token"
+            yield wrong(s, "algorithm.correction.name", text)
+    yield from _kl(s)
+    if source == "update" and (reasons := passes_before_update(s)):
+        text = f"they are needed before the update: {'; '.join(reasons)}; give pass, or leave it out"
+        yield wrong(s, "algorithm.old_log_probs", text)
+    if source == "engine" and a.correction.name != "none":
+        text = "algorithm.correction would compare the engine's with themselves, and all weights be 1; leave one out"
+        yield wrong(s, "algorithm.old_log_probs", text)
 
 
-def _has_critic_lam(algorithm: AlgorithmSettings) -> bool:
-    return value_of(algorithm.advantage, ESTIMATORS, "critic_lam") is not None
+def _kl(s: TrainSettings) -> Problems:
+    """The conflicts of algorithm.kl, actor.kl_coef and actor.kl_kind."""
+    kl, part = s.algorithm.kl, s.algorithm.advantage
+    if kl.controller == "adaptive" and kl.coef == 0:
+        text = "the adaptive controller multiplies coef, which is 0; give a first algorithm.kl.coef"
+        yield wrong(s, "algorithm.kl.controller", text)
+    if kl.controller == "fixed":
+        yield from unread(s, ["algorithm.kl.target", "algorithm.kl.horizon"], "the adaptive controller")
+    if kl.coef == 0:
+        yield from unread(s, ["algorithm.kl.kind"], "algorithm.kl.coef > 0")
+    elif kl.kind not in ("k1", "k1+"):
+        text = "is for losses: penalties of its value do not add up to the divergence's gradient; give k1"
+        yield wrong(s, "algorithm.kl.kind", text)
+    if kl.coef > 0 and s.algorithm.reads("named_scores"):
+        text = "compares the reward's functions one by one, and would not see it; give actor.kl_coef in its place"
+        yield wrong(s, "algorithm.kl.coef", f"{part.name} {text}")
+    if s.actor.kl_coef == 0:
+        yield from unread(s, ["actor.kl_kind"], "actor.kl_coef > 0")
+    elif s.actor.kl_kind == "k1":
+        text = "its expected gradient is 0, which makes it no KL term; give k3, or k2, whose is the divergence's"
+        yield wrong(s, "actor.kl_kind", text)
 
 
-def _updates(s: TrainSettings, name: str, section: ActorSettings | CriticSettings) -> Problems:
-    """Batch sizes, weights and warm-up of the actor or the critic."""
-    size = s.rollout.batch_size
-    mini = size if section.mini_batch_size is None else section.mini_batch_size
+def _experts(s: TrainSettings) -> Problems:
+    experts, replay = s.actor.experts, s.algorithm.router_replay
+    if experts.balance_coef > 0 and replay == "none":
+        text = "it takes the loads of a whole mini-batch, as router_replay has them; give algorithm.router_replay"
+        yield wrong(s, "actor.experts.balance_coef", text)
+    if s.model.compile_layers:
+        text = "compiled layers do not tell what routers choose; leave out model.compile_layers"
+        names = [name for name, rate in attrs.asdict(experts).items() if rate > 0]
+        yield from (wrong(s, f"actor.experts.{name}", text) for name in names)
+        if replay != "none":
+            yield wrong(s, "algorithm.router_replay", text)
+    if replay == "rollout" and s.rollout.engine == "vllm" and s.rollout.from_ is None:
+        text = "vLLM tells experts from its model runner V2 alone, for which fppo does not draw; "
+        text += 'give "old_log_probs", or rollout.engine = "embedded"'
+        yield wrong(s, "algorithm.router_replay", text)
+
+
+def _lora(s: TrainSettings) -> Problems:
+    """What does not go together with adapters."""
+    lora, critic = s.model.lora, s.uses_critic_model
+    if not lora.used:
+        names = ("alpha", "scaling", "targets", "reference", "send", "base", "critic_rank")
+        yield from unread(s, (f"model.lora.{name}" for name in names), "model.lora.rank > 0")
+        return
+    if lora.path is not None:
+        text = f"the adapter in model.lora.path = {lora.path!r} says it"
+        names = ("rank", "alpha", "scaling", "targets")
+        found = unread(s, (f"model.lora.{name}" for name in names), "")
+        yield from (problem._replace(text=text) for problem in found)
+    reader = "no model.ref_path" if lora.path is not None else "model.lora.path: a fresh adapter starts as the base"
+    if lora.path is None or s.model.ref_path is not None:
+        yield from unread(s, ["model.lora.reference"], reader)
+    if not critic:
+        yield from unread(s, ["model.lora.critic_rank"], "a critic that is a model")
+    if s.rollout.engine != "vllm":
+        yield from unread(s, ["model.lora.send"], 'rollout.engine = "vllm"')
+    elif lora.send == "alone":
+        reader = 'model.lora.send = "merged": of an adapter that goes alone all factors do'
+        yield from unread(s, ["rollout.vllm.send"], reader)
+    if s.model.compile_layers:
+        yield wrong(s, "model.compile_layers", "compiled layers take no adapters yet; leave it or model.lora out")
+    text = "the base of adapters stays on the device; give moments, or leave it out"
+    if s.model.offload == "all":
+        yield wrong(s, "model.offload", text)
+    if critic and lora.of_critic and s.critic.offload == "all":
+        yield wrong(s, "critic.offload", text)
+    if s.model.ref_path is None:
+        reader = "a reference of its own (model.ref_path): with adapters it stands on their base"
+        yield from unread(s, ["model.ref_dtype", "model.ref_offload"], reader)
+    if s.actor.experts.bias_rate > 0:
+        text = "the biases of routers are in the frozen base of the adapter; leave it out"
+        yield wrong(s, "actor.experts.bias_rate", text)
+
+
+def _critic(s: TrainSettings) -> Problems:
+    """What does not go together in how the critic learns, if there is one."""
+    critic, signature = s.critic, signature_of(s.critic.loss.name, VALUE_HEADS)
+    if not s.algorithm.uses_critic:
+        return
+    if signature is not None and "bins" in signature.keywords:
+        yield from unread(s, ["critic.popart"], "heads of one output, as critic.loss = mse or huber")
+    if not critic.pretrain:
+        yield from unread(s, ["critic.pretrain_patience", "critic.pretrain_rise"], "critic.pretrain > 0")
+    elif critic.warmup_steps:
+        text = f"critic.pretrain = {critic.pretrain} is given too, and fits the critic first as well; give one of them"
+        yield wrong(s, "critic.warmup_steps", text)
+    elif critic.pretrain >= s.steps:
+        text = f"the policy might never be updated in {s.steps} steps; give fewer than steps"
+        yield wrong(s, "critic.pretrain", text)
+    if critic.freeze and not (s.model.critic_path or critic.pretrain or critic.warmup_steps):
+        text = "it would stay as it is drawn; give model.critic_path, critic.pretrain or critic.warmup_steps"
+        yield wrong(s, "critic.freeze", text)
+    if critic.warmup_steps >= s.steps:
+        text = f"the actor would never be updated in {s.steps} steps; give fewer than steps"
+        yield wrong(s, "critic.warmup_steps", text)
+    yield from _updates(s, "critic", s.steps)
+
+
+def _actor(s: TrainSettings) -> Problems:
+    steps = max(s.steps - s.critic.warmup_steps - s.critic.pretrain, 1) if s.algorithm.uses_critic else s.steps
+    yield from _updates(s, "actor", steps)
+
+
+def _updates(s: TrainSettings, name: str, steps: int) -> Problems:
+    """Batch sizes, weights and warm-up of the actor or the critic, which has updates in so many steps."""
+    section, size = value_at(s, name), s.rollout.batch_size
+    mini = section.mini_batch(size)
     if mini >= 1 and size % mini:
         text = f"must divide rollout.batch_size = {size}; both count sequences"
-        yield _problem(f"{name}.mini_batch_size", section.mini_batch_size, text)
+        yield wrong(s, f"{name}.mini_batch_size", text)
     if section.micro_batch_size and section.token_budget:
         text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
-        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
+        yield wrong(s, f"{name}.micro_batch_size", text)
     if section.token_budget == 0 and not section.micro_batch_size:
-        text = f"{name}.micro_batch_size is off too; give one of the two"
-        yield _problem(f"{name}.token_budget", section.token_budget, text)
+        yield wrong(s, f"{name}.token_budget", f"{name}.micro_batch_size is off too; give one of the two")
     if section.micro_batch_size and section.micro_batch_size > mini:
-        text = f"must be at most the mini-batch of {mini} sequences"
-        yield _problem(f"{name}.micro_batch_size", section.micro_batch_size, text)
-    if section.weight_mode == "seq-mean-token-sum-norm":
-        if section.horizon is None:
-            text = f'{name}.weight_mode = "seq-mean-token-sum-norm" divides by it; give one, as rollout.max_tokens'
-            yield _problem(f"{name}.horizon", None, text)
-    else:
-        reader = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
-        yield from _unread(f"{name}.horizon", section.horizon, None, reader)
-    yield from _warmup(s, name, section, updates=-(-size // max(mini, 1)) * max(section.epochs, 1))
-
-
-def _warmup(s: TrainSettings, name: str, section: ActorSettings | CriticSettings, *, updates: int) -> Problems:
-    steps = s.steps
-    if name == "critic" and s.critic.warmup_steps >= steps:
-        text = f"the actor would never be updated in {steps} steps; give fewer than steps"
-        yield _problem("critic.warmup_steps", s.critic.warmup_steps, text)
-    elif name == "actor" and uses_critic(s):
-        steps = max(steps - s.critic.warmup_steps - s.critic.pretrain, 1)
-    total = steps * updates
-    if section.optimizer.warmup_steps >= total:
-        text = f"must be less than the run's {total} updates ({steps} steps of {updates})"
-        yield _problem(f"{name}.optimizer.warmup_steps", section.optimizer.warmup_steps, text)
+        yield wrong(s, f"{name}.micro_batch_size", f"must be at most the mini-batch of {mini} sequences")
+    by_length = f'{name}.weight_mode = "seq-mean-token-sum-norm"'
+    if section.weight_mode != "seq-mean-token-sum-norm":
+        yield from unread(s, [f"{name}.horizon"], by_length)
+    elif section.horizon is None:
+        yield wrong(s, f"{name}.horizon", f"{by_length} divides by it; give one, as rollout.max_tokens")
+    updates = -(-size // max(mini, 1)) * max(section.epochs, 1)
+    if section.optimizer.warmup_steps >= steps * updates:
+        text = f"must be less than the run's {steps * updates} updates ({steps} steps of {updates})"
+        yield wrong(s, f"{name}.optimizer.warmup_steps", text)
     if section.optimizer.schedule == "constant":
         reader = "the linear, cosine, exponential and wsd schedules"
-        yield from _unread(f"{name}.optimizer.min_lr_ratio", section.optimizer.min_lr_ratio, 0.0, reader)
+        yield from unread(s, [f"{name}.optimizer.min_lr_ratio"], reader)
     elif section.optimizer.schedule == "exponential" and not section.optimizer.min_lr_ratio:
         text = "the exponential schedule falls by a factor and never comes to 0; give a part of lr, as 0.01"
-        yield _problem(f"{name}.optimizer.min_lr_ratio", 0.0, text)
+        yield wrong(s, f"{name}.optimizer.min_lr_ratio", text)

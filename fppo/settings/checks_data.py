@@ -1,66 +1,58 @@
-"""What is wrong with where a run's prompts come from."""
+"""What is wrong with where a run's prompts come from, and with how responses to them are scored."""
 
 from __future__ import annotations
 
 import re
 import string
 
-from fppo.settings.checks_reward import FUNCTION
-from fppo.settings.problems import Problems, problem, unread
+from fppo.fields import Problem, Problems, unread, value_at, wrong
+from fppo.rewards.question import pattern_problem, template_problem
+from fppo.settings.checks_rollout import FUNCTION, too_short, vllm_problems
+from fppo.settings.component import keyword_problems, value_of
+from fppo.settings.reward import RewardSettings
+from fppo.settings.tables import ESTIMATORS, REWARDS
 from fppo.settings.train import TrainSettings
 
 COMPARING = ("exact_match", "regular_expression", "math_verify")  # built-in rewards that read the ground truth
-
-
-def has_held_out(settings: TrainSettings) -> bool:
-    """Whether there are prompts to evaluate on."""
-    return bool(settings.data.eval_path) or settings.data.eval_rows is not None
 
 
 def data_problems(s: TrainSettings) -> Problems:
     """The conflicts of the section data."""
     data = s.data
     if not data.path and data.rows is None:
-        yield problem(
-            "data.path", [], "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
-        )
+        text = "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
+        yield wrong(s, "data.path", text)
     for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
         if getattr(data, path) and getattr(data, rows) is not None:
-            text = f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two"
-            yield problem(f"data.{path}", list(getattr(data, path)), text)
+            yield wrong(s, f"data.{path}", f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two")
     for name in ("rows", "eval_rows", "sampler"):
-        value = getattr(data, name)
-        if value is not None and not FUNCTION.fullmatch(value):
-            yield problem(f"data.{name}", value, "must be module:function")
+        if (value := getattr(data, name)) is not None and not FUNCTION.fullmatch(value):
+            yield wrong(s, f"data.{name}", "must be module:function")
     if data.sampler is not None and not data.shuffle:
-        yield problem("data.shuffle", False, "data.sampler gives the order; leave one of them out")
+        yield wrong(s, "data.shuffle", "data.sampler gives the order; leave one of them out")
     if not data.chat:
-        for name, default in (("chat_template", None), ("chat_arguments", {}), ("tools", None), ("row_tools", None)):
-            yield from unread(f"data.{name}", getattr(data, name), default, "data.chat = true")
+        names = ("chat_template", "chat_arguments", "tools", "row_tools")
+        yield from unread(s, (f"data.{name}" for name in names), "data.chat = true")
     if data.seen:
-        yield from _image_problems(s)
+        yield from _images(s)
     if data.videos is None:
-        for name in ("video_fps", "video_frames"):
-            yield from unread(f"data.{name}", getattr(data, name), None, "data.videos")
+        yield from unread(s, ["data.video_fps", "data.video_frames"], "data.videos")
     if data.video_fps is not None and data.video_frames is not None:
         text = f"data.video_fps = {data.video_fps} is given too; frames are picked by one of the two"
-        yield problem("data.video_frames", data.video_frames, text)
+        yield wrong(s, "data.video_frames", text)
     if not data.ground_truth:
-        yield from _truth_problems(s)
+        yield from _truth(s)
     try:
-        if any(not re.match(r"\w", name) for name in _template_fields(s.data.prompt)):
-            hint = "a {} without the name of a field; write {{ and }} for plain braces"
-            yield problem("data.prompt", s.data.prompt, hint)
+        if any(not re.match(r"\w", name) for name in _template_fields(data.prompt)):
+            yield wrong(s, "data.prompt", "a {} without the name of a field; write {{ and }} for plain braces")
     except ValueError as error:
-        hint = f"not a template: {error}; write {{{{ and }}}} for plain braces"
-        yield problem("data.prompt", s.data.prompt, hint)
-    same = sorted(set(s.data.path) & set(s.data.eval_path))
-    if same and (s.data.split == s.data.eval_split or any("." in path for path in same)):
-        text = f"{same} are trained on too (data.path); held-out prompts must be others"
-        yield problem("data.eval_path", list(s.data.eval_path), text)
+        yield wrong(s, "data.prompt", f"not a template: {error}; write {{{{ and }}}} for plain braces")
+    same = sorted(set(data.path) & set(data.eval_path))
+    if same and (data.split == data.eval_split or any("." in path for path in same)):
+        yield wrong(s, "data.eval_path", f"{same} are trained on too (data.path); held-out prompts must be others")
 
 
-def _truth_problems(s: TrainSettings) -> Problems:
+def _truth(s: TrainSettings) -> Problems:
     """What compares with a ground truth, where there is none."""
     readers = [f"reward {name}" for name in s.reward.functions if name in COMPARING]
     readers += ["critic.privileged"] if s.critic.privileged else []
@@ -68,29 +60,138 @@ def _truth_problems(s: TrainSettings) -> Problems:
     judge = s.reward.judge
     readers += ["reward.judge.template"] if judge.path and "{ground_truth}" in judge.template else []
     if readers:
-        yield problem("data.ground_truth", "", f"{', '.join(readers)} would read it; give a field of the rows")
+        yield wrong(s, "data.ground_truth", f"{', '.join(readers)} would read it; give a field of the rows")
 
 
-def _image_problems(s: TrainSettings) -> Problems:
+def _images(s: TrainSettings) -> Problems:
     """What images and videos do not go with, or not yet."""
     names = " and ".join(name.removeprefix("data.") for name in s.data.seen)
     if not s.data.chat:
-        for name, field in s.data.seen.items():
-            yield problem(name, field, f"{names} stand in chat messages: give data.chat = true")
+        for name in s.data.seen:
+            yield wrong(s, name, f"{names} stand in chat messages: give data.chat = true")
     if s.data.over_long == "truncate":
-        yield problem("data.over_long", "truncate", f"would cut {names} apart; give error or drop")
+        yield wrong(s, "data.over_long", f"would cut {names} apart; give error or drop")
     text = f"prompts with {names} ({', '.join(s.data.seen)}) do not go with it yet; leave one of them out"
-    settings = {
-        "data.row_tools": (s.data.row_tools, None),
-        "rollout.turns.respond": (s.rollout.turns.respond, None),
-        "critic.privileged": (s.critic.privileged, 0),
-        "reward.model.path": (s.reward.model.path, None),
-        "reward.judge.path": (s.reward.judge.path, None),
-    }
-    for name, (value, default) in settings.items():
-        if value != default:
-            yield problem(name, value, text)
+    others = ("data.row_tools", "rollout.turns.respond", "critic.privileged", "reward.model.path", "reward.judge.path")
+    for name in others:
+        if value_at(s, name) not in (None, 0):
+            yield wrong(s, name, text)
 
 
 def _template_fields(text: str) -> list[str]:
     return [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+
+
+def eval_problems(s: TrainSettings) -> Problems:
+    """What is wrong with how held-out prompts are answered."""
+    section = s.eval
+    if section.every and not s.data.has_held_out:
+        yield wrong(s, "eval.every", "there are no held-out prompts; give data.eval_path")
+    if not s.data.has_held_out:
+        found = unread(s, ["eval"], "held-out prompts, data.eval_path")
+        yield from (problem for problem in found if problem.path not in ("eval.every", "eval.before"))
+    elif section.temperature == 0:
+        yield from unread(s, ["eval.top_k", "eval.top_p"], "eval.temperature > 0")
+    if section.n > 1 and section.temperature == 0:
+        text = f"the likeliest response is the same all {section.n} times; give a temperature, or eval.n = 1"
+        yield wrong(s, "eval.temperature", text)
+    if section.exact_values:
+        yield from (wrong(s, "eval.exact_values", f"exact values need {text}") for text in _lacks_of_exact_values(s))
+
+
+def _lacks_of_exact_values(s: TrainSettings) -> list[str]:
+    """What keeps the value of a prompt from being the probability of its one right answer, or that of a game."""
+    used, respond = ("functions", "weights", "overlong_buffer", "model", "judge"), s.rollout.turns.respond
+    score = "exact_match" if respond is None else f"{respond}.score"
+    bare = RewardSettings(functions=(score,))
+    rewards, bare = ([getattr(section, name) for name in used] for section in (s.reward, bare))
+    of_game = "" if respond is None else ", the score of the game that responds"
+    gamma = value_of(s.algorithm.advantage, ESTIMATORS, "gamma", 1.0)
+    needed = {
+        "held-out prompts; give data.eval_path": s.data.has_held_out,
+        "a critic; give algorithm.advantage = 'gae'": s.algorithm.uses_critic,
+        f"the reward of {score} alone{of_game}; leave the rest of [reward] as it is": rewards == bare,
+        "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
+        "responses that no text ends; leave rollout.stop empty": respond is not None or not s.rollout.stop,
+        "a discount for tokens; with turns and turn_gae give algorithm.advantage.gamma = 1.0": (
+            respond is None or s.algorithm.advantage.name != "turn_gae" or gamma == 1.0
+        ),
+    }
+    return [text for text, met in needed.items() if not met]
+
+
+def reward_problems(s: TrainSettings) -> Problems:
+    """The conflicts of the section reward, with itself and with others."""
+    yield from _functions(s)
+    model = s.reward.model
+    if model.path is None:
+        yield from unread(s, ["reward.model"], "reward.model.path")
+    if model.micro_batch_size is not None and model.token_budget is not None:
+        text = f"reward.model.token_budget = {model.token_budget} is given too; give one of the two"
+        yield wrong(s, "reward.model.micro_batch_size", text)
+    yield from _judge(s)
+
+
+def _functions(s: TrainSettings) -> Problems:
+    section, names, weights = s.reward, s.reward.functions, s.reward.weights
+    if not names and section.model.path is None and section.judge.path is None:
+        text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
+        yield wrong(s, "reward.functions", text)
+    for name in names:
+        if ":" in name and not FUNCTION.fullmatch(name):
+            yield wrong(s, "reward.functions", f"{name!r} is not of the form module:function")
+    if weights and len(weights) != len(names):
+        text = f"needs one weight for each of the {len(names)} reward.functions, or none"
+        yield wrong(s, "reward.weights", text)
+    yield from _all_zero(s)
+    for name in names:
+        keywords = section.arguments.get(name, {})
+        if isinstance(keywords, dict):
+            yield from keyword_problems(f"reward.arguments.{name}", name, keywords, REWARDS)
+    for name, keywords in section.arguments.items():
+        if name not in names:
+            text = f"nothing reads it here: it is for functions among reward.functions = {[*names]}; leave it out"
+            yield Problem(f"reward.arguments.{name}", keywords, text)
+        elif not isinstance(keywords, dict):
+            yield Problem(f"reward.arguments.{name}", keywords, "must be a table of keywords, as {pattern = '[0-9]+'}")
+    if section.overlong_buffer == 0:
+        yield from unread(s, ["reward.overlong_penalty"], "reward.overlong_buffer > 0")
+    if section.overlong_buffer >= s.rollout.max_tokens:
+        yield wrong(s, "reward.overlong_buffer", f"must be less than rollout.max_tokens = {s.rollout.max_tokens}")
+
+
+def _all_zero(s: TrainSettings) -> Problems:
+    """Weights under which every response scores the same."""
+    named = {"reward.weights": s.reward.weights or ((1.0,) if s.reward.functions else ())}
+    named |= {"reward.model.weight": (s.reward.model.weight,)} if s.reward.model.path is not None else {}
+    named |= {"reward.judge.weight": (s.reward.judge.weight,)} if s.reward.judge.path is not None else {}
+    if any(named.values()) and not any(weight for each in named.values() for weight in each):
+        text = "every response would score 0, and nothing would be learned; give one of the rewards another weight"
+        yield wrong(s, next(name for name, each in named.items() if each), text)
+
+
+def _judge(s: TrainSettings) -> Problems:
+    judge, path = s.reward.judge, "reward.judge"
+    if judge.path is None:
+        found = unread(s, [path], f"{path}.path")
+        yield from (problem for problem in found if not problem.path.startswith(f"{path}.vllm."))
+    for name, find in (("template", template_problem), ("pattern", pattern_problem)):
+        value = getattr(judge, name)
+        if value and (text := find(value)):
+            yield wrong(s, f"{path}.{name}", text)
+    if not judge.on_vllm:
+        yield from unread(s, [f"{path}.vllm"], f'{path}.engine = "vllm"')
+        return
+    yield from unread(s, [f"{path}.max_rows", f"{path}.offload"], f'{path}.engine = "embedded"')
+    own, other = judge.vllm, s.rollout.vllm
+    needed = judge.max_prompt_tokens + judge.max_tokens
+    yield from too_short(s, f"{path}.vllm", needed, f"{path}.max_prompt_tokens and max_tokens")
+    yield from vllm_problems(s, f"{path}.vllm")
+    if own.transport != "auto":
+        yield wrong(s, f"{path}.vllm.transport", "a judge's weights are sent once, from the host; leave it out")
+    if s.rollout.engine == "vllm" and own.host == other.host == "local":
+        text = "a process runs one vLLM, and this one that of rollout.vllm; "
+        yield wrong(s, f"{path}.vllm.host", f'{text}give "process", for one of its own, or "ray"')
+    if s.rollout.engine == "vllm" and (own.memory_share or 0) + (other.memory_share or 0) > 1:
+        text = f"with rollout.vllm.memory_share = {other.memory_share} it is more than all of the device's memory"
+        yield wrong(s, f"{path}.vllm.memory_share", text)

@@ -11,10 +11,11 @@ from typing import Any
 import attrs
 
 from fppo._errors import nearest
-from fppo.settings import files, flags
+from fppo.fields import at_least, nonempty, setting, wrong_values
+from fppo.settings import files
 from fppo.settings.component import parts
-from fppo.settings.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings.train import TrainSettings
+from fppo.settings.values import is_list, read
 
 FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss, and a list as reward.weights=[1, 0.5],[1, 0]"
 _PATH = r"[a-z_0-9]+(?:\.[a-z_0-9]+)*"
@@ -107,13 +108,13 @@ def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in _split(values, _COMMA) or []:
         first, *more = _split(value, _MORE) or [value]
         parts = [(path, first), *(part.partition("=")[::2] for part in more)]
-        yield f"{path}={value}", {name: _read(word, flags.is_list(kinds.get(name))) for name, word in parts}
+        yield f"{path}={value}", {name: _read(word, is_list(kinds.get(name))) for name, word in parts}
 
 
-def _read(word: str, is_list: bool) -> Any:
+def _read(word: str, of_list: bool) -> Any:
     """A value as TOML has it; else a text, or of a list the words between blanks, as flags have them."""
-    value, words = flags.read(word), word.split()
-    return [flags.read(each) for each in words] if is_list and len(words) > 1 and value == word else value
+    value, words = read(word), word.split()
+    return [read(each) for each in words] if of_list and len(words) > 1 and value == word else value
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:

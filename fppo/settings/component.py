@@ -10,54 +10,35 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, Literal, Protocol, Union, get_args
 
 import attrs
 
 from fppo._errors import did_you_mean
-from fppo.settings.fields import Check, fields_of, name_of, nonempty, number_problem
-from fppo.settings.problems import Problems, problem
-from fppo.settings.sources import source_of
-from fppo.settings.values import converter, described
+from fppo.fields import (
+    Check,
+    Problem,
+    Problems,
+    WrongSetting,
+    fields_of,
+    name_of,
+    nonempty,
+    number_problem,
+    table_of,
+)
+from fppo.settings.values import RENAMED, converter, described
 from fppo.workers.imports import imported
 
 Functions = Mapping[str, tuple[str, ...]]  # by name, the functions of a part as module:function
 _KINDS = {"float": float, "Scalar": float, "int": int, "bool": bool, "str": str, "Callable": Callable}
 _TENSORS = ("Tensor", "Tokens", "Rows")  # beside a number, what scripts may give in its place
-_CORRECTION = "algorithm.correction"
-# settings that have become keywords of a part, by what they were called
-RENAMED = {
-    **{f"algorithm.{name}": f"algorithm.advantage.{name}" for name in ("gamma", "lam", "critic_lam", "lam_alpha")},
-    **{f"algorithm.{name}": f"algorithm.advantage.{name}" for name in ("scale", "leave_one_out")},
-    "algorithm.td_steps": "algorithm.advantage.steps",
-    "algorithm.trace_cut": "algorithm.advantage.cut",
-    f"{_CORRECTION}.mode": f'{_CORRECTION}.level, beside {_CORRECTION}.name = "rollout",',
-    f"{_CORRECTION}.high": f"{_CORRECTION}.threshold",
-    f"{_CORRECTION}.low": f"{_CORRECTION}.threshold, two numbers,",
-    f"{_CORRECTION}.rejection": f"{_CORRECTION}.reject, as token_k1,seq_max_k3",
-    f"{_CORRECTION}.rejection_high": f"{_CORRECTION}.reject_threshold",
-    f"{_CORRECTION}.rejection_low": f'{_CORRECTION}.reject_threshold, as "0.5_2.0,1.0",',
-    "reward.pattern": "reward.arguments.regular_expression.pattern",
-    "critic.value_clip": "critic.loss.clip",
-    "critic.huber_delta": "critic.loss.delta",
-    "critic.bins": "critic.loss.bins",
-    "critic.range": "critic.loss.low and critic.loss.high",
-    "critic.sigma": "critic.loss.sigma",
-    "actor.loss.select_ratio": "actor.loss.ratio",
-    "actor.loss.cov_low": "actor.loss.low",
-    "actor.loss.cov_high": "actor.loss.high",
-    "actor.loss.cov_kl_coef": "actor.loss.kl_coef",
-    **{
-        f"{role}.optimizer.beta{i}": f"{role}.optimizer.betas, two numbers"
-        for role in ("actor", "critic")
-        for i in (1, 2)
-    },
-}
 
 
 class Component(Protocol):
@@ -97,12 +78,6 @@ def given() -> Any:
     return attrs.field(factory=dict, metadata={"keywords": True})
 
 
-def table_of(cls: type) -> Functions | None:
-    """The table of a part's section; None for a section that is no part."""
-    field = attrs.fields_dict(cls).get("name")
-    return None if field is None else field.metadata.get("table")
-
-
 def parts(section: Any, prefix: str = "") -> Iterator[tuple[str, Component, Functions]]:
     """The path, the section and the table of every part in the settings."""
     for field in attrs.fields(type(section)):
@@ -119,19 +94,10 @@ def part_problems(settings: Any) -> Problems:
         if part.name and ":" not in part.name and part.name not in table:
             kind = attrs.fields_dict(type(part))["name"].metadata["kind"].split(" ", 1)[1]
             text = f"there is no such {kind}; {did_you_mean(part.name, table)} and module:function"
-            yield problem(f"{path}.name", part.name, text)
-        elif (signature := signature_of(part.name, table)) is not None:
-            for name, keyword in signature.keywords.items():
-                if keyword.default is attrs.NOTHING and name not in part.keywords:
-                    yield problem(f"{path}.{name}", None, f"{part.name} needs it: give {described(keyword.kind)}")
-            for name, value in part.keywords.items():
-                if name not in signature.keywords:
-                    names = [*(name_of(f) for f in fields_of(type(part)) if f.name != "name"), *signature.keywords]
-                    renamed = RENAMED.get(f"{path}.{name}")
-                    text = _no_keyword(part.name, name, names) if renamed is None else f"it is called {renamed} now"
-                    yield problem(f"{path}.{name}", value, text)
-                elif (text := _wrong(value, signature.keywords[name])) is not None:
-                    yield problem(f"{path}.{name}", value, text)
+            yield Problem(f"{path}.name", part.name, text)
+            continue
+        own = [name_of(field) for field in fields_of(type(part)) if field.name != "name"]
+        yield from keyword_problems(path, part.name, part.keywords, table, own)
 
 
 def _wrong(value: Any, keyword: Keyword) -> str | None:
@@ -142,8 +108,7 @@ def _wrong(value: Any, keyword: Keyword) -> str | None:
         return f"must be {described(keyword.kind)}{none}"
 
 
-def _no_keyword(function: str, name: str, known: Iterable[str]) -> str:
-    names = list(known)
+def _no_keyword(function: str, name: str, names: Sequence[str]) -> str:
     return f"{function} has no such keyword; {did_you_mean(name, names) if names else 'it takes none'}"
 
 
@@ -160,19 +125,26 @@ def _is_optional(kind: Any) -> bool:
     return types.NoneType in get_args(kind)
 
 
-def keyword_problems(path: str, function: str, keywords: Mapping[str, Any], table: Functions) -> Problems:
-    """Keywords that a function does not take, lacks, or takes of another type, as far as its source says."""
+def keyword_problems(
+    path: str, function: str, keywords: Mapping[str, Any], table: Functions, own: Sequence[str] = ()
+) -> Problems:
+    """Keywords that a function does not take, lacks, or takes of another type, as far as its source says; `own` are
+    settings beside them."""
     signature = signature_of(function, table)
     if signature is None:
         return
     for name, keyword in signature.keywords.items():
         if keyword.default is attrs.NOTHING and name not in keywords:
-            yield problem(f"{path}.{name}", None, f"{function} needs it: give {described(keyword.kind)}")
+            yield Problem(f"{path}.{name}", None, f"{function} needs it: give {described(keyword.kind)}")
     for name, value in keywords.items():
-        if name not in signature.keywords:
-            yield problem(f"{path}.{name}", value, _no_keyword(function, name, signature.keywords))
-        elif (text := _wrong(value, signature.keywords[name])) is not None:
-            yield problem(f"{path}.{name}", value, text)
+        if (keyword := signature.keywords.get(name)) is not None:
+            text = _wrong(value, keyword)
+        elif (renamed := RENAMED.get(f"{path}.{name}")) is not None:
+            text = f"it is called {renamed} now"
+        else:
+            text = _no_keyword(function, name, [*own, *signature.keywords])
+        if text is not None:
+            yield Problem(f"{path}.{name}", value, text)
 
 
 def value_of(part: Component, table: Functions, name: str, otherwise: Any = None) -> Any:
@@ -209,6 +181,27 @@ def signature_of(name: str, table: Functions) -> Signature | None:
         {name: keyword for each in found for name, keyword in each.keywords.items()},
         frozenset(name for each in found for name in each.functions),
     )
+
+
+def source_of(module: str) -> Path | None:
+    """The file of a module's source; None if it has none, or is not found."""
+    try:
+        spec = spec_of(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None and spec.origin.endswith(".py") else None
+
+
+def spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is, without importing the packages around it."""
+    first, *rest = module.split(".")
+    spec, name = importlib.util.find_spec(first), first
+    for part in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        name = f"{name}.{part}"
+        spec = PathFinder.find_spec(name, spec.submodule_search_locations)
+    return spec
 
 
 @functools.lru_cache(maxsize=256)
@@ -280,7 +273,7 @@ def functions_of(part: Component, table: Functions, setting: str) -> list[Callab
         return [imported(part.name, f"{setting}.name")]
     if part.name not in table:
         text = f"there is no such name; {did_you_mean(part.name, table)} and module:function"
-        raise ValueError(problem(f"{setting}.name", part.name, text))
+        raise WrongSetting(f"{setting}.name", part.name, text)
     paths = [path.partition(":") for path in table[part.name]]
     return [getattr(importlib.import_module(module), name) for module, _, name in paths]
 
@@ -297,8 +290,8 @@ def bound(part: Component, table: Functions, setting: str) -> list[Callable[...,
     given = {k: called_with(v, known.get(k)) for k, v in part.keywords.items()}
     for name in given:
         if not any(names is None or name in names for names in takes):
-            all_names = dict.fromkeys(name for names in takes for name in names or ())
-            raise ValueError(problem(f"{setting}.{name}", given[name], _no_keyword(part.name, name, all_names)))
+            text = _no_keyword(part.name, name, list(dict.fromkeys(name for names in takes for name in names or ())))
+            raise WrongSetting(f"{setting}.{name}", given[name], text)
     each = [{k: v for k, v in given.items() if names is None or k in names} for names in takes]
     return [partial(fn, **own) if own else fn for fn, own in zip(functions, each, strict=True)]
 

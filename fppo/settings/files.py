@@ -5,28 +5,35 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import attrs
 
-from fppo._errors import check_depth, nearest
-from fppo.settings import checks, flags, texts
-from fppo.settings.component import RENAMED, parts, signature_of, table_of
-from fppo.settings.critic import CriticSettings
-from fppo.settings.fields import fields_of, kinds_of, name_of
+from fppo._errors import check_depth
+from fppo.fields import Problem, WrongSetting, fields_of, kinds_of, name_of, table_of
+from fppo.settings import checks
+from fppo.settings.component import parts, signature_of
 from fppo.settings.modules import own_functions
-from fppo.settings.train import ActorSettings, TrainSettings
-from fppo.settings.values import converter, described
+from fppo.settings.train import TrainSettings
+from fppo.settings.values import read_section, switched, value_of_words, words_given
 
-DEFAULT_TOKEN_BUDGET = 16384
 SETTINGS, STARTS = "settings.toml", "starts"  # in a run's directory: its settings, and those of each of its starts
 RESUMES = ("auto", "never", "must")  # what `resume` may be beside a checkpoint
+# settings whose texts are shown to a model, or sought in what it writes: a shell has no easy way to write a new line
+ESCAPED = ("data.prompt", "reward.judge.template", "rollout.stop", "eval.stop", "rollout.turns.failure")
+_ESCAPE = re.compile(r"\\(\\[nt]|n|t)")
+_COMMANDS = (  # of LaTeX, which begin as a new line or a tab is written
+    *("nabla", "ne", "neq", "neg", "ni", "nu", "not", "notin", "newline", "newcommand", "nmid", "nonumber", "noindent"),
+    *("tan", "tau", "text", "textbf", "textit", "tfrac", "theta", "tilde", "times", "to", "top", "triangle", "tag"),
+)
+_COMMAND = re.compile(rf"(?<!\\)\\({'|'.join(_COMMANDS)})(?![A-Za-z])")
 PATHS = (
     *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
     *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
@@ -36,8 +43,8 @@ PATHS = (
 class SettingsError(ValueError):
     """All that is wrong with the settings, one line for each thing."""
 
-    def __init__(self, problems: Sequence[str], *, where: str = "the settings") -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Iterable[Problem | str], *, where: str = "the settings") -> None:
+        self.problems = tuple(dict.fromkeys(map(str, problems)))
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{count} in {where}:", *(f"  {p}" for p in self.problems)]))
 
@@ -46,7 +53,7 @@ def load(
     path: str | os.PathLike[str] | None = None,
     overrides: Sequence[str] = (),
     *,
-    look: Callable[[TrainSettings, Sequence[str]], Sequence[str]] = lambda settings, problems: (),
+    look: Callable[[TrainSettings, Sequence[Problem]], Iterable[Problem]] = lambda settings, problems: (),
     run: str | os.PathLike[str] | None = None,
 ) -> TrainSettings:
     """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
@@ -57,27 +64,34 @@ def load(
     Raises SettingsError with every problem of the file, of the overrides and of the result.
     """
     values = {} if path is None else read_toml(path)
-    settings, problems = _structure(TrainSettings, values, "")
+    settings, problems = read_section(TrainSettings, values, known=list(paths()))
     if run is not None:
         settings = attrs.evolve(relocated(settings, run), resume="auto")
     elif path is not None and (Path(path).parent / STARTS).is_dir():
         settings = relocated(settings, Path(path).parent)
     settings, wrong = override(settings, overrides)
     settings, problems = _remember_modules(settings, path), [*problems, *wrong]
-    known = {problem.split(" = ")[0] for problem in problems}  # a malformed value was replaced by its default
-    problems += [p for p in checks.problems(settings) if p.split(" = ")[0] not in known]
-    if not any(texts.text_problems(settings)):  # else nothing can be asked about such a path
-        problems += [p for p in look(settings, problems) if p.split(" = ")[0] not in known]
-    problems = list(dict.fromkeys(problems))
+    known = {problem.path for problem in problems}  # a malformed value was replaced by its default
+    problems += [p for p in checks.problems(settings) if p.path not in known]
+    if not any(checks.text_problems(settings)):  # else nothing can be asked about such a path
+        problems += [p for p in look(settings, problems) if p.path not in known]
     if problems:
         raise SettingsError(problems, where="the settings" if path is None else str(path))
     return settings
 
 
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a file in UTF-8, without the mark that some editors put before it. Raises UnicodeDecodeError."""
+    content = Path(path).read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise UnicodeDecodeError("utf-8", content, 0, 2, "it is UTF-16; save it as UTF-8")
+    return content.decode("utf-8-sig").replace("\r\n", "\n")
+
+
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The tables of a TOML file. Raises SettingsError if there is no such file or it is not TOML."""
     try:
-        return check_depth(tomllib.loads(texts.read_text(path)))
+        return check_depth(tomllib.loads(read_text(path)))
     except FileNotFoundError as error:
         raise SettingsError(
             [f"there is no such file in {Path(os.path.realpath(path)).parent}"], where=str(path)
@@ -96,7 +110,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def from_dict(values: Mapping[str, Any]) -> TrainSettings:
     """The settings of nested tables; what is left out has its default. Raises SettingsError; see also `check`."""
-    settings, problems = _structure(TrainSettings, values, "")
+    settings, problems = read_section(TrainSettings, values, known=list(paths()))
     if problems:
         raise SettingsError(problems)
     return settings
@@ -110,13 +124,13 @@ def check(settings: TrainSettings) -> TrainSettings:
     return settings
 
 
-def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSettings, list[str]]:
+def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSettings, list[Problem]]:
     """The settings with command-line arguments like ["--actor.optimizer.lr", "1e-6"] applied, and their problems."""
-    words, problems = flags.given(arguments)
+    words, problems = words_given(arguments)
     kinds, of_parts = paths(), {path: (part, table) for path, part, table in parts(settings)}
     words = {f"{path}.name" if path in of_parts else path: behind for path, behind in words.items()}
     given: dict[str, Any] = {}
-    for path, behind in flags.switched(words, kinds).items():
+    for path, behind in switched(words, kinds).items():
         section, _, name = path.rpartition(".")
         kind = kinds.get(path, Any)
         if path not in kinds and section in of_parts:
@@ -125,23 +139,47 @@ def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSe
             known = {} if signature is None else signature.keywords
             kind = known[name].kind if name in known else Any
         try:
-            value = flags.value_of(behind, kind)
+            value = value_of_words(behind, kind)
             given[path] = "none" if value is None and path not in kinds else value
         except ValueError as error:
-            problems.append(f"{path} = {' '.join(behind)!r}: {error}")
+            problems.append(Problem(path, " ".join(behind), str(error)))
     values = flat(to_dict(settings))
     try:
-        settings, wrong = _structure(TrainSettings, _changed(settings, given), "")
-        changes = texts.unescaped(values, flat(to_dict(settings)))
-    except ValueError as error:
-        return settings, [*problems, str(error)]
+        settings, wrong = read_section(TrainSettings, _changed(settings, given), known=list(paths()))
+        changes = unescaped(values, flat(to_dict(settings)))
+    except WrongSetting as error:
+        return settings, [*problems, error.problem]
     return replace(settings, changes) if changes else settings, [*problems, *wrong]
+
+
+def unescaped(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    r"""What the command line changed of `ESCAPED`, by path, with a new line for \n and a tab for \t; \\n stays \n.
+
+    Raises WrongSetting for a command of LaTeX that begins so, which may be meant.
+    """
+    changed = [path for path in ESCAPED if now[path] != before[path]]
+    return {
+        path: [_unescaped(path, text) for text in value]
+        if isinstance(value := now[path], list)
+        else _unescaped(path, value)
+        for path in changed
+        if now[path] is not None
+    }
+
+
+def _unescaped(path: str, text: str) -> str:
+    if (found := _COMMAND.search(text)) is not None:
+        kind = {"n": "a new line", "t": "a tab"}[found[1][0]]
+        why = f"\\{found[1][0]} is {kind} here, and \\{found[1]} may be meant: write \\\\{found[1]} for that"
+        raise WrongSetting(path, text, f"{why}, or the character itself for {kind}")
+    characters = {"n": "\n", "t": "\t"}
+    return _ESCAPE.sub(lambda match: characters.get(match[1], match[1]), text)
 
 
 def _changed(settings: TrainSettings, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The settings as nested tables with some changed, by their paths; a part by another name has no old keywords.
 
-    Raises ValueError for a path through a value.
+    Raises WrongSetting for a path through a value.
     """
     values = to_dict(settings)
     for path, part, _ in parts(settings):
@@ -159,7 +197,7 @@ def _table_at(values: dict[str, Any], path: str) -> dict[str, Any]:
     for name in filter(None, path.split(".")):
         values = values.setdefault(name, {})
         if not isinstance(values, dict):
-            raise ValueError(f"{path}: {name} is a setting, not a section")
+            raise WrongSetting(path, attrs.NOTHING, f"{name} is a setting, not a section")
     return values
 
 
@@ -168,10 +206,9 @@ def replace(settings: TrainSettings, changes: Mapping[str, Any]) -> TrainSetting
     of_parts = {path for path, _, _ in parts(settings)}
     named = {f"{path}.name" if path in of_parts else path: value for path, value in changes.items()}
     try:
-        values = _changed(settings, named)
-    except ValueError as error:
-        raise SettingsError([str(error)]) from error
-    return from_dict(values)
+        return from_dict(_changed(settings, named))
+    except WrongSetting as error:
+        raise SettingsError([error.problem]) from error
 
 
 def to_dict(settings: Any) -> dict[str, Any]:
@@ -247,18 +284,6 @@ def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
     return kinds
 
 
-def micro_batching(section: ActorSettings | CriticSettings) -> tuple[int | None, int | None]:
-    """(sequences, tokens) per forward and backward pass; one of them is None."""
-    if section.micro_batch_size:
-        return section.micro_batch_size, None
-    return None, DEFAULT_TOKEN_BUDGET if section.token_budget is None else section.token_budget
-
-
-def mini_batch_size(section: ActorSettings | CriticSettings, batch_size: int) -> int:
-    """Sequences per optimizer update."""
-    return batch_size if section.mini_batch_size is None else section.mini_batch_size
-
-
 def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:
     """The settings with where their own functions are sought, if they name any and do not say it.
 
@@ -269,68 +294,6 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
         return settings
     places = [Path.cwd()] if path is None else [Path(os.path.realpath(path)).parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
-
-
-# reading: our own walk over sections, so that one bad value hides no other
-
-
-def _structure(cls: type, values: Mapping[str, Any], prefix: str) -> tuple[Any, list[str]]:
-    """An instance of the section `cls`, with defaults in place of what is wrong, and the problems."""
-    fields = kinds_of(cls)
-    others = {name: value for name, value in values.items() if name not in fields}
-    is_part = table_of(cls) is not None
-    problems = [] if is_part else [_unknown(name, value, list(fields), prefix) for name, value in others.items()]
-    kept: dict[str, Any] = {"keywords": others} if is_part else {}
-    for name, kind in fields.items():
-        if name not in values:
-            continue
-        path, value = f"{prefix}{name}", values[name]
-        if attrs.has(kind) and table_of(kind) is not None and isinstance(value, str):
-            value = {"name": value}
-        if not attrs.has(kind):
-            try:
-                kept[name] = converter().structure(_listed(value, kind), kind)
-            except Exception:  # cattrs raises a type of its own for each kind of mistake
-                problems.append(f"{path} = {value!r}: must be {described(kind)}{_nearest_choice(value, kind)}")
-        elif isinstance(value, Mapping):
-            default = next(f for f in attrs.fields(cls) if f.name == name).default.factory()  # type: ignore[union-attr]
-            section, wrong = _structure(kind, value, f"{path}.")
-            changes = {f.name: getattr(section, f.name) for f in attrs.fields(kind) if name_of(f) in value}
-            changes |= {"keywords": section.keywords} if table_of(kind) is not None else {}
-            kept[name] = attrs.evolve(default, **changes)
-            problems += wrong
-        else:
-            problems.append(f"{path} = {value!r}: is a section; write [{path}] with its settings below")
-    return cls(**{f.name: kept[name_of(f)] for f in attrs.fields(cls) if name_of(f) in kept}), problems
-
-
-def _listed(value: Any, kind: Any) -> Any:
-    """One value stands for a list of it."""
-    return [value] if flags.is_list(kind) and value is not None and not isinstance(value, list | tuple) else value
-
-
-def _unknown(name: str, value: Any, siblings: Sequence[str], prefix: str) -> str:
-    everywhere = list(paths())
-    if (renamed := RENAMED.get(f"{prefix}{name}")) is not None:
-        return f"{prefix}{name} = {value!r}: it is called {renamed} now"
-    if near := nearest(name, siblings, cutoff=0.5):
-        hint = f"did you mean {prefix}{near}?"
-    elif same := [p for p in everywhere if p.rsplit(".", 1)[-1] == name]:
-        same.sort(key=lambda p: p.split(".")[0] != prefix.split(".")[0])
-        hint = f"did you mean {' or '.join(same[:3])}?"
-    elif far := nearest(name, [p.rsplit(".", 1)[-1] for p in everywhere]):
-        hint = f"did you mean {' or '.join(p for p in everywhere if p.rsplit('.', 1)[-1] == far)}?"
-    else:
-        hint = f"there are {', '.join(siblings)}"
-    shown = f"[{prefix}{name}]" if isinstance(value, Mapping) else f"{prefix}{name} = {value!r}"
-    return f"{shown}: there is no such setting; {hint}"
-
-
-def _nearest_choice(value: Any, kind: Any) -> str:
-    arguments = get_args(get_args(kind)[0]) if get_origin(kind) is tuple else get_args(kind)
-    wrong = next((v for v in value if v not in arguments), "") if isinstance(value, list) else value
-    near = nearest(str(wrong), [a for a in arguments if isinstance(a, str)])
-    return f"; did you mean {near}?" if near else ""
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 
 from fppo._errors import nearest
-from fppo.settings.checks import uses_critic
-from fppo.settings.checks_data import has_held_out
 from fppo.settings.modules import own_functions
 from fppo.settings.train import TrainSettings
 
@@ -44,7 +42,7 @@ def missing(settings: TrainSettings, name: str) -> str | None:
     """
     if name.startswith("val"):
         return _held_out_missing(settings, name)
-    if _OF_CRITICS.match(name) and not uses_critic(settings):
+    if _OF_CRITICS.match(name) and not settings.algorithm.uses_critic:
         return f"no critic is trained with algorithm.advantage = {settings.algorithm.advantage.name!r}"
     if name.startswith("critic/true/") and not settings.eval.exact_values:
         return "exact values are not computed; give eval.exact_values = true"
@@ -60,7 +58,7 @@ def missing(settings: TrainSettings, name: str) -> str | None:
 
 def _held_out_missing(settings: TrainSettings, name: str) -> str | None:
     n = settings.eval.n
-    if not has_held_out(settings):
+    if not settings.data.has_held_out:
         return "there are no held-out prompts; give data.eval_path"
     if name in ("val-aux/errors", "val-aux/timeouts"):
         return None

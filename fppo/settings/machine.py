@@ -7,59 +7,54 @@ import re
 import sys
 from pathlib import Path
 
-from fppo.settings.fields import MOST_WORKERS
-from fppo.settings.placement import MACHINE, gpus_in, places_of, pools_here
-from fppo.settings.problems import Problems, problem
+from fppo.fields import MOST_WORKERS, Problems, wrong
+from fppo.settings.placement import places_of, pools_here
 from fppo.settings.train import TrainSettings
 
 _DEVICES = Path("/dev")
 _OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # GPUs that no file each stands for
 
 
-def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None) -> list[str]:
+def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None) -> Problems:
     """GPUs that `ranks` processes on this machine would look for in vain, and packages that are not installed.
 
     `visible` is what CUDA_VISIBLE_DEVICES is set to.
     """
-    lines = []
-    name, most = settings.device, _most_gpus(visible)
-    match = re.fullmatch(r"cuda(:(\d+))?", name)
+    most, pools = _most_gpus(visible), pools_here(settings.placement)
+    match = re.fullmatch(r"cuda(:(\d+))?", settings.device)
     if match and most is not None:
-        index = int(match[2] or 0)
         if most == 0:
-            lines.append(problem("device", name, "there is no GPU here that torch could see; give cpu"))
-        elif index >= most:
-            lines.append(problem("device", name, f"there are at most {most} GPUs here, cuda:0 the first"))
+            yield wrong(settings, "device", "there is no GPU here that torch could see; give cpu")
+        elif int(match[2] or 0) >= most:
+            yield wrong(settings, "device", f"there are at most {most} GPUs here, cuda:0 the first")
         elif match[1] is None and ranks > most:
             text = f"{ranks} processes need as many GPUs, and this machine has {most}; give fewer, or cpu"
-            lines.append(problem("device", name, text))
-    wanted = gpus_in(settings.placement) if settings.placement.cluster in MACHINE else 0
-    if most is not None and wanted > most:
-        text = f"they want {wanted:g} GPUs together, and this machine has {most}; give fewer, or shares of one"
-        lines.append(problem("placement.pools", settings.placement.pools, text))
-    ranks_here = sum(pool.ranks for pool in pools_here(settings.placement))
+            yield wrong(settings, "device", text)
+    gpus, ranks_here = sum(pool.ranks * pool.gpus for pool in pools), sum(pool.ranks for pool in pools)
+    if most is not None and gpus > most:
+        text = f"they want {gpus:g} GPUs together, and this machine has {most}; give fewer, or shares of one"
+        yield wrong(settings, "placement.pools", text)
     if ranks_here > MOST_WORKERS:
         text = f"they have {ranks_here:,} ranks together, and one machine starts at most {MOST_WORKERS:,}; give fewer"
-        lines.append(problem("placement.pools", settings.placement.pools, text))
-    return [*lines, *_missing_packages(settings)]
+        yield wrong(settings, "placement.pools", text)
+    yield from _missing_packages(settings)
 
 
 def _missing_packages(s: TrainSettings) -> Problems:
     """Packages that the settings ask for and that are not installed."""
     for name in ("tensorboard", "wandb"):
         if name in s.log.loggers and not _installed(name):
-            yield problem("log.loggers", list(s.log.loggers), f"{name} is not installed; pip install 'fppo[{name}]'")
-    judge, cluster = s.reward.judge, s.placement.cluster
-    for path, value, asked in (
-        ("placement.cluster", cluster, cluster != "processes" and bool(places_of(s.placement))),
-        ("rollout.vllm.host", s.rollout.vllm.host, s.rollout.engine == "vllm" and s.rollout.vllm.host == "ray"),
-        ("reward.judge.vllm.host", judge.vllm.host, judge.path is not None and judge.vllm.host == "ray"),
+            yield wrong(s, "log.loggers", f"{name} is not installed; pip install 'fppo[{name}]'")
+    judge = s.reward.judge
+    for path, needed in (
+        ("placement.cluster", s.placement.cluster != "processes" and bool(places_of(s.placement))),
+        ("rollout.vllm.host", s.rollout.engine == "vllm" and s.rollout.vllm.host == "ray"),
+        ("reward.judge.vllm.host", judge.path is not None and judge.vllm.host == "ray"),
     ):
-        if asked and not _installed("ray"):
-            yield problem(path, value, "Ray is not installed; pip install 'fppo[ray]'")
-    if (base := s.model.lora.base) != "float" and not _installed("bitsandbytes"):
-        text = "bitsandbytes is not installed; pip install 'fppo[quantised]'"
-        yield problem("model.lora.base", base, text)
+        if needed and not _installed("ray"):
+            yield wrong(s, path, "Ray is not installed; pip install 'fppo[ray]'")
+    if s.model.lora.base != "float" and not _installed("bitsandbytes"):
+        yield wrong(s, "model.lora.base", "bitsandbytes is not installed; pip install 'fppo[quantised]'")
 
 
 def _installed(package: str) -> bool:

@@ -8,11 +8,10 @@ import re
 from pathlib import Path
 
 from fppo._errors import did_you_mean, nearest
+from fppo.fields import Problem
 from fppo.rewards.builtin import builtins
-from fppo.settings.component import parts
-from fppo.settings.problems import problem
+from fppo.settings.component import parts, spec_of
 from fppo.settings.resolve import AUTO
-from fppo.settings.sources import spec_of
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
 
@@ -54,22 +53,22 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
     return [(setting, name) for setting, name in named if name and ":" in name]
 
 
-def module_problems(settings: TrainSettings) -> list[str]:
+def module_problems(settings: TrainSettings) -> list[Problem]:
     """Functions that are not there: of modules that are nowhere, are no Python, or do not have them; and names that
     are none of this library's kernels and rewards."""
     lines = []
     for setting, name in kernels_named(settings).items():
         if name and ":" not in name and name not in (known := KERNELS[setting]):
             text = f"there is no such kernel; {did_you_mean(name, known)} and module:function"
-            lines.append(problem(setting, name, text))
+            lines.append(Problem(setting, name, text))
     known = builtins()
     for name in settings.reward.functions:
         if ":" not in name and name not in known:
             text = f"there is no such reward; {did_you_mean(name, sorted(known))} and module:function"
-            lines.append(problem("reward.functions", name, text))
+            lines.append(Problem("reward.functions", name, text))
     search([*settings.module_dirs, os.getcwd()])
     wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in own_functions(settings))
-    return [*lines, *(problem(setting, name, text) for setting, name, text in wrong if text is not None)]
+    return [*lines, *(Problem(setting, name, text) for setting, name, text in wrong if text is not None)]
 
 
 def _wrong(module: str, path: str) -> str | None:

@@ -1,29 +1,92 @@
-"""The settings of where roles run."""
+"""The settings of meshes of processes, and of where roles run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_RANKS,
     MOST_SECONDS,
     MOST_WORKERS,
+    Problem,
+    Problems,
     Table,
     above,
     at_least,
     at_most,
     nonempty,
     setting,
+    wrong_values,
 )
-from fppo.settings.mesh import MeshSettings
+from fppo.settings.values import read_section
 
 HERE = "here"  # the process that reads the settings
 AXES = ("pipeline", "replicate", "shard", "expert", "sequence", "context", "tensor")
 MACHINE = ("processes", "local")  # clusters of one machine
+
+
+@attrs.frozen(kw_only=True)
+class AxesSettings:
+    """The axes of a mesh of processes."""
+
+    replicate: int = setting(1, at_least(1))
+    """Groups of ranks with the same parameters and other rows."""
+    shard: int | None = setting(None, at_least(1))
+    """Ranks over which parameters, gradients and moments are cut (FSDP); None: all that the other axes leave."""
+    expert: int = setting(1, at_least(1))
+    """Ranks with other rows over which a mixture's experts are cut, and which send each other tokens."""
+    sequence: int = setting(1, at_least(1))
+    """Ranks over which packed sequences are cut (Ulysses); it must divide the attention heads."""
+    context: int = setting(1, at_least(1))
+    """Ranks to which packed sequences are dealt in blocks of equal work; they may be more than the attention heads."""
+    ring: bool = setting(False)
+    """Hand keys and values around the context axis, for less memory and more time; else gather them for each layer."""
+    tensor: int = setting(1, at_least(1))
+    """Ranks over which heads, inner widths and the vocabulary are cut; it must divide all but the last."""
+    pipeline: int = setting(1, at_least(1))
+    """Ranks over which a model's layers are cut: each runs a stage of them, and sends what comes out to the next."""
+    virtual_stages: int = setting(1, at_least(1))
+    """Stages of each pipeline rank, run by turns: with more it waits less and sends more; the layers must suffice."""
+
+    @property
+    def others(self) -> int:
+        """The ranks of all axes but shard."""
+        return self.pipeline * self.replicate * self.expert * self.sequence * self.context * self.tensor
+
+    def sizes(self, shard: int) -> dict[str, int]:
+        """Every axis and its size: ranks of the last axis are neighbours."""
+        inside = {"expert": self.expert, "sequence": self.sequence, "context": self.context, "tensor": self.tensor}
+        return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
+
+
+@attrs.frozen(kw_only=True)
+class PlanMeshSettings(AxesSettings):
+    """How the run is spread over GPUs, as in `fppo train`."""
+
+    stage: Literal[1, 2, 3] = setting(3)
+    """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
+    reduce_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype in which gradients are added up over ranks."""
+    prefetch: bool = setting(True)
+    """Gather the next layer while one runs, and embeddings and head once for all passes of a mini-batch."""
+
+
+@attrs.frozen(kw_only=True)
+class MeshSettings(PlanMeshSettings):
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
+    expert * sequence * context * tensor."""
+
+    timeout: float = setting(600.0, above(0), at_most(MOST_SECONDS))
+    """Seconds that a collective waits for the other ranks before the run ends with an error."""
+
+    @property
+    def least_ranks(self) -> int:
+        """The processes that it takes if it cuts parameters over no more than it says."""
+        return self.others * (self.shard or 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -71,37 +134,30 @@ class PlacementSettings:
 
 
 @attrs.frozen(kw_only=True)
-class Pool:
+class Pool(AxesSettings):
     """Ranks of one mesh, as the settings describe them."""
 
-    ranks: int
-    gpus: float = 0  # of each rank
-    threads: int | None = None  # of each rank, on which bits depend; without, all of a machine share its cores
-    pipeline: int = 1
-    virtual_stages: int = 1
-    replicate: int = 1
-    shard: int | None = None  # all that the other axes leave
-    expert: int = 1
-    sequence: int = 1
-    context: int = 1
-    ring: bool = False
-    tensor: int = 1
+    ranks: int = setting(1, at_least(1), at_most(MOST_RANKS))
+    """Its processes."""
+    gpus: float = setting(0.0, at_least(0))
+    """GPUs of each rank."""
+    threads: int | None = setting(None, at_least(1), at_most(MOST_WORKERS))
+    """Threads of each rank, on which bits depend; None: all of a machine share its cores."""
 
     @property
-    def sizes(self) -> dict[str, int]:
+    def axes(self) -> dict[str, int]:
         """Every axis and its size, from the slowest."""
-        mesh = MeshSettings(**{name: getattr(self, name) for name in AXES})
-        return mesh.sizes(self.shard or max(1, self.ranks // mesh.others))
+        return self.sizes(self.shard or max(1, self.ranks // self.others))
 
     @property
     def mesh(self) -> dict[str, Any]:
         """All that it says of its mesh, by the names of `MeshSettings`."""
-        return {**self.sizes, "virtual_stages": self.virtual_stages, "ring": self.ring}
+        return {**self.axes, "virtual_stages": self.virtual_stages, "ring": self.ring}
 
     @property
     def problem(self) -> str | None:
         """What is wrong with its axes."""
-        if math.prod(self.sizes.values()) == self.ranks:
+        if math.prod(self.axes.values()) == self.ranks:
             return None
         axes = ", ".join(f"{name} {getattr(self, name) or 'unset'}" for name in AXES)
         return f"its axes ({axes}) do not multiply to its {self.ranks} ranks"
@@ -109,7 +165,7 @@ class Pool:
 
 def pools_of(placement: PlacementSettings) -> dict[str, Pool]:
     """The pools by name. They must have been found to be right."""
-    return {name: Pool(**table) for name, table in placement.pools.items()}
+    return {name: read_section(Pool, table)[0] for name, table in placement.pools.items()}
 
 
 def places_of(placement: PlacementSettings) -> dict[str, str]:
@@ -133,16 +189,10 @@ def ranks_without_gpus(placement: PlacementSettings) -> bool:
     return any(not pool.gpus for name, pool in pools_of(placement).items() if name != engines_in(placement))
 
 
-def gpus_in(placement: PlacementSettings) -> float:
-    """The GPUs that all pools want together, as far as they say what pools may say."""
-    tables = [table for table in placement.pools.values() if isinstance(table, Mapping) and not fields_of(table)]
-    return sum(table["ranks"] * table.get("gpus", 0) for table in tables)
-
-
 def pools_here(placement: PlacementSettings) -> list[Pool]:
     """The pools whose ranks are on this machine, as far as they say what pools may say."""
-    tables = [table for table in placement.pools.values() if isinstance(table, Mapping) and not fields_of(table)]
-    return [Pool(**table) for table in tables if placement.cluster in MACHINE]
+    tables = [x for x in placement.pools.values() if isinstance(x, Mapping) and not any(pool_problems(x))]
+    return [read_section(Pool, table)[0] for table in tables if placement.cluster in MACHINE]
 
 
 def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
@@ -156,27 +206,10 @@ def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
     return {name: pool.threads or max(1, left // ranks) for name, pool in pools.items()}
 
 
-def fields_of(table: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
-    """What a pool's table holds that it cannot: name, value, and what is to be done."""
-    known = sorted(field.name for field in attrs.fields(Pool))
-    hint = f"there is no such setting of a pool; there are {', '.join(known)}"
-    wrong = [(name, value, hint) for name, value in table.items() if name not in known]
-    for name in (name for name in known if name in table):
-        if (text := _value_problem(name, table[name])) is not None:
-            wrong.append((name, table[name], text))
+def pool_problems(table: Mapping[str, Any], prefix: str = "") -> Problems:
+    """What a pool's table holds that it cannot, and lacks."""
+    pool, problems = read_section(Pool, table, prefix)
+    yield from problems
+    yield from wrong_values(pool, prefix)
     if "ranks" not in table:
-        wrong.append(("ranks", None, "is not set; give how many processes it has"))
-    return wrong
-
-
-def _value_problem(name: str, value: Any) -> str | None:
-    """What is wrong with the value of a pool's setting."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name == "gpus":
-        return None if number and 0 <= value < math.inf else "must be a number, 0 or more"
-    if name == "ring":
-        return None if isinstance(value, bool) else "must be true or false"
-    most = MOST_WORKERS if name == "threads" else MOST_RANKS
-    if number and isinstance(value, int) and 1 <= value <= most:
-        return None
-    return f"must be a whole number, {'1 or more' if not number or value < 1 else f'{most} or less'}"
+        yield Problem(f"{prefix}ranks", None, "is not set; give how many processes it has")

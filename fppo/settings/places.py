@@ -1,4 +1,5 @@
-"""What is wrong with the files and directories that settings name, seen without torch, before anything is loaded."""
+"""What is wrong with the files and directories that settings name, and inside of these: seen without torch and
+without the tokenizers' library, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from fppo._errors import json_of, printable
+from fppo.data.examples import example_of
 from fppo.data.plain import half_pairs, irregular
+from fppo.data.problems import Problems as RowProblems
+from fppo.data.read import FORMATS, read_rows
+from fppo.fields import Problem, Problems, said
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.weights import weight_files
-from fppo.settings import checks, files
-from fppo.settings.problems import Problems, problem
+from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -27,17 +31,18 @@ _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: sett
 _NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_MOST_BYTES = 32 << 20  # of rows that are looked at: reading takes time
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
-def place_problems(settings: TrainSettings) -> list[str]:
+def place_problems(settings: TrainSettings) -> list[Problem]:
     """Every file and directory that a setting names and that is not there, or not whole. Names of the hub pass."""
     reward = settings.reward
     models = {"model.path": settings.model.path or None, "reward.model.path": reward.model.path}
     models["reward.judge.path"] = reward.judge.path
-    if checks.uses_critic(settings):
+    if settings.algorithm.uses_critic:
         models["model.critic_path"] = settings.model.critic_path
-    if checks.uses_reference(settings):
+    if settings.uses_reference:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]
     lines += [line for name, path in models.items() if path is not None for line in _model(name, path)]
@@ -57,9 +62,9 @@ def output_problems(settings: TrainSettings) -> Problems:
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "is a file" if there.is_file() else "may not be written to" if there.is_dir() else _NO_PLACE
-        yield problem("output_dir", name, f"{there} {wrong}; give another directory")
+        yield Problem("output_dir", name, f"{there} {wrong}; give another directory")
     elif others := foreign_files(path, inputs=_inputs(settings)):
-        yield problem("output_dir", name, f"it holds {some(others)} and no run; give a new or empty directory")
+        yield Problem("output_dir", name, f"it holds {some(others)} and no run; give a new or empty directory")
 
 
 def foreign_files(directory: Path, *, inputs: Iterable[Path] = ()) -> list[str]:
@@ -134,14 +139,14 @@ def _start(settings: TrainSettings) -> Problems:
     """What is wrong with what a run goes on from, and with whose rollouts it trains on."""
     resume, checkpoints = settings.resume, Path(settings.output_dir) / "checkpoints"
     if resume == "must" and not any(checkpoints.glob("step_*")):
-        yield problem("resume", resume, f"there is no checkpoint in {checkpoints}")
+        yield Problem("resume", resume, f"there is no checkpoint in {checkpoints}")
     elif resume not in files.RESUMES and not Path(resume).is_dir():
         text = "there is no such checkpoint; give auto, must, never, or a directory named like step_00000100"
-        yield problem("resume", resume, text)
+        yield Problem("resume", resume, text)
     rollouts = settings.rollout.from_
     if rollouts is not None and not Path(rollouts).is_dir():
         wrong = "is a file, not a directory of rollouts" if Path(rollouts).exists() else _missing(Path(rollouts))
-        yield problem("rollout.from", rollouts, wrong)
+        yield Problem("rollout.from", rollouts, wrong)
 
 
 def _model(name: str, path: str) -> Problems:
@@ -149,18 +154,18 @@ def _model(name: str, path: str) -> Problems:
     if not is_local(path):
         return
     if not directory.is_dir():
-        yield problem(name, path, _missing(directory))
+        yield Problem(name, path, _missing(directory))
         return
     if (directory / "settings.toml").exists() and not (directory / _CONFIG).exists():
         hint = directory / "model" if (directory / "model").is_dir() else "a directory that fppo export wrote"
-        yield problem(name, path, f"is the directory of a run, not of a model; give {hint}")
+        yield Problem(name, path, f"is the directory of a run, not of a model; give {hint}")
         return
     if not (directory / _CONFIG).exists():
-        yield problem(name, path, f"holds no {_CONFIG}: it is not the directory of a Hugging Face model")
+        yield Problem(name, path, f"holds no {_CONFIG}: it is not the directory of a Hugging Face model")
         return
     if (wrong := _not_json(directory / _CONFIG)) is not None:
-        yield problem(name, path, wrong)
-    yield from (problem(name, path, text) for text in _weights(directory))
+        yield Problem(name, path, wrong)
+    yield from (Problem(name, path, text) for text in _weights(directory))
 
 
 def _weights(directory: Path) -> Iterator[str]:
@@ -198,16 +203,16 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
         return
     if not directory.is_dir():
         if not of_model:  # which is told already
-            yield problem(name, path, _missing(directory))
+            yield Problem(name, path, _missing(directory))
     elif not of_model or (directory / _CONFIG).exists():
         there = [directory / file for file in TOKENIZER_FILES if (directory / file).exists()]
         if not there:
             advice = "; give one with model.tokenizer" if name == "model.path" else ""
-            yield problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{advice}")
+            yield Problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{advice}")
         wrong = [text for file in there if file.suffix == ".json" and (text := _not_json(file)) is not None]
-        yield from (problem(name, path, text) for text in wrong)
+        yield from (Problem(name, path, text) for text in wrong)
         if template and there and not wrong and not _has_template(directory):
-            yield problem(name, path, "its tokenizer has no chat template, which chat = true needs")
+            yield Problem(name, path, "its tokenizer has no chat template, which chat = true needs")
 
 
 def _has_template(directory: Path) -> bool:
@@ -230,25 +235,25 @@ def _not_json(file: Path) -> str | None:
 def _rows(name: str, path: str) -> Problems:
     file = Path(path)
     if (file.suffix.lower() in _ROWS or path.startswith((".", "/", "~"))) and not file.exists():
-        yield problem(name, path, _missing(file))
+        yield Problem(name, path, _missing(file))
     elif (wrong := irregular(file)) is not None:
-        yield problem(name, path, wrong)
+        yield Problem(name, path, wrong)
 
 
 def _text(name: str, path: str, *, schemas: bool) -> Problems:
     if (wrong := irregular(Path(path))) is not None:
-        yield problem(name, path, wrong)
+        yield Problem(name, path, wrong)
         return
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
         if schemas and not (isinstance(tools := json_of(text), list) and all(isinstance(x, dict) for x in tools)):
-            yield problem(name, path, "must hold a list of objects, a schema each")
+            yield Problem(name, path, "must hold a list of objects, a schema each")
         elif schemas and (half := half_pairs(tools)) is not None:
-            yield problem(name, path, f"{half[:40]!a} holds half of a surrogate pair, which is no character")
+            yield Problem(name, path, f"{half[:40]!a} holds half of a surrogate pair, which is no character")
     except OSError:
-        yield problem(name, path, _missing(Path(path)))
+        yield Problem(name, path, _missing(Path(path)))
     except ValueError as error:
-        yield problem(name, path, f"is not {'JSON' if schemas else 'text'}: {error}")
+        yield Problem(name, path, f"is not {'JSON' if schemas else 'text'}: {error}")
 
 
 def _missing(place: Path) -> str:
@@ -259,3 +264,42 @@ def _missing(place: Path) -> str:
         return "is a file, not the directory of a model"
     there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
     return "there is no such file or directory" if there == place.absolute().parent else f"there is no {place.parent}"
+
+
+def row_problems(settings: TrainSettings) -> list[Problem]:
+    """The faulty rows of the data sets that are files here, and not large: all as one text."""
+    data, found = settings.data, []
+    noted = RowProblems()
+    for paths in dict.fromkeys((data.path, data.eval_path if data.has_held_out else ())):
+        places = [Path(path) for path in paths]
+        local = all(place.is_file() and place.suffix.lower() in FORMATS for place in places)
+        if not places or not local or sum(place.stat().st_size for place in places) > _MOST_BYTES:
+            continue
+        try:
+            for row in read_rows(places, problems=noted):
+                example_of(row, data.fields, noted)
+        except ValueError as error:
+            found.append(said(error))
+    try:
+        noted.check("data")
+    except ValueError as error:
+        found.append(said(error))
+    return found
+
+
+def token_problems(settings: TrainSettings) -> list[Problem]:
+    """Ids among the stop tokens that a tokenizer here does not have."""
+    given = settings.rollout.stop_token_ids
+    file = Path(settings.model.tokenizer or settings.model.path) / "tokenizer.json"
+    if not given or not file.exists():
+        return []
+    try:
+        tokenizer = json_of(file.read_text(encoding="utf-8"))
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = set(vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary)))
+        ids |= {token["id"] for token in tokenizer["added_tokens"]}
+    except (ValueError, KeyError, TypeError):  # another kind of file, which its library will judge
+        return []
+    unknown = [i for i in given if i not in ids]
+    text = f"the tokenizer has no such ids; they go up to {max(ids, default=0)}"
+    return [Problem("rollout.stop_token_ids", unknown, text)] if unknown else []

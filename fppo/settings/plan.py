@@ -9,12 +9,12 @@ from typing import Literal
 import attrs
 
 from fppo._errors import json_of
-from fppo.settings import checks, files, placement, plan_rollout, resolve
-from fppo.settings.critic import CriticSettings
-from fppo.settings.fields import above, at_least, at_most, nonempty, setting, wrong_values
-from fppo.settings.mesh import PlanMeshSettings
+from fppo.fields import above, at_least, at_most, nonempty, setting, wrong_values
+from fppo.settings import placement, plan_rollout, resolve
+from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings.placement import PlanMeshSettings
 from fppo.settings.plan_rollout import PlanRolloutSettings
-from fppo.settings.train import ActorSettings, TrainSettings
+from fppo.settings.train import TrainSettings
 
 
 @attrs.frozen(kw_only=True)
@@ -123,7 +123,7 @@ def of_run(run: TrainSettings) -> PlanSettings:
     length = run.data.max_prompt_tokens + run.rollout.max_tokens
 
     def budget(section: ActorSettings | CriticSettings) -> int:
-        size, tokens = files.micro_batching(section)
+        size, tokens = section.passes
         return max(length, tokens or (size or 1) * length)
 
     tokens, critic, reward = budget(run.actor), budget(run.critic), run.reward.model
@@ -135,10 +135,10 @@ def of_run(run: TrainSettings) -> PlanSettings:
         tokens=tokens,
         length=length,
         response=run.rollout.max_tokens / length,
-        mini_batch=files.mini_batch_size(run.actor, run.rollout.batch_size),
+        mini_batch=run.actor.mini_batch(run.rollout.batch_size),
         forward_tokens=run.model.forward_token_budget,
-        critic=checks.uses_critic_model(run),
-        reference=checks.uses_reference(run),
+        critic=run.uses_critic_model,
+        reference=run.uses_reference,
         lora=_rank(run),
         lora_targets=run.model.lora.targets,
         critic_lora=run.model.lora.critic_rank,

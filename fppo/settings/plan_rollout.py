@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import above, at_least, at_most, setting
+from fppo.fields import above, at_least, at_most, setting
 from fppo.settings.train import RolloutSettings
 
 

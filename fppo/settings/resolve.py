@@ -4,23 +4,25 @@ On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code (wi
 where the model has places for them), and a vLLM that starts at once. On a GPU
 they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
 of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
-attention and log-probs with a line that says why.
+attention and log-probs with a line that says why. Where old log-probs come from is here too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import attrs
 
-from fppo.settings import checks, graphs
+from fppo.settings.learning import OldLogProbs
+from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
-from fppo.settings.vllm import VllmSettings
 
 AUTO = "auto"
 LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")  # operations inside the layers
 _PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
 _FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
+BY_DEVICE = ("varlen", "flash")  # attention that reads the lengths of rows on the device
 _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bfloat16
 
 
@@ -76,18 +78,18 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
     if model.compute_dtype == AUTO:
         name, said = compute_dtype(machine)
         model, lines = attrs.evolve(model, compute_dtype=name), [*lines, *said]
-    critic = (settings.critic.compute_dtype or model.compute_dtype) if checks.uses_critic(settings) else None
+    critic = (settings.critic.compute_dtype or model.compute_dtype) if settings.algorithm.uses_critic else None
     dtypes = {model.compute_dtype, *([critic] if critic else [])}
     for op in _PLAIN:
         if getattr(model, op) == AUTO:
-            read = op != "decode_attention" or checks.decodes(settings)
+            read = op != "decode_attention" or settings.decodes
             name, said = kernel(op, machine, dtypes, cpp=model.cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
     compiled, cpp = model.compile_layers, model.cpp
     inside = {op: layer_kernel(op, machine, dtypes, compiled=compiled, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:
-        on = machine.device == "cuda" and graphs.records(attrs.evolve(settings, model=model))
+        on = machine.device == "cuda" and records(attrs.evolve(settings, model=model))
         model = attrs.evolve(model, graphs=on)
     rollout, judge = settings.rollout, settings.reward.judge
     if rollout.engine == "vllm":
@@ -100,3 +102,74 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
 
 def _vllm(section: VllmSettings, machine: Machine) -> VllmSettings:
     return attrs.evolve(section, eager=machine.device == "cpu") if section.eager == AUTO else section
+
+
+def records(s: TrainSettings) -> bool:
+    """Whether settings for a GPU that leave it open record passes: where nothing hinders it, and where memory between
+    updates is not kept for others."""
+    shared = "vllm" in (s.rollout.engine, s.reward.judge.engine) or s.model.offload != "none"
+    return s.model.attention in BY_DEVICE and not shared and not hindrances(s)
+
+
+def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
+    """Settings with which no pass can be recorded, and why."""
+    model, again = s.model, s.model.checkpoint_layers
+    known = (
+        ("device", s.device, s.device == "cpu", "has no graphs"),
+        ("rollout.ahead", s.rollout.ahead, s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
+        ("model.remove_padding", False, not model.remove_padding, "runs rows of any width"),
+        ("model.checkpoint_layers", again, bool(again), "computes layers again"),
+        ("model.compile_layers", True, model.compile_layers, "may compile a layer in any pass"),
+        ("model.offload_activations", True, model.offload_activations, "moves memory in every pass"),
+    )
+    found = [(path, value, why) for path, value, hinders, why in known if hinders]
+    if model.attention not in ("auto", *BY_DEVICE) and ":" not in model.attention:
+        found.append(("model.attention", model.attention, "plans on the host, by the lengths of rows"))
+    return found
+
+
+def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
+    """Where old log-probs come from; "auto" if every step sees whether the engine's will do."""
+    asked = settings.algorithm.old_log_probs
+    if asked in ("pass", "engine", "update"):
+        return asked
+    if not passes_before_update(settings):
+        return "update"
+    return "auto" if asked == "auto" and not passes_besides(settings) else "pass"
+
+
+def passes_besides(settings: TrainSettings) -> list[str]:
+    """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
+    rollout, algorithm = settings.rollout, settings.algorithm
+    reasons = []
+    if rollout.engine != "embedded":
+        reasons.append(f"rollout.engine = {rollout.engine} is a copy of the policy, which computes otherwise")
+    if settings.model.compute_dtype != "float32":
+        reasons.append(f"model.compute_dtype = {settings.model.compute_dtype} rounds the engine's otherwise")
+    if rollout.ahead or rollout.from_ is not None:
+        reasons.append(f"rollout.{'ahead' if rollout.ahead else 'from'} trains on what an earlier policy sampled")
+    if algorithm.correction.name != "none":
+        reasons.append("algorithm.correction compares the two")
+    if algorithm.reads("sum_squared_probs"):
+        reasons.append(f"{algorithm.advantage.name} needs a pass anyway")
+    if algorithm.reads("values") and settings.critic.reads != "tokens":
+        reasons.append(f"critic.reads = {settings.critic.reads} needs a pass anyway")
+    return reasons
+
+
+def passes_before_update(s: TrainSettings) -> list[str]:
+    """Why the old log-probs must be there before the update, instead of from its own pass; empty if they need not.
+
+    Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
+    """
+    size, correction = s.rollout.batch_size, s.algorithm.correction
+    reasons = []
+    if s.actor.epochs > 1 or (s.actor.mini_batch_size or size) != size:
+        reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
+    if s.algorithm.kl.coef > 0:
+        reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
+    if correction.name != "none":
+        reasons.append("algorithm.correction compares them with the engine's")
+    if s.algorithm.reads("log_probs"):
+        reasons.append(f"{s.algorithm.advantage.name} estimates advantages with them")
+    return reasons

@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.settings.fields import (
+from fppo.fields import (
     MOST_SECONDS,
     MOST_TOKENS,
     MOST_WORKERS,
@@ -18,7 +18,7 @@ from fppo.settings.fields import (
     setting,
     temperature,
 )
-from fppo.settings.vllm import VllmSettings
+from fppo.settings.rollout import VllmSettings
 
 TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
 
@@ -86,6 +86,11 @@ class JudgeSettings:
     """Keep it in the host's memory between uses (GPUs, transformers); None: where model.offload is all."""
     vllm: VllmSettings = setting(VllmSettings)
     """How that vLLM runs; max_model_len None: as long as a question and its answer may be."""
+
+    @property
+    def on_vllm(self) -> bool:
+        """Whether there is a judge that a vLLM of its own runs."""
+        return self.path is not None and self.engine == "vllm"
 
 
 @attrs.frozen(kw_only=True)

@@ -7,13 +7,59 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.settings.fields import MOST_ROWS, MOST_TOKENS, above, at_least, at_most, nonempty, setting, temperature
-from fppo.settings.turns import TurnsSettings
-from fppo.settings.vllm import VllmSettings
+from fppo.fields import (
+    MOST_ROWS,
+    MOST_SECONDS,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    above,
+    at_least,
+    at_most,
+    nonempty,
+    setting,
+    temperature,
+)
+from fppo.rollout.vllm.options import VllmOptions
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
     return "must be 0 or more, each" if any(x < 0 for x in values) else None
+
+
+def _extra_last(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
+    """What is vLLM's own comes last."""
+    return sorted(fields, key=lambda field: field.name == "extra")
+
+
+@attrs.frozen(kw_only=True, field_transformer=_extra_last)
+class VllmSettings(VllmOptions):
+    """How vLLM runs, where rollout.engine is vllm."""
+
+    send: Literal["all", "changed"] = setting("all")
+    """Send all parameters at every sync, or those that changed."""
+    bucket_mb: int = setting(256, at_least(1))
+    """MiB of parameters that are gathered and sent at once."""
+    probe: Literal["first", "always", "never"] = setting("first")
+    """After which syncs the log-probs of some tokens are held against the trainer's."""
+
+
+@attrs.frozen(kw_only=True)
+class TurnsSettings:
+    """What answers the policy's turns. A turn ends where a response does: at the model's ends, or rollout.stop."""
+
+    respond: str | None = setting(None)
+    """calculator, or module:function of the conversation so far, or module:game; None: a response is one turn."""
+    max_turns: int = setting(8, at_least(1), at_most(MOST_TOKENS))
+    """Turns of a response at most."""
+    turn_tokens: int | None = setting(None, at_least(1), at_most(MOST_TOKENS))
+    """The longest turn, in tokens; one that is cut ends the response. None: only rollout.max_tokens bounds it, with all
+    that it is told."""
+    failure: str = setting("error")
+    """What the policy is told where respond raises or takes too long; empty: the response ends there."""
+    time_limit: float = setting(10.0, above(0), at_most(MOST_SECONDS))
+    """Seconds that a call may take."""
+    workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
+    """Processes that calls run in, on each rank; the calculator needs none."""
 
 
 @attrs.frozen(kw_only=True)

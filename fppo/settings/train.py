@@ -12,11 +12,8 @@ from typing import Literal
 import attrs
 
 from fppo._errors import did_you_mean
-from fppo.settings.algorithm import AlgorithmSettings, KlKind
-from fppo.settings.component import given, named
-from fppo.settings.critic import CriticSettings
-from fppo.settings.experts import ExpertSettings
-from fppo.settings.fields import (
+from fppo.data.examples import Fields
+from fppo.fields import (
     MOST_ROWS,
     MOST_TOKENS,
     Table,
@@ -24,78 +21,17 @@ from fppo.settings.fields import (
     at_least,
     at_most,
     nonempty,
+    only,
     setting,
     temperature,
 )
-from fppo.settings.lora import LoraSettings
-from fppo.settings.mesh import MeshSettings
-from fppo.settings.optimizer import OptimizerSettings, WeightMode
-from fppo.settings.placement import PlacementSettings
+from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
+from fppo.settings.model import ModelSettings
+from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
-from fppo.settings.tables import POLICY_LOSSES
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
-
-
-@attrs.frozen(kw_only=True)
-class ModelSettings:
-    """Which models, and how they run."""
-
-    path: str = setting("", nonempty("give the name or directory of a Hugging Face model"))
-    """The policy to train: the name or directory of a Hugging Face model."""
-    critic_path: str | None = setting(None)
-    """Where the critic's weights come from; None: the policy's own weights with a new value head."""
-    ref_path: str | None = setting(None)
-    """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
-    tokenizer: str | None = setting(None)
-    """Where the tokenizer is; None: in path."""
-    config: Table = setting(dict)
-    """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
-    lora: LoraSettings = setting(LoraSettings)
-    """Low-rank adapters in place of trained weights."""
-    ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
-    """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
-    """The dtype of all passes, auto: bfloat16 on GPUs; float16 scales the loss. Master weights are always float32."""
-    forward_token_budget: int | None = setting(None, at_least(1))
-    """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
-    checkpoint_layers: Literal["selective"] | bool = setting(False)
-    """Recompute each layer in the backward pass: less memory, more time; selective: all of it but its attention."""
-    compile_layers: bool = setting(False)
-    """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
-    graphs: Literal["auto"] | bool = setting("auto")
-    """Run passes of few tokens by one launch each, as CUDA graphs; auto: on a GPU, where memory is not kept short."""
-    freeze_vision: bool = setting(False)
-    """Leave the vision tower and projector of a model that takes images as they are, in actor and critic."""
-    trust_remote_code: bool = setting(False)
-    """Let a model directory run its own Python code."""
-    offload: Literal["none", "moments", "all"] = setting("none")
-    """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
-    ref_offload: bool | None = setting(None)
-    """Keep the reference in the host's memory between uses (GPUs); None: where offload is all."""
-    offload_activations: bool = setting(False)
-    """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
-    remove_padding: bool = setting(True)
-    """Run on packed sequences instead of padded rows."""
-    cpp: bool = setting(False)
-    """On a CPU, take kernels in C++ for what says auto; they are compiled when first needed, in seconds."""
-    attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
-    """The kernel for attention over packed rows: auto, sdpa, eager, cpp, flash, varlen, flex; or module:function."""
-    decode_attention: str = setting("auto", nonempty("give the name of a kernel for attention in decoding, or auto"))
-    """The embedded engine's kernel for attention of one token: auto, sdpa, eager, cpp (CPUs); or module:function."""
-    log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
-    """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
-    linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))
-    """The kernel for linear layers: torch, onednn (for CPUs), float8 (8-bit products, GPUs); or module:function."""
-    rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
-    """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
-    add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))
-    """The kernel for RMSNorm of a sum: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
-    rotary: str = setting("auto", nonempty("give the name of a kernel for rotary positions, as eager, or auto"))
-    """The kernel for rotary positions: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
-    glu: str = setting("auto", nonempty("give the name of a kernel for gated activations, as eager, or auto"))
-    """The kernel for gated activations: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
 
 
 @attrs.frozen(kw_only=True)
@@ -152,51 +88,22 @@ class DataSettings:
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
 
     @property
+    def has_held_out(self) -> bool:
+        """Whether there are prompts to evaluate on."""
+        return bool(self.eval_path) or self.eval_rows is not None
+
+    @property
+    def fields(self) -> Fields:
+        """The fields of a row that are read."""
+        seen = only(self, "images", "videos") if self.chat else {}
+        own = only(self, "prompt", "source", "chat")
+        return Fields(**own, **seen, ground_truth=self.ground_truth or None, tools=self.row_tools)
+
+    @property
     def seen(self) -> dict[str, str]:
         """The fields with images and with videos, by the settings that name them."""
         fields = {"data.images": self.images, "data.videos": self.videos}
         return {name: field for name, field in fields.items() if field is not None}
-
-
-@attrs.frozen(kw_only=True)
-class LossSettings:
-    """The policy loss, and any of its keywords."""
-
-    name: str = named("ppo_clip", POLICY_LOSSES, "a policy loss")
-    """Its name, or module:function for your own."""
-    keywords: Table = given()
-
-
-@attrs.frozen(kw_only=True)
-class ActorSettings:
-    """How the policy is updated."""
-
-    loss: LossSettings = setting(LossSettings)
-    """The policy loss."""
-    entropy_coef: float = setting(0.0)
-    """The factor of the entropy bonus."""
-    kl_coef: float = setting(0.0, at_least(0))
-    """The factor of a KL term in the loss; 0: none, and no reference model for it."""
-    kl_kind: KlKind = setting("k3")
-    """The estimator of that KL term: k2 and those with + have its own gradient, k3 that of KL(reference || policy)."""
-    positive_nll_coef: float = setting(0.0, at_least(0))
-    """The factor of the mean of -log-prob over the tokens of responses with a positive outcome, VAPO's."""
-    weight_mode: WeightMode = setting("token-mean")
-    """How per-token losses are weighted into one."""
-    horizon: int | None = setting(None, at_least(1))
-    """The constant length that seq-mean-token-sum-norm divides by."""
-    epochs: int = setting(1, at_least(1))
-    """Passes over the batch in a step."""
-    mini_batch_size: int | None = setting(None, at_least(1))
-    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
-    micro_batch_size: int | None = setting(None, at_least(0))
-    """Sequences per forward and backward pass; 0 or None: split by token_budget."""
-    token_budget: int | None = setting(None, at_least(0))
-    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
-    experts: ExpertSettings = setting(ExpertSettings)
-    """How the routers of a mixture of experts are trained."""
-    optimizer: OptimizerSettings = setting(OptimizerSettings)
-    """The optimizer and its learning rate."""
 
 
 @attrs.frozen(kw_only=True)
@@ -310,3 +217,19 @@ class TrainSettings:
     """Which steps' digests are written, for fppo replay to compare with."""
     log: LogSettings = setting(LogSettings)
     """Where numbers and samples go."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether an embedded engine answers anything: the policy's, or the judge's."""
+        judge = self.reward.judge
+        return self.rollout.engine != "vllm" or (judge.path is not None and judge.engine != "vllm")
+
+    @property
+    def uses_critic_model(self) -> bool:
+        """Whether the run has a critic that is a model of its own."""
+        return self.algorithm.uses_critic and self.critic.reads == "tokens"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the run needs a reference model."""
+        return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0

@@ -25,9 +25,8 @@ from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import component, files, modules, tables
-from fppo.settings.optimizer import OptimizerSettings
+from fppo.settings.learning import ActorSettings, LossSettings, OptimizerSettings
 from fppo.settings.resolve import AUTO
-from fppo.settings.train import ActorSettings, LossSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import table
@@ -37,7 +36,15 @@ from tests import tiny_run
 from tests.models.families import CONFIGS, make
 
 PACKAGE = Path(fppo.__file__).parent
-READERS = ("assembly", "runs", "commands", "settings/files.py", "settings/checks*.py", "settings/mesh.py")
+READERS = (
+    "assembly",
+    "runs",
+    "commands",
+    "rollout/vllm",
+    "settings/files.py",
+    "settings/checks*.py",
+    "settings/placement.py",
+)
 
 
 def _attributes_read() -> set[str]:
@@ -319,7 +326,9 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        loading_rewards.reward_model_of(settings, texts.load_tokenizer(settings), LOCAL, torch.device("cpu"))
+        loading_rewards.reward_model_of(
+            settings, texts.load_tokenizer(settings.model, settings.data), LOCAL, torch.device("cpu")
+        )
 
 
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")

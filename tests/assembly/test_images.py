@@ -114,7 +114,7 @@ REFUSED = {
 
 def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):
     values = {"data.images": "images", "data.chat": True} | REFUSED
-    problems = checks.problems(files.replace(TrainSettings(), values))
+    problems = [*map(str, checks.problems(files.replace(TrainSettings(), values)))]
     for name in REFUSED:
         path = "data.images" if name == "data.chat" else name
         assert any(line.startswith(f"{path} = ") and "images" in line for line in problems), name

@@ -46,8 +46,9 @@ def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
         ends = words.convert_tokens_to_ids(["<eos>", "<call>", "<end>", "5"])
         assert set(sampling.stop_token_ids) == set(ends)
         assert sampling.stop_texts.texts == (b"5", b"1+2")
-    plain = texts.load_tokenizer(tiny_run.settings(task))
-    ends = texts.policy_generation(tiny_run.settings(task), plain).eos_token_id
+    own = tiny_run.settings(task)
+    plain = texts.load_tokenizer(own.model, own.data)
+    ends = texts.policy_generation(own.model, own.data, plain).eos_token_id
     assert ends == plain.convert_tokens_to_ids(["<eos>", "<call>"])  # no chat, no turns
 
 
@@ -103,11 +104,12 @@ def test_an_evaluation_has_its_own_sampling(task):
     words = AutoTokenizer.from_pretrained(task / "start")
     own = {"temperature": 0.5, "top_p": 0.4, "top_k": 0, "max_tokens": 9, "stop": ["9"], "n": 2}
     settings = tiny_run.settings(task, rollout__stop=["5"], rollout__top_k=3, eval=own)
-    asked = texts.eval_sampling_of(settings, words, GenerationConfig(eos_token_id=1))
+    asked = texts.eval_sampling_of(settings.eval, settings.rollout, words, GenerationConfig(eos_token_id=1))
     assert (asked.temperature, asked.top_p, asked.top_k, asked.max_tokens, asked.n) == (0.5, 0.4, 0, 9, 2)
     assert asked.stop_texts.texts == (b"9",)
     assert not asked.greedy
-    plain = texts.eval_sampling_of(tiny_run.settings(task, rollout__stop=["5"]), words, GenerationConfig())
+    common = tiny_run.settings(task, rollout__stop=["5"])
+    plain = texts.eval_sampling_of(common.eval, common.rollout, words, GenerationConfig())
     assert (plain.greedy, plain.max_tokens, plain.stop_texts.texts) == (True, 3, (b"5",))
 
 
@@ -155,10 +157,10 @@ def test_a_token_that_the_model_lacks_and_no_prompt_uses(tmp_path):
     """As Gemma 3's token for images, in its models of text."""
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path)
-    tokenizer = texts.load_tokenizer(settings)
+    tokenizer = texts.load_tokenizer(settings.model, settings.data)
     tokenizer.add_tokens(["<image>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path / "start")
-    assert max(tokenizer.get_vocab().values()) == texts.vocabulary_size_of(settings)
+    assert max(tokenizer.get_vocab().values()) == texts.vocabulary_size_of(settings.model)
     assert len(inputs.read_inputs(settings, mesh=LOCAL).prompts) == 24
     with (tmp_path / "test.jsonl").open("a") as file:
         file.write('{"prompt": "1+<image>", "answer": "1"}\n')

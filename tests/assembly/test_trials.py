@@ -59,7 +59,7 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "text"), WRONG)
 def test_a_function_says_itself_what_is_wrong_with_its_keywords(changes, text):
     settings = _settings(changes)
-    (line,) = value_problems(settings, checks.problems(settings))
+    line = str(*value_problems(settings, checks.problems(settings)))
     assert text in line
     last = list(changes)[-1]
     assert line.startswith((last, f"{last.rpartition('.')[0]} = "))
@@ -74,8 +74,11 @@ def test_all_are_said_at_once_and_none_twice():
     }
     settings = _settings(changes)
     known = checks.problems(settings)
-    assert [line.split(" = ")[0] for line in value_problems(settings, known)] == ["actor.loss", "actor.optimizer"]
-    assert {"critic.loss.clp", "critic.optimizer.eps"} <= {line.split(" = ")[0] for line in known}
+    assert [problem.path.split(" = ")[0] for problem in value_problems(settings, known)] == [
+        "actor.loss",
+        "actor.optimizer",
+    ]
+    assert {"critic.loss.clp", "critic.optimizer.eps"} <= {problem.path for problem in known}
 
 
 def test_values_that_are_right_pass():

@@ -72,8 +72,8 @@ def test_a_mark_before_a_template_or_tools_is_none_of_them(task):
     (task / "tools.json").write_bytes(codecs.BOM_UTF8 + json.dumps([{"name": "x"}]).encode())
     more = {"data__chat": True, "data__chat_template": str(task / "t.jinja"), "data__tools": str(task / "tools.json")}
     settings = tiny_run.settings(task, **more)
-    assert texts.load_tokenizer(settings).chat_template.startswith("{{")
-    assert texts.chat_options(settings).tools == [{"name": "x"}]
+    assert texts.load_tokenizer(settings.model, settings.data).chat_template.startswith("{{")
+    assert texts.chat_options(settings.data).tools == [{"name": "x"}]
 
 
 @pytest.mark.parametrize("flag", ["--data.path", "--data.eval-path", "--data.chat-template", "--data.tools"])
@@ -121,7 +121,7 @@ def test_a_reward_whose_weight_is_zero(task, capsys, weights):
     assert "reward.weights = [" in said
     assert "every response would score 0, and nothing would be learned" in said
     said = fails(task, capsys, "--reward.functions", "--reward.judge.path", "j", "--reward.judge.weight", weights)
-    assert "reward.judge.weight = 0.0: every response would score 0" in said
+    assert f"reward.judge.weight = {float(weights)}: every response would score 0" in said
     two = ["--reward.functions", "exact_match", "tests.rewards.functions:length", "--reward.weights", "1", "0"]
     assert files.load(task / "run.toml", two).reward.weights == (1.0, 0.0)
 

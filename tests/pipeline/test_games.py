@@ -344,4 +344,4 @@ def test_a_tool_that_is_no_game_has_no_exact_values(tmp_path):
     own = {"rollout__turns__respond": "tests.rollout.functions:adder"}
     settings = run_of(tmp_path, **own, reward__functions=["tests.rollout.functions:adder.score"])
     with pytest.raises(ValueError, match=r"functions:adder' is no rollout\.Game"):
-        game_of(settings)
+        game_of(settings.rollout.turns)

@@ -19,7 +19,7 @@ from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import LOCAL
-from fppo.settings import old_log_probs
+from fppo.settings.resolve import old_log_probs_source
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
@@ -159,7 +159,7 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
 def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes, source, words):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, algorithm__old_log_probs="auto", **changes)
-    assert old_log_probs.source(settings) == source
+    assert old_log_probs_source(settings) == source
     lines = announce.input_lines(settings, read_inputs(tiny_run.settings(tmp_path), mesh=LOCAL))
     assert words in " ".join(" ".join(lines).split())
-    assert old_log_probs.source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")
+    assert old_log_probs_source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")

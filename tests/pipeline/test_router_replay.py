@@ -124,8 +124,10 @@ def test_what_does_not_go_together_is_named(tmp_path):
     tiny_run.write_task(tmp_path)
     alone = tiny_run.settings(tmp_path)
     changes = {"rollout.engine": "vllm", "algorithm.router_replay": "rollout"}
-    (line,) = checks.problems(files.replace(alone, changes))
-    assert line.startswith("algorithm.router_replay = 'rollout': vLLM tells experts from its model runner V2 alone")
+    (problem,) = checks.problems(files.replace(alone, changes))
+    assert str(problem).startswith(
+        "algorithm.router_replay = 'rollout': vLLM tells experts from its model runner V2 alone"
+    )
     problems = checks.problems(
         files.replace(
             alone,
@@ -136,9 +138,9 @@ def test_what_does_not_go_together_is_named(tmp_path):
             },
         )
     )
-    assert [line.split(":")[0] for line in problems] == [
+    assert [str(problem).split(":")[0] for problem in problems] == [
         "actor.experts.balance_coef = 0.1",
         "actor.experts.bias_rate = 0.1",
         "actor.experts.balance_coef = 0.1",
     ]
-    assert "give algorithm.router_replay" in problems[0]
+    assert "give algorithm.router_replay" in problems[0].text

@@ -222,7 +222,9 @@ def test_the_settings_judge(task):
     for weight, offload in ((0.5, "none"), (2.0, "all")):
         settings = attrs.evolve(settings_of(task, weight=weight))
         settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload=offload))
-        with loading_rewards.judge_of(settings, texts.load_tokenizer(settings), LOCAL, CPU) as by_name:
+        with loading_rewards.judge_of(
+            settings, texts.load_tokenizer(settings.model, settings.data), LOCAL, CPU
+        ) as by_name:
             fn, factor = by_name["judge"]
             assert factor == weight
             rows = rollout(["a", "b"], ["c", "d"], ["1", "2"])
@@ -239,7 +241,7 @@ def test_the_settings_judge(task):
 
 def test_a_run_is_scored_by_its_judge_too(task):
     settings = settings_of(task)
-    tokenizer = texts.load_tokenizer(settings)
+    tokenizer = texts.load_tokenizer(settings.model, settings.data)
     with loading_rewards.reward_runner(settings, tokenizer, LOCAL, CPU) as runner:
         assert [term.name for term in runner.terms] == ["exact_match", "judge"]
 

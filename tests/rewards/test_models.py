@@ -251,7 +251,7 @@ def task(tmp_path):
 
 def loaded_reward(task, **changes):
     settings = tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
-    tokenizer = texts.load_tokenizer(settings)
+    tokenizer = texts.load_tokenizer(settings.model, settings.data)
     (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
     assert (name, others) == ("reward_model", [])
     return fn, weight, tokenizer
@@ -311,10 +311,12 @@ def test_what_does_not_fit_is_said_before_any_work(task):
 def test_scores_join_the_other_rewards(task):
     fn, weight, policy = loaded_reward(task, reward__model__weight=-2.0)
     settings = tiny_run.settings(task)
-    total = loading_rewards.reward_of(settings, {"reward_model": (fn, weight)})
+    total = loading_rewards.reward_of(
+        settings.reward, {"reward_model": (fn, weight)}, max_tokens=settings.rollout.max_tokens
+    )
     rollout = words([("1+2=", "3"), ("12+1=", "13")], policy, ground_truth=["3", "x"])
     with rewards.RewardRunner(total) as runner:
         scored, _ = rewards.score(rollout, reward=runner, tokenizer=policy)
     torch.testing.assert_close(scored.scores, torch.tensor([1.0, 0.0]) - 2.0 * fn(rollout))
     with pytest.raises(ValueError, match="'exact_match' is given twice"):
-        loading_rewards.reward_of(settings, {"exact_match": (fn, 1.0)})
+        loading_rewards.reward_of(settings.reward, {"exact_match": (fn, 1.0)}, max_tokens=8)

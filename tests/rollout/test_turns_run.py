@@ -77,8 +77,8 @@ def test_settings_that_conflict(tmp_path, changes, text):
     turns = attrs.evolve(good.rollout.turns, **changes)
     bad = attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=turns))
     (problem,) = checks.problems(bad)
-    assert problem.startswith("rollout.turns.")
-    assert text in problem
+    assert problem.path.startswith("rollout.turns.")
+    assert text in str(problem)
 
 
 def test_a_tool_that_is_not_there(tmp_path):

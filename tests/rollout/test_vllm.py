@@ -9,7 +9,8 @@ import torch
 
 from fppo.rollout.vllm import host
 from fppo.rollout.vllm.adapter import lost_modules
-from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
+from fppo.rollout.vllm.engine import VllmEngine
+from fppo.rollout.vllm.options import VllmOptions, check_options
 from fppo.settings import checks, files
 from tests.models.families import make
 
@@ -31,23 +32,23 @@ def test_absent_and_old_ones_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_model_len": 0}, "max_model_len = 0: give 1 or more"),
+        ({"max_model_len": 0}, "max_model_len = 0: must be 1 or more"),
         ({"max_rows": 0}, "max_rows = 0"),
-        ({"cache_gb": 0.0}, "cache_gb = 0.0: give a number above 0"),
-        ({"memory_share": 1.5}, "memory_share = 1.5: give a number above 0 and at most 1"),
-        ({"restarts": -1}, "restarts = -1: give 0 or more"),
+        ({"cache_gb": 0.0}, "cache_gb = 0.0: must be greater than 0"),
+        ({"memory_share": 1.5}, "memory_share = 1.5: must be 1 or less"),
+        ({"restarts": -1}, "restarts = -1: must be 0 or more"),
         ({"patience": 0.0}, "patience = 0.0"),
         ({"host": "elsewhere"}, "host"),
         ({"tensor_parallel": 2}, r'tensor_parallel = 2: .* give host = "process" or "ray"'),
         ({"transport": "nccl"}, 'transport = .nccl.: one process needs none; give auto, or host = "process"'),
         ({"transport": "carrier", "host": "process"}, "transport"),
-        ({"devices": (1, 1), "host": "process"}, r"devices = \[1, 1\]: give different GPUs"),
-        ({"devices": (1,)}, r"devices = \[1\]: with host = 'local' .* give host = \"process\""),
+        ({"devices": (1, 1), "host": "process"}, r"devices = \[1, 1\]: name different GPUs"),
+        ({"devices": (1,)}, r"devices = \[1\]: with host = \"local\" .* give host = \"process\""),
     ],
 )
 def test_options_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        VllmOptions(**settings)
+        check_options(VllmOptions(**settings))
 
 
 def test_a_dtype_that_vllm_has_not():
@@ -89,10 +90,10 @@ def test_settings_that_conflict_or_that_nothing_reads_are_named(changes, place):
     start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o"})
     actual = checks.problems(files.replace(start, SECTION | changes))
     ours = "rollout.vllm", "model.decode"
-    assert [p.split(" = ")[0] for p in actual if p.startswith(ours)] == [place]
+    assert [p.path for p in actual if p.path.startswith(ours)] == [place]
     there = {"rollout.vllm.host": "process", "rollout.vllm.transport": "nccl", "rollout.vllm.tensor_parallel": 2}
     there |= {"rollout.vllm.max_model_len": 768, "rollout.vllm.devices": (1, 2)}
-    assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in p]
+    assert not [p for p in checks.problems(files.replace(start, SECTION | there)) if "vllm" in str(p)]
 
 
 class Worker:

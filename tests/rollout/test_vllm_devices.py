@@ -14,7 +14,7 @@ from fppo.rollout.vllm.devices import (
     gpus_of,
     memory_keywords,
 )
-from fppo.rollout.vllm.host import VllmOptions
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.launch import visible
 
 MEMORIES = st.integers(1, 200 * GIB).flatmap(lambda total: st.tuples(st.integers(100, max(total, 100)), st.just(total)))

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from fppo.settings import checks, files
 from fppo.settings import train as train_settings
+from fppo.settings.learning import DEFAULT_TOKEN_BUDGET
 from fppo.settings.train import TrainSettings
+from fppo.settings.values import read_section
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
 
@@ -34,7 +36,7 @@ MINIMAL = 'model.path = "m"\ndata.path = "a.jsonl"\nreward.functions = "exact_ma
 
 def test_the_defaults_run_once_model_data_and_reward_are_given():
     assert checks.problems(make()) == []
-    missing = [p.split(" = ")[0] for p in checks.problems(TrainSettings())]
+    missing = [p.path for p in checks.problems(TrainSettings())]
     assert missing == ["model.path", "data.path", "reward.functions"]
 
 
@@ -239,7 +241,7 @@ CONFLICTS = [
 @pytest.mark.parametrize(("changes", "place"), CONFLICTS, ids=[c[1] + str(i) for i, c in enumerate(CONFLICTS)])
 def test_each_conflict_is_named_by_its_setting(changes, place):
     problems = checks.problems(make(changes))
-    assert place in [p.split(" = ")[0] for p in problems]
+    assert place in [p.path for p in problems]
     with pytest.raises(files.SettingsError, match=place):
         files.check(make(changes))
 
@@ -335,11 +337,11 @@ def test_replace_leaves_the_old_settings_and_names_unknown_ones():
 
 
 def test_micro_batching_is_by_size_or_by_budget():
-    assert files.micro_batching(make().actor) == (None, files.DEFAULT_TOKEN_BUDGET)
-    assert files.micro_batching(make({"actor.micro_batch_size": 4}).actor) == (4, None)
-    assert files.micro_batching(make({"actor.token_budget": 100}).actor) == (None, 100)
-    assert files.mini_batch_size(make().actor, 64) == 64
-    assert files.mini_batch_size(make({"actor.mini_batch_size": 16}).actor, 64) == 16
+    assert make().actor.passes == (None, DEFAULT_TOKEN_BUDGET)
+    assert make({"actor.micro_batch_size": 4}).actor.passes == (4, None)
+    assert make({"actor.token_budget": 100}).actor.passes == (None, 100)
+    assert make().actor.mini_batch(64) == 64
+    assert make({"actor.mini_batch_size": 16}).actor.mini_batch(64) == 16
 
 
 @pytest.mark.parametrize(
@@ -354,5 +356,5 @@ def test_micro_batching_is_by_size_or_by_budget():
 def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_path, name):
     value = '["mine:fn"]' if name == "reward.functions" else '"mine:fn"'
     (tmp_path / "run.toml").write_text(f"{name} = {value}\n")
-    settings, _ = files._structure(files.TrainSettings, files.read_toml(tmp_path / "run.toml"), "")
+    settings, _ = read_section(TrainSettings, files.read_toml(tmp_path / "run.toml"))
     assert files._remember_modules(settings, tmp_path / "run.toml").module_dirs[0] == str(tmp_path)

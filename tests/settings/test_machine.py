@@ -3,9 +3,9 @@
 import pytest
 
 from fppo.settings import machine
-from fppo.settings.lora import LoraSettings
+from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
-from fppo.settings.train import LogSettings, ModelSettings, TrainSettings
+from fppo.settings.train import LogSettings, TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_gpus_are_counted_by_their_files(tmp_path, monkeypatch, files, visible, 
     for name in files:
         (tmp_path / name).touch()
     settings = TrainSettings(device=device)
-    lines = machine.machine_problems(settings, ranks, visible=visible)
+    lines = [*map(str, machine.machine_problems(settings, ranks, visible=visible))]
     assert [words in line and line.startswith(f"device = {device!r}: ") for line in lines] == [True] * bool(words)
 
 
@@ -38,7 +38,7 @@ def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypat
 
     def lines(cluster):
         section = PlacementSettings(cluster=cluster, pools=pools, roles=RoleSettings(actor="a", rollout="e"))
-        return machine.machine_problems(TrainSettings(device="cuda", placement=section), 1, visible=None)
+        return [*map(str, machine.machine_problems(TrainSettings(device="cuda", placement=section), 1, visible=None))]
 
     (line,) = lines("processes")
     assert line.endswith("they want 1.5 GPUs together, and this machine has 1; give fewer, or shares of one")
@@ -48,8 +48,8 @@ def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypat
 def test_loggers_that_are_not_installed_are_named(monkeypatch):
     monkeypatch.setattr(machine, "_installed", lambda package: package == "tensorboard")
     settings = TrainSettings(device="cpu", log=LogSettings(loggers=("tensorboard", "wandb")))
-    (line,) = machine.machine_problems(settings, 1, visible=None)
+    line = str(*machine.machine_problems(settings, 1, visible=None))
     assert line == "log.loggers = ['tensorboard', 'wandb']: wandb is not installed; pip install 'fppo[wandb]'"
     settings = TrainSettings(device="cpu", model=ModelSettings(lora=LoraSettings(rank=1, base="nf4")))
-    (line,) = machine.machine_problems(settings, 1, visible=None)
+    line = str(*machine.machine_problems(settings, 1, visible=None))
     assert line == "model.lora.base = 'nf4': bitsandbytes is not installed; pip install 'fppo[quantised]'"

@@ -76,7 +76,7 @@ def test_a_cpu_takes_kernels_in_cpp_where_it_is_asked_to():
     def kernels(machine=CPU, **changes):
         given = files.replace(TrainSettings(), {"model.cpp": True} | changes)
         settings, lines = resolve.resolved(given, machine)
-        assert not [line for line in checks.problems(settings) if line.startswith("model.decode")]
+        assert not [x for x in checks.problems(settings) if x.path.startswith("model.decode")]
         return {op: getattr(settings.model, op) for op in ops}, lines
 
     every = dict.fromkeys(ops, "cpp")
@@ -128,7 +128,7 @@ def test_passes_of_few_tokens_are_graphs_on_a_gpu(machine, changes, on, problem)
     assert settings.model.graphs is on
     assert not lines
     asked = files.replace(TrainSettings(), {**changes, "model.graphs": True})
-    said = [line for line in checks.problems(asked) if line.startswith("model.graphs = True: ")]
+    said = [x for x in map(str, checks.problems(asked)) if x.startswith("model.graphs = True: ")]
     assert [problem in line for line in said] == ([True] if problem else [])
 
 

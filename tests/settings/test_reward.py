@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fppo.settings import checks, contents, files
+from fppo.settings import checks, files, places
 from fppo.settings.train import TrainSettings
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
@@ -53,7 +53,7 @@ CONFLICTS = [
 
 @pytest.mark.parametrize(("changes", "place"), CONFLICTS, ids=[c[1] + str(i) for i, c in enumerate(CONFLICTS)])
 def test_each_conflict_is_named_by_its_setting(changes, place):
-    assert place in [p.split(" = ")[0] for p in checks.problems(make(changes))]
+    assert place in [p.path for p in checks.problems(make(changes))]
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_settings_that_agree_pass(changes):
 
 def test_a_judge_on_several_ranks_needs_a_process_of_its_own():
     said = checks.mesh_problems(make(VLLM), 2)
-    assert [p.split(" = ")[0] for p in said] == ["reward.judge.vllm.host"]
+    assert [p.path for p in said] == ["reward.judge.vllm.host"]
     assert checks.mesh_problems(make(VLLM | {"reward.judge.vllm.host": "process"}), 2) == []
     assert checks.mesh_problems(make(VLLM), 1) == []
 
 
 def test_nothing_that_scores_is_an_error_and_the_old_name_too():
-    assert "reward.judge.path" in checks.problems(make({"reward.functions": []}))[0]
+    assert "reward.judge.path" in checks.problems(make({"reward.functions": []}))[0].text
     with pytest.raises(files.SettingsError, match=r"model\.reward_path = 'r': there is no such setting"):
         make({"model.reward_path": "r"})
 
@@ -92,10 +92,10 @@ def test_what_reads_a_ground_truth_is_named_where_there_is_none(tmp_path):
         (JUDGE, "reward.judge.template would"),
         ({"critic.privileged": 8}, "critic.privileged would"),
     ):
-        (problem,) = [x for x in checks.problems(make(own | changes)) if x.startswith("data.ground_truth")]
-        assert problem == f"data.ground_truth = '': {reader} read it; give a field of the rows"
+        (problem,) = [x for x in checks.problems(make(own | changes)) if x.path == "data.ground_truth"]
+        assert str(problem) == f"data.ground_truth = '': {reader} read it; give a field of the rows"
     (tmp_path / "a.jsonl").write_text('{"prompt": "1+1="}\n')
     rows = own | {"data.path": [str(tmp_path / "a.jsonl")]}
-    assert contents.row_problems(make(rows)) == []
-    (problem,) = contents.row_problems(make(rows | {"data.ground_truth": "answer"}))
-    assert "a.jsonl:1: field 'answer': missing" in problem
+    assert places.row_problems(make(rows)) == []
+    (problem,) = places.row_problems(make(rows | {"data.ground_truth": "answer"}))
+    assert "a.jsonl:1: field 'answer': missing" in str(problem)

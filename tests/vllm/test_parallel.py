@@ -10,9 +10,9 @@ import torch
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm.engine import VllmOptions
 from fppo.rollout.vllm.host import EngineDied
 from fppo.rollout.vllm.local import _agreed
+from fppo.rollout.vllm.options import VllmOptions, check_options
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import damage, process_of, start
 from tests.vllm.families import make
@@ -80,4 +80,4 @@ def _parent(process: int) -> int:
 
 def test_it_is_not_for_the_process_that_trains():
     with pytest.raises(ValueError, match=r'tensor_parallel = 2: .* give host = "process" or "ray"'):
-        VllmOptions(tensor_parallel=2)
+        check_options(VllmOptions(tensor_parallel=2))

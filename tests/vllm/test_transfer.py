@@ -7,7 +7,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here")
 
 from fppo.rollout import sync
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm.engine import VllmOptions
+from fppo.rollout.vllm.options import VllmOptions, check_options
 from fppo.rollout.vllm.transfer import metadata, place, transfer_info
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.parts import dtypes_of
@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so(transport):
     with pytest.raises(ValueError, match=rf"transport = '{transport}' is between GPUs, .* give auto"):
         transfer_info(VllmOptions(host="process", transport=transport), 1 << 20)
     with pytest.raises(ValueError, match="one process needs none"):
-        VllmOptions(transport=transport)
+        check_options(VllmOptions(transport=transport))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "ipc"])

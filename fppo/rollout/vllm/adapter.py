@@ -14,7 +14,8 @@ from fppo.models.heads import VOCABULARY_HEADS, embedding_name
 from fppo.models.lora import base_weights, frozen_of, merged
 from fppo.models.model import Model
 from fppo.rollout.sync import SyncError
-from fppo.rollout.vllm.host import EngineFailure, Host, VllmOptions
+from fppo.rollout.vllm.host import EngineFailure, Host
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.mesh import Mesh
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest that vLLM makes room for

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from fppo.rollout.vllm.host import VllmOptions
+from fppo.rollout.vllm.options import VllmOptions
 
 GIB = 1 << 30
 KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look

@@ -38,11 +38,11 @@ from fppo.rollout.vllm.host import (
     Inputs,
     Request,
     Synced,
-    VllmOptions,
     check_installed,
     check_rows,
 )
 from fppo.rollout.vllm.names import Names
+from fppo.rollout.vllm.options import VllmOptions, check_options
 from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probes
 from fppo.rollout.vllm.remote import give_memory_back, start_host
 from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata, transfer_info
@@ -91,6 +91,7 @@ class VllmEngine:
         self._source, self._model = model, model.plain
         self._pad, self._mesh = pad_token_id, mesh or Mesh.local()
         self._options = with_room(model, options or VllmOptions())
+        check_options(self._options)
         self._alone, self._delivered = model.frozen is not None and self._options.adapter == "alone", 0  # adapters
         self._bucket_bytes, self._send, self._probe = bucket_bytes, send, probe
         self._frozen = frozen | lora.kept(model) | model.fixed

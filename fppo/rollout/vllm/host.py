@@ -1,4 +1,4 @@
-"""What a host of vLLM is: its options, what it is asked, how it fails."""
+"""What a host of vLLM is: what it is asked, how it fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.metadata
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import attrs
 import numpy as np
@@ -38,95 +38,6 @@ class EngineDied(EngineFailure):
 
 class DiedElsewhere(EngineDied):
     """The engine of another rank died, not this one's."""
-
-
-def _count(least: int) -> Any:
-    def check(_: object, attribute: attrs.Attribute, value: int | None) -> None:
-        if value is not None and value < least:
-            raise ValueError(f"{attribute.name} = {value}: give {least} or more")
-
-    return check
-
-
-def _positive(_: object, attribute: attrs.Attribute, value: float | None) -> None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{attribute.name} = {value}: give a number above 0")
-
-
-def _gpus(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -> None:
-    if len(set(value)) < len(value) or any(gpu < 0 for gpu in value):
-        raise ValueError(f"{attribute.name} = {list(value)}: give different GPUs, counted from 0")
-
-
-def _share(_: object, attribute: attrs.Attribute, value: float | None) -> None:
-    if value is not None and not 0 < value <= 1:
-        raise ValueError(f"{attribute.name} = {value}: give a number above 0 and at most 1")
-
-
-@attrs.frozen(kw_only=True)
-class VllmOptions:
-    """How vLLM runs. `extra` goes to `vllm.LLM` as it is, and wins over all else."""
-
-    max_model_len: int | None = attrs.field(default=None, validator=_count(1))
-    """The longest prompt and response together, in tokens; None: the model's own limit."""
-    max_rows: int = attrs.field(default=256, validator=_count(1))
-    """Rows that decode together."""
-    cache_gb: float | None = attrs.field(default=None, validator=_positive)
-    """Memory for keys and values, in GiB; None: on a GPU what `devices.memory_keywords` says, on a CPU 1."""
-    memory_share: float | None = attrs.field(default=None, validator=_share)
-    """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
-    dtype: str | None = None
-    """The dtype vLLM holds and computes in; None: the one training computes in."""
-    eager: bool = True
-    """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU."""
-    prefix_cache: bool = True
-    """Compute what prompts share once; samples of one prompt share it."""
-    sleep: bool = False
-    """Give weights and cache back to the device between rollouts; not on CPUs."""
-    host: Literal["local", "process", "ray"] = attrs.field(
-        default="local", validator=attrs.validators.in_(("local", "process", "ray"))
-    )
-    """In this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced, and goes on."""
-    cluster: str = "local"
-    """With host = "ray": "local", a new cluster on this machine, or the HOST:PORT of one that runs."""
-    tensor_parallel: int = attrs.field(default=1, validator=_count(1))
-    """Over how many devices vLLM cuts the model, each in a process of its own; not with host = "local"."""
-    devices: tuple[int, ...] = attrs.field(default=(), validator=_gpus)
-    """The GPUs it runs on, of those this process sees, with host = "process": of several ranks the first engine takes
-    the first `tensor_parallel` of them. Without: that of its rank, or more, as `devices.gpus_of` has it."""
-    transport: Literal["auto", "nccl", "ipc"] = attrs.field(
-        default="auto", validator=attrs.validators.in_(("auto", "nccl", "ipc"))
-    )
-    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
-    restarts: int = attrs.field(default=3, validator=_count(0))
-    """How often it is replaced in one rollout before the run ends."""
-    adapter: Literal["merged", "alone"] = attrs.field(
-        default="merged", validator=attrs.validators.in_(("merged", "alone"))
-    )
-    """How a model's adapter goes: in merged weights, or alone, beside weights that are sent once."""
-    patience: float = attrs.field(default=120.0, validator=_positive)
-    """Seconds without a sign of life after which it counts as hung."""
-    start_patience: float = attrs.field(default=900.0, validator=_positive)
-    """The same, while it starts or loads weights."""
-    verbose: bool = False
-    """Let vLLM log what it does."""
-    extra: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def __attrs_post_init__(self) -> None:
-        if self.tensor_parallel > 1 and self.host == "local":
-            raise ValueError(
-                f"tensor_parallel = {self.tensor_parallel}: its processes are not for this one to start, which trains; "
-                'give host = "process" or "ray"'
-            )
-        if self.devices and self.host != "process":
-            raise ValueError(
-                f"devices = {list(self.devices)}: with host = {self.host!r} they are not for us to choose; "
-                'give host = "process", or set CUDA_VISIBLE_DEVICES'
-            )
-        if self.transport != "auto" and self.host == "local":
-            raise ValueError(
-                f'transport = {self.transport!r}: one process needs none; give auto, or host = "process" or "ray"'
-            )
 
 
 @attrs.frozen(kw_only=True)

@@ -23,7 +23,8 @@ from fppo.models.vision import takes_images
 from fppo.rollout.shared_memory import Place
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
-from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, VllmOptions, check_installed
+from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, check_installed
+from fppo.rollout.vllm.options import VllmOptions
 
 # the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
 _ENVIRONMENT = {
@@ -284,7 +285,7 @@ def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype:
         "dtype": dtype,
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_rows,
-        "enforce_eager": options.eager,
+        "enforce_eager": options.eager is not False,
         "enable_prefix_caching": options.prefix_cache,
         "enable_sleep_mode": options.sleep,
         "generation_config": "vllm",

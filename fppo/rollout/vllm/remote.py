@@ -33,11 +33,11 @@ from fppo.rollout.vllm.host import (
     EngineFailure,
     Host,
     Request,
-    VllmOptions,
     check_installed,
     config_directory,
 )
 from fppo.rollout.vllm.local import LocalHost
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.launch import Place, visible
 
 _BEAT = 0.5  # seconds between two signs of life

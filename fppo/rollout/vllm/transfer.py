@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fppo.rollout.sync import Bucket, How, Rename, SyncError, sent_dtype
-from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host, VllmOptions
+from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host
+from fppo.rollout.vllm.options import VllmOptions
 
 T = TypeVar("T")
 MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, of some bytes at a time

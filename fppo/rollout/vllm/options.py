@@ -1,12 +1,26 @@
-"""The settings of the vLLM engine."""
+"""How vLLM runs: its options, which are settings too, and what is wrong with them. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 import attrs
 
-from fppo.settings.fields import MOST_SECONDS, Table, above, at_least, at_most, nonempty, setting
+from fppo.fields import (
+    MOST_SECONDS,
+    Problem,
+    Problems,
+    Table,
+    above,
+    at_least,
+    at_most,
+    kept,
+    kinds_of,
+    nonempty,
+    only,
+    setting,
+    wrong_values,
+)
 
 
 def _gpus(value: tuple[int, ...]) -> str | None:
@@ -15,8 +29,8 @@ def _gpus(value: tuple[int, ...]) -> str | None:
 
 
 @attrs.frozen(kw_only=True)
-class VllmSettings:
-    """How vLLM runs, where rollout.engine is vllm."""
+class VllmOptions:
+    """How vLLM runs. `extra` goes to `vllm.LLM` as it is, and wins over all else."""
 
     max_model_len: int | None = setting(None, at_least(1))
     """The longest prompt and response together, in tokens; None: the model's own limit."""
@@ -50,11 +64,34 @@ class VllmSettings:
     """Seconds without a sign of life after which it counts as hung."""
     start_patience: float = setting(900.0, above(0), at_most(MOST_SECONDS))
     """The same, while it starts or takes weights in."""
-    send: Literal["all", "changed"] = setting("all")
-    """Send all parameters at every sync, or those that changed."""
-    bucket_mb: int = setting(256, at_least(1))
-    """MiB of parameters that are gathered and sent at once."""
-    probe: Literal["first", "always", "never"] = setting("first")
-    """After which syncs the log-probs of some tokens are held against the trainer's."""
     extra: Table = setting(dict)
     """Further keywords of vllm.LLM, as {max_num_batched_tokens = 8192}."""
+    adapter: Literal["merged", "alone"] = kept("merged")
+    """How a model's adapter goes: in merged weights, or alone, beside weights that are sent once."""
+    verbose: bool = kept(False)
+    """Let vLLM log what it does."""
+
+
+def conflicts(options: VllmOptions) -> Problems:
+    """Options that do not go with the host."""
+    if options.tensor_parallel > 1 and options.host == "local":
+        text = 'its processes are not for the trainer to start; give host = "process" or "ray"'
+        yield Problem("tensor_parallel", options.tensor_parallel, text)
+    if options.devices and options.host != "process":
+        text = f'with host = "{options.host}" they are not for us to choose; give host = "process"'
+        yield Problem("devices", options.devices, f"{text}, or set CUDA_VISIBLE_DEVICES")
+    if options.transport != "auto" and options.host == "local":
+        text = 'one process needs none; give auto, or host = "process" or "ray"'
+        yield Problem("transport", options.transport, text)
+
+
+def check_options(options: VllmOptions) -> None:
+    """Raises ValueError for values that cannot be, and for those that do not go with the host."""
+    choices = {name: get_args(kind) for name, kind in kinds_of(VllmOptions).items() if get_origin(kind) is Literal}
+    wrong = [
+        Problem(name, value, f"must be one of {', '.join(choices[name])}")
+        for name, value in only(options, *choices).items()
+        if value not in choices[name]
+    ]
+    if wrong := [*wrong, *wrong_values(options), *conflicts(options)]:
+        raise ValueError("; ".join(map(str, wrong)))

@@ -1,0 +1,191 @@
+"""Fields of settings classes with the checks of their own values, and how a problem with settings is said."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import attrs
+
+MOST_TOKENS = 2**24  # of a row: more than any model has positions for
+MOST_ROWS = 2**24  # of a batch, or responses to a prompt
+MOST_WORKERS = 1024  # processes or threads that one setting starts on a machine
+MOST_RANKS = 65536  # of a pool, or of an axis
+MOST_SECONDS = 1e7  # that anything waits: four months
+_FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
+_ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
+
+Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
+Table = dict[str, Any]  # names and values that are another library's: a table in a file, JSON on the command line
+
+
+class Problem(NamedTuple):
+    """What is wrong with one setting, and what to do: as text "section.setting = value: text"."""
+
+    path: str
+    value: Any  # NOTHING where no single value is wrong
+    text: str
+
+    def __str__(self) -> str:
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return f"{self.path}: {self.text}" if value is attrs.NOTHING else f"{self.path} = {value!r}: {self.text}"
+
+
+Problems = Iterator[Problem]
+
+
+class WrongSetting(ValueError):
+    """One problem, where work cannot go on."""
+
+    def __init__(self, path: str, value: Any, text: str) -> None:
+        self.problem = Problem(path, value, text)
+        super().__init__(str(self.problem))
+
+
+def said(error: ValueError) -> Problem:
+    """The problem that an error puts into words, as "setting = value: text"."""
+    path, _, text = str(error).partition(": ")
+    return error.problem if isinstance(error, WrongSetting) else Problem(path, attrs.NOTHING, text)
+
+
+def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
+    """A field with the checks of its value; a `default` that is a class makes a section of it.
+
+    A number must be finite, unless the field is `unbounded`: then inf turns a bound off. `name` is what files and the
+    command line call a field whose name Python reserves.
+    """
+    if isinstance(default, type):
+        return attrs.field(factory=default)
+    metadata = {"checks": (*checks, number_problem if unbounded else _finite), "name": name}
+    return attrs.field(default=default, metadata=metadata)
+
+
+def kept(default: Any) -> Any:
+    """A field that is none of the settings: no file and no flag gives it."""
+    return attrs.field(default=default, metadata={"kept": True})
+
+
+def name_of(field: attrs.Attribute) -> str:
+    """What files and the command line call a setting."""
+    return field.metadata.get("name") or field.name
+
+
+def fields_of(cls: type) -> list[attrs.Attribute]:
+    """The settings of a section: its fields without the one that holds a part's keywords (`settings.component`), and
+    without those that are `kept`."""
+    return [field for field in attrs.fields(cls) if not {"keywords", "kept"} & field.metadata.keys()]
+
+
+def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
+    """The table of a part's section; None for a section that is no part."""
+    field = attrs.fields_dict(cls).get("name")
+    return None if field is None else field.metadata.get("table")
+
+
+def kinds_of(cls: type) -> dict[str, Any]:
+    """The types of a section's settings and sections, by what files call them."""
+    return {name_of(field): field.type for field in fields_of(attrs.resolve_types(cls, include_extras=False))}
+
+
+def only(section: Any, *names: str) -> dict[str, Any]:
+    """Select settings of a section, by name, for what has keywords of the same names."""
+    return {name: getattr(section, name) for name in names}
+
+
+def value_at(settings: Any, path: str) -> Any:
+    """The value of a setting, or the section, at a path."""
+    for name in filter(None, path.split(".")):
+        settings = next(getattr(settings, x.name) for x in attrs.fields(type(settings)) if name_of(x) == name)
+    return settings
+
+
+def wrong(settings: Any, path: str, text: str) -> Problem:
+    """The value at a path does not do, for what the text says."""
+    return Problem(path, value_at(settings, path), text)
+
+
+def unread(settings: Any, paths: Iterable[str], reader: str) -> Problems:
+    """Settings at these paths that were given, their sections' too, and that nothing but the reader would read."""
+    for path in paths:
+        section, _, name = path.rpartition(".")
+        of = value_at(settings, section)
+        field = next(x for x in attrs.fields(type(of)) if name_of(x) == name)
+        value = getattr(of, field.name)
+        if attrs.has(type(value)):
+            yield from unread(settings, (f"{path}.{name_of(x)}" for x in attrs.fields(type(value))), reader)
+        elif value != getattr(type(of)(), field.name):
+            yield Problem(path, value, f"nothing reads it here: it is for {reader}; leave it out")
+
+
+def cluster_problems(settings: Any, path: str, words: tuple[str, ...]) -> Problems:
+    """A setting that names a cluster by none of the words and by no address."""
+    value = value_at(settings, path)
+    if value not in words and not _ADDRESS.fullmatch(value):
+        yield Problem(path, value, f"it is {', '.join(words)}, or the HOST:PORT of a Ray cluster that runs")
+
+
+def wrong_values(section: Any, prefix: str = "") -> Problems:
+    """What fails a check of its field, through all sections."""
+    for field in fields_of(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
+        if attrs.has(type(value)):
+            yield from wrong_values(value, f"{path}.")
+            continue
+        texts = [check(value) for check in field.metadata.get("checks", ())]
+        yield from (Problem(path, value, text) for text in texts if text)
+
+
+def at_least(low: float) -> Check:
+    """The number is `low` or more."""
+    return lambda x: None if x is None or x >= low else f"must be {low} or more"
+
+
+def above(low: float) -> Check:
+    """The number is greater than `low`."""
+    return lambda x: None if x is None or x > low else f"must be greater than {low}"
+
+
+def at_most(high: float) -> Check:
+    """The number is `high` or less."""
+    return lambda x: None if x is None or x <= high else f"must be {high} or less"
+
+
+def below(high: float) -> Check:
+    """The number is less than `high`."""
+    return lambda x: None if x is None or x < high else f"must be less than {high}"
+
+
+def temperature(value: float | None) -> str | None:
+    """The number divides logits without an overflow."""
+    return None if not value or 1e-6 <= value <= 1e6 else "must be from 1e-06 to 1e+06"
+
+
+def nonempty(advice: str) -> Check:
+    """The text or list is not empty."""
+    return lambda x: None if x else f"is not set; {advice}"
+
+
+def _numbers(value: Any) -> list[float]:
+    return [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+
+
+def _finite(value: Any) -> str | None:
+    return _in_range(value) if all(map(math.isfinite, _numbers(value))) else "must be finite"
+
+
+def number_problem(value: Any) -> str | None:
+    """What is wrong with a number, or numbers, that may be infinite; None if nothing is."""
+    return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else _in_range(value)
+
+
+def _in_range(value: Any) -> str | None:
+    """What is wrong with numbers that float32 and int64 do not hold, which what computes with them does."""
+    values = value if isinstance(value, tuple) else (value,)
+    whole = [x for x in values if isinstance(x, int) and not isinstance(x, bool)]
+    if any(abs(x) >= 2**64 for x in whole):
+        return "is larger than 64 bits hold"
+    sizes = [abs(x) for x in _numbers(value) if x and math.isfinite(x)]
+    low, high = _FLOAT32
+    return None if all(low <= x <= high for x in sizes) else f"must be 0, or of a size from {low:g} to {high:g}"

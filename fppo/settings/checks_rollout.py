@@ -1,0 +1,150 @@
+"""What is wrong with how a run samples responses: by which engine, in how many turns, ahead, or from files."""
+
+from __future__ import annotations
+
+import re
+
+from fppo.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
+from fppo.rollout.turns.tools import TOOLS
+from fppo.rollout.vllm.options import conflicts
+from fppo.settings.rollout import VllmSettings
+from fppo.settings.train import TrainSettings
+
+FUNCTION = re.compile(r"[\w.]+:[\w.]+")
+# vllm.LLM's keywords that are settings of ours, and those on which draws, weights and log-probs rest
+_SETTINGS = {
+    "max_model_len": "max_model_len",
+    "max_num_seqs": "max_rows",
+    "kv_cache_memory_bytes": "cache_gb",
+    "gpu_memory_utilization": "memory_share",
+    "dtype": "dtype",
+    "enforce_eager": "eager",
+    "enable_prefix_caching": "prefix_cache",
+    "enable_sleep_mode": "sleep",
+    "tensor_parallel_size": "tensor_parallel",
+    "weight_transfer_config": "transport",
+}
+_FIXED = (
+    *("model", "tokenizer", "skip_tokenizer_init", "load_format", "generation_config", "trust_remote_code"),
+    *("async_scheduling", "logits_processors", "worker_extension_cls", "speculative_config"),
+)
+
+
+def rollout_problems(s: TrainSettings) -> Problems:
+    """The conflicts of the section rollout, with itself and with others."""
+    yield from _engine(s)
+    yield from _turns(s)
+    yield from _sampling(s)
+
+
+def _engine(s: TrainSettings) -> Problems:
+    size, n = s.rollout.batch_size, s.rollout.n
+    if n >= 1 and size % n:
+        near = dict.fromkeys([max(size // n, 1) * n, (size // n + 1) * n])
+        text = (
+            f"must be a multiple of rollout.n = {n}, since it counts sequences; {' or '.join(map(str, near))} would do"
+        )
+        yield wrong(s, "rollout.batch_size", text)
+    if s.algorithm.reads("groups") and n == 1:
+        text = f"algorithm.advantage = {s.algorithm.advantage.name!r} compares responses to one prompt; give 2 or more"
+        yield wrong(s, "rollout.n", text)
+    if s.rollout.engine != "vllm":
+        yield from unread(s, ["rollout.vllm"], 'rollout.engine = "vllm"')
+        return
+    yield from vllm_problems(s, "rollout.vllm")
+    yield from unread(s, ["rollout.cache_gb"], "the embedded engine; give rollout.vllm.cache_gb")
+    if not s.decodes and s.model.decode_attention != "sdpa":
+        yield from unread(s, ["model.decode_attention"], "the embedded engine")
+    longest = "eval" if (s.eval.max_tokens or 0) > s.rollout.max_tokens else "rollout"
+    needed = s.data.max_prompt_tokens + max(s.rollout.max_tokens, s.eval.max_tokens or 0)
+    yield from too_short(s, "rollout.vllm", needed, f"data.max_prompt_tokens and {longest}.max_tokens")
+
+
+def _turns(s: TrainSettings) -> Problems:
+    turns, name, path = s.rollout.turns, s.rollout.turns.respond, "rollout.turns.respond"
+    if name is None:
+        yield from unread(s, ["rollout.turns"], path)
+        return
+    if name not in TOOLS and not FUNCTION.fullmatch(name):
+        yield wrong(s, path, f"must be one of {sorted(TOOLS)}, or module:function")
+    if turns.max_turns == 1:
+        yield wrong(s, "rollout.turns.max_turns", "respond would never be asked; give 2 or more")
+    if turns.turn_tokens is not None and turns.turn_tokens > s.rollout.max_tokens:
+        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
+        yield wrong(s, "rollout.turns.turn_tokens", text)
+    if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
+        text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
+        yield wrong(s, path, text)
+    if s.rollout.from_ is not None and not s.data.has_held_out:
+        yield wrong(s, path, "rollout.from is given: nothing is sampled; leave it out")
+
+
+def _sampling(s: TrainSettings) -> Problems:
+    """What is sampled ahead, filtered, or read from files."""
+    rollout, estimator = s.rollout, s.algorithm.advantage.name
+    if not rollout.filter.groups:
+        yield from unread(s, ["rollout.filter.by", "rollout.filter.max_draws"], "rollout.filter.groups")
+    elif rollout.n == 1:
+        yield wrong(s, "rollout.filter.groups", "rollout.n = 1: a single response has no other to equal; raise it")
+    if rollout.ahead > s.steps:
+        text = f"the run has {s.steps} steps, and batches of later ones would be made for nothing; give that or fewer"
+        yield wrong(s, "rollout.ahead", text)
+    if rollout.interrupt:
+        yield from (wrong(s, "rollout.interrupt", text) for text in _uninterrupted(s))
+    if rollout.from_ is None:
+        return
+    for name in (name for name in ("ahead", "save") if getattr(rollout, name)):
+        yield wrong(s, f"rollout.{name}", "rollout.from is given: nothing is sampled; leave one of them out")
+    if s.algorithm.reads("baselines"):
+        text = f"{estimator} samples a baseline for each prompt; take another estimator, or leave it out"
+        yield wrong(s, "rollout.from", text)
+
+
+def _uninterrupted(s: TrainSettings) -> list[str]:
+    """What newer weights do not get into."""
+    texts = []
+    if not s.rollout.ahead:
+        texts.append("rollout.ahead = 0: nothing is sampled while weights change; give rollout.ahead = 1 or more")
+    if s.rollout.turns.respond is not None:
+        texts.append("rollout.turns.respond: turns are not interrupted yet; leave one of them out")
+    if s.algorithm.reads("baselines"):
+        text = f"{s.algorithm.advantage.name} compares with a greedy response of one policy"
+        texts.append(f"{text}; take another estimator, or leave it out")
+    if s.algorithm.router_replay == "rollout":
+        text = "each piece chooses experts anew"
+        texts.append(f'algorithm.router_replay = "rollout": {text}; give "all", or leave it out')
+    return texts
+
+
+def vllm_problems(s: TrainSettings, path: str) -> Problems:
+    """Conflicts inside of the section of a vLLM that stands at `path`."""
+    section: VllmSettings = value_at(s, path)
+    if section.memory_share is not None and section.cache_gb is not None:
+        yield wrong(s, f"{path}.cache_gb", "memory_share takes its place; leave one out")
+    for name, value in section.extra.items():
+        if name in _SETTINGS:
+            yield Problem(f"{path}.extra.{name}", value, f"give {path}.{_SETTINGS[name]}")
+        if name in _FIXED:
+            text = "how weights come and tokens are drawn rests on it; leave it out"
+            yield Problem(f"{path}.extra.{name}", value, text)
+    yield from (problem._replace(path=f"{path}.{problem.path}") for problem in conflicts(section))
+    yield from cluster_problems(s, f"{path}.cluster", ("local",))
+    if section.host != "ray":
+        yield from unread(s, [f"{path}.cluster"], f'{path}.host = "ray"')
+    if section.host == "local":
+        names = ("restarts", "patience", "start_patience")
+        yield from unread(s, (f"{path}.{name}" for name in names), f'{path}.host = "process" or "ray"')
+
+
+def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:
+    """A conflict if the vLLM at `path` would refuse the longest prompt and response that the settings `names` allow."""
+    length = value_at(s, path).max_model_len
+    if length is not None and length < needed:
+        yield wrong(s, f"{path}.max_model_len", f"a prompt and its response may have {needed} tokens ({names})")
+
+
+def vllm_on_ranks(s: TrainSettings, path: str, world: int) -> Problems:
+    """What keeps the vLLM at `path` from running beside each of `world` ranks."""
+    if world > 1 and value_at(s, path).host == "local":
+        text = 'in a process of several ranks vLLM does not start; give "process", for one of its own, or "ray"'
+        yield wrong(s, f"{path}.host", text)

@@ -1,0 +1,218 @@
+"""The settings of how scores become advantages, and these updates of policy and critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.fields import Table, above, at_least, at_most, below, nonempty, setting
+from fppo.settings.component import given, named, requires
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
+
+OldLogProbs = Literal["pass", "engine", "update", "auto"]
+KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
+DEFAULT_TOKEN_BUDGET = 16384
+WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@attrs.frozen(kw_only=True)
+class KlRewardSettings:
+    """A penalty in the token rewards for leaving the reference."""
+
+    coef: float = setting(0.0, at_least(0))
+    """The factor of the KL estimate taken off the token rewards; 0: none, and no reference model for it."""
+    kind: KlKind = setting("k1")
+    """The estimator of the KL divergence; k1, or k1+, which is the same in a reward: the others are for losses."""
+    controller: Literal["fixed", "adaptive"] = setting("fixed")
+    """Keep coef, or steer it to the target."""
+    target: float = setting(0.1, above(0))
+    """The KL per token that the adaptive controller steers to."""
+    horizon: int = setting(10000, at_least(1))
+    """Sequences over which the adaptive controller acts."""
+
+
+@attrs.frozen(kw_only=True)
+class CorrectionSettings:
+    """The correction for the difference between the engine's log-probs and the trainer's, and any of its keywords."""
+
+    name: str = named("none", CORRECTIONS, "a correction")
+    """none, rollout (importance weights and rejection), or module:function for your own."""
+    keywords: Table = given()
+
+
+@attrs.frozen(kw_only=True)
+class AdvantageSettings:
+    """The estimator of advantages, and any of its keywords."""
+
+    name: str = named("gae", ESTIMATORS, "an estimator")
+    """Its name, gae (PPO's), turn_gae, td and vtrace with a critic; or module:function for your own."""
+    keywords: Table = given()
+
+
+@attrs.frozen(kw_only=True)
+class AlgorithmSettings:
+    """How scores become advantages."""
+
+    advantage: AdvantageSettings = setting(AdvantageSettings)
+    """The estimator of advantages."""
+    gae: str = setting("scan", nonempty("give the name of a kernel for gae, as scan"))
+    """The kernel for gae with one decay for all rows: scan, loop, cpp (for CPUs); or module:function."""
+    whiten: bool | None = setting(None)
+    """Give advantages mean 0 and variance 1 over the whole batch; None: with a critic, and where the estimator does."""
+    kl: KlRewardSettings = setting(KlRewardSettings)
+    """A penalty in the token rewards for leaving the reference."""
+    old_log_probs: OldLogProbs | None = setting(None)
+    """From a pass before the update, the engine, or the update; auto: the cheapest sound one; None: update or pass."""
+    correction: CorrectionSettings = setting(CorrectionSettings)
+    """What is done about the difference between the engine's log-probs and the trainer's."""
+    router_replay: Literal["none", "rollout", "old_log_probs", "all"] = setting("none")
+    """Have the update choose the experts of the rollout, or of the pass for old log-probs (all: the reference, too)."""
+
+    def reads(self, column: str) -> bool:
+        """Whether the estimator of advantages cannot do without this column of a batch."""
+        return requires(self.advantage, ESTIMATORS, column)
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether the run trains a critic."""
+        return self.reads("values")
+
+
+@attrs.frozen(kw_only=True)
+class OptimizerSettings:
+    """The optimizer, its learning rate, and any keywords of its function."""
+
+    name: str = named("adamw", OPTIMIZERS, "an optimizer")
+    """Its name; or module:function, called with the schedule (update's number -> rate) for an Optimizer."""
+    lr: float = setting(1e-6, above(0))
+    """The peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine", "exponential", "wsd"] = setting("constant")
+    """How the rate falls to the run's end; exponential: by one factor each update; wsd: in the last fifth alone."""
+    warmup_steps: int = setting(0, at_least(0))
+    """Updates over which the rate rises, skipped ones not counted; the first is not 0."""
+    min_lr_ratio: float = setting(0.0, at_least(0), at_most(1))
+    """Where the rate ends, as a part of lr; exponential needs one above 0."""
+    keywords: Table = given()
+
+
+@attrs.frozen(kw_only=True)
+class ExpertSettings:
+    """How the routers of a mixture of experts are trained; the loads of experts are reported anyway."""
+
+    bias_rate: float = setting(0.0, at_least(0))
+    """How far an update moves the routers' biases towards equal loads (DeepSeek-V3 and the like); 0: they stay."""
+    balance_coef: float = setting(0.0, at_least(0))
+    """The factor of a loss that is least where the loads of experts are equal; it needs algorithm.router_replay."""
+    z_coef: float = setting(0.0, at_least(0))
+    """The factor of the squared logsumexp of the routers' logits, which keeps them small."""
+
+
+@attrs.frozen(kw_only=True)
+class LossSettings:
+    """The policy loss, and any of its keywords."""
+
+    name: str = named("ppo_clip", POLICY_LOSSES, "a policy loss")
+    """Its name, or module:function for your own."""
+    keywords: Table = given()
+
+
+def _own_first(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
+    """The fields of the class itself before those of the class that it extends."""
+    return sorted(fields, key=lambda field: field.name not in cls.__annotations__)
+
+
+@attrs.frozen(kw_only=True)
+class UpdateSettings:
+    """How a batch becomes updates, of the policy as of the critic."""
+
+    weight_mode: WeightMode = setting("token-mean")
+    """How per-token losses are weighted into one."""
+    horizon: int | None = setting(None, at_least(1))
+    """The constant length that seq-mean-token-sum-norm divides by."""
+    epochs: int = setting(1, at_least(1))
+    """Passes over the batch in a step."""
+    mini_batch_size: int | None = setting(None, at_least(1))
+    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
+    micro_batch_size: int | None = setting(None, at_least(0))
+    """Sequences per forward and backward pass; 0 or None: split by token_budget."""
+    token_budget: int | None = setting(None, at_least(0))
+    """Tokens per forward and backward pass; None: 16384, unless micro_batch_size is given."""
+
+    @property
+    def passes(self) -> tuple[int | None, int | None]:
+        """(sequences, tokens) per forward and backward pass; one of them is None."""
+        if self.micro_batch_size:
+            return self.micro_batch_size, None
+        return None, DEFAULT_TOKEN_BUDGET if self.token_budget is None else self.token_budget
+
+    def mini_batch(self, batch_size: int) -> int:
+        """Sequences per optimizer update."""
+        return batch_size if self.mini_batch_size is None else self.mini_batch_size
+
+
+@attrs.frozen(kw_only=True, field_transformer=_own_first)
+class ActorSettings(UpdateSettings):
+    """How the policy is updated."""
+
+    loss: LossSettings = setting(LossSettings)
+    """The policy loss."""
+    entropy_coef: float = setting(0.0)
+    """The factor of the entropy bonus."""
+    kl_coef: float = setting(0.0, at_least(0))
+    """The factor of a KL term in the loss; 0: none, and no reference model for it."""
+    kl_kind: KlKind = setting("k3")
+    """The estimator of that KL term: k2 and those with + have its own gradient, k3 that of KL(reference || policy)."""
+    positive_nll_coef: float = setting(0.0, at_least(0))
+    """The factor of the mean of -log-prob over the tokens of responses with a positive outcome, VAPO's."""
+    experts: ExpertSettings = setting(ExpertSettings)
+    """How the routers of a mixture of experts are trained."""
+    optimizer: OptimizerSettings = setting(OptimizerSettings)
+    """The optimizer and its learning rate."""
+
+
+@attrs.frozen(kw_only=True)
+class ValueHeadSettings:
+    """What fits the critic to the returns, with the head that goes with it, and any of its keywords."""
+
+    name: str = named("mse", VALUE_HEADS, "a value loss")
+    """Its name; hl_gauss, two_hot and quantile have a head of several outputs; or module:function for your own."""
+    keywords: Table = given()
+
+
+@attrs.frozen(kw_only=True, field_transformer=_own_first)
+class CriticSettings(UpdateSettings):
+    """How the critic is updated; there is one if the estimator of algorithm.advantage reads values."""
+
+    reads: Literal["tokens", "confidence", "hidden"] = setting("tokens")
+    """The tokens, as a model of its own; or, without one, how sure the policy is of them, or its hidden states."""
+    privileged: int = setting(0, at_least(0))
+    """The most tokens of the ground truth that it knows, and the policy does not: a model reads them; 0: none."""
+    ensemble: int = setting(1, at_least(1))
+    """How many small ones, each of its own share of the prompts, whose mean is the value (confidence, hidden)."""
+    leave_agreed: float = setting(0.0, at_least(0), below(1))
+    """The share of tokens, those in which the ensemble agrees most, that the policy does not learn from (AsyPPO)."""
+    leave_disputed: float = setting(0.0, at_least(0), below(1))
+    """The share of tokens, those in which the ensemble disagrees most, that have no entropy bonus (AsyPPO)."""
+    loss: ValueHeadSettings = setting(ValueHeadSettings)
+    """What fits it to the returns, with the head that goes with it."""
+    popart: float = setting(0.0, at_least(0), at_most(1))
+    """The share of a step in the mean and deviation of returns, the units it learns in (mse, huber); 0: it has none."""
+    warmup_steps: int = setting(0, at_least(0))
+    """Steps at the start in which only the critic is updated."""
+    pretrain: int = setting(0, at_least(0))
+    """In place of warmup_steps, the most steps that fit it to fresh rollouts of the policy as it is."""
+    pretrain_patience: int = setting(3, at_least(1))
+    """They end once the variance that it explains of rollouts it has not seen has not risen for so many steps."""
+    pretrain_rise: float = setting(0.01, at_least(0))
+    """What counts as a rise of that."""
+    freeze: bool = setting(False)
+    """Leave it as it is once the policy is updated: as it was loaded, warmed up or pretrained."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
+    """The dtype of its forward and backward passes; None: model.compute_dtype."""
+    checkpoint_layers: Literal["selective"] | bool | None = setting(None)
+    """Recompute each of its layers in the backward pass; None: as model.checkpoint_layers."""
+    offload: Literal["none", "moments", "all"] | None = setting(None)
+    """What of it to keep in the host's memory between uses (GPUs); None: as model.offload."""
+    optimizer: OptimizerSettings = attrs.field(factory=lambda: OptimizerSettings(lr=1e-5))
+    """The optimizer and its learning rate."""

@@ -1,0 +1,113 @@
+"""The settings of which models a run has, and how they run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+
+from fppo.fields import Table, above, at_least, nonempty, setting
+
+
+@attrs.frozen(kw_only=True)
+class LoraSettings:
+    """Low-rank adapters, which are trained in place of the weights; policy, critic and reference share one base."""
+
+    rank: int = setting(0, at_least(0))
+    """The rank of the policy's adapter; 0: train all weights."""
+    alpha: float = setting(16.0, above(0))
+    """What an adapter's product is multiplied by, before scaling divides it."""
+    scaling: Literal["standard", "rslora"] = setting("standard")
+    """What divides alpha: the rank (standard), or its square root (rslora)."""
+    targets: tuple[str, ...] = setting(("all-linear",), nonempty("give names of weights, or all-linear"))
+    """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
+    path: str | None = setting(None)
+    """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
+    reference: Literal["start", "base"] = setting("start")
+    """What the policy is compared with, if it starts from path: the policy as it starts, or its base."""
+    send: Literal["merged", "alone"] = setting("merged")
+    """How the policy's adapter goes to vLLM: in merged weights, or alone, beside a base that is sent once."""
+    base: Literal["float", "int8", "nf4"] = setting("float")
+    """How the frozen base keeps the weights of its linear layers: as they are, or quantised by bitsandbytes."""
+    critic_rank: int | None = setting(None, at_least(0))
+    """The rank of the critic's adapter, else as the policy's; None: rank; 0: train all of the critic's weights."""
+
+    @property
+    def used(self) -> bool:
+        """Whether the policy is trained by an adapter."""
+        return self.rank > 0 or self.path is not None
+
+    @property
+    def of_critic(self) -> bool:
+        """Whether a critic that is a model is trained by one."""
+        return self.used and self.critic_rank != 0
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the reference of an adapted policy without one of its own is the base, as a fresh adapter is too."""
+        return self.path is None or self.reference == "base"
+
+
+@attrs.frozen(kw_only=True)
+class ModelSettings:
+    """Which models, and how they run."""
+
+    path: str = setting("", nonempty("give the name or directory of a Hugging Face model"))
+    """The policy to train: the name or directory of a Hugging Face model."""
+    critic_path: str | None = setting(None)
+    """Where the critic's weights come from; None: the policy's own weights with a new value head."""
+    ref_path: str | None = setting(None)
+    """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
+    tokenizer: str | None = setting(None)
+    """Where the tokenizer is; None: in path."""
+    config: Table = setting(dict)
+    """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""
+    lora: LoraSettings = setting(LoraSettings)
+    """Low-rank adapters in place of trained weights."""
+    ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
+    """The dtype of all passes, auto: bfloat16 on GPUs; float16 scales the loss. Master weights are always float32."""
+    forward_token_budget: int | None = setting(None, at_least(1))
+    """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
+    checkpoint_layers: Literal["selective"] | bool = setting(False)
+    """Recompute each layer in the backward pass: less memory, more time; selective: all of it but its attention."""
+    compile_layers: bool = setting(False)
+    """Run layers as programs of torch.compile (not in engines), made when first needed, in seconds to minutes."""
+    graphs: Literal["auto"] | bool = setting("auto")
+    """Run passes of few tokens by one launch each, as CUDA graphs; auto: on a GPU, where memory is not kept short."""
+    freeze_vision: bool = setting(False)
+    """Leave the vision tower and projector of a model that takes images as they are, in actor and critic."""
+    trust_remote_code: bool = setting(False)
+    """Let a model directory run its own Python code."""
+    offload: Literal["none", "moments", "all"] = setting("none")
+    """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
+    ref_offload: bool | None = setting(None)
+    """Keep the reference in the host's memory between uses (GPUs); None: where offload is all."""
+    offload_activations: bool = setting(False)
+    """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
+    remove_padding: bool = setting(True)
+    """Run on packed sequences instead of padded rows."""
+    cpp: bool = setting(False)
+    """On a CPU, take kernels in C++ for what says auto; they are compiled when first needed, in seconds."""
+    attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))
+    """The kernel for attention over packed rows: auto, sdpa, eager, cpp, flash, varlen, flex; or module:function."""
+    decode_attention: str = setting("auto", nonempty("give the name of a kernel for attention in decoding, or auto"))
+    """The embedded engine's kernel for attention of one token: auto, sdpa, eager, cpp (CPUs); or module:function."""
+    log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
+    """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
+    linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))
+    """The kernel for linear layers: torch, onednn (for CPUs), float8 (8-bit products, GPUs); or module:function."""
+    rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
+    """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
+    add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))
+    """The kernel for RMSNorm of a sum: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+    rotary: str = setting("auto", nonempty("give the name of a kernel for rotary positions, as eager, or auto"))
+    """The kernel for rotary positions: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+    glu: str = setting("auto", nonempty("give the name of a kernel for gated activations, as eager, or auto"))
+    """The kernel for gated activations: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+
+    @property
+    def shares_base(self) -> bool:
+        """Whether the critic's adapter stands on the policy's own base."""
+        return self.lora.of_critic and self.critic_path in (None, self.path)
