@@ -26,14 +26,20 @@ class Branch(NamedTuple):
     parent: int = -1
 
 
+class Readings(NamedTuple):
+    """M readings of N tokens, of which some are read more than once, and some never."""
+
+    tokens: Int[Tensor, " m"]  # the token of each reading
+    total: int  # N
+    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # tokens, none twice in a round, and a reading each
+
+
 class SharedKeys(NamedTuple):
     """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see is several keys."""
 
     lengths: Lengths  # of the pieces
     key_lengths: Lengths  # of the keys that each piece sees; its own tokens are the last
-    keys: Int[Tensor, " m"]  # the token of the row that each key is
-    first: Int[Tensor, " n"]  # the first of the keys that each token is
-    more: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # tokens, none twice in a pair, and one more key each
+    keys: Readings
 
 
 def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> SharedKeys:
@@ -52,38 +58,49 @@ def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> Share
         runs.append([*(runs[parent] if parent >= 0 else []), (total, total + size)])
         total += size
     keys = torch.cat([torch.arange(0), *(torch.arange(a, b) for path in runs for a, b in path)])
-    counts = keys.bincount(minlength=total)
-    order = keys.argsort(stable=True)  # the keys that are one token stand together
-    begins = counts.cumsum(0) - counts
-    more: list[tuple[Tensor, Tensor]] = []
-    for number in range(1, int(counts.max()) if total else 0):
-        tokens = (counts > number).nonzero().flatten()
-        more.append((sent(tokens, device), sent(order[begins[tokens] + number], device)))
     return SharedKeys(
         lengths=make_lengths([piece.size for piece in pieces], device),
         key_lengths=make_lengths([sum(b - a for a, b in path) for path in runs], device),
-        keys=sent(keys, device),
-        first=sent(order[begins], device),
-        more=tuple(more),
+        keys=readings(keys, total, device),
     )
 
 
-class _SharedGather(torch.autograd.Function):
-    """x[keys], whose gradient is added up in one order, in float32 or wider, on every device."""
+def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str = "cpu") -> Readings:
+    """The readings of `tokens` (on the host) among so many, for a device."""
+    reads = tokens.bincount(minlength=count)
+    order = tokens.argsort(stable=True)  # those of one token stand together
+    begins = reads.cumsum(0) - reads
+    rounds: list[tuple[Tensor, Tensor]] = []
+    for number in range(int(reads.max()) if count else 0):
+        again = (reads > number).nonzero().flatten()
+        rounds.append((sent(again, device), sent(order[begins[again] + number], device)))
+    return Readings(sent(tokens, device), count, tuple(rounds))
+
+
+class _Read(torch.autograd.Function):
+    """x[tokens], whose gradient is added up in one order, in float32 or wider, on every device."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: SharedKeys) -> Tensor:
-        ctx.shared = shared
-        return x.index_select(0, shared.keys)
+    def forward(ctx: Any, x: Tensor, reads: Readings) -> Tensor:
+        ctx.reads = reads
+        return x.index_select(0, reads.tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        shared, grad = ctx.shared, grads[0]
+        reads, grad = ctx.reads, grads[0]
         wide = torch.promote_types(grad.dtype, torch.float32)
-        total = grad.index_select(0, shared.first).to(wide)
-        for tokens, keys in shared.more:  # no token twice, so nothing is added in an order that may change
-            total.index_add_(0, tokens, grad.index_select(0, keys).to(wide))
+        if reads.rounds and len(reads.rounds[0][0]) == reads.total:
+            total, rounds = grad.index_select(0, reads.rounds[0][1]).to(wide), reads.rounds[1:]
+        else:
+            total, rounds = grad.new_zeros((reads.total, *grad.shape[1:]), dtype=wide), reads.rounds
+        for tokens, places in rounds:  # no token twice, so nothing is added in an order that may change
+            total.index_add_(0, tokens, grad.index_select(0, places).to(wide))
         return total.to(grad.dtype), None
+
+
+def read(x: Float[Tensor, " n *k"], reads: Readings) -> Float[Tensor, " m *k"]:
+    """x[tokens] of the readings, whose gradient is added up in one order, in float32 or wider, on every device."""
+    return _Read.apply(x, reads)  # type: ignore[return-value]
 
 
 def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Callable[..., Tensor]:
@@ -115,12 +132,10 @@ def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Calla
                 f"lengths are those of {len(lengths.lengths)} sequences of {sum(lengths.lengths)} tokens, and the row "
                 f"has {len(shared.lengths.lengths)} pieces of {sum(shared.lengths.lengths)}"
             )
-        keys: Tensor = _SharedGather.apply(key, shared)  # type: ignore[assignment]
-        values: Tensor = _SharedGather.apply(value, shared)  # type: ignore[assignment]
         return kernel(
             query,
-            keys,
-            values,
+            read(key, shared.keys),
+            read(value, shared.keys),
             lengths=shared.lengths,
             scale=scale,
             window=window,

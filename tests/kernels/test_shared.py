@@ -14,7 +14,7 @@ from fppo.laws.attention import FEATURES
 from fppo_kernels import shared, table
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.shared import Branch, share, shared_attention
+from fppo_kernels.shared import Branch, read, readings, share, shared_attention
 
 from .test_attention import DEVICE, backward_on_cpus
 
@@ -65,15 +65,22 @@ def paths_of(pieces):
 @given(forests(9))
 def test_keys_are_those_on_the_way_to_each_piece(pieces):
     made, paths = share(pieces), paths_of(pieces)
-    assert made.keys.tolist() == [token for path in paths for token in path]
+    assert made.keys.tokens.tolist() == [token for path in paths for token in path]
+    assert made.keys.total == sum(made.lengths.lengths)
     assert made.lengths.lengths == tuple(piece.size for piece in pieces)
     assert made.key_lengths.lengths == tuple(map(len, paths))
-    every = [(token, key) for token, key in enumerate(made.first.tolist())]
-    for tokens, keys in made.more:
-        assert len(set(tokens.tolist())) == len(tokens)
-        every += zip(tokens.tolist(), keys.tolist(), strict=True)
-    assert sorted(key for _, key in every) == list(range(len(made.keys)))
-    assert all(made.keys[key] == token for token, key in every)
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=20))))
+def test_each_reading_adds_to_its_token_once(drawn):
+    count, tokens = drawn
+    made = readings(torch.tensor(tokens, dtype=torch.int64), count)
+    assert all(len(set(own.tolist())) == len(own) for own, _ in made.rounds)
+    x, weights = (torch.randn(n, 2, dtype=torch.float64).requires_grad_() for n in (count, len(tokens)))
+    out, plain = read(x, made), x[tokens]
+    assert torch.equal(out, plain)
+    grads = [torch.autograd.grad((y * weights).sum(), x)[0] for y in (out, plain)]
+    torch.testing.assert_close(*grads, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", ON_CPUS)
@@ -117,17 +124,18 @@ def other_prompt(pieces, device="cpu", share=shared.share):
     """Responses to the second prompt read the keys of the first, as far as it goes."""
     right = share(pieces, device)
     paths = paths_of(pieces)
-    keys = [
+    tokens = [
         paths[0][i] if pieces[number].parent > 0 and i < min(len(paths[0]), len(path) - pieces[number].size) else token
         for number, path in enumerate(paths)
         for i, token in enumerate(path)
     ]
-    return right._replace(keys=torch.tensor(keys, dtype=torch.int64, device=device))
+    return right._replace(keys=readings(torch.tensor(tokens, dtype=torch.int64), right.keys.total))
 
 
 def one_reader(pieces, device="cpu", share=shared.share):
     """A prompt's keys have gradients from one response alone."""
-    return share(pieces, device)._replace(more=())
+    right = share(pieces, device)
+    return right._replace(keys=right.keys._replace(rounds=right.keys.rounds[:1]))
 
 
 def alone(pieces, device="cpu", share=shared.share):
@@ -151,7 +159,7 @@ def test_the_laws_see_gradients_in_two_orders():
     calls = iter(range(10**6))
 
     def attend(made):
-        turned = made._replace(more=made.more[:: 1 if next(calls) % 2 else -1])
+        turned = made._replace(keys=made.keys._replace(rounds=made.keys.rounds[:: 1 if next(calls) % 2 else -1]))
         return shared_attention(partial(eager), turned)
 
     with pytest.raises(LawViolation) as caught:
@@ -163,7 +171,7 @@ def test_gradients_in_bfloat16_are_summed_wide():
     """One prompt token of 300 responses: bfloat16 would stop at 256 times the smallest."""
     made = share([Branch(1), *(Branch(1, 0) for _ in range(300))])
     x = torch.zeros(301, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    (grad,) = torch.autograd.grad(shared._SharedGather.apply(x, made).sum(), x)
+    (grad,) = torch.autograd.grad(read(x, made.keys).sum(), x)
     assert grad[0].item() == torch.tensor(301.0).bfloat16().item()
 
 
