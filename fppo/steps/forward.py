@@ -159,7 +159,7 @@ def forward_micro_batch(
         computed["hidden"] = states.to(result.log_probs.dtype) if "hidden" in outputs else None
     names = [name for name, x in computed.items() if x is not None]
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
-    columns = gathered(own_columns, own, indices.before, len(hidden), axis)
+    columns = gathered(own_columns, own, axis)
     pad = forward.kernels.pad
     tokens = {name: pad(x, indices.responses, mask.shape) for name, x in zip(names, columns, strict=True)}
     return TokenOutputs()._replace(

@@ -85,6 +85,8 @@ class Own(NamedTuple):
 
     numbers: Tensor | slice  # among the M
     places: Tensor  # among this rank's
+    slots: Tensor | None = None  # of several ranks, where each of the M is among theirs, `most` for each rank
+    most: int = 0
 
 
 @attrs.frozen(eq=False)
@@ -128,6 +130,7 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
         before = order[(masks.attention.flatten().cumsum(0) - 1)[before + 1] - 1]
     own = own_tokens(before, total // axis.size, axis)
     numbers = own.numbers if isinstance(own.numbers, slice) else sent(own.numbers, device)
+    slots = None if own.slots is None else sent(own.slots, device)
     return Indices(
         attention_mask=rows.attention_mask,
         response_mask=rows.response_mask,
@@ -136,7 +139,7 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
         real=real._replace(index=sent(real.index, device)),
         responses=sent(index, device),
         before=sent(before, device),
-        own=Own(numbers, sent(own.places, device)),
+        own=own._replace(numbers=numbers, places=sent(own.places, device), slots=slots),
         length=total // (axis.size * mesh["tensor"].size),
         dealt=dealt,
     )
@@ -184,20 +187,26 @@ def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, dealt: Deal | None) -
 
 def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
     """Select from `tokens` (places among all ranks' tokens [M], one rank after the other) those of this rank, which has
-    `length` tokens."""
+    `length` tokens. A token may be there several times. Of several ranks, each waits for the device that they are on.
+    """
     if axis.size == 1:
         return Own(slice(None), tokens)
-    places = tokens - axis.rank * length
-    numbers = ((places >= 0) & (places < length)).nonzero().flatten()
-    return Own(numbers, places[numbers])
+    ranks = tokens // length
+    counts = ranks.bincount(minlength=axis.size)
+    order, most = ranks.argsort(stable=True), max(int(counts.max()), 1)
+    begins = counts.cumsum(0) - counts
+    slots = torch.empty_like(tokens)
+    slots[order] = torch.arange(len(tokens), device=tokens.device) - begins[ranks[order]] + ranks[order] * most
+    numbers = (ranks == axis.rank).nonzero().flatten()
+    return Own(numbers, tokens[numbers] - axis.rank * length, slots, most)
 
 
-def gathered(columns: Sequence[Tensor], own: Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
-    """Numbers of this rank's tokens, [M, ...], as those of all `tokens` [M], on every rank, by one collective."""
-    if axis.size == 1:
+def gathered(columns: Sequence[Tensor], own: Own, axis: Axis) -> Sequence[Tensor]:
+    """Numbers of this rank's tokens, [m, ...], as those of all M tokens, on every rank, by one collective."""
+    if own.slots is None:
         return columns
     flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
     stacked = torch.cat(flat, 1)
-    slots = stacked.new_zeros(length, stacked.shape[1]).index_copy(0, own.places, stacked)
-    whole = gather_sequence(slots, axis)[tokens].split([x.shape[1] for x in flat], 1)
+    padded = torch.cat([stacked, stacked.new_zeros(own.most - len(stacked), stacked.shape[1])])
+    whole = gather_sequence(padded, axis)[own.slots].split([x.shape[1] for x in flat], 1)
     return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]

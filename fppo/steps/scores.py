@@ -41,4 +41,4 @@ def _scores(params: Params | Gathered | OnHost, rows: Rows, *, forward: Forward)
     last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
     own = own_tokens(last, len(hidden), cutting(forward.mesh))
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return gathered([numbers], own, last, len(hidden), cutting(forward.mesh))[0]
+    return gathered([numbers], own, cutting(forward.mesh))[0]

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.batch import RowInputs
+from fppo.runtime.simulate import simulate
 from fppo.steps import shared
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.packed import gathered, own_tokens
 from fppo.steps.shared import (
     cut_runs,
     deal_shared,
@@ -184,3 +186,26 @@ def test_rows_of_other_images_share_nothing():
     found = sort_rows(own, mask, WIDTH)
     assert sorted(found.depths) == [0, 0, 0, 2]
     assert distinct_inputs(tokens, None) is tokens
+
+
+@given(st.sampled_from([2, 4]), st.integers(1, 3), st.lists(st.integers(0, 11), max_size=9))
+def test_a_token_before_several_responses_is_gathered_for_each(ranks, length, tokens):
+    """The last token of a prompt precedes all of its responses."""
+    places = torch.tensor([x % (ranks * length) for x in tokens], dtype=torch.int64)
+    values, weights = torch.randn(ranks * length, 2).double(), torch.randn(len(places), 2).double()
+
+    def run(mesh):
+        axis = mesh["sequence"]
+        x = values.clone().requires_grad_()
+        own = own_tokens(places, length, axis)
+        mine = x[axis.rank * length : (axis.rank + 1) * length][own.places] * weights[own.numbers]
+        (whole,) = gathered([mine], own, axis)
+        return whole.detach(), torch.autograd.grad(whole.square().sum(), x)[0]
+
+    found = simulate({"sequence": ranks}, run)
+    x = values.clone().requires_grad_()
+    expected = x[places] * weights
+    (grad,) = torch.autograd.grad(expected.square().sum(), x)
+    for whole, _ in found:
+        torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(sum(share for _, share in found), grad)
