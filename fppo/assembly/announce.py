@@ -17,7 +17,11 @@ from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.settings import files, old_log_probs
 from fppo.settings.placement import places_of, pools_of, threads_of
+from fppo.settings.sharing import sharing_hindrances
 from fppo.settings.train import TrainSettings
+from fppo.steps.forward import Forward
+from fppo.steps.packed import sharing_hindrance
+from fppo_kernels.record import Kernels
 
 _WIDTH = 80
 
@@ -90,6 +94,16 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
             size = sum(x.nbytes for x in frozen.params.values()) / 2**20
             lines.append(_line("base", f"{len(model.forms)} weights in {kind}; {size:,.1f} MiB a rank with the others"))
     return lines
+
+
+def sharing_lines(settings: TrainSettings, model: Model, kernels: Kernels) -> list[str]:
+    """Why responses to a prompt do not share it in passes, where several could."""
+    if settings.rollout.n == 1 or settings.model.share_prompts != "auto":
+        return []
+    of_settings = [f"{path} = {value!r} {why}" for path, value, why in sharing_hindrances(settings)]
+    of_settings += ["model.graphs records passes over rows that share nothing"] * (settings.model.graphs is True)
+    why = next(iter(of_settings), None) or sharing_hindrance(Forward(model, kernels, share_prompts=False))
+    return [] if why is None else [_line("prompts", f"computed anew for each response: {why}")]
 
 
 def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:

@@ -151,6 +151,7 @@ def reward_model_of(
         kernels=kernels_of(settings),
         mesh=mesh,
         micro_batching=_micro_batching(settings),
+        share_prompts=settings.model.share_prompts,
         **read,
     )
     return {"reward_model": (fn, section.weight)}

@@ -291,6 +291,7 @@ def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) ->
         kernels=tools.kernels,
         mesh=here.mesh,
         remove_padding=settings.model.remove_padding,
+        share_prompts=False if recorded and settings.model.share_prompts == "auto" else settings.model.share_prompts,
         record=graphs(model, here.device) if recorded else None,
     )
 

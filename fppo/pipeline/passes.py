@@ -14,8 +14,9 @@ from fppo.advantages import disagreement
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Forward, Rows, TokenOutputs, compute_outputs, compute_values, row_lengths
+from fppo.steps.forward import Forward, Rows, TokenOutputs, compute_outputs, compute_values
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.packed import masks_of
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.train_state import Params
 
@@ -132,7 +133,8 @@ class Share(NamedTuple, Generic[R]):
 def share_of(rows: R, forward: Forward) -> Share[R]:
     """This rank's share of the rows, of equal work for the model."""
     mesh = forward.mesh
-    places = shares(forward.model, row_lengths(rows), mesh)
+    masks = masks_of(rows, forward)
+    places = shares(forward.model, masks.lengths, mesh, masks.sorted())
     own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
     return Share(own, places, mesh)
 

@@ -30,6 +30,7 @@ from fppo.settings.old_log_probs import old_log_probs_problems
 from fppo.settings.problems import Problems, unread_section
 from fppo.settings.problems import problem as _problem
 from fppo.settings.problems import unread as _unread
+from fppo.settings.sharing import sharing_problems
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.texts import text_problems
 from fppo.settings.train import ActorSettings, TrainSettings
@@ -118,6 +119,7 @@ def _run(s: TrainSettings) -> Problems:
 
 def _model(s: TrainSettings) -> Problems:
     yield from graphs_problems(s)
+    yield from sharing_problems(s)
     if not uses_critic(s):
         yield from _unread("model.critic_path", s.model.critic_path, None, 'algorithm.advantage = "gae"')
     elif not uses_critic_model(s):

@@ -31,6 +31,7 @@ def _hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
         ("device", s.device, s.device == "cpu", "has no graphs"),
         ("rollout.ahead", s.rollout.ahead, s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
         ("model.remove_padding", False, not model.remove_padding, "runs rows of any width"),
+        ("model.share_prompts", True, model.share_prompts is True, "lets rows share tokens"),
         ("model.checkpoint_layers", again, bool(again), "computes layers again"),
         ("model.compile_layers", True, model.compile_layers, "may compile a layer in any pass"),
         ("model.offload_activations", True, model.offload_activations, "moves memory in every pass"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import chain, count, repeat
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -22,18 +22,21 @@ from fppo.shapes import Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RoutedPass
 from fppo.steps.images import own_images, packed_images, padded_images
-from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import OF_ROUTERS, OF_VALUE_HEADS, TokenOutputs, check_outputs
 from fppo.steps.packed import (
     Indexed,
     Indices,
     blank_masks,
+    cut,
     cutting,
     gathered,
     indexed,
     indices_of,
     masks_of,
     multiple,
+    places_of_rows,
+    sharing_hindrance,
     slice_of,
 )
 from fppo.steps.ranks import blank, rounds
@@ -44,6 +47,7 @@ from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.padding import sent
 from fppo_kernels.record import Kernels
+from fppo_kernels.shared import read
 
 
 @runtime_checkable
@@ -62,7 +66,9 @@ class Rows(Protocol):
 class Forward:
     """What runs a model: its code, the kernels it runs with and the mesh it runs on.
 
-    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
+    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. With `share_prompts` the
+    tokens that rows begin with alike are computed once; "auto": where that saves a tenth of the tokens, and all can.
+    `read` makes values [...] of
     what a value head gives, [..., K]. `received` is what one stage of a pipeline has from the stage before it, in a
     pass of it. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k] says. With the
     `indices` of a pass's rows it waits for no device. `record` runs passes of few tokens on a GPU by one launch each.
@@ -72,6 +78,7 @@ class Forward:
     kernels: Kernels = attrs.field(factory=Kernels.named)
     mesh: Mesh = LOCAL
     remove_padding: bool = True
+    share_prompts: Literal["auto"] | bool = "auto"
     read: Callable[[Tensor], Tensor] = first_output
     received: Tensor | None = None
     replay: bool = False
@@ -79,6 +86,8 @@ class Forward:
     record: Recorder | None = None
 
     def __attrs_post_init__(self) -> None:
+        if self.share_prompts is True and (why := sharing_hindrance(self)) is not None:
+            raise ValueError(f"share_prompts=True, and {why}: give share_prompts='auto', which then shares none")
         if self.replay:
             experts.check_routers(self.model, "leave out replay (in settings algorithm.router_replay)")
         sizes = {name: axis.size for name, axis in self.mesh.axes.items()}
@@ -136,7 +145,7 @@ def forward_micro_batch(
     tells = [name for name in outputs if name in OF_ROUTERS]
     hidden, routed = _hidden(ready, rows, indices, forward, tells=tells)
     own, head = indices.own, models.output_head(forward.model, ready.root)
-    states = hidden[own.places]
+    states = hidden[own.places] if indices.shared is None else read(hidden, indices.shared.reads)
     if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
@@ -224,10 +233,16 @@ def packed_hidden(
     kernels, mesh, real = forward.kernels, forward.mesh, indices.real
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
-    part = slice_of(packed, kernels, mesh, indices.dealt)
-    columns = {name: part.own(x) for name, x in packed.columns.items()}
-    routed = experts.routed_pass(columns, rows, tells, index=packed.index, places=part.places)
-    images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes)
+    part, shared = slice_of(packed, kernels, mesh, indices), indices.shared
+    index, longest, more = packed.index, packed.lengths.max_length, dict[str, Tensor]()
+    if shared is not None:
+        index, longest = shared.real.index, max(shared.real.sizes)
+        if columns:
+            more["times"] = experts.times_of(columns["counted"], index, shared.places, len(packed.tokens))
+    columns = {name: part.own(x) for name, x in {**packed.columns, **more}.items()}
+    places = places_of_rows(part.places, indices)
+    routed = experts.routed_pass(columns, rows, tells, index=index, places=places)
+    images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes, shared)
     if images is not None:
         images, positions = own_images(images, positions, part, cutting(mesh))
     hidden = models.hidden_states(
@@ -240,16 +255,16 @@ def packed_hidden(
         apply_layer=params.apply_layer,
         received=forward.received if images is None or forward.received is not None else images,
         routes=None if routed is None else routed.routes,
-        longest=packed.lengths.max_length,
+        longest=longest,
     )
-    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), part.places, routed
+    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), places, routed
 
 
 def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[Indexed]]:
     """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
     all ranks make equally many passes."""
-    masks, device = masks_of(rows), rows.tokens.device
-    groups = partition(masks.lengths, micro_batching)
+    masks, device = masks_of(rows, forward), rows.tokens.device
+    groups = cut(masks, micro_batching)
     (passes,) = rounds([len(groups)], forward.mesh, device)
     order = sent(batches.inverse([i for group in groups for i in group]), device)
     own = (indexed(*batches.rows((rows, masks), group), forward) for group in groups)

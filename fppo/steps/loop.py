@@ -32,9 +32,9 @@ from fppo.steps.experts import (
     with_router_terms,
 )
 from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_states
-from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.packed import Indices, Masks, blank_masks, indexed, masks_of
+from fppo.steps.packed import Indices, Masks, blank_masks, cut, indexed, masks_of, worth
 from fppo.steps.ranks import blank, mini_batches, rounds, shares
 from fppo.steps.recorded import identity_of, ready
 from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
@@ -171,7 +171,7 @@ def update(
     if loop.mini_batch_size > (count := len(batch.row_ids)):
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
-    place, masks = key or Key(0), masks_of(batch)
+    place, masks = key or Key(0), masks_of(batch, forward)
     mesh = attrs.evolve(forward.mesh, layout=forward.model.state_layout)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
@@ -213,14 +213,16 @@ def _mini_batches(batch: TrainRows, masks: Masks, loop: Loop, forward: Forward, 
     """The mini-batches of an epoch over rows with these masks."""
     mesh, numbers = forward.mesh, mini_batches(batch.row_ids, loop.mini_batch_size, key=key)
     every, masks_of_every = zip(*(batches.rows((batch, masks), each) for each in numbers), strict=True)
-    shared = [shares(forward.model, each.lengths, mesh) for each in masks_of_every]
+    masks_of_every = [worth(each, forward) for each in masks_of_every]
+    shared = [shares(forward.model, each.lengths, mesh, each.sorted()) for each in masks_of_every]
     own, masks_of_own = every, masks_of_every
     if ranks_on(mesh, DATA_AXES) > 1:
         parts = [each[place_on(mesh, DATA_AXES)] for each in shared]
         both = zip(every, masks_of_every, strict=True)
         own, masks_of_own = zip(*(batches.rows(x, part) for x, part in zip(both, parts, strict=True)), strict=True)
-    cuts = [partition(each.lengths, loop.micro_batching) for each in masks_of_own]
-    passes = rounds([len(cut) for cut in cuts], mesh, batch.tokens.device)
+        masks_of_own = [worth(each, forward) for each in masks_of_own]
+    cuts = [cut(each, loop.micro_batching) for each in masks_of_own]
+    passes = rounds([len(each) for each in cuts], mesh, batch.tokens.device)
     if len(forward.model.spans) > 1:  # interleaved schedules take so many
         passes = [-(-count // mesh["pipeline"].size) * mesh["pipeline"].size for count in passes]
     return [MiniBatch(*mini) for mini in zip(every, own, masks_of_own, shared, cuts, passes, strict=True)]

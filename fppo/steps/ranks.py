@@ -18,19 +18,24 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import AXES, DATA_AXES, Mesh, all_reduce, gather_over, ranks_on
 from fppo.shapes import RowIds
 from fppo.steps.micro_batching import balance
+from fppo.steps.shared import SortedRows, deal_shared
 
 R = TypeVar("R")
 
 
-def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
+def shares(model: Model, lengths: Sequence[int], mesh: Mesh, alike: SortedRows | None = None) -> list[list[int]]:
     """The rows that each data rank takes of rows that all of them hold: equal work for `model`, its attention counted.
 
-    With fewer rows than ranks some take none. All ranks find the same.
+    With fewer rows than ranks some take none. All ranks find the same. Of rows that share tokens (`alike`) those that
+    do so stay together.
     """
     ranks = ranks_on(mesh, DATA_AXES)
     if ranks == 1:
         return [list(range(len(lengths)))]
-    cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in set(lengths)}
+    sizes = {*lengths, *(() if alike is None else alike.depths)}
+    cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in sizes}
+    if alike is not None:
+        return deal_shared(alike, ranks, cost.__getitem__)
     groups = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
     return groups + [[] for _ in range(ranks - len(groups))]
 

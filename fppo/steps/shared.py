@@ -164,9 +164,9 @@ def deal_shared(rows: SortedRows, ranks: int, cost: Callable[[int], float]) -> l
 
 
 def distinct_inputs(tokens: Int[Tensor, "b s"], inputs: Sequence[object | None] | None) -> Int[Tensor, "b s"]:
-    """Tokens [B, S] that differ where rows have other images: numbers to tell rows apart by, and no ids."""
+    """Tokens [B, S] as numbers that differ where rows have other images; rows of one prompt have the same object."""
     if inputs is None:
         return tokens
-    numbers: dict[object, int] = {}
-    own = torch.tensor([0 if x is None else numbers.setdefault(x, len(numbers) + 1) for x in inputs])
+    numbers: dict[int, int] = {}
+    own = torch.tensor([0 if x is None else numbers.setdefault(id(x), len(numbers) + 1) for x in inputs])
     return tokens + (own << 32)[:, None]

@@ -176,13 +176,13 @@ def test_rows_share_prompts_whole_and_more_in_steps(monkeypatch):
 
 
 def test_rows_of_other_images_share_nothing():
-    one, same, other = (
+    one, other = (
         RowInputs({"pixel_values": torch.full((1,), x)}, torch.tensor([0]), torch.zeros(0, 1, 1, 3, dtype=torch.uint8))
-        for x in (1.0, 1.0, 2.0)
+        for x in (1.0, 2.0)
     )
     rows = [([1, 1], [1]), ([1, 1], [2]), ([1, 1], [3]), ([1, 1], [4])]
     tokens, mask = padded(rows)
-    own = distinct_inputs(tokens, [one, same, other, None])
+    own = distinct_inputs(tokens, [one, other, one, None])
     found = sort_rows(own, mask, WIDTH)
     assert sorted(found.depths) == [0, 0, 0, 2]
     assert distinct_inputs(tokens, None) is tokens
