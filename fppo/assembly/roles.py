@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +57,7 @@ from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.packed import Masks
 from fppo.steps.popart import update_popart
 from fppo.steps.recorded import graphs, records
 from fppo.steps.train_state import Scale, TrainState, init_state
@@ -80,7 +81,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyPass
-    balance: Callable[[Sequence[int]], Metrics]
+    balance: Callable[[Masks], Metrics]
     model: Model
 
 

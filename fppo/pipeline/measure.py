@@ -30,7 +30,7 @@ def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -
     """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
 
     Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
-    nothing, nan, where the peak is unknown.
+    nothing, nan, where the peak is unknown. Both count what is computed: tokens that rows share once.
     """
 
     @wraps(update)
@@ -39,7 +39,10 @@ def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -
         start = now()
         after, report = update(state, batch, key=key, donate=donate)
         seconds = now() - start
+        saved = report.get(f"{role}/{metrics.SHARED_FLOPS}", metrics.mean(0.0))
+        assert isinstance(saved, metrics.Mean)
         needed = epochs * flops.train_flops(forward.model, lengths, head_tokens=heads)
+        needed *= 1.0 - (saved.total / saved.count).item()
         done = needed / ranks_on(forward.mesh, AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {

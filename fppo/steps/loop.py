@@ -35,7 +35,7 @@ from fppo.steps.forward import Forward, Rows, goes_on, slice_length, stage_state
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.packed import Indices, Masks, blank_masks, cut, indexed, masks_of, worth
-from fppo.steps.ranks import blank, mini_batches, rounds, shares
+from fppo.steps.ranks import blank, mini_batches, rounds, saved_work, shares
 from fppo.steps.recorded import identity_of, ready
 from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
 from fppo.steps.stages import stage_gradients
@@ -190,6 +190,8 @@ def update(
                 grads, report = _stage_gradients(state.params, list(passes), forward, loop.stage_schedule, prefix)
             else:
                 grads, report = _gradients(state.params, passes, forward)
+            if masks.tokens is not None:
+                report |= saved_work(forward.model, mini.masks, mini.micro_batches, prefix)
             report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
             grads = gradient_sum(grads, mesh)
             state = state if donate or history else tree.copy(state)

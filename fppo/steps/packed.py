@@ -67,25 +67,39 @@ class Masks(NamedTuple):
             return None
         return sort_rows(self.tokens, self.attention, self.attention.shape[1] - self.response.shape[1])
 
+    @property
+    def depths(self) -> list[int]:
+        """Lengths of the beginnings that rows need not compute, since others of these rows do."""
+        rows = self.sorted()
+        return [] if rows is None else rows.depths
+
 
 def masks_of(rows: Masked, forward: Forward | None = None) -> Masks:
     """The masks of rows, and their tokens where passes of a forward share them. Waits for the device, if the rows are
     on one."""
+    if forward is None or not _shares(forward):
+        return Masks(rows.attention_mask.cpu(), rows.response_mask.cpu())
+    return worth(masks_and_tokens(rows), forward)
+
+
+def masks_and_tokens(rows: Masked) -> Masks:
+    """The masks of rows, and their tokens where these have numbers."""
     masks, tokens = Masks(rows.attention_mask.cpu(), rows.response_mask.cpu()), getattr(rows, "tokens", None)
-    if (
-        forward is None
-        or not forward.share_prompts
-        or sharing_hindrance(forward) is not None
-        or type(tokens) is not Tensor
-    ):
+    if type(tokens) is not Tensor or tokens.is_meta:
         return masks
-    return worth(masks._replace(tokens=distinct_inputs(tokens.cpu(), getattr(rows, "inputs", None))), forward)
+    return masks._replace(tokens=distinct_inputs(tokens.cpu(), getattr(rows, "inputs", None)))
 
 
 def worth(masks: Masks, forward: Forward) -> Masks:
-    """The masks, with the rows' tokens only where it pays that they share them, as `Forward.share_prompts` has it."""
+    """The masks, with the rows' tokens only where it pays that passes share them, as `Forward.share_prompts` has it."""
+    if masks.tokens is None or not _shares(forward):
+        return masks._replace(tokens=None)
     rows, least = masks.sorted(), LEAST_SAVED if forward.share_prompts == "auto" else 0.0
     return masks if rows is not None and rows.saved > least else masks._replace(tokens=None)
+
+
+def _shares(forward: Forward) -> bool:
+    return bool(forward.share_prompts) and sharing_hindrance(forward) is None
 
 
 def sharing_hindrance(forward: Forward) -> str | None:

@@ -12,7 +12,7 @@ from fppo import batch as batches
 from fppo import losses, metrics, models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
-from fppo.models import lora
+from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.runtime.mesh import Axis, Mesh
 from fppo.runtime.simulate import simulate
@@ -266,3 +266,27 @@ def test_rows_share_where_that_saves_a_tenth():
             patch.setattr(packed, "LEAST_SAVED", least)
             assert shares_tokens(batch, Forward(model)) == shares
             assert shares_tokens(batch, Forward(model, share_prompts=True))
+
+
+@pytest.mark.parametrize("axes", [{}, {"replicate": 2}], ids=str)
+def test_an_update_tells_what_its_passes_saved(axes):
+    """Of one micro-batch on each rank, as the counts of distinct tokens have it."""
+    batch = alike(7, 16, each=4)
+    found = simulate(axes, partial(updates, batch=batch, share=True, budget=10**6))
+    assert all(rank["lm"][1] == found[0]["lm"][1] for rank in found)
+    for head, role in (("lm", "actor"), ("value", "critic")):
+        numbers = found[0][head][1]
+        assert 0.1 < numbers[f"{role}/shared_tokens"] < 0.9
+        assert 0.1 < numbers[f"{role}/shared_flops"] < 0.9
+    (apart,) = simulate({}, partial(updates, batch=batch, share=False))
+    assert not any("shared_" in name for _, numbers in apart.values() for name in numbers)
+    if not axes:
+        loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16))
+        model, params = make("qwen2")
+        how = {"loop": loop, "optimizer": OPTIMIZER, "loss_fn": losses.ppo_clip}
+        _, report = update_actor(init_state(params, OPTIMIZER), batch, forward=Forward(model), **how)
+        rows = masks_of(batch, Forward(model)).sorted()
+        assert metrics.report(report)["actor/shared_tokens"] == pytest.approx(rows.saved)
+        heads = int(batch.response_mask.sum())
+        work = [flops.train_flops(model, rows.lengths, head_tokens=heads, shared=x) for x in ((), rows.depths)]
+        assert metrics.report(report)["actor/shared_flops"] == pytest.approx(1 - work[1] / work[0])
