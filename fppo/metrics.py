@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-# names after a role's: the shares of an update's tokens and FLOPs that its passes do without, by the split of the rows
-SHARED_TOKENS, SHARED_FLOPS = "shared_tokens", "shared_flops"
-
 
 class Mean(NamedTuple):
     """A mean as a sum and a count, both 0-d tensors; means add field by field."""

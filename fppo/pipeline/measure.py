@@ -39,7 +39,7 @@ def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -
         start = now()
         after, report = update(state, batch, key=key, donate=donate)
         seconds = now() - start
-        saved = report.get(f"{role}/{metrics.SHARED_FLOPS}", metrics.mean(0.0))
+        saved = report.get(f"perf/shared_flops/{role}", metrics.mean(0.0))
         assert isinstance(saved, metrics.Mean)
         needed = epochs * flops.train_flops(forward.model, lengths, head_tokens=heads)
         needed *= 1.0 - (saved.total / saved.count).item()

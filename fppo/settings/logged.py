@@ -19,7 +19,7 @@ _SPREAD = ("mean", "max", "min")
 NAMES = (
     *(f"actor/{x}" for x in ("entropy", "entropy_loss", "grad_norm", "kl_loss", "loss_scale", "nll_loss", "pg_loss")),
     *(f"actor/{x}" for x in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "reward_kl_penalty", "skipped")),
-    *("actor/shared_tokens", "actor/shared_flops", "critic/shared_tokens", "critic/shared_flops"),
+    *(f"perf/{x}/{role}" for x in ("shared_tokens", "shared_flops") for role in ("actor", "critic")),
     *("actor/reward_kl_penalty_coeff", "actor/balance_loss", "actor/router_z_loss", "actor/expert_load/max"),
     *(f"critic/{x}/{of}" for x in ("score", "rewards", "advantages", "returns", "values") for of in _SPREAD),
     *(f"critic/{x}" for x in ("vf_loss", "vf_clipfrac", "vf_explained_var", "vpred_mean", "grad_norm", "skipped")),
@@ -34,9 +34,7 @@ NAMES = (
     *(f"training/{x}" for x in ("global_step", "rollout_probs_diff_mean", "rollout_probs_diff_max")),
     *(f"training/{x}" for x in ("rollout_ratio_mean", "rollout_ratio_max")),
 )  # those that are looked for when a name is not known; runs log others too
-_OF_CRITICS = re.compile(
-    r"critic/(vf_|vpred|values|grad_norm|skipped|loss_scale|popart|ensemble|pretrain|shared_|true/)"
-)
+_OF_CRITICS = re.compile(r"critic/(vf_|vpred|values|grad_norm|skipped|loss_scale|popart|ensemble|pretrain|true/)")
 
 
 def missing(settings: TrainSettings, name: str) -> str | None:

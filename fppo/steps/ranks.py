@@ -58,7 +58,7 @@ def imbalance(model: Model, masks: Masks, shared: Sequence[Sequence[int]]) -> fl
     return max(work) * len(work) / max(sum(work), 1.0)
 
 
-def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]], prefix: str) -> Metrics:
+def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]], role: str) -> Metrics:
     """The shares of tokens, and of the FLOPs of forward and backward pass, that passes over micro-batches of rows with
     these masks do without, since rows share tokens."""
     depths = [depth for part in micro_batches for depth in batches.rows(masks, part).depths]
@@ -66,8 +66,8 @@ def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]
     whole = flops.train_flops(model, lengths, head_tokens=heads)
     saved = whole - flops.train_flops(model, lengths, head_tokens=heads, shared=depths)
     return {
-        f"{prefix}/{metrics.SHARED_TOKENS}": metrics.mean(sum(depths), sum(lengths)),
-        f"{prefix}/{metrics.SHARED_FLOPS}": metrics.mean(saved, whole),
+        f"perf/shared_tokens/{role}": metrics.mean(sum(depths), sum(lengths)),
+        f"perf/shared_flops/{role}": metrics.mean(saved, whole),
     }
 
 

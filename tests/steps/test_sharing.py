@@ -276,8 +276,8 @@ def test_an_update_tells_what_its_passes_saved(axes):
     assert all(rank["lm"][1] == found[0]["lm"][1] for rank in found)
     for head, role in (("lm", "actor"), ("value", "critic")):
         numbers = found[0][head][1]
-        assert 0.1 < numbers[f"{role}/shared_tokens"] < 0.9
-        assert 0.1 < numbers[f"{role}/shared_flops"] < 0.9
+        assert 0.1 < numbers[f"perf/shared_tokens/{role}"] < 0.9
+        assert 0.1 < numbers[f"perf/shared_flops/{role}"] < 0.9
     (apart,) = simulate({}, partial(updates, batch=batch, share=False))
     assert not any("shared_" in name for _, numbers in apart.values() for name in numbers)
     if not axes:
@@ -286,7 +286,7 @@ def test_an_update_tells_what_its_passes_saved(axes):
         how = {"loop": loop, "optimizer": OPTIMIZER, "loss_fn": losses.ppo_clip}
         _, report = update_actor(init_state(params, OPTIMIZER), batch, forward=Forward(model), **how)
         rows = masks_of(batch, Forward(model)).sorted()
-        assert metrics.report(report)["actor/shared_tokens"] == pytest.approx(rows.saved)
+        assert metrics.report(report)["perf/shared_tokens/actor"] == pytest.approx(rows.saved)
         heads = int(batch.response_mask.sum())
         work = [flops.train_flops(model, rows.lengths, head_tokens=heads, shared=x) for x in ((), rows.depths)]
-        assert metrics.report(report)["actor/shared_flops"] == pytest.approx(1 - work[1] / work[0])
+        assert metrics.report(report)["perf/shared_flops/actor"] == pytest.approx(1 - work[1] / work[0])
