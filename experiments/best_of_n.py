@@ -11,7 +11,7 @@ from fppo.batch import Scored, narrow, rows
 from fppo.key import Key
 from fppo.pipeline import RunState, evaluate
 from fppo.rollout import Ask, EmbeddedEngine, Sampling
-from fppo.steps import Demonstrations, Forward, Loop, MicroBatching, adamw, init_state, update_supervised
+from fppo.steps import Demonstrations, Forward, Loop, MicroBatching, UpdateSupervised, adamw, init_state
 
 
 def best_of(scored: Scored, n: int) -> Scored:
@@ -37,7 +37,7 @@ def main(seed: int = 0, steps: int = 20, warm_up: int = 600, batch: int = 512, n
         scored, _ = score(engine.generate(actor.params, Ask(asked, sampling, place.fold("rollout"))))
         best = best_of(scored, n)
         batch_key, examples = place.fold("actor"), narrow(Demonstrations, best)
-        actor, _ = update_supervised(actor, examples, forward=policy, loop=loop, optimizer=adam, key=batch_key)
+        actor, _ = UpdateSupervised(forward=policy, loop=loop, optimizer=adam)(actor, examples, key=batch_key)
         print(f"step {step + 1}/{steps}  reward {scored.scores.mean():.3f}  of the best {best.scores.mean():.3f}")
     for name, state in {"before": init_state(params, adam), "after": actor}.items():
         report = evaluate(RunState(actor=state, key=key), batches=tests, engine=engine, sampling=greedy, score=score)

@@ -6,7 +6,7 @@ from torch import Tensor
 from fppo import advantages, laws, metrics, models, quickstart, tree
 from fppo.batch import Column, Experience
 from fppo.key import Key
-from fppo.steps import Forward, Loop, MicroBatching, adamw, compute_log_probs, init_state, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw, compute_log_probs, init_state
 
 
 def spo(new: Tensor, old: Tensor, adv: Tensor, mask: Tensor, radius: float = 0.2) -> tuple[Tensor, metrics.Metrics]:
@@ -49,7 +49,7 @@ def main() -> None:
     state, batch = init_state(models.init_params(model, Key(0)), optimizer), synthetic(64, 4, 12, 32, Key(1))
     old = compute_log_probs(state.params, batch, forward=forward, micro_batching=cut)
     batch, loop = tree.replace(batch, old_log_probs=old), Loop(mini_batch_size=32, micro_batching=cut, epochs=4)
-    state, report = update_actor(state, batch, forward=forward, loss_fn=spo, loop=loop, optimizer=optimizer)
+    state, report = UpdateActor(forward=forward, loss_fn=spo, loop=loop, optimizer=optimizer)(state, batch)
     moved = compute_log_probs(state.params, batch, forward=forward, micro_batching=cut) - old
     numbers = metrics.report(report) | {"advantages * change of log-probs": (moved * batch.advantages).sum().item()}
     print("spo keeps the laws.", *(f"{name:>34} {x:10.4g}" for name, x in numbers.items()), sep="\n")

@@ -7,10 +7,10 @@ import tyro
 
 from fppo import advantages, data, losses, quickstart, rewards
 from fppo.key import Key
-from fppo.pipeline import Evaluation, Program, RunState, evaluate, stages, train
+from fppo.pipeline import Evaluation, Program, RunState, evaluate, local_passes, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.runs import loggers
-from fppo.steps import Forward, Loop, MicroBatching, PolicyTerms, adamw, init_state, schedule, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, PolicyTerms, UpdateActor, adamw, init_state, schedule
 
 
 def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, group: int = 8) -> None:
@@ -23,13 +23,13 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, g
     score = partial(rewards.score, reward=rewards.RewardRunner(rewards.exact_match), tokenizer=tokenizer)
     loop = Loop(mini_batch_size=batch // 4, micro_batching=micro, epochs=2)
     adam = adamw(schedule("linear", 3e-4, total_steps=steps * 8), betas=(0.9, 0.99), weight_decay=0.0)
-    update = partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam)
+    terms = PolicyTerms(kl_coef=0.001)
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=4),
-        update_actor=partial(update, terms=PolicyTerms(kl_coef=0.001)),
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(passes=local_passes(policy, micro_batching=micro)),
+        estimate=stages.Estimate(advantage_fn=advantages.grpo, max_tokens=4),
+        update_actor=UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam, terms=terms),
     )
     tests, greedy = [*data.batches(held_out, 512)], attrs.evolve(sampling, greedy=True, n=1)
     train(

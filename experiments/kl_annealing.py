@@ -7,9 +7,9 @@ import tyro
 from fppo import advantages, data, losses, metrics, quickstart, rewards, tree
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.pipeline import Program, RunState, ppo_step, stages
+from fppo.pipeline import Program, RunState, local_passes, ppo_step, stages
 from fppo.rollout import EmbeddedEngine, Sampling
-from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw, init_state, schedule
 
 
 def main(
@@ -24,11 +24,11 @@ def main(
     score = partial(rewards.score, reward=rewards.RewardRunner(rewards.exact_match), tokenizer=tokenizer)
     loop = Loop(mini_batch_size=batch // 4, micro_batching=micro, epochs=2)
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=advantages.rloo, max_tokens=4, kl_in_reward=True),
-        update_actor=partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(passes=local_passes(policy, micro_batching=micro)),
+        estimate=stages.Estimate(advantage_fn=advantages.rloo, max_tokens=4, kl_in_reward=True),
+        update_actor=UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
     )
     draw = partial(data.next_batch, prompts, size=batch // group, key=key.fold("data"))
     run = RunState(actor=init_state(params, adam), ref=params, key=key)

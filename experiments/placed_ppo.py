@@ -8,26 +8,26 @@ import tyro
 from fppo import advantages, data, losses, models, quickstart, rewards
 from fppo.fleet import HERE, Group, Here, at_once, cluster, on
 from fppo.key import Key
-from fppo.pipeline import Passes, Program, RunState, policy_pass, stages, train, value_pass
+from fppo.pipeline import Passes, PolicyPass, Program, RunState, ValuePass, stages, train
 from fppo.rollout import EmbeddedEngine, PlacedEngine, Sampling
 from fppo.runs import loggers
-from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor, update_critic
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, UpdateCritic, adamw, init_state, schedule
 
 
 def actor(here: Here, path: str, loop: Loop, steps: int) -> dict:
     model, params = models.load(path, mesh=here.mesh)
     forward, adam = Forward(model, mesh=here.mesh), adamw(schedule("linear", 3e-4, total_steps=8 * steps))
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=0, mesh=here.mesh)
-    update = partial(update_actor, forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam)
-    log_probs = partial(policy_pass, forward=forward, micro_batching=loop.micro_batching)
+    update = UpdateActor(forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam)
+    log_probs = PolicyPass(forward=forward, micro_batching=loop.micro_batching)
     return {"state": init_state(params, adam), "update": update, "log_probs": log_probs, "generate": engine.generate}
 
 
 def critic(here: Here, path: str, loop: Loop, steps: int) -> dict:
     model, params = models.load(path, "value", key=Key(1), mesh=here.mesh)
     forward, adam = Forward(model, mesh=here.mesh), adamw(schedule("linear", 1e-3, total_steps=8 * steps))
-    update = partial(update_critic, forward=forward, loop=loop, optimizer=adam)
-    values = partial(value_pass, forward=forward, micro_batching=loop.micro_batching)
+    update = UpdateCritic(forward=forward, loop=loop, optimizer=adam)
+    values = ValuePass(forward=forward, micro_batching=loop.micro_batching)
     return {"state": init_state(params, adam), "update": update, "values": values}
 
 
@@ -43,10 +43,10 @@ def main(place: str = "local", steps: int = 20, batch: int = 512, warm_up: int =
             passes = Passes(policy=on(a, p["log_probs"]), reference=on(a, p["log_probs"]), values=on(c, v["values"]))
             engine, sampling = PlacedEngine(a, p["generate"]), Sampling(max_tokens=4, stop_token_ids=(1,))
             program = Program(
-                rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-                score=partial(stages.score_stage, score=score),
-                annotate=partial(stages.annotate_by, passes=passes, together=at_once),
-                estimate=partial(stages.estimate, advantage_fn=advantages.gae, max_tokens=4, whiten=True),
+                rollout=stages.RollOut(engine=engine, sampling=sampling),
+                score=stages.Score(score=score),
+                annotate=stages.Annotate(passes=passes, together=at_once),
+                estimate=stages.Estimate(advantage_fn=advantages.gae, max_tokens=4, whiten=True),
                 update_actor=on(a, p["update"], stays=(0,)),
                 update_critic=on(c, v["update"], stays=(0,)),
                 together=at_once,

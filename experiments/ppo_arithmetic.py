@@ -8,10 +8,10 @@ import tyro
 from fppo import advantages, data, models, quickstart, rewards
 from fppo.key import Key
 from fppo.losses import ppo_clip
-from fppo.pipeline import Evaluation, Program, RunState, evaluate, stages, train
+from fppo.pipeline import Evaluation, Program, RunState, evaluate, local_passes, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.runs import loggers
-from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor, update_critic
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, UpdateCritic, adamw, init_state, schedule
 
 
 def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -> RunState:
@@ -27,12 +27,12 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512) -
     slow, fast = (schedule("linear", lr, total_steps=steps * 8) for lr in (3e-4, 1e-3))  # 8 updates per step
     adam, critic_adam = (adamw(rate, betas=(0.9, 0.99), weight_decay=0.0) for rate in (slow, fast))
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(stages.annotate, forward=policy, critic=value, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=advantages.gae, max_tokens=4, whiten=True),
-        update_critic=partial(update_critic, forward=value, loop=loop, optimizer=critic_adam),
-        update_actor=partial(update_actor, forward=policy, loss_fn=ppo_clip, loop=loop, optimizer=adam),
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(passes=local_passes(policy, value, micro_batching=micro)),
+        estimate=stages.Estimate(advantage_fn=advantages.gae, max_tokens=4, whiten=True),
+        update_critic=UpdateCritic(forward=value, loop=loop, optimizer=critic_adam),
+        update_actor=UpdateActor(forward=policy, loss_fn=ppo_clip, loop=loop, optimizer=adam),
     )
     tests, greedy = [*data.batches(held_out, 512)], attrs.evolve(sampling, greedy=True)
     return train(

@@ -22,6 +22,8 @@ def ppo(key: Key, count: int, warm_up: int, batch: int) -> tuple[steps.TrainStat
     rates = (steps.schedule("linear", lr, total_steps=count * 8) for lr in (3e-4, 1e-3))  # 8 updates per step
     slow, fast = (steps.adamw(rate, betas=(0.9, 0.99), weight_decay=0.0) for rate in rates)
     actor, critic = steps.init_state(params, slow), steps.init_state(critic_params, fast)
+    update_actor = steps.UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=slow)
+    update_critic = steps.UpdateCritic(forward=value, loop=loop, optimizer=fast)
     engine = EmbeddedEngine(model=model, kernels=policy.kernels, pad_token_id=0)
     sampling = Sampling(max_tokens=4, stop_token_ids=(1,))
     reward = rewards.RewardRunner(rewards.exact_match)
@@ -39,12 +41,8 @@ def ppo(key: Key, count: int, warm_up: int, batch: int) -> tuple[steps.TrainStat
         advantage, returns = advantages.gae(outcome, values, mask, gamma=1.0, lam=1.0)
         advantage = advantages.whiten(advantage, mask)
         rows = extend(Experience, annotated, token_rewards=outcome, advantages=advantage, returns=returns)
-        critic, _ = steps.update_critic(
-            critic, rows, forward=value, loop=loop, optimizer=fast, key=place.fold("critic")
-        )
-        actor, report = steps.update_actor(
-            actor, rows, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=slow, key=place.fold("actor")
-        )
+        critic, _ = update_critic(critic, rows, key=place.fold("critic"))
+        actor, report = update_actor(actor, rows, key=place.fold("actor"))
         loss = metrics.report(report)["actor/pg_loss"]
         print(f"step {step + 1}/{count}  reward {scored.scores.mean():.3f}  loss {loss:.4f}")
     return actor, critic

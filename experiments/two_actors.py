@@ -11,10 +11,10 @@ import tyro
 
 from fppo import advantages, data, losses, metrics, quickstart, rewards
 from fppo.key import Key
-from fppo.pipeline import Program, RunState, ppo_step, stages
+from fppo.pipeline import Program, RunState, local_passes, ppo_step, stages
 from fppo.pipeline.replay import Difference, digests_of, first_difference
 from fppo.rollout import EmbeddedEngine, Sampling
-from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw, init_state
 
 Name = Literal["ppo_clip", "cispo", "gspo", "gmpo", "sapo", "dro"]
 
@@ -30,15 +30,15 @@ def main(
     sampling = Sampling(n=8, max_tokens=4, stop_token_ids=(1,))
     score = partial(rewards.score, reward=rewards.RewardRunner(rewards.exact_match), tokenizer=tokenizer)
     loop = Loop(mini_batch_size=batch // 4, micro_batching=micro, epochs=2)
-    update = partial(update_actor, forward=policy, loop=loop, optimizer=adam)
+    update = partial(UpdateActor, forward=policy, loop=loop, optimizer=adam)
     left = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=micro),
-        estimate=partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=4),
-        update_actor=partial(update, loss_fn=getattr(losses, one)),
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(passes=local_passes(policy, micro_batching=micro)),
+        estimate=stages.Estimate(advantage_fn=advantages.grpo, max_tokens=4),
+        update_actor=update(loss_fn=getattr(losses, one)),
     )
-    right = attrs.evolve(left, update_actor=partial(update, loss_fn=getattr(losses, two)))
+    right = attrs.evolve(left, update_actor=update(loss_fn=getattr(losses, two)))
     draw = partial(data.next_batch, prompts, size=batch // 8, key=key.fold("data"))
     a = b = RunState(actor=init_state(params, adam), key=key)
     difference = None

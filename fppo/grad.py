@@ -9,24 +9,38 @@ import torch
 from torch.utils import _pytree as pytree
 
 
+def variables(tree: Any) -> Any:
+    """The tree with a fresh leaf of autograd's in the place of each floating-point tensor."""
+    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(), tree)
+
+
+def gradients(loss: torch.Tensor, tree: Any) -> Any:
+    """The gradients of a 0-d loss by the leaves of a tree of `variables`, a tree like it. A leaf that the loss does not
+    use gets zeros. It rests on `torch.autograd.grad`, since `torch.func.grad` does not run checkpointed layers or
+    collectives."""
+    leaves, spec = pytree.tree_flatten(tree)
+    if not loss.requires_grad:  # every token was masked, or no leaf was used
+        return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
+    return pytree.tree_unflatten(list(torch.autograd.grad(loss, leaves, materialize_grads=True)), spec)
+
+
 def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` over the first argument of `fn`, a tree of floating-point tensors.
 
     `fn` returns a 0-d loss, or (loss, aux) with `has_aux`. The result is (what `fn` returned, detached; the
-    gradients, a tree like the first argument). A leaf that the loss does not use gets zeros. It rests on
-    `torch.autograd.grad`, since `torch.func.grad` does not run checkpointed layers or collectives.
+    gradients, a tree like the first argument).
     """
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        leaves, spec = pytree.tree_flatten(params)
-        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        params = variables(params)
         with torch.enable_grad():
-            out = fn(pytree.tree_unflatten(leaves, spec), *args, **kwargs)
-            loss = out[0] if has_aux else out
-            if not loss.requires_grad:  # every token was masked, or no leaf was used
-                grads = [torch.zeros_like(leaf) for leaf in leaves]
-            else:
-                grads = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, out), pytree.tree_unflatten(grads, spec)
+            out = fn(params, *args, **kwargs)
+            grads = gradients(out[0] if has_aux else out, params)
+        return detached(out), grads
 
     return wrapped
+
+
+def detached(tree: Any) -> Any:
+    """The tree without what autograd knows of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)

@@ -34,7 +34,7 @@ from fppo import losses, models, tree
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models import Lora
-from fppo.steps import Forward, Loop, MicroBatching, adamw, init_state, schedule, update_actor
+from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw, init_state, schedule
 from fppo_kernels import table as kernels
 from fppo_kernels.record import Kernels
 
@@ -85,8 +85,8 @@ def ours(plan: Plan, batch: Experience, micro: int, rank: int | None, kind: str 
 
     def update() -> None:
         state, held[:] = held[0], []
-        held[:] = update_actor(
-            state, batch, forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer, donate=True
+        held[:] = UpdateActor(forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer)(
+            state, batch, donate=True
         )[:1]
 
     def state() -> int:

@@ -29,7 +29,7 @@ from fppo.plan.hardware import hardware_of
 from fppo.plan.passes import rows_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -84,7 +84,7 @@ def update_seconds(length: int, ring: bool, mesh: Mesh) -> float:
     state = init_state(models.init_params(model, Key(0)), optimizer)
     loop = Loop(mini_batch_size=1, micro_batching=MicroBatching(size=1))
     forward = Forward(model, mesh=mesh)
-    update = partial(update_actor, forward=forward, loss_fn=losses.gpg, loop=loop, optimizer=optimizer)
+    update = UpdateActor(forward=forward, loss_fn=losses.gpg, loop=loop, optimizer=optimizer)
     return seconds(lambda: update(state, rows))
 
 

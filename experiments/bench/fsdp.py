@@ -9,7 +9,7 @@ and backward passes, gradients reduced in float32, clipping by the global norm, 
 steps run in turn in the same processes; medians of the slowest rank's seconds, and of the ranks' mean seconds on the
 processor, which other programs on the machine disturb less. fully_shard wraps every layer and the root, and
 reshards after the forward pass. "same kernel" has both take our naive log-probs, "as they are" each its own: ours the
-chunked kernel; update_actor logs the entropy too, in either case. The peaks are of processes of their own that run one
+chunked kernel; UpdateActor logs the entropy too, in either case. The peaks are of processes of their own that run one
 side.
 """
 
@@ -45,7 +45,7 @@ from fppo.key import Key
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.watch import Traffic, watched, wire_bytes
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -113,22 +113,20 @@ def rows_of(ranks: int, vocabulary: int, count: int = ROWS) -> Experience:
 
 
 def ours(mesh: Mesh, config: LlamaConfig, dtype: torch.dtype | None, kernel: str, rows: Experience) -> Step:
-    """`update_actor` with the policy gradient of advantages 1: the sum of log-probs over all tokens of all ranks."""
+    """`UpdateActor` with the policy gradient of advantages 1: the sum of log-probs over all tokens of all ranks."""
     model = models.build(config, compute_dtype=dtype)
     optimizer = adamw(lambda step: LR, max_grad_norm=CLIP)
     states = [init_state(fsdp.shard(models.init_params(model, Key(0)), mesh), optimizer)]
-    update = partial(
-        update_actor,
+    update = UpdateActor(
         forward=Forward(model, kernels=Kernels.named(log_probs=kernel), mesh=mesh),
         loss_fn=losses.gpg,
         loop=Loop(mini_batch_size=len(rows.tokens), micro_batching=MicroBatching(size=MICRO)),
         optimizer=optimizer,
         old_log_probs="update",
-        donate=True,
     )
 
     def step() -> float:
-        state, report = update(states.pop(), rows)
+        state, report = update(states.pop(), rows, donate=True)
         states.append(state)
         return float(report["actor/grad_norm"].total)  # type: ignore[union-attr]
 
@@ -144,7 +142,7 @@ class Policy(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.net.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
-        if self.naive:  # with the entropy that update_actor logs
+        if self.naive:  # with the entropy that UpdateActor logs
             return reference(hidden.flatten(0, 1), self.net.lm_head.weight, tokens[:, 1:].flatten(), entropy=True)[
                 0
             ].clone()

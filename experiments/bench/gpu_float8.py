@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fppo import laws, losses
 from fppo.models.model import Params
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -90,7 +90,7 @@ def gap(plan: Plan) -> Record:
         forward = Forward(model, kernels=kernels_of(plan.variants[0]._replace(linear=linear)))
         arguments: dict[str, Any] = {"loss_fn": losses.gpg, "optimizer": optimizer}
         loop = Loop(mini_batch_size=plan.rows[0], micro_batching=cut)
-        after = update_actor(init_state(params, optimizer), batch, forward=forward, loop=loop, **arguments)[0].params
+        after = UpdateActor(forward=forward, loop=loop, **arguments)(init_state(params, optimizer), batch)[0].params
         return {name: params[name] - x for name, x in after.items()}
 
     plain, rounded = gradient("torch"), gradient("float8")

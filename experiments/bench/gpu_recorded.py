@@ -14,12 +14,12 @@ from gpu_tools import Plan, Record, attempt, check, table
 
 from fppo import losses
 from fppo.models.model import Params
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
-from fppo.steps.recorded import graphs
+from fppo.steps.recorded import Recorder, graphs
 from fppo.steps.train_state import init_state
 
 ROWS, PASSES = (64, 64, 256), 4  # of a batch, longest prompt, longest response; passes of a batch
@@ -33,22 +33,22 @@ def compared(plan: Plan) -> list[Record]:
     plan = plan._replace(rows=ROWS) if gpu else plan
     model, kernels = build(shape, plan), kernels_of(plan.variants[0])
     params, micro = parameters(model, plan.device), MicroBatching(size=plan.rows[0] // PASSES)
-    ways = {"launched": Forward(model, kernels=kernels)}
+    forward, ways = Forward(model, kernels=kernels), dict[str, Recorder | None](launched=None)
     if gpu:
-        ways["recorded"] = Forward(model, kernels=kernels, record=graphs(model, plan.device))
+        ways["recorded"] = graphs(model, plan.device)
     batches = [experience(plan, seed, shape.vocabulary) for seed in range(3 + plan.fresh)]
     optimizer = sgd(lambda step: 1.0, max_grad_norm=None)
     loop = Loop(mini_batch_size=plan.rows[0], micro_batching=micro)
 
-    def log_probs(forward: Forward, batch: Any) -> None:
-        compute_log_probs(params, batch, forward=forward, micro_batching=micro)
+    def log_probs(record: Recorder | None, batch: Any) -> None:
+        compute_log_probs(params, batch, forward=forward, micro_batching=micro, record=record)
 
-    def updated(forward: Forward, batch: Any) -> Params:
-        arguments = {"loss_fn": losses.ppo_clip, "loop": loop, "optimizer": optimizer}
-        return update_actor(init_state(params, optimizer), batch, forward=forward, **arguments)[0].params
+    def updated(record: Recorder | None, batch: Any) -> Params:
+        arguments = {"loss_fn": losses.ppo_clip, "loop": loop, "optimizer": optimizer, "record": record}
+        return UpdateActor(forward=forward, **arguments)(init_state(params, optimizer), batch)[0].params
 
-    def ms(work: Callable[[Forward, Any], Any], forward: Forward) -> float:
-        times = runs([partial(work, forward, batch) for batch in batches], plan.device)
+    def ms(work: Callable[[Recorder | None, Any], Any], record: Recorder | None) -> float:
+        times = runs([partial(work, record, batch) for batch in batches], plan.device)
         return 1e3 * statistics.median(times[3:])  # the first ones compile and record
 
     def gap(own: Params, other: Params) -> float:
@@ -59,11 +59,11 @@ def compared(plan: Plan) -> list[Record]:
     return [
         {
             "name": name,
-            "log-probs, ms": ms(log_probs, forward),
-            "update, ms": ms(updated, forward),
-            "gap": gap(updated(first, last), updated(forward, last)),
+            "log-probs, ms": ms(log_probs, record),
+            "update, ms": ms(updated, record),
+            "gap": gap(updated(first, last), updated(record, last)),
         }
-        for name, forward in ways.items()
+        for name, record in ways.items()
     ]
 
 

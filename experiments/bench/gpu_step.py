@@ -24,7 +24,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime import checkpoint, offload
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs, row_lengths
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -107,16 +107,15 @@ def updates(
     variant, own = variant or plan.variants[0], models.place(model, mesh)
     optimizer = adamw(schedule("constant", 1e-5))
     record = graphs(model, plan.device) if variant.recorded else None
-    update = partial(
-        update_actor,
-        forward=Forward(own, kernels=kernels_of(variant), mesh=mesh, record=record),
+    update = UpdateActor(
+        forward=Forward(own, kernels=kernels_of(variant), mesh=mesh),
+        record=record,
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
         optimizer=optimizer,
-        donate=True,
     )
     params = models.own_params(own, parameters(model, plan.device), mesh)
-    return lambda state, batch: update(state, batch)[0], init_state(params, optimizer)
+    return lambda state, batch: update(state, batch, donate=True)[0], init_state(params, optimizer)
 
 
 def needed(model: Model, batch: Any) -> float:
@@ -234,8 +233,7 @@ def offloaded_update(plan: Plan, how: str) -> tuple[Any, Callable[[Any, Any], An
     kernel = adamw_ if how == "none" else offload.offloaded_adamw(adamw_, lane)
     optimizer = adamw(schedule("constant", 1e-4), kernel=kernel)
     variant = plan.variants[0]
-    update: Callable[..., Any] = partial(
-        update_actor,
+    update: Callable[..., Any] = UpdateActor(
         forward=Forward(model, kernels=kernels_of(variant)),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=plan.rows[0], micro_batching=MicroBatching(size=variant.rows)),
@@ -245,7 +243,7 @@ def offloaded_update(plan: Plan, how: str) -> tuple[Any, Callable[[Any, Any], An
     if how == "moments":
         state = tree.replace(state, opt=offload.to_host(state.opt))
     if how == "all":
-        update = offload.offloaded(offload.activations_on_host(update, lane), lane)
+        update = offload.Offloaded(offload.HostActivations(update, lane), lane)
         state = offload.to_host(state)
     return state, lambda state, batch: update(state, batch, donate=True)[0]
 

@@ -26,7 +26,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import attrs
@@ -169,22 +168,27 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     )
     program: Any = kept.program
     record = graphs(model, task.device) if task.device.type == "cuda" and choice == "" else None
-    how = {"kernels": kernels, "record": record, "share_prompts": False if choice == "apart" else "auto"}
-    policy, critic = (each and attrs.evolve(each, **how) for each in (kept.policy, kept.critic))
+    share = False if choice == "apart" else "auto"
+    policy, critic = (
+        each and attrs.evolve(each, kernels=kernels, share_prompts=share) for each in (kept.policy, kept.critic)
+    )
     attend = kernels.decode_attention  # the engine's other kernels stay
     engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, decode_attention=attend))
+    passes = program.annotate.passes
+    passes = attrs.evolve(
+        passes,
+        policy=attrs.evolve(passes.policy, forward=policy, record=record),
+        reference=attrs.evolve(passes.reference, forward=policy, record=record),
+        values=critic and attrs.evolve(passes.values, forward=critic, record=record),
+    )
+    update, terms = program.update_actor, PolicyTerms(kl_coef=0.0 if ppo else task.beta)
     program = attrs.evolve(
         program,
-        rollout=partial(program.rollout, engine=engine, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
-        annotate=partial(program.annotate, old_log_probs=source, micro_batching=micro, forward=policy, critic=critic),
-        update_actor=partial(
-            program.update_actor,
-            old_log_probs=source,
-            terms=PolicyTerms(kl_coef=0.0 if ppo else task.beta),
-            forward=policy,
-        ),
-        update_critic=critic and partial(program.update_critic, forward=critic),
-        estimate=partial(program.estimate, kl_in_reward=ppo),
+        rollout=attrs.evolve(program.rollout, engine=engine, sampling=attrs.evolve(kept.sampling, stop_token_ids=())),
+        annotate=attrs.evolve(program.annotate, old_log_probs=source, passes=passes),
+        update_actor=attrs.evolve(update, old_log_probs=source, terms=terms, forward=policy, record=record),
+        update_critic=critic and attrs.evolve(program.update_critic, forward=critic, record=record),
+        estimate=attrs.evolve(program.estimate, kl_in_reward=ppo),
     )
     run = kept.run
     if ppo or task.beta:

@@ -31,7 +31,7 @@ from fppo import losses, models, tree
 from fppo.key import Key
 from fppo.runtime import offload
 from fppo.runtime.offload import Lane
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -195,17 +195,16 @@ def update_once(
         memory.hold(state.opt, HOST if "moments" in kinds else MOMENTS)
         memory.hold(batch, HOST)
     rows = len(batch.tokens)
-    step = partial(
-        update_actor,
+    step = UpdateActor(
         forward=Forward(model),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=rows, micro_batching=MicroBatching(size=rows)),
         optimizer=optimizer,
     )
     if "activations" in kinds:
-        step = offload.activations_on_host(step, lane_of(memory, SAVED), minimum_bytes=1 << 16, window_bytes=window)
+        step = offload.HostActivations(step, lane_of(memory, SAVED), minimum_bytes=1 << 16, window_bytes=window)
     if "params" in kinds:
-        step = offload.offloaded(step, lane_of(memory, PARAMETERS))
+        step = offload.Offloaded(step, lane_of(memory, PARAMETERS))
     return timed(lambda: step(state, batch, donate=True), memory)
 
 

@@ -24,8 +24,8 @@ from fppo.batch import Column, Experience, Prompts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -118,10 +118,10 @@ def ours(model: Any, params: Any, critic: Any, critic_params: Any, batch: Experi
     return {
         "log-probs": lambda: compute_log_probs(params, batch, forward=policy, micro_batching=cut),
         "values": lambda: compute_values(critic_params, batch, forward=value, micro_batching=cut),
-        "update actor": lambda: update_actor(
-            actor_state, batch, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer
+        "update actor": lambda: UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer)(
+            actor_state, batch
         ),
-        "update critic": lambda: update_critic(critic_state, batch, forward=value, loop=loop, optimizer=optimizer),
+        "update critic": lambda: UpdateCritic(forward=value, loop=loop, optimizer=optimizer)(critic_state, batch),
     }
 
 

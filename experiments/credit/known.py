@@ -24,12 +24,12 @@ from fppo.assembly.answers import right_answers
 from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import Passes, Program, RunState, StepRecord, policy_pass, stages, train, value_pass
+from fppo.pipeline import Passes, PolicyPass, Program, RunState, StepRecord, ValuePass, stages, train
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.train import Evaluation
 from fppo.pipeline.truth import Known, critic_truth, one_answer
 from fppo.rollout import EmbeddedEngine, Sampling
-from fppo.steps.popart import update_popart
+from fppo.steps.popart import UpdatePopart
 from fppo.steps.train_state import Scale
 from fppo.tree import replace
 
@@ -167,12 +167,12 @@ def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _
     if kind.reads == "confidence":
         state = s.init_state(s.init_confidence(key.fold("critic"), **shape), adam)
         read = partial(s.confidence_values, read=head.read)
-        return _Critic(state, confidence=read, update=partial(s.update_confidence, **how), **known)
+        return _Critic(state, confidence=read, update=s.UpdateConfidence(**how), **known)
     if kind.reads == "hidden":
         width = models.hidden_width(start.model)
         state = s.init_state(s.init_hidden(key.fold("critic"), width, **shape), adam)
         read = partial(s.hidden_values, read=head.read)
-        return _Critic(state, hidden=read, update=partial(s.update_hidden, **how), **known)
+        return _Critic(state, hidden=read, update=s.UpdateHidden(**how), **known)
     model, params = start.model, start.params
     if kind.width:
         model = quickstart.small_model(len(start.tokenizer), width=kind.width, layers=1)
@@ -180,10 +180,10 @@ def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _
     model, params = models.as_critic(model, params, key.fold("value head"), outputs=head.outputs)
     forward, state = s.Forward(model, read=head.read), s.init_state(params, adam)
     view = partial(data.with_truth, **truth) if kind.privileged else lambda rows: rows
-    update = partial(s.update_critic, forward=forward, view=view, **how)
+    update = s.UpdateCritic(forward=forward, view=view, **how)
     if kind.popart:
-        state, update = replace(state, scale=Scale()), partial(update_popart, update=update, rate=kind.popart)
-    return _Critic(state, partial(value_pass, forward=forward, micro_batching=micro, view=view), update=update)
+        state, update = replace(state, scale=Scale()), UpdatePopart(stage=update, rate=kind.popart)
+    return _Critic(state, ValuePass(forward=forward, micro_batching=micro, view=view), update=update)
 
 
 def _adam(lr: float, updates: int) -> s.Optimizer:
@@ -201,7 +201,7 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     critic = _critic(kind, start, key, own_loop, CUTS * kind.epochs * (steps + kind.pretrain))
     sampling = Sampling(n=1, max_tokens=TOKENS, stop_token_ids=(1,))
     engine = EmbeddedEngine(model=start.model, kernels=policy.kernels, pad_token_id=0)
-    pass_ = partial(policy_pass, forward=policy, micro_batching=micro)
+    pass_ = PolicyPass(forward=policy, micro_batching=micro)
     passes = Passes(
         policy=pass_,
         reference=pass_,
@@ -214,14 +214,14 @@ def found(start: Start, kind: Kind, key: Key, *, quick: bool) -> Found:
     known = Known(exact=partial(one_answer, answers=answers))
     score, peaks = partial(_score, tokenizer=tokenizer), list[float]()
     advantage = advantages.gae if kind.reads else advantages.reinforce_plus_plus
-    stage = partial(stages.estimate, advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads))
+    stage = stages.Estimate(advantage_fn=advantage, max_tokens=TOKENS, whiten=bool(kind.reads))
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(stages.annotate_by, passes=passes),
-        estimate=stages.leave_agreed(stage, share=kind.leave_agreed) if kind.leave_agreed else stage,
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(passes=passes),
+        estimate=stages.LeaveAgreed(stage, share=kind.leave_agreed) if kind.leave_agreed else stage,
         update_critic=critic.update and partial(_measured, update=critic.update, peaks=peaks),
-        update_actor=partial(s.update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
+        update_actor=s.UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
         pretrain=Pretrain(limit=kind.pretrain) if kind.pretrain else None,
     )
     curve, seconds, own, scores = list[tuple[int, float, float]](), list[float](), list[float](), list[float]()

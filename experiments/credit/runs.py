@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -20,7 +21,7 @@ from fppo import steps as s
 from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import Program, RunState, StepRecord, stages, train
+from fppo.pipeline import Program, RunState, StepRecord, local_passes, stages, train
 from fppo.rollout import EmbeddedEngine, Sampling
 
 HEADS = {
@@ -124,7 +125,7 @@ class _Critic(NamedTuple):
     """A critic before its first update, what computes its values, and its update."""
 
     state: s.TrainState | None = None
-    values: Any = None
+    passes: Mapping[str, Any] = MappingProxyType({})  # of `local_passes`
     update: Callable[..., Any] | None = None
 
 
@@ -132,13 +133,13 @@ def _critic(method: str, start: Start, key: Key, loop: s.Loop, adam: s.Optimizer
     if method not in CRITICS:
         return _Critic()
     if method == "confidence":
-        update = partial(s.update_confidence, loop=loop, optimizer=adam)
-        return _Critic(s.init_state(s.init_confidence(key), adam), s.confidence_values, update)
+        update = s.UpdateConfidence(loop=loop, optimizer=adam)
+        return _Critic(s.init_state(s.init_confidence(key), adam), {"confidence": s.confidence_values}, update)
     head = HEADS[method]()
     model, params = models.as_critic(start.model, start.params, key, outputs=head.outputs)
     values = s.Forward(model, read=head.read)
-    update = partial(s.update_critic, forward=values, loss_fn=head.loss_fn, loop=loop, optimizer=adam)
-    return _Critic(s.init_state(params, adam), values, update)
+    update = s.UpdateCritic(forward=values, loss_fn=head.loss_fn, loop=loop, optimizer=adam)
+    return _Critic(s.init_state(params, adam), {"critic": values}, update)
 
 
 def _score(rollout: Rollout, *, task: Task, tokenizer: PreTrainedTokenizerFast) -> tuple[Scored, dict[str, Any]]:
@@ -173,13 +174,13 @@ def curve_of(
     with_critic = partial(advantages.gae, lam=task.lam, critic_lam=1.0)
     advantage = with_critic if method in CRITICS else getattr(advantages, method)
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=partial(_score, task=task, tokenizer=start.tokenizer)),
-        annotate=partial(stages.annotate, forward=policy, critic=critic.values, micro_batching=MICRO),
-        estimate=partial(stages.estimate, advantage_fn=advantage, max_tokens=task.tokens, whiten=method not in GROUPED),
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=partial(_score, task=task, tokenizer=start.tokenizer)),
+        annotate=stages.Annotate(passes=local_passes(policy, micro_batching=MICRO, **critic.passes)),
+        estimate=stages.Estimate(advantage_fn=advantage, max_tokens=task.tokens, whiten=method not in GROUPED),
         update_critic=critic.update,
         critic_warmup=task.critic_first if method in CRITICS else 0,
-        update_actor=partial(s.update_actor, forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
+        update_actor=s.UpdateActor(forward=policy, loss_fn=losses.ppo_clip, loop=loop, optimizer=adam),
     )
 
     def observe(record: StepRecord) -> None:

@@ -19,8 +19,7 @@ from fppo.settings import files, old_log_probs
 from fppo.settings.placement import places_of, pools_of, threads_of
 from fppo.settings.sharing import sharing_hindrances
 from fppo.settings.train import TrainSettings
-from fppo.steps.forward import Forward
-from fppo.steps.packed import sharing_hindrance
+from fppo.steps.outputs import Forward
 from fppo_kernels.record import Kernels
 
 _WIDTH = 80
@@ -102,7 +101,7 @@ def sharing_lines(settings: TrainSettings, model: Model, kernels: Kernels) -> li
         return []
     of_settings = [f"{path} = {value!r} {why}" for path, value, why in sharing_hindrances(settings)]
     of_settings += ["model.graphs records passes over rows that share nothing"] * (settings.model.graphs is True)
-    why = next(iter(of_settings), None) or sharing_hindrance(Forward(model, kernels, share_prompts=False))
+    why = next(iter(of_settings), None) or Forward(model, kernels, share_prompts=False).sharing_hindrance()
     return [] if why is None else [_line("prompts", f"computed anew for each response: {why}")]
 
 

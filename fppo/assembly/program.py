@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -14,29 +15,21 @@ from fppo import advantages, losses
 from fppo.assembly.optimizers import optimizers_of, timeline_of
 from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
-from fppo.pipeline import stages
-from fppo.pipeline.draw import equal_groups, sample_groups, sample_saved, saving, truncated
+from fppo.pipeline.checks import SCREENED, screened
+from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
 from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads, whitens
-from fppo.pipeline.gap import watch_annotate, watch_update
-from fppo.pipeline.measure import with_mfu
-from fppo.pipeline.own import SCREENED, screened
+from fppo.pipeline.gap import WatchAnnotate, WatchUpdate
+from fppo.pipeline.measure import Measured
 from fppo.pipeline.passes import Passes, View
 from fppo.pipeline.pretrain import Pretrain
-from fppo.pipeline.program import (
-    AnnotateStage,
-    EstimateStage,
-    Program,
-    SampleStage,
-    ScoreStage,
-    Together,
-    UpdateStage,
-    sample_batch,
-)
+from fppo.pipeline.program import EstimateStage, Program, SampleBatch, SampleStage, Together, UpdateStage
+from fppo.pipeline.stages import Estimate, LeaveAgreed, LeaveDisputed, RollOut, ScoreFn
+from fppo.pipeline.wiring import wire
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout import saved
 from fppo.rollout.engine import Engine, Sampling
 from fppo.rollout.turns.engine import turn_metrics
-from fppo.runtime.offload import Lane, activations_on_host, offloaded
+from fppo.runtime.offload import HostActivations, Lane, Offloaded
 from fppo.settings import checks, files, old_log_probs
 from fppo.settings.component import bound, requires, takes, value_of
 from fppo.settings.critic import CriticSettings
@@ -44,13 +37,14 @@ from fppo.settings.modules import kernels_named
 from fppo.settings.rollout import FilterSettings
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, POLICY_LOSSES
 from fppo.settings.train import ActorSettings, TrainSettings
-from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, update_actor
-from fppo.steps.confidence import update_confidence
-from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward
-from fppo.steps.hidden import update_hidden
+from fppo.steps.actor import LossFn, PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.confidence import UpdateConfidence
+from fppo.steps.critic import UpdateCritic
+from fppo.steps.hidden import UpdateHidden
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.outputs import Forward
+from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import Params
 from fppo_kernels.record import Kernels
 
@@ -77,7 +71,7 @@ class Resources:
     device: torch.device  # of batches
     writes: bool  # whether this process is the one that writes rollouts
     runner: EarlyRewardRunner
-    score: stages.ScoreFn
+    score: ScoreFn
     advantage: Callable[[Mapping[str, float]], AdvantageFn]
 
 
@@ -120,45 +114,48 @@ def pretrain_of(settings: TrainSettings) -> Pretrain | None:
 
 
 def program_of(settings: TrainSettings, resources: Resources) -> Program:
-    """The stages of the settings' algorithm, bound."""
-    return Program(
-        rollout=partial(
-            stages.rollout_stage,
+    """The stages of the settings' algorithm."""
+    critic, estimate = settings.critic, _estimate(settings, resources)
+    program = wire(
+        rollout=RollOut(
             engine=resources.engine,
             sampling=resources.sampling,
             measure=() if settings.rollout.turns.respond is None else (turn_metrics,),
             make_on_finished=resources.runner.make_on_finished,
         ),
-        score=_score_stage(settings, resources),
-        annotate=_annotate_stage(settings, resources),
-        estimate=_estimate_stage(settings, resources),
+        score=resources.score,
+        passes=resources.passes,
+        estimate=estimate,
         update_critic=resources.update_critic,
         update_actor=resources.update_actor,
+        old_log_probs=old_log_probs.source(settings),
+        replay=settings.algorithm.router_replay,
+        together=resources.together,
+        check=False,  # `functions_of` has done it
+    )
+    stage: EstimateStage = LeaveAgreed(estimate, share=critic.leave_agreed) if critic.leave_agreed else estimate
+    stage = LeaveDisputed(stage, share=critic.leave_disputed) if critic.leave_disputed else stage
+    return attrs.evolve(
+        program,
+        annotate=_watched(WatchAnnotate, settings, program.annotate),
+        estimate=stage,
         sample=sample_of(settings, resources),
-        critic_warmup=settings.critic.warmup_steps if checks.uses_critic(settings) else 0,
+        critic_warmup=critic.warmup_steps if checks.uses_critic(settings) else 0,
         pretrain=pretrain_of(settings),
         steps=settings.steps,
-        freeze_critic=settings.critic.freeze,
-        together=resources.together,
+        freeze_critic=critic.freeze,
         hold=resources.hold,
         bring=resources.bring,
         interrupts=settings.rollout.interrupt > 0,
-        check=False,  # `functions_of` has done it
     )
 
 
-def _annotate_stage(settings: TrainSettings, resources: Resources) -> AnnotateStage:
-    annotate = partial(
-        stages.annotate_by,
-        passes=resources.passes,
-        old_log_probs=old_log_probs.source(settings),
-        sum_squared=_needs_squares(settings),
-        replay=settings.algorithm.router_replay,
-        together=resources.together,
-    )
-    if settings.rollout.gap == "off" or settings.rollout.from_ is not None:
-        return annotate
-    return watch_annotate(annotate, limit=_gap_limit(settings), then=settings.rollout.gap)
+def _watched(watch: Callable[..., Any], settings: TrainSettings, stage: Any) -> Any:
+    """The stage, which looks at the gap to the engine where the settings say so."""
+    then = settings.rollout.gap
+    if then == "off" or settings.rollout.from_ is not None:
+        return stage
+    return watch(stage=stage, limit=_gap_limit(settings), then=then)
 
 
 def _gap_limit(settings: TrainSettings) -> float:
@@ -189,7 +186,7 @@ def functions_of(
         if not check
         else screened(
             loss_fn=loss_fn,
-            advantage_fn=advantage({}),
+            advantage_fn=advantage({}) if ":" in section.advantage.name else None,
             kernels={op: getattr(kernels, op) for op in (*SCREENED, "gae")},
             group=settings.rollout.n,
             dtype=getattr(torch, model.compute_dtype),
@@ -202,12 +199,11 @@ def functions_of(
     return advantage
 
 
-def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateStage:
+def _estimate(settings: TrainSettings, resources: Resources) -> Estimate:
     algorithm = settings.algorithm
     kl = algorithm.kl
     advantage_fn = resources.advantage({term.name: term.weight for term in resources.runner.terms})
-    stage = partial(
-        stages.estimate,
+    return Estimate(
         advantage_fn=advantage_fn,
         max_tokens=resources.sampling.max_tokens,
         kl_in_reward=kl.coef > 0,
@@ -217,9 +213,6 @@ def _estimate_stage(settings: TrainSettings, resources: Resources) -> EstimateSt
         drop=_dropped(settings.rollout.filter),
         whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
-    agreed, disputed = settings.critic.leave_agreed, settings.critic.leave_disputed
-    stage = stages.leave_agreed(stage, share=agreed) if agreed else stage
-    return stages.leave_disputed(stage, share=disputed) if disputed else stage
 
 
 def _correction_of(settings: TrainSettings) -> Correct | None:
@@ -256,21 +249,14 @@ def sample_of(settings: TrainSettings, resources: Resources) -> SampleStage:
         routed = settings.algorithm.router_replay == "rollout"
         saved.check(Path(section.from_), until=settings.steps, rows=section.batch_size, routed=routed)
         place = Path(section.from_)
-        return partial(sample_saved, directory=place, vocabulary=resources.vocabulary, device=resources.device)
-    sample: SampleStage = sample_batch
+        return SampleSaved(directory=place, vocabulary=resources.vocabulary, device=resources.device)
+    sample: SampleStage = SampleBatch()
     if section.filter.groups:
         draws, by = section.filter.max_draws, section.filter.by
-        sample = partial(sample_groups, pad_token_id=resources.pad_token_id, max_draws=draws, by=by)
+        sample = SampleGroups(pad_token_id=resources.pad_token_id, max_draws=draws, by=by)
     if section.save and resources.writes:
-        return saving(sample, Path(settings.output_dir) / ROLLOUTS)
+        return Saving(stage=sample, directory=Path(settings.output_dir) / ROLLOUTS)
     return sample
-
-
-def _score_stage(settings: TrainSettings, resources: Resources) -> ScoreStage:
-    if not requires(settings.algorithm.advantage, ESTIMATORS, "baselines"):
-        return partial(stages.score_stage, score=resources.score)
-    greedy = attrs.evolve(resources.sampling, greedy=True, n=1)
-    return partial(stages.score_with_greedy, score=resources.score, engine=resources.engine, sampling=greedy)
 
 
 def _measured(
@@ -278,10 +264,10 @@ def _measured(
 ) -> UpdateStage:
     """The update with its rates as metrics, and with what the settings keep on the host."""
     if settings.model.offload_activations:
-        update = activations_on_host(update, lane)
+        update = HostActivations(update, lane)
     if offload_of(settings, role) == "all":
-        update = offloaded(update, lane)
-    return with_mfu(role, update, forward=forward, epochs=loop.epochs)
+        update = Offloaded(update, lane)
+    return Measured(stage=update, role=role, forward=forward, epochs=loop.epochs)
 
 
 def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
@@ -295,7 +281,9 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
     )
 
 
-def actor_update(settings: TrainSettings, forward: Forward, optimizer: Optimizer, lane: Lane) -> UpdateStage:
+def actor_update(
+    settings: TrainSettings, forward: Forward, optimizer: Optimizer, lane: Lane, record: Recorder | None
+) -> UpdateStage:
     """The policy's update. Raises ValueError for a loss of the user's that does not import."""
     actor, loop = settings.actor, loop_of(settings.actor, settings.rollout.batch_size)
     loop = attrs.evolve(loop, balance_rate=actor.experts.bias_rate, timeline=timeline_of(settings, "actor"))
@@ -311,33 +299,37 @@ def actor_update(settings: TrainSettings, forward: Forward, optimizer: Optimizer
         balance_coef=actor.experts.balance_coef,
         router_z_coef=actor.experts.z_coef,
     )
-    update = partial(
-        update_actor,
+    update = UpdateActor(
         forward=attrs.evolve(forward, replay=settings.algorithm.router_replay != "none"),
         loss_fn=policy_loss(actor),
         loop=loop,
         optimizer=optimizer,
         terms=terms,
         old_log_probs=source,
+        record=record,
     )
     measured = _measured("actor", update, settings, forward, loop, lane)
     drifts = loop.epochs > 1 or loop.mini_batch_size < settings.rollout.batch_size
-    if drifts or settings.rollout.gap == "off" or settings.rollout.from_ is not None:
-        return measured
-    return watch_update(measured, limit=_gap_limit(settings), then=settings.rollout.gap)
+    return measured if drifts else _watched(WatchUpdate, settings, measured)
 
 
 def critic_update(
-    settings: TrainSettings, forward: Forward | None, optimizer: Optimizer, lane: Lane, *, view: View
+    settings: TrainSettings,
+    forward: Forward | None,
+    optimizer: Optimizer,
+    lane: Lane,
+    *,
+    view: View,
+    record: Recorder | None,
 ) -> UpdateStage:
     """The update of the critic's model, which sees the `view` of a batch, or without a model of what it makes of the
     policy's confidence or of its hidden states."""
     loop, loss_fn = loop_of(settings.critic, settings.rollout.batch_size), value_head_of(settings).loss_fn
     loop = attrs.evolve(loop, timeline=timeline_of(settings, "critic"))
+    how = {"loop": loop, "optimizer": optimizer, "loss_fn": loss_fn}
     if forward is None:
-        update = update_hidden if settings.critic.reads == "hidden" else update_confidence
-        return partial(update, loop=loop, optimizer=optimizer, loss_fn=loss_fn)
-    update = partial(update_critic, forward=forward, loop=loop, optimizer=optimizer, loss_fn=loss_fn, view=view)
+        return UpdateHidden(**how) if settings.critic.reads == "hidden" else UpdateConfidence(**how)
+    update = UpdateCritic(forward=forward, view=view, record=record, **how)
     return _measured("critic", update, settings, forward, loop, lane)
 
 

@@ -37,13 +37,13 @@ from fppo.pipeline.passes import (
     Fetch,
     HiddenFn,
     Passes,
+    PolicyFn,
     PolicyPass,
     TruthSigns,
+    ValueFn,
     ValuePass,
     View,
     balance_of,
-    policy_pass,
-    value_pass,
 )
 from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
 from fppo.rollout.placed import Generate
@@ -53,13 +53,13 @@ from fppo.settings.checks_lora import critic_uses_lora, uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Clock
 from fppo.steps.confidence import confidence_values
-from fppo.steps.forward import Forward, TokenOutputs
 from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.outputs import Forward
 from fppo.steps.packed import Masks
-from fppo.steps.popart import update_popart
-from fppo.steps.recorded import graphs, records
+from fppo.steps.popart import UpdatePopart
+from fppo.steps.recorded import Recorder, graphs, records
 from fppo.steps.train_state import Scale, TrainState, init_state
 from fppo.tree import state
 from fppo.workers.imports import search
@@ -80,7 +80,7 @@ class Actor:
 
     state: TrainState
     update: UpdateStage
-    policy: PolicyPass
+    policy: PolicyFn
     balance: Callable[[Masks], Metrics]
     model: Model
 
@@ -90,7 +90,7 @@ class Reference:
     """The policy that it is compared with."""
 
     params: Params
-    policy: PolicyPass
+    policy: PolicyFn
     model: Model
 
 
@@ -100,7 +100,7 @@ class Critic:
 
     state: TrainState
     update: UpdateStage
-    values: ValuePass | None = None
+    values: ValueFn | None = None
     confidence: ConfidenceFn | None = None
     hidden: HiddenFn | None = None
     model: Model | None = None
@@ -112,11 +112,11 @@ def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) 
     model, params = load_policy(settings, here.mesh, here.device)
     optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
     forward, replay = _forward(here, settings, model, tools), settings.algorithm.router_replay == "rollout"
-    policy = _policy_pass(settings, attrs.evolve(forward, replay=replay))
+    record, fetch = _recorder(here, settings, model), _fetch(settings, "actor", tools.lane)
     return Actor(
         state=_state(params, optimizer, offload_of(settings, "actor")),
-        update=actor_update(settings, forward, optimizer, tools.lane),
-        policy=partial(policy, fetch=_fetch(settings, "actor", tools.lane)),
+        update=actor_update(settings, forward, optimizer, tools.lane, record),
+        policy=_policy_pass(settings, attrs.evolve(forward, replay=replay), fetch, record),
         balance=partial(balance_of, forward=forward),
         model=model,
     )
@@ -143,7 +143,7 @@ def make_reference(
     forward = attrs.evolve(_forward(here, settings, model, tools), replay=settings.algorithm.router_replay == "all")
     return Reference(
         params=to_host(params) if offload_of(settings, "ref") == "all" else params,
-        policy=partial(_policy_pass(settings, forward), fetch=_fetch(settings, "ref", tools.lane)),
+        policy=_policy_pass(settings, forward, _fetch(settings, "ref", tools.lane), _recorder(here, settings, model)),
         model=model,
     )
 
@@ -156,15 +156,16 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None,
     read = value_head_of(settings).read
     forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
     fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
-    values, view = partial(value_pass, micro_batching=micro_batching, fetch=fetch), _view(settings)
+    view, record = _view(settings), None if model is None else _recorder(here, settings, model)
     state = _state(params, optimizer, offload_of(settings, "critic"))
-    update, rate = critic_update(settings, forward, optimizer, tools.lane, view=view), settings.critic.popart
-    if rate:
-        state, update = tree.replace(state, scale=Scale()), partial(update_popart, update=update, rate=rate)
+    update = critic_update(settings, forward, optimizer, tools.lane, view=view, record=record)
+    if rate := settings.critic.popart:
+        state, update = tree.replace(state, scale=Scale()), UpdatePopart(stage=update, rate=rate)
+    how = {"micro_batching": micro_batching, "fetch": fetch, "view": view, "record": record}
     return Critic(
         state=state,
         update=update,
-        values=forward and partial(values, forward=forward, view=view),
+        values=None if forward is None else ValuePass(forward=forward, **how),
         confidence=partial(confidence_values, read=read) if settings.critic.reads == "confidence" else None,
         hidden=partial(hidden_values, read=read) if settings.critic.reads == "hidden" else None,
         model=model,
@@ -286,23 +287,33 @@ def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
 
 
 def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
-    recorded = settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
+    """What runs a model. Passes that are recorded share no prompts, unless the settings insist."""
+    share = settings.model.share_prompts
     return Forward(
         model,
-        kernels=tools.kernels,
-        mesh=here.mesh,
+        tools.kernels,
+        here.mesh,
         remove_padding=settings.model.remove_padding,
-        share_prompts=False if recorded and settings.model.share_prompts == "auto" else settings.model.share_prompts,
-        record=graphs(model, here.device) if recorded else None,
+        share_prompts=False if share == "auto" and _records(here, settings, model) else share,
     )
 
 
-def _policy_pass(settings: TrainSettings, forward: Forward) -> partial[TokenOutputs]:
-    return partial(
-        policy_pass,
+def _recorder(here: Here, settings: TrainSettings, model: Model) -> Recorder | None:
+    """Records passes as CUDA graphs where the settings say so, on a GPU, of a model that can be; None elsewhere."""
+    return graphs(model, here.device) if _records(here, settings, model) else None
+
+
+def _records(here: Here, settings: TrainSettings, model: Model) -> bool:
+    return settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
+
+
+def _policy_pass(settings: TrainSettings, forward: Forward, fetch: Fetch, record: Recorder | None) -> PolicyPass:
+    return PolicyPass(
         forward=forward,
         micro_batching=forward_micro_batching_of(settings),
         temperature=settings.rollout.temperature,
+        fetch=fetch,
+        record=record,
     )
 
 

@@ -130,8 +130,8 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
     return [(model, models.init_params(model, Key(0), torch.float64)) for model in built]
 
 
-def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """`update` on the ranks of a layout, as a function of the batch; the state comes back whole.
+def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
+    """The update on the ranks of a layout, as a function of the batch; the state comes back whole.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -166,18 +166,10 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
             balance_rate=0.1 if head == "lm" and model.buffers else 0.0,
         )
-        state, metrics = update(
-            init_state(models.own_params(model, params, mesh), optimizer),
-            _batch(example),
-            forward=Forward(
-                model,
-                mesh=mesh,
-                remove_padding=layout.remove_padding,
-                share_prompts="auto" if layout.share_prompts else False,
-            ),
-            loop=loop,
-            optimizer=optimizer,
-        )
+        share = "auto" if layout.share_prompts else False
+        forward = Forward(model, mesh=mesh, remove_padding=layout.remove_padding, share_prompts=share)
+        update = make(forward=forward, loop=loop, optimizer=optimizer)
+        state, metrics = update(init_state(models.own_params(model, params, mesh), optimizer), _batch(example))
         grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
         return _UpdateOutcome(grads, params, metrics)
 
@@ -290,7 +282,7 @@ def _laws(layouts: Sequence[Settings], each: int, seed: int) -> tuple[Law, ...]:
 
 
 def check_layout_fn(
-    update: Callable[..., Any],
+    make: Callable[..., Any],
     *,
     head: HeadKind = "lm",
     outputs: int = 1,
@@ -300,9 +292,9 @@ def check_layout_fn(
     seed: int = 0,
     name: str | None = None,
 ) -> None:
-    """Put a whole update through the laws of layouts: `laws.check_layout_fn(update_critic, head="value")`.
+    """Put a whole update through the laws of layouts: `laws.check_layout_fn(UpdateCritic, head="value")`.
 
-    `update` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
+    `make` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
     axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
     recomputed, all but their attention, or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks
     have all rows, ragged ones, some of one prompt, which passes compute once or not; the update shares them out, to
@@ -319,7 +311,7 @@ def check_layout_fn(
         for virtual in ((1, 2) if axes["pipeline"] == 2 else (1,))
     ]
     random.Random(seed).shuffle(layouts)  # so that small and large examples meet all kinds
-    run = _runner(update, head, outputs)
+    run = _runner(make, head, outputs)
     examples, seeds = partial(_of_prompts, tuple(modes)), max(3, len(modes))
     each = -(-len(layouts) // (len(SIZES) * seeds)) if each is None else each
     check(
@@ -328,7 +320,7 @@ def check_layout_fn(
         examples,
         sizes=SIZES,
         seeds=seeds,
-        name=name or fn_name(update),
+        name=name or fn_name(make),
     )
 
 
@@ -341,11 +333,11 @@ def check_layout(
     seed: int = 0,
     terms: PolicyTerms | None = None,
 ) -> None:
-    """Put `update_actor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
+    """Put `UpdateActor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
     bound; or it is a `SelectiveLoss`. `terms` None are of each kind, those of routers with choices replayed or not.
     See `check_layout_fn`. Takes some tens of seconds.
     """
-    update, name = _actor_update(loss_fn, terms)
-    check_layout_fn(update, modes=modes, max_ranks=max_ranks, each=each, seed=seed, name=name)
+    make, name = _actor_update(loss_fn, terms)
+    check_layout_fn(make, modes=modes, max_ranks=max_ranks, each=each, seed=seed, name=name)

@@ -40,8 +40,8 @@ class _UpdateOutcome(NamedTuple):
 Run = Callable[["Experience", str, int | None, int | None, bool], _UpdateOutcome]
 
 
-def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """`update` of one tiny Qwen2 in float64, as a function of the batch and of how it is cut.
+def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
+    """The update of one tiny Qwen2 in float64, as a function of the batch and of how it is cut.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -80,7 +80,7 @@ def _runner(update: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run
             horizon=HORIZON if mode == "seq-mean-token-sum-norm" else None,
         )
         forward = attrs.evolve(packed, remove_padding=remove_padding)
-        state, metrics = update(init_state(params, optimizer), batch, forward=forward, loop=loop, optimizer=optimizer)
+        state, metrics = make(forward=forward, loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch)
         return _UpdateOutcome(state.opt.mu, state.params, metrics)
 
     return run
@@ -242,24 +242,24 @@ _LAWS = (
 
 
 def check_update_fn(
-    update: Callable[..., Any],
+    make: Callable[..., Any],
     *,
     head: HeadKind = "lm",
     outputs: int = 1,
     modes: Sequence[str] = MODES,
     name: str | None = None,
 ) -> None:
-    """Put a whole update through its laws: `laws.check_update_fn(update_critic, head="value")`.
+    """Put a whole update through its laws: `laws.check_update_fn(UpdateCritic, head="value")`.
 
-    `update(state, batch, *, forward, loop, optimizer)` returns (TrainState, Metrics); bind everything else with
-    functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a "value" head of so many
-    `outputs`, on one mini-batch. For every weight mode in `modes`
-    the whole gradient tree, the new parameters and the metrics must be finite and the same for any split into
-    micro-batches, order of rows and padding width, packed or padded. LawViolation for the first law that fails.
+    `make(*, forward, loop, optimizer)` gives the update, and `update(state, batch)` returns (TrainState, Metrics); bind
+    everything else with functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a
+    "value" head of so many `outputs`, on one mini-batch. For every weight mode in `modes` the whole gradient tree, the
+    new parameters and the metrics must be finite and the same for any split into micro-batches, order of rows and
+    padding width, packed or padded. LawViolation for the first law that fails.
     """
-    run = _remembered(_runner(update, head, outputs))
+    run = _remembered(_runner(make, head, outputs))
     examples = partial(_example, tuple(modes))
-    check(run, _LAWS, examples, sizes=SIZES, seeds=max(3, len(modes)), name=name or fn_name(update))
+    check(run, _LAWS, examples, sizes=SIZES, seeds=max(3, len(modes)), name=name or fn_name(make))
 
 
 def check_update(
@@ -268,39 +268,44 @@ def check_update(
     modes: Sequence[str] = MODES,
     terms: PolicyTerms | None = None,
 ) -> None:
-    """Put `update_actor` with a policy loss through the laws of updates: `laws.check_update(my_loss)`.
+    """Put `UpdateActor` with a policy loss through the laws of updates: `laws.check_update(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
     bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_update_fn` for what must hold;
     `check_policy_loss` has the laws of the loss alone, with smaller counter-examples. Takes some seconds.
     """
-    update, name = _actor_update(loss_fn, terms)
-    check_update_fn(update, modes=modes, name=name)
+    make, name = _actor_update(loss_fn, terms)
+    check_update_fn(make, modes=modes, name=name)
 
 
 def _actor_update(
     loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss, terms: PolicyTerms | None
 ) -> tuple[Callable[..., Any], str]:
-    """`update_actor` with the loss, and what messages call it. `terms` None have the losses of routers where a model
+    """`UpdateActor` with the loss, and what messages call it. `terms` None have the losses of routers where a model
     has any, and choices that are replayed if there is an even number of rows."""
     from fppo import tree
-    from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+    from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
 
-    name = fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)
+    name = f"UpdateActor with {fn_name(loss_fn.loss_fn if isinstance(loss_fn, SelectiveLoss) else loss_fn)}"
     if terms is not None:
-        return partial(update_actor, loss_fn=loss_fn, terms=terms), f"update_actor with {name}"
+        return partial(UpdateActor, loss_fn=loss_fn, terms=terms), name
     every = PolicyTerms(temperature=0.9, entropy_coef=0.01, kl_coef=0.1, nll_coef=0.2)
 
-    def update(state: Any, batch: Experience, *, forward: Forward, loop: Loop, optimizer: Optimizer) -> Any:
-        own, routers = every, forward.model.routers
-        if routers:
+    def make(*, forward: Forward, loop: Loop, optimizer: Optimizer) -> Callable[..., Any]:
+        routers = forward.model.routers
+        own = UpdateActor(forward=forward, loss_fn=loss_fn, loop=loop, optimizer=optimizer, terms=every)
+        if not routers:
+            return own
+
+        def update(state: Any, batch: Experience) -> Any:
             again = len(batch.tokens) % 2 == 0
-            own = attrs.evolve(every, router_z_coef=0.05, balance_coef=0.2 * again)
+            terms = attrs.evolve(every, router_z_coef=0.05, balance_coef=0.2 * again)
             chosen = (
                 batch.tokens[..., None, None] + torch.arange(len(routers))[:, None] + torch.arange(routers[0].chosen)
             )
             batch = tree.replace(batch, routed=(chosen % routers[0].experts).to(torch.uint8)) if again else batch
-            forward = attrs.evolve(forward, replay=again)
-        return update_actor(state, batch, forward=forward, loss_fn=loss_fn, loop=loop, optimizer=optimizer, terms=own)
+            return attrs.evolve(own, forward=attrs.evolve(forward, replay=again), terms=terms)(state, batch)
 
-    return update, f"update_actor with {name}"
+        return update
+
+    return make, name

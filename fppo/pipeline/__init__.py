@@ -7,37 +7,37 @@ Begin with `step.ppo_step` and `wiring.pieces`; `stages` has the stages, `estima
 
 from fppo.pipeline.estimators import OfRows
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.passes import Passes, policy_pass, value_pass
-from fppo.pipeline.program import Draw, Program, RunState, in_turn, sample_batch
-from fppo.pipeline.stages import annotate, annotate_by, estimate, rollout_stage, score_stage, score_with_greedy
+from fppo.pipeline.passes import Passes, PolicyPass, ValuePass, local_passes
+from fppo.pipeline.program import Draw, Program, RunState, SampleBatch, in_turn
+from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreWithGreedy
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.waiting import Waiting
 from fppo.pipeline.wiring import Pieces, pieces
 
 __all__ = [
+    "Annotate",
     "Draw",
+    "Estimate",
     "Evaluation",
     "OfRows",
     "Passes",
     "Pieces",
+    "PolicyPass",
     "Program",
+    "RollOut",
     "RunState",
+    "SampleBatch",
+    "Score",
+    "ScoreWithGreedy",
     "StepRecord",
+    "ValuePass",
     "Waiting",
-    "annotate",
-    "annotate_by",
-    "estimate",
     "evaluate",
     "in_turn",
     "iterate",
+    "local_passes",
     "pieces",
-    "policy_pass",
     "ppo_step",
-    "rollout_stage",
-    "sample_batch",
-    "score_stage",
-    "score_with_greedy",
     "train",
-    "value_pass",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -21,86 +22,86 @@ from fppo.tree import replace
 SCORE = "score"
 
 
-def sample_groups(
-    run: RunState,
-    *,
-    draw: Draw,
-    rollout: RolloutStage,
-    score: ScoreStage,
-    pad_token_id: int,
-    max_draws: int = 10,
-    by: str = SCORE,
-) -> tuple[Scored, DataCursor, Metrics]:
-    """Sample as many prompts as one draw has, none with responses of equal score (DAPO, arXiv:2503.14476, 3.2).
+@attrs.frozen(kw_only=True)
+class SampleGroups:
+    """Samples as many prompts as one draw has, none with responses of equal score (DAPO, arXiv:2503.14476, 3.2).
 
     Such groups (`equal_groups`) have nothing to compare; they are dropped, and prompts are drawn again, up to
     `max_draws` times in all. What is missing then is filled up with dropped groups, for `equal_groups` to leave out of
     the loss. Groups stand in the order of their draws; those too many are dropped as well, the last first. `by` names
     the score that is compared, a part of the reward or "score".
     """
-    key, cursor = run.key.fold("step", run.step), run.cursor
-    kept: list[Scored] = []
-    spare: list[Scored] = []
-    reports: list[Metrics] = []
-    wanted, drawn, good = 0, 0, 0
-    for number in range(max_draws):
-        prompts, cursor = draw(cursor)
-        count = len(prompts.tokens)
-        wanted = wanted or count
-        place = key.fold("rollout") if number == 0 else key.fold("refill", number)
-        prompts = replace(prompts, row_ids=prompts.row_ids + number * wanted)  # unique over the draws
-        scored, report = roll_out(
-            prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
-        )
-        reports.append(report)
-        equal = equal_groups(scored, by=by)
-        kept.append(batches.rows(scored, ~equal))
-        spare.append(batches.rows(scored, equal))
-        drawn, good = drawn + count, good + int((~equal).sum()) * count // len(equal)
-        if good >= wanted:
-            break
-    rows = wanted * (len(equal) // count)
-    # groups lie together, and draws in order: the first rows are whole groups
-    chosen = batches.rows(concat([*kept, *spare], pad_token_id), range(rows))
-    counts = {
-        "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
-        "rollout/groups/draws": metrics.total(len(reports)),
-        "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
-    }
-    return chosen, cursor, metrics.merge(*reports) | counts
 
+    pad_token_id: int
+    max_draws: int = 10
+    by: str = SCORE
 
-def sample_saved(
-    run: RunState,
-    *,
-    draw: Draw,
-    rollout: RolloutStage,
-    score: ScoreStage,
-    directory: Path,
-    vocabulary: int,
-    device: torch.device,
-) -> tuple[Scored, DataCursor, Metrics]:
-    """The rollout that `directory` holds for this step, on the device, scored. It draws no prompts; the cursor stays.
-
-    Raises ValueError for tokens that a model of so large a `vocabulary` does not know.
-    """
-    del draw, rollout
-    responses = saved.read(directory, run.step + 1, device, vocabulary=vocabulary)
-    scored, report = timed("reward", score)(responses, params=run.actor.params, prompts=None)
-    return scored, run.cursor, report
-
-
-def saving(sample: SampleStage, directory: Path) -> SampleStage:
-    """`sample`, which writes every rollout to `directory` too."""
-
-    def sample_and_save(
-        run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    def __call__(
+        self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
     ) -> tuple[Scored, DataCursor, Metrics]:
-        scored, cursor, report = sample(run, draw=draw, rollout=rollout, score=score)
-        saved.write(scored, directory, run.step + 1)
-        return scored, cursor, report
+        key, cursor = run.key.fold("step", run.step), run.cursor
+        kept: list[Scored] = []
+        spare: list[Scored] = []
+        reports: list[Metrics] = []
+        wanted, drawn, good = 0, 0, 0
+        for number in range(self.max_draws):
+            prompts, cursor = draw(cursor)
+            count = len(prompts.tokens)
+            wanted = wanted or count
+            place = key.fold("rollout") if number == 0 else key.fold("refill", number)
+            prompts = replace(prompts, row_ids=prompts.row_ids + number * wanted)  # unique over the draws
+            scored, report = roll_out(
+                prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
+            )
+            reports.append(report)
+            equal = equal_groups(scored, by=self.by)
+            kept.append(batches.rows(scored, ~equal))
+            spare.append(batches.rows(scored, equal))
+            drawn, good = drawn + count, good + int((~equal).sum()) * count // len(equal)
+            if good >= wanted:
+                break
+        rows = wanted * (len(equal) // count)
+        # groups lie together, and draws in order: the first rows are whole groups
+        chosen = batches.rows(concat([*kept, *spare], self.pad_token_id), range(rows))
+        counts = {
+            "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
+            "rollout/groups/draws": metrics.total(len(reports)),
+            "rollout/groups/filled": metrics.mean(float(max(wanted - good, 0)), float(wanted)),
+        }
+        return chosen, cursor, metrics.merge(*reports) | counts
 
-    return sample_and_save
+
+@attrs.frozen(kw_only=True)
+class SampleSaved:
+    """Reads the rollout that `directory` holds for a step, to the device, and scores it. It draws no prompts; the
+    cursor stays. Tokens that a model of so large a `vocabulary` does not know are a ValueError."""
+
+    directory: Path
+    vocabulary: int
+    device: torch.device
+
+    def __call__(
+        self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]:
+        del draw, rollout
+        responses = saved.read(self.directory, run.step + 1, self.device, vocabulary=self.vocabulary)
+        scored, report = timed("reward", score)(responses, params=run.actor.params, prompts=None)
+        return scored, run.cursor, report
+
+
+@attrs.frozen(kw_only=True)
+class Saving:
+    """Samples by another stage, and writes every rollout to `directory` too."""
+
+    stage: SampleStage
+    directory: Path
+
+    def __call__(
+        self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]:
+        scored, cursor, report = self.stage(run, draw=draw, rollout=rollout, score=score)
+        saved.write(scored, self.directory, run.step + 1)
+        return scored, cursor, report
 
 
 def equal_groups(rows: Scored | Annotated, *, by: str = SCORE) -> Tensor:

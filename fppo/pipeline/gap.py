@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Literal
 
+import attrs
 from torch import Tensor
 
 from fppo import batch as batches
@@ -55,33 +55,37 @@ def of_engine(
     return ("engine", rows.rollout_log_probs, report) if alike else ("pass", log_probs(rows), report)
 
 
-def watch_annotate(annotate: AnnotateStage, *, limit: float, then: Then) -> AnnotateStage:
-    """`annotate`, which warns or ends the run where on-policy rows were sampled from other probabilities.
+@attrs.frozen(kw_only=True)
+class WatchAnnotate:
+    """Annotates by another stage, and warns or ends the run where on-policy rows were sampled from other probabilities.
 
     The gap is the KL divergence of the engine's policy from the trainer's, in nats per token (k3,
     http://joschu.net/blog/kl-approx.html), if a pass measures it here. Rows that an earlier policy sampled are passed
     over. The stage raises ValueError to end the run, on all ranks alike.
     """
 
-    @functools.wraps(annotate)
-    def watched(scored: Scored, run: RunState) -> tuple[Annotated, Metrics]:
-        annotated, report = annotate(scored, run)
-        _look(report, scored, run.actor.step, limit, then)
+    stage: AnnotateStage
+    limit: float
+    then: Then
+
+    def __call__(self, scored: Scored, run: RunState) -> tuple[Annotated, Metrics]:
+        annotated, report = self.stage(scored, run)
+        _look(report, scored, run.actor.step, self.limit, self.then)
         return annotated, report
 
-    return watched
 
+@attrs.frozen(kw_only=True)
+class WatchUpdate:
+    """Watches the gap that an actor's update of one optimizer step measures, as `WatchAnnotate` does."""
 
-def watch_update(update: UpdateStage, *, limit: float, then: Then) -> UpdateStage:
-    """Watch the gap that an actor's update of one optimizer step measures, as `watch_annotate` does."""
+    stage: UpdateStage
+    limit: float
+    then: Then
 
-    @functools.wraps(update)
-    def watched(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
-        after, report = update(state, batch, key=key, donate=donate)
-        _look(report, batch, state.step, limit, then)
+    def __call__(self, state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
+        after, report = self.stage(state, batch, key=key, donate=donate)
+        _look(report, batch, state.step, self.limit, self.then)
         return after, report
-
-    return watched
 
 
 def _look(report: Metrics, rows: Scored, version: int, limit: float, then: Then) -> None:

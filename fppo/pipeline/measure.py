@@ -5,8 +5,8 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
-from functools import wraps
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -20,38 +20,43 @@ from fppo.pipeline.program import UpdateStage
 from fppo.pipeline.timing import now
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, ranks_on
 from fppo.runtime.watch import Traffic
-from fppo.steps.forward import Forward, row_lengths
+from fppo.steps.forward import row_lengths
+from fppo.steps.outputs import Forward
 from fppo.steps.train_state import TrainState
 
 GIB = 1024**3
 
 
-def with_mfu(role: str, update: UpdateStage, *, forward: Forward, epochs: int) -> UpdateStage:
-    """The update, with the FLOPs per second that its model's arithmetic needs, and their share of the device's peak.
+@attrs.frozen(kw_only=True)
+class Measured:
+    """Updates by another stage, and reports the FLOPs per second that its model's arithmetic needs, and their share of
+    the device's peak.
 
     Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
     nothing, nan, where the peak is unknown. Both count what is computed: tokens that rows share once.
     """
 
-    @wraps(update)
-    def wrapped(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
-        lengths, heads = row_lengths(batch), int(batch.response_mask.sum())
+    stage: UpdateStage
+    role: str
+    forward: Forward
+    epochs: int
+
+    def __call__(self, state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
+        lengths, heads, role = row_lengths(batch), int(batch.response_mask.sum()), self.role
         start = now()
-        after, report = update(state, batch, key=key, donate=donate)
+        after, report = self.stage(state, batch, key=key, donate=donate)
         seconds = now() - start
         saved = report.get(f"perf/shared_flops/{role}", metrics.mean(0.0))
         assert isinstance(saved, metrics.Mean)
-        needed = epochs * flops.train_flops(forward.model, lengths, head_tokens=heads)
+        needed = self.epochs * flops.train_flops(self.forward.model, lengths, head_tokens=heads)
         needed *= 1.0 - (saved.total / saved.count).item()
-        done = needed / ranks_on(forward.mesh, AXES)
+        done = needed / ranks_on(self.forward.mesh, AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {
             f"perf/tflops/{role}": metrics.mean(done / seconds / 1e12),
             f"perf/mfu/{role}": metrics.mean(share or 0.0, float(share is not None)),
         }
         return after, report | rates
-
-    return wrapped
 
 
 def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:

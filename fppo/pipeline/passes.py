@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from functools import partial
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import attrs
 from torch import Tensor
@@ -14,14 +15,20 @@ from fppo.advantages import disagreement
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, Mesh, place_on, ranks_on
 from fppo.runtime.offload import OnHost
-from fppo.steps.forward import Forward, Rows, TokenOutputs, compute_outputs, compute_values
+from fppo.steps.critic import as_it_is
+from fppo.steps.forward import compute_outputs, compute_values
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.outputs import Forward, Rows, TokenOutputs
 from fppo.steps.packed import Masks, masks_of, worth
 from fppo.steps.ranks import collect, imbalance, shares
+from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import Params
 
 R = TypeVar("R", bound=Rows)
+PolicyFn = Callable[..., TokenOutputs]  # of parameters, rows and `outputs`: these outputs, [B, T] each
+ValueFn = Callable[[Params, Rows], Tensor]  # of a critic's parameters and rows: its values [B, T]
 Role = Literal["actor", "ref", "critic"]
+RouterReplay = Literal["none", "rollout", "old_log_probs", "all"]
 View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
 Fetch = Callable[[Params], Params | OnHost]  # how a pass gets at parameters
 ConfidenceFn = Callable[[Params, Tensor, Tensor, Tensor, Tensor | None], Tensor]  # `steps.confidence_values`
@@ -29,25 +36,13 @@ HiddenFn = Callable[[Params, Tensor, Tensor, Tensor | None], Tensor]  # `steps.h
 TruthSigns = Callable[[Any], Tensor]  # of rows: `data.truth_signs`
 
 
-class PolicyPass(Protocol):
-    """What a policy says of rows: these `outputs`, [B, T] each."""
-
-    def __call__(self, params: Params, rows: Rows, *, outputs: Sequence[str]) -> TokenOutputs: ...
-
-
-class ValuePass(Protocol):
-    """A critic's values of rows [B, T]."""
-
-    def __call__(self, params: Params, rows: Rows) -> Tensor: ...
-
-
 @attrs.frozen(kw_only=True)
 class Passes:
     """The passes over a batch. All ranks of a pass have all rows, compute a share each, and have all results."""
 
-    policy: PolicyPass
-    reference: PolicyPass
-    values: ValuePass | None = None  # of a critic that is a model
+    policy: PolicyFn
+    reference: PolicyFn
+    values: ValueFn | None = None  # of a critic that is a model
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it,
     truth_signs: TruthSigns | None = None  # and how responses agree with the truth
@@ -80,42 +75,81 @@ def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOut
     return ReadValues(*each, signs)
 
 
-def policy_pass(
-    params: Params,
-    rows: Rows,
+def as_they_are(params: Params) -> Params | OnHost:
+    """The parameters as a pass gets at them: where they are."""
+    return params
+
+
+@attrs.frozen(kw_only=True)
+class PolicyPass:
+    """Computes what a policy says of rows. `fetch` gets at its parameters; `record` runs passes of few tokens on a GPU
+    by one launch each."""
+
+    forward: Forward
+    micro_batching: MicroBatching
+    temperature: float = 1.0
+    fetch: Fetch = as_they_are
+    record: Recorder | None = None
+
+    def __call__(self, params: Params, rows: Rows, *, outputs: Sequence[str]) -> TokenOutputs:
+        """These outputs of all rows, [B, T] each."""
+        share = share_of(rows, self.forward)
+        out = compute_outputs(
+            self.fetch(params),
+            share.own,
+            forward=self.forward,
+            micro_batching=self.micro_batching,
+            outputs=outputs,
+            temperature=self.temperature,
+            record=self.record,
+        )
+        columns = {name: share.collected(x) for name, x in out._asdict().items() if x is not None}
+        return TokenOutputs()._replace(**columns)
+
+
+@attrs.frozen(kw_only=True)
+class ValuePass:
+    """Computes a critic's values of what `view` makes of the rows for it, such as `data.with_truth`."""
+
+    forward: Forward
+    micro_batching: MicroBatching
+    fetch: Fetch = as_they_are
+    view: View = as_it_is
+    record: Recorder | None = None
+
+    def __call__(self, params: Params, rows: Rows) -> Tensor:
+        """The values of all rows [B, T]."""
+        share, forward = share_of(self.view(rows), self.forward), self.forward
+        given = {"forward": forward, "micro_batching": self.micro_batching, "record": self.record}
+        return share.collected(compute_values(self.fetch(params), share.own, **given))
+
+
+def local_passes(
+    policy: Forward,
+    critic: Forward | None = None,
     *,
-    outputs: Sequence[str],
-    forward: Forward,
+    confidence: ConfidenceFn | None = None,
     micro_batching: MicroBatching,
     temperature: float = 1.0,
-    fetch: Fetch = lambda params: params,
-) -> TokenOutputs:
-    """A `PolicyPass`."""
-    share = share_of(rows, forward)
-    out = compute_outputs(
-        fetch(params),
-        share.own,
-        forward=forward,
-        micro_batching=micro_batching,
-        outputs=outputs,
-        temperature=temperature,
+    replay: RouterReplay = "none",
+    fetch: Callable[[Role, Params], Params | OnHost] = lambda role, params: params,
+) -> Passes:
+    """The passes of models in this process: of a policy and its reference, and of a critic that is a model, or that
+    reads the policy's `confidence`. `fetch` is how the passes get at a role's parameters."""
+
+    def of_policy(role: Role, replayed: RouterReplay) -> PolicyPass:
+        forward = attrs.evolve(policy, replay=replay == replayed)
+        given = {"micro_batching": micro_batching, "temperature": temperature}
+        return PolicyPass(forward=forward, fetch=partial(fetch, role), **given)
+
+    of_critic = {"micro_batching": micro_batching, "fetch": partial(fetch, "critic")}
+    return Passes(
+        policy=of_policy("actor", "rollout"),
+        reference=of_policy("ref", "all"),
+        values=None if critic is None else ValuePass(forward=critic, **of_critic),
+        confidence=confidence,
+        balance=partial(balance_of, forward=policy),
     )
-    columns = {name: share.collected(x) for name, x in out._asdict().items() if x is not None}
-    return TokenOutputs()._replace(**columns)
-
-
-def value_pass(
-    params: Params,
-    rows: Rows,
-    *,
-    forward: Forward,
-    micro_batching: MicroBatching,
-    fetch: Fetch = lambda params: params,
-    view: View = lambda rows: rows,
-) -> Tensor:
-    """A `ValuePass`, of what `view` makes of the rows for the critic, such as `data.with_truth`."""
-    share = share_of(view(rows), forward)
-    return share.collected(compute_values(fetch(params), share.own, forward=forward, micro_batching=micro_batching))
 
 
 class Share(NamedTuple, Generic[R]):

@@ -13,7 +13,7 @@ from fppo.data.cursor import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
-from fppo.pipeline.own import check_stages
+from fppo.pipeline.checks import check_stages
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.timing import timed
 from fppo.pipeline.waiting import Waiting
@@ -54,7 +54,10 @@ Together = Callable[[Work], dict[str, Any]]
 
 def in_turn(work: Work) -> dict[str, Any]:
     """What each of these gives, one after the other. Any other order, or all at once, gives the same."""
-    return {name: do() for name, do in work.items()}
+    done = {}
+    for name, do in work.items():
+        done[name] = do()
+    return done
 
 
 class RolloutStage(Protocol):
@@ -110,14 +113,18 @@ def roll_out(
     return scored, metrics.merge(generated, judged)
 
 
-def sample_batch(
-    run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
-) -> tuple[Scored, DataCursor, Metrics]:
-    """One draw of prompts, rolled out and scored."""
-    prompts, cursor = draw(run.cursor)
-    key = run.key.fold("step", run.step).fold("rollout")
-    scored, report = roll_out(prompts, run.actor.params, key=key, version=run.actor.step, rollout=rollout, score=score)
-    return scored, cursor, report
+@attrs.frozen
+class SampleBatch:
+    """Makes a batch of one draw of prompts, rolled out and scored."""
+
+    def __call__(
+        self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
+    ) -> tuple[Scored, DataCursor, Metrics]:
+        prompts, cursor = draw(run.cursor)
+        key, actor = run.key.fold("step", run.step).fold("rollout"), run.actor
+        how = {"key": key, "version": actor.step, "rollout": rollout, "score": score}
+        scored, report = roll_out(prompts, actor.params, **how)
+        return scored, cursor, report
 
 
 def _nothing(params: Params) -> None:
@@ -128,8 +135,8 @@ def _nothing(params: Params) -> None:
 class Program:
     """The stages of a step, bound to models, kernels, mesh and scalars. A script may swap any.
 
-    Losses, estimators and kernels of one's own that are bound to the stages by functools.partial are put through the
-    laws that take no time (`laws.screen_policy_loss` and the like), unless `check` is False. Raises LawViolation.
+    Losses, estimators and kernels of one's own that are fields of the stages are put through the laws that take no time
+    (`laws.screen_policy_loss` and the like), unless `check` is False. Raises LawViolation.
     """
 
     rollout: RolloutStage
@@ -138,7 +145,7 @@ class Program:
     estimate: EstimateStage
     update_actor: UpdateStage
     update_critic: UpdateStage | None = None
-    sample: SampleStage = sample_batch
+    sample: SampleStage = attrs.field(factory=SampleBatch)
     critic_warmup: int = 0  # steps at the start that train the critic alone
     pretrain: Pretrain | None = None  # in their place, steps at the start as long as they help
     steps: int | None = None  # of the run in all, for states with a clock (`steps.clock`)

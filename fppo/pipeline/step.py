@@ -13,7 +13,7 @@ from fppo._errors import RunFailed
 from fppo.batch import Experience, Scored
 from fppo.data.cursor import DataCursor
 from fppo.metrics import Metrics
-from fppo.pipeline.agreement import problems
+from fppo.pipeline.checks import disagreements
 from fppo.pipeline.pretrain import pretrain
 from fppo.pipeline.program import Draw, Program, RunState
 from fppo.pipeline.timing import timed
@@ -34,11 +34,11 @@ def ppo_step(
     up the memory of `run`'s actor and critic. rollout/lag is how many updates the policy has had since it sampled.
 
     Raises ValueError for a run with a critic whose program never updates it, for one of `program.pretrain` and
-    `run.pretraining` without the other, for stages that are bound to what does not
-    go together (`agreement.problems`), and RunFailed, which is one too, where all of a model's first updates were
-    skipped.
+    `run.pretraining` without the other, for stages with fields that do not go together (`checks.disagreements`), and
+    RunFailed, which is one too, where all of a model's first updates were skipped.
     """
-    if wrong := problems(program):
+    stages = {name: getattr(program, name) for name in ("rollout", "annotate", "estimate", "update_actor")}
+    if wrong := disagreements(**stages):
         raise ValueError("\n".join(wrong))
     if run.critic is not None and program.update_critic is None:
         raise ValueError("the run has a critic, but the program has no update_critic: it would never learn")

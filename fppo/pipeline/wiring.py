@@ -11,23 +11,24 @@ from fppo import advantages, data, losses, models, rewards
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import stages
 from fppo.pipeline.estimators import Estimator, name_of, reads, whitens
-from fppo.pipeline.program import AnnotateStage, Draw, EstimateStage, Program, RunState, ScoreStage
+from fppo.pipeline.passes import Passes, RouterReplay, local_passes
+from fppo.pipeline.program import Draw, Program, RunState, Together, UpdateStage, in_turn
+from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreFn, ScoreWithGreedy
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward
+from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
+from fppo.steps.outputs import Forward
 from fppo.steps.train_state import init_state
 
 
 @attrs.frozen(kw_only=True)
 class Pieces:
-    """What a run is made of. The stages of `program` are `functools.partial`: `attrs.evolve(program, update_actor=
-    partial(program.update_actor, loss_fn=mine))` changes one keyword of one, and a function of one's own takes the
+    """What a run is made of. The stages of `program` are frozen values: `attrs.evolve(program, update_actor=
+    attrs.evolve(program.update_actor, loss_fn=mine))` changes one field of one, and a function of one's own takes the
     place of a stage in the same way."""
 
     run: RunState  # before its first step
@@ -38,7 +39,7 @@ class Pieces:
     engine: EmbeddedEngine
     sampling: Sampling
     runner: rewards.RewardRunner  # whose processes end with this one, or when it is closed
-    score: stages.ScoreFn
+    score: ScoreFn
 
 
 def pieces(
@@ -77,17 +78,19 @@ def pieces(
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=prompts.pad_token_id)
     runner = rewards.RewardRunner(reward)
     score = partial(rewards.score, reward=runner, tokenizer=tokenizer)
-    terms, shared = PolicyTerms(temperature=sampling.temperature), {"loop": loop, "optimizer": optimizer}
+    terms, micro_batching = PolicyTerms(temperature=sampling.temperature), loop.micro_batching
+    shared = {"loop": loop, "optimizer": optimizer}
+    program = wire(
+        rollout=RollOut(engine=engine, sampling=sampling),
+        score=score,
+        passes=local_passes(forward, critic, micro_batching=micro_batching, temperature=sampling.temperature),
+        estimate=Estimate(advantage_fn=advantage, max_tokens=sampling.max_tokens, whiten=whitens(advantage)),
+        update_actor=UpdateActor(forward=forward, loss_fn=losses.ppo_clip, terms=terms, **shared),
+        update_critic=critic and UpdateCritic(forward=critic, **shared),
+    )
     return Pieces(
         run=RunState(actor=init_state(params, optimizer), critic=critic_state, key=key),
-        program=Program(
-            rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-            score=_score_stage(score, engine, sampling, advantage),
-            annotate=_annotate_stage(forward, critic, sampling, loop, advantage),
-            estimate=_estimate_stage(sampling, advantage),
-            update_actor=partial(update_actor, forward=forward, loss_fn=losses.ppo_clip, terms=terms, **shared),
-            update_critic=critic and partial(update_critic, forward=critic, **shared),
-        ),
+        program=program,
         draw=partial(data.next_batch, prompts, size=batch_size // sampling.n, key=key.fold("data")),
         policy=forward,
         critic=critic,
@@ -98,32 +101,41 @@ def pieces(
     )
 
 
-def _score_stage(score: stages.ScoreFn, engine: EmbeddedEngine, sampling: Sampling, advantage: Estimator) -> ScoreStage:
-    if not reads(advantage, "baselines"):
-        return partial(stages.score_stage, score=score)
-    greedy = attrs.evolve(sampling, greedy=True, n=1)
-    return partial(stages.score_with_greedy, score=score, engine=engine, sampling=greedy)
+def wire(
+    *,
+    rollout: RollOut,
+    score: ScoreFn,
+    passes: Passes,
+    estimate: Estimate,
+    update_actor: UpdateStage,
+    update_critic: UpdateStage | None = None,
+    old_log_probs: OldLogProbs = "pass",
+    replay: RouterReplay = "none",
+    together: Together = in_turn,
+    check: bool = True,
+) -> Program:
+    """The program of a step: what its stages share, and what the estimator reads, is said once.
 
-
-def _annotate_stage(
-    forward: Forward, critic: Forward | None, sampling: Sampling, loop: Loop, advantage: Estimator
-) -> AnnotateStage:
-    return partial(
-        stages.annotate,
-        forward=forward,
-        critic=critic,
-        micro_batching=loop.micro_batching,
-        temperature=sampling.temperature,
-        sum_squared=reads(advantage, "sum_squared_probs"),
-    )
-
-
-def _estimate_stage(sampling: Sampling, advantage: Estimator) -> EstimateStage:
-    return partial(
-        stages.estimate,
-        advantage_fn=advantage,
-        max_tokens=sampling.max_tokens,
-        whiten=whitens(advantage),
+    An estimator that reads "baselines" gets the scores of greedy responses, one that reads "sum_squared_probs" these of
+    the policy's pass. See `Annotate` for `old_log_probs` and `replay`, `Program` for `together` and `check`.
+    """
+    engine, sampling, advantage = rollout.engine, rollout.sampling, estimate.advantage_fn
+    greedy = ScoreWithGreedy(score=score, engine=engine, sampling=attrs.evolve(sampling, greedy=True, n=1))
+    return Program(
+        rollout=rollout,
+        score=greedy if reads(advantage, "baselines") else Score(score=score),
+        annotate=Annotate(
+            passes=passes,
+            old_log_probs=old_log_probs,
+            sum_squared=reads(advantage, "sum_squared_probs"),
+            replay=replay,
+            together=together,
+        ),
+        estimate=estimate,
+        update_actor=update_actor,
+        update_critic=update_critic,
+        together=together,
+        check=check,
     )
 
 

@@ -24,10 +24,10 @@ from fppo.plan.case import ROLES, Case
 from fppo.plan.values import Phase
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh
-from fppo.runtime.offload import Lane, activations_on_host, by_layer, offloaded, offloaded_adamw
+from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer, offloaded_adamw
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -133,13 +133,13 @@ def stage_of(
         compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
         compute = by_layer(compute, _LANE) if on_host else compute
         return lambda state: compute(state.params, batch, forward=forward, micro_batching=micro_batching)
-    update = update_critic if name == "update critic" else partial(update_actor, loss_fn=losses.ppo_clip)
-    update = activations_on_host(update, shelf) if case.offload_activations else update
-    update = offloaded(update, _LANE) if on_host else update
     schedule = partial(turns, rank=case.pipeline_rank, began=began) if case.in_turn else one_f_one_b
     loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching, stage_schedule=schedule)
-    optimizer = optimizer_of(case)
-    return lambda state: update(state, batch, forward=forward, loop=loop, optimizer=optimizer, donate=True)
+    how = {"forward": forward, "loop": loop, "optimizer": optimizer_of(case)}
+    update = UpdateCritic(**how) if name == "update critic" else UpdateActor(loss_fn=losses.ppo_clip, **how)
+    update = HostActivations(update, shelf) if case.offload_activations else update
+    update = Offloaded(update, _LANE) if on_host else update
+    return lambda state: update(state, batch, donate=True)
 
 
 def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Callable[[Action], None]) -> Schedule:

@@ -25,8 +25,8 @@ from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.runtime.weights import weight_files
-from fppo.steps.forward import Forward, Rows
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.outputs import Forward, Rows
 from fppo.steps.packed import masks_of
 from fppo.steps.ranks import collect, shares
 from fppo.steps.scores import compute_reward_scores

@@ -76,6 +76,11 @@ class Mesh:
         return self.axes.get(name, Axis())
 
     @property
+    def token_axis(self) -> Axis:
+        """The axis whose ranks have different tokens of a packed row."""
+        return self["context"] if self["context"].size > 1 else self["sequence"]
+
+    @property
     def sharded(self) -> bool:
         """Whether parameters are sharded over several ranks."""
         return self.shard_axis().size > 1

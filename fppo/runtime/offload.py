@@ -9,8 +9,9 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -128,22 +129,25 @@ def by_layer(fn: Callable[..., T], lane: Lane) -> Callable[..., T]:
     return run
 
 
-def offloaded(update: Update, lane: Lane) -> Update:
-    """`update(state, ..., donate=)` for a state whose parameters are on the host, before and after.
+@attrs.frozen
+class Offloaded:
+    """Updates a state whose parameters are on the host, before and after, by `stage(state, ..., donate=)`.
 
     They are on the device for the call. Moments that are on the host stay there: `offloaded_adamw` is their kernel.
     With `donate` all of the state that comes back is in the memory of the old one.
     """
 
-    def run(state: Any, *args: Any, donate: bool = False, **keywords: Any) -> tuple[Any, Any]:
+    stage: Update
+    lane: Lane
+
+    def __call__(self, state: Any, *args: Any, donate: bool = False, **keywords: Any) -> tuple[Any, Any]:
         state = tree.donate(state) if donate else copied(state)
         home = state.params
-        after, report = update(tree.replace(state, params=to_device(home, lane)), *args, donate=True, **keywords)
-        lane.store([after.params[name] for name in home], list(home.values()))
-        lane.settle()
+        there = tree.replace(state, params=to_device(home, self.lane))
+        after, report = self.stage(there, *args, donate=True, **keywords)
+        self.lane.store([after.params[name] for name in home], list(home.values()))
+        self.lane.settle()
         return tree.replace(after, params=home), report
-
-    return run
 
 
 def offloaded_adamw(kernel: Callable[..., None], lane: Lane, *, bucket_bytes: int = 128 << 20) -> Callable[..., None]:
@@ -225,26 +229,28 @@ def _host_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=torch.cuda.is_available())
 
 
-def activations_on_host(
-    fn: Callable[..., T], lane: Lane, *, minimum_bytes: int = 1 << 20, window_bytes: int = WINDOW
-) -> Callable[..., T]:
-    """`fn`, in which what operations save for their backward pass lies on the host until then.
+@attrs.frozen
+class HostActivations(Generic[T]):
+    """Calls `stage`, in which what operations save for their backward pass lies on the host until then.
 
-    On the device stays what is smaller than `minimum_bytes`, what `fn` was given, and parameters, cast, gathered or
+    On the device stays what is smaller than `minimum_bytes`, what `stage` was given, and parameters, cast, gathered or
     not. Copies are begun when something is saved. Of what is on its way out, or fetched ahead of the backward pass,
     the device holds `window_bytes` at most, or one tensor, beside what the operation at work was given. Checkpointed
     layers save their inputs alone, and what attention keeps if that is not recomputed.
     """
 
-    def run(*args: Any, **keywords: Any) -> T:
-        shelf = _Shelf(lane, minimum_bytes, window_bytes, tree.tensors((args, keywords)))
+    stage: Callable[..., T]
+    lane: Lane
+    minimum_bytes: int = attrs.field(default=1 << 20, kw_only=True)
+    window_bytes: int = attrs.field(default=WINDOW, kw_only=True)
+
+    def __call__(self, *args: Any, **keywords: Any) -> T:
+        shelf = _Shelf(self.lane, self.minimum_bytes, self.window_bytes, tree.tensors((args, keywords)))
         with saved_tensors_hooks(shelf.pack, shelf.unpack):
             try:
-                return fn(*args, **keywords)
+                return self.stage(*args, **keywords)
             finally:
                 shelf.clear()
-
-    return run
 
 
 class _KeptStorage:

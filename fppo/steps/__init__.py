@@ -2,30 +2,24 @@
 
 In: a `TrainState` (parameters, optimizer state, a step count) and an `Experience`. Out: the next state and metrics; or,
 without gradients, log-probs, values and scores. Splits into micro-batches, packing and meshes change no number.
-Begin with `actor.update_actor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` their updates.
+Begin with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` their updates.
 """
 
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
-from fppo.steps.confidence import confidence_values, init_confidence, update_confidence
-from fppo.steps.critic import update_critic
-from fppo.steps.forward import (
-    Forward,
-    TokenOutputs,
-    compute_log_probs,
-    compute_outputs,
-    compute_values,
-    forward_micro_batch,
-)
-from fppo.steps.hidden import hidden_values, init_hidden, update_hidden
-from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.confidence import UpdateConfidence, confidence_values, init_confidence
+from fppo.steps.critic import UpdateCritic
+from fppo.steps.forward import compute_log_probs, compute_outputs, compute_values, forward_micro_batch
+from fppo.steps.hidden import UpdateHidden, hidden_values, init_hidden
+from fppo.steps.loop import Loop, Objective, update, weighted_sum
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
-from fppo.steps.popart import update_popart
+from fppo.steps.outputs import Forward, TokenOutputs
+from fppo.steps.popart import UpdatePopart
 from fppo.steps.schedules import schedule
 from fppo.steps.scores import compute_reward_scores
-from fppo.steps.supervised import Demonstrations, demonstrations, imitate, update_supervised
+from fppo.steps.supervised import Demonstrations, UpdateSupervised, demonstrations, imitate
 from fppo.steps.train_state import Scale, TrainState, init_state, optimizer_step
 
 __all__ = [
@@ -33,12 +27,19 @@ __all__ = [
     "Forward",
     "Loop",
     "MicroBatching",
+    "Objective",
     "Optimizer",
     "PolicyTerms",
     "Scale",
     "SelectiveLoss",
     "TokenOutputs",
     "TrainState",
+    "UpdateActor",
+    "UpdateConfidence",
+    "UpdateCritic",
+    "UpdateHidden",
+    "UpdatePopart",
+    "UpdateSupervised",
     "adamw",
     "compute_log_probs",
     "compute_outputs",
@@ -59,11 +60,5 @@ __all__ = [
     "schedule",
     "sgd",
     "update",
-    "update_actor",
-    "update_confidence",
-    "update_critic",
-    "update_hidden",
-    "update_popart",
-    "update_supervised",
     "weighted_sum",
 ]

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Literal
 
 import attrs
 import torch
 from torch import Tensor
 
-from fppo import batch as batches
 from fppo import losses, metrics
-from fppo.batch import Experience
+from fppo.batch import Experience, extend
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
 from fppo.shapes import Mask, Tokens
-from fppo.steps.experts import RouterLosses, check_routers, outputs_of, router_terms
-from fppo.steps.forward import Forward, forward_micro_batch, run_passes
-from fppo.steps.loop import Loop, Mark, MiniBatch, Objective, WithRouters, update, weighted_sum
+from fppo.steps.experts import check_routers, reports_loads
+from fppo.steps.forward import forward_micro_batch, run_passes
+from fppo.steps.loop import Loop, MiniBatch, Objective, micro_batches, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.packed import blank_masks, indexed
-from fppo.steps.ranks import blank, collect
-from fppo.steps.sharded import Gathered
+from fppo.steps.outputs import Forward, TokenOutputs
+from fppo.steps.packed import MicroBatch
+from fppo.steps.ranks import collect
+from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import Params, TrainState
+from fppo.tree import state
 from fppo_kernels.padding import sent
 
 LossFn = Callable[..., tuple[Tensor, Metrics]]
@@ -63,191 +62,179 @@ class PolicyTerms:
 PLAIN = PolicyTerms()
 
 
-def update_actor(
-    state: TrainState,
-    batch: Experience,
-    *,
-    forward: Forward,
-    loss_fn: LossFn | SelectiveLoss,
-    loop: Loop,
-    optimizer: Optimizer,
-    terms: PolicyTerms = PLAIN,
-    old_log_probs: OldLogProbs = "pass",
-    key: Key | None = None,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The policy after `loop.epochs` passes over `batch`, all of which every data rank has.
+@state
+class PreparedRows(Experience):
+    """Rows with what the objective reads of their whole mini-batch."""
+
+    selected: Tensor | None = None  # [B, T] bool: the tokens of a `SelectiveLoss`
+    positive: Tensor | None = None  # [B, T]: the weights of the negative log-likelihood
+
+
+@attrs.frozen(kw_only=True)
+class PolicyObjective:
+    """The loss of a policy's update: see `UpdateActor`."""
+
+    loss_fn: LossFn | SelectiveLoss
+    terms: PolicyTerms = PLAIN
+    old_log_probs: OldLogProbs = "pass"
+
+    def __call__(self, out: TokenOutputs, rows: Experience, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """The objective on some rows of a mini-batch, 0-d, by a pass over them and their weights [b, T]; its metrics.
+
+        Of `PreparedRows` a selective loss takes the tokens `selected`; `positive` weighs the negative log-likelihood.
+        """
+        assert out.log_probs is not None
+        assert out.entropy is not None
+        terms, mask = self.terms, rows.response_mask
+        old = out.log_probs.detach() if self.old_log_probs == "update" else rows.old_log_probs
+        given, loss_fn = (out.log_probs, old, rows.advantages, mask), self.loss_fn
+        if isinstance(loss_fn, SelectiveLoss):
+            assert isinstance(rows, PreparedRows)
+            policy, report = loss_fn.loss_fn(*given, selected=rows.selected)
+        else:
+            policy, report = loss_fn(*given)
+        if policy.shape != mask.shape:
+            text = f"the policy loss is {list(policy.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing"
+            raise ValueError(text)
+        if rows.correction_weights is not None:
+            policy = policy * rows.correction_weights.where(mask, 0.0)
+        summed = {"actor/pg_loss": policy}
+        if terms.entropy_coef:
+            explored = out.entropy if rows.entropy_mask is None else out.entropy.where(rows.entropy_mask, 0.0)
+            summed["actor/entropy_loss"] = -terms.entropy_coef * explored
+        if terms.kl_coef:
+            assert rows.ref_log_probs is not None
+            correction = rows.correction_weights
+            kl = losses.kl_term(out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=correction)
+            summed["actor/kl_loss"] = terms.kl_coef * kl
+        report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
+        if self.old_log_probs in ("engine", "update"):
+            report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
+        loss, sums = weighted_sum(summed, weights)
+        if terms.nll_coef:
+            assert isinstance(rows, PreparedRows)
+            assert rows.positive is not None
+            nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, rows.positive)
+            loss, sums = loss + nll, sums | known
+        return loss, report | sums
+
+
+@attrs.frozen(kw_only=True)
+class UpdateActor:
+    """The stage that makes the policy after `loop.epochs` passes over a batch, all of which every data rank has.
 
     The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
     to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
-    mean of -log-prob over the tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). Tokens outside the
-    batch's `entropy_mask` have no entropy bonus, and those in it no greater one.
+    mean of -log-prob over the tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has the
+    importance weights of its tokens, those of the rows' correction too (`losses.kl_term`). Tokens outside the batch's
+    `entropy_mask` have no entropy bonus, and those in it no greater one.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
     batch's are the engine's, and `rollout_gap` of the policy being updated is reported. "update": they are taken from
     the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
-    "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.annotate`).
+    "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.Annotate`).
 
     Of a model with experts, the loads of these are reported, and with `forward.replay` those are chosen that the batch
-    says; `terms.balance_coef` needs that.
-
-    Mini-batches are drawn by `key`, or taken in order without one. `donate` gives up the memory of `state`. Raises
-    ValueError for "update" with several updates, whose ratios would all be 1, and for terms that the model or the
-    forward lacks something for.
+    says; `terms.balance_coef` needs that. `record` runs passes of few tokens on a GPU by one launch each.
     """
-    _check_router_terms(terms, forward)
-    if old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < len(batch.row_ids)):
-        raise ValueError(
-            f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
-            f"{len(batch.row_ids)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
-        )
-    marks: list[Mark] = [] if terms.nll_coef == 0 else [_mark_positive]
-    if isinstance(loss_fn, SelectiveLoss):
-        marks.append(partial(_select, select_fn=loss_fn.select_fn, temperature=terms.temperature))
-        loss_fn = loss_fn.loss_fn
-    objective: Objective | WithRouters = partial(
-        policy_objective, loss_fn=loss_fn, terms=terms, old_log_probs=old_log_probs
-    )
-    if terms.balance_coef or terms.router_z_coef:
-        objective = WithRouters(objective, terms.balance_coef, terms.router_z_coef)
-    return update(
-        state,
-        batch,
-        forward=forward,
-        objective=objective,
-        loop=loop,
-        optimizer=optimizer,
-        prefix="actor",
-        mark=partial(_mark, marks=marks) if marks else None,
-        key=key,
-        donate=donate,
-    )
 
+    forward: Forward
+    loss_fn: LossFn | SelectiveLoss
+    loop: Loop
+    optimizer: Optimizer
+    terms: PolicyTerms = PLAIN
+    old_log_probs: OldLogProbs = "pass"
+    record: Recorder | None = None
 
-def _check_router_terms(terms: PolicyTerms, forward: Forward) -> None:
-    if terms.balance_coef or terms.router_z_coef:
-        check_routers(forward.model, "leave out balance_coef and router_z_coef (in settings actor.experts)")
-    if terms.balance_coef and not forward.replay:
-        raise ValueError(
-            f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: give a "
-            "forward with replay=True, and rows with `routed`"
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics. Mini-batches are drawn by `key`, or taken in order without
+        one. `donate` gives up the memory of `state`.
+
+        Raises ValueError for "update" with several updates, whose ratios would all be 1; for terms that the model, the
+        forward or the batch lacks something for; for a KL term of the kind "k1"; and for a policy loss that is not
+        [B, T].
+        """
+        self._check(batch)
+        return update(
+            state,
+            batch,
+            forward=self.forward,
+            objective=self.objective(),
+            loop=self.loop,
+            optimizer=self.optimizer,
+            prefix="actor",
+            record=self.record,
+            key=key,
+            donate=donate,
         )
 
+    def objective(self) -> Objective:
+        """What an update of this stage makes smaller."""
+        terms, prepares = self.terms, self.terms.nll_coef != 0 or isinstance(self.loss_fn, SelectiveLoss)
+        return Objective(
+            loss=PolicyObjective(loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs),
+            outputs=("log_probs", "entropy", *(("loads",) if reports_loads(self.forward.model) else ())),
+            temperature=terms.temperature,
+            prepare=self._prepared if prepares else None,
+            balance_coef=terms.balance_coef,
+            router_z_coef=terms.router_z_coef,
+        )
 
-def policy_objective(
-    params: Params | Gathered,
-    rows: Experience,
-    weights: Tensor,
-    *,
-    forward: Forward,
-    loss_fn: LossFn,
-    terms: PolicyTerms = PLAIN,
-    old_log_probs: OldLogProbs = "pass",
-    marks: Mapping[str, Tensor] = MappingProxyType({}),
-    routers: RouterLosses | None = None,
-) -> tuple[Tensor, Metrics]:
-    """`update_actor`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
-
-    Of `marks` [B, T] a selective loss takes the tokens "selected"; "positive" weighs the negative log-likelihood. The
-    losses of `routers` are added.
-
-    The KL term has the importance weights of its tokens, those of the rows' correction too (`losses.kl_term`).
-
-    Raises ValueError for a KL term without reference log-probs in the rows or of the kind "k1", and for a policy loss
-    of another shape.
-    """
-    tells = outputs_of(forward.model, routers)
-    out = forward_micro_batch(
-        params, rows, forward=forward, outputs=("log_probs", "entropy", *tells), temperature=terms.temperature
-    )
-    assert out.log_probs is not None
-    assert out.entropy is not None
-    mask = rows.response_mask
-    old = out.log_probs.detach() if old_log_probs == "update" else rows.old_log_probs
-    policy_loss = partial(loss_fn, selected=marks["selected"]) if "selected" in marks else loss_fn
-    policy, report = policy_loss(out.log_probs, old, rows.advantages, mask)
-    if policy.shape != mask.shape:
-        raise ValueError(f"the policy loss is {list(policy.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")
-    if rows.correction_weights is not None:
-        policy = policy * rows.correction_weights.where(mask, 0.0)
-    summed = {"actor/pg_loss": policy}
-    if terms.entropy_coef:
-        explored = out.entropy if rows.entropy_mask is None else out.entropy.where(rows.entropy_mask, 0.0)
-        summed["actor/entropy_loss"] = -terms.entropy_coef * explored
-    if terms.kl_coef:
-        if rows.ref_log_probs is None:
+    def _check(self, batch: Experience) -> None:
+        terms, loop, forward = self.terms, self.loop, self.forward
+        if terms.balance_coef or terms.router_z_coef:
+            check_routers(forward.model, "leave out balance_coef and router_z_coef (in settings actor.experts)")
+        if terms.balance_coef and not forward.replay:
+            raise ValueError(
+                f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: "
+                "give a forward with replay=True, and rows with `routed`"
+            )
+        if self.old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < len(batch.row_ids)):
+            raise ValueError(
+                f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
+                f"{len(batch.row_ids)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
+            )
+        if terms.kl_coef and batch.ref_log_probs is None:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")
-        kl = losses.kl_term(
-            out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=rows.correction_weights
-        )
-        summed["actor/kl_loss"] = terms.kl_coef * kl
-    report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
-    if old_log_probs in ("engine", "update"):
-        report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
-    loss, sums = weighted_sum(summed, weights)
-    if terms.nll_coef:
-        nll, known = weighted_sum({"actor/nll_loss": -terms.nll_coef * out.log_probs}, marks["positive"])
-        loss, sums = loss + nll, sums | known
-    added, of_routers = router_terms(out.loads, out.router_sums, routers, "actor")
-    if added:
-        loss = torch.stack([loss, *(x.to(loss) for x in added)]).sum()
-    if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
-        loss = loss + 0.0 * out.log_probs.sum()
-    return loss, report | of_routers | sums
+
+    def _prepared(self, params: Params, mini: MiniBatch, *, forward: Forward) -> PreparedRows:
+        """This rank's rows with the tokens that a loss selects, and the weights of the negative log-likelihood."""
+        rows, selected, positive = mini.rows, None, None
+        if self.terms.nll_coef:
+            positive = losses.positive_weights(rows.outcome, rows.response_mask)
+        if isinstance(self.loss_fn, SelectiveLoss):
+            log_probs = _log_probs(params, mini, forward=forward, temperature=self.terms.temperature)
+            noise = mini.key.uniform(rows.row_ids, rows.response_mask.shape[1])
+            columns = (log_probs, rows.old_log_probs, rows.advantages, rows.response_mask)
+            selected = self.loss_fn.select_fn(*columns, noise=noise)
+        own = [x if x is None or len(mini.shares) == 1 else x[_numbers(mini, forward)] for x in (selected, positive)]
+        return extend(PreparedRows, mini.own, selected=own[0], positive=own[1])
 
 
-def _mark(params: Params, mini: MiniBatch, key: Key, *, forward: Forward, marks: Sequence[Mark]) -> dict[str, Tensor]:
-    """All marks of this rank's rows."""
-    return {name: x for mark in marks for name, x in mark(params, mini, key, forward=forward).items()}
+def _numbers(mini: MiniBatch, forward: Forward) -> list[int]:
+    """The numbers of this rank's rows of a mini-batch."""
+    return mini.shares[place_on(forward.mesh, DATA_AXES)]
 
 
-def _mark_positive(params: Params, mini: MiniBatch, key: Key, *, forward: Forward) -> dict[str, Tensor]:
-    """The weights of the negative log-likelihood of this rank's rows."""
-    del params, key
-    rows = mini.rows
-    return {"positive": _own(losses.positive_weights(rows.outcome, rows.response_mask), mini, forward)}
+def _log_probs(params: Params, mini: MiniBatch, *, forward: Forward, temperature: float) -> Tokens:
+    """Log-probs [B, T] of all rows of a mini-batch, by passes over this rank's micro-batches without gradients."""
 
-
-def _own(x: Tensor, mini: MiniBatch, forward: Forward) -> Tensor:
-    """This rank's rows of what is known of all."""
-    return x if len(mini.shares) == 1 else x[mini.shares[place_on(forward.mesh, DATA_AXES)]]
-
-
-def _select(
-    params: Params,
-    mini: MiniBatch,
-    key: Key,
-    *,
-    forward: Forward,
-    select_fn: Callable[..., Tensor],
-    temperature: float,
-) -> dict[str, Tensor]:
-    """The tokens [b, T] of this rank's rows that `select_fn` chooses in a mini-batch, by the log-probs of a pass
-    without gradients."""
-
-    def run(params: Params, rows: Experience, *, forward: Forward) -> Tensor:
-        new = forward_micro_batch(params, rows, forward=forward, temperature=temperature).log_probs
+    def run(params: Params, micro: MicroBatch, *, forward: Forward, received: Tensor | None) -> Tensor:
+        given = {"temperature": temperature, "indices": micro.indices, "received": received}
+        new = forward_micro_batch(params, micro.rows, forward=forward, **given).log_probs
         assert new is not None
         return new
 
-    groups = [*mini.micro_batches, *([[]] * (mini.passes - len(mini.micro_batches)))]
-    every = [
-        indexed(*batches.rows((mini.own, mini.masks), numbers), forward)
-        if numbers
-        else indexed(blank(mini.own), blank_masks(mini.masks), forward)
-        for numbers in groups
-    ]
+    every = [micro for micro, _ in micro_batches(mini, forward)]
     with torch.no_grad():
         results = run_passes(run, params, every, forward=forward, shape=lambda rows: rows.response_mask.shape)
     log_probs = torch.zeros_like(mini.own.old_log_probs)
     for numbers, new in zip(mini.micro_batches, results, strict=False):
         log_probs = log_probs.index_copy(0, sent(torch.tensor(numbers), log_probs.device), new.to(log_probs))
-    log_probs = collect(log_probs, mini.shares, forward.mesh)
-    rows = mini.rows
-    noise = key.uniform(rows.row_ids, rows.response_mask.shape[1])
-    selected = select_fn(log_probs, rows.old_log_probs, rows.advantages, rows.response_mask, noise=noise)
-    return {"selected": _own(selected, mini, forward)}
+    return collect(log_probs, mini.shares, forward.mesh)
 
 
 def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -68,23 +69,21 @@ def confidence_values(
     return read(perceptron(params, beside(signs(log_probs, entropy, mask), truth_signs))).where(mask, 0.0)
 
 
-def update_confidence(
-    state: TrainState,
-    batch: Experience,
-    *,
-    loop: Loop,
-    optimizer: Optimizer,
-    loss_fn: ValueLossFn = UNCLIPPED,
-    key: Key | None = None,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, with a value loss as in `update_critic`.
+@attrs.frozen(kw_only=True)
+class UpdateConfidence:
+    """The stage that makes the critic after `loop.epochs` passes over a batch, with a value loss as in `UpdateCritic`;
+    see `update_perceptron` for the rest."""
 
-    Raises ValueError for a batch without entropies; see `update_perceptron` for the rest.
-    """
-    if batch.entropy is None:
-        raise ValueError("update_confidence needs entropies in the batch: annotate it first")
-    seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
-    return update_perceptron(
-        state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate
-    )
+    loop: Loop
+    optimizer: Optimizer
+    loss_fn: ValueLossFn = UNCLIPPED
+
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics. Raises ValueError for a batch without entropies."""
+        if batch.entropy is None:
+            raise ValueError("UpdateConfidence needs entropies in the batch: annotate it first")
+        seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
+        how = {"loop": self.loop, "optimizer": self.optimizer, "loss_fn": self.loss_fn}
+        return update_perceptron(state, batch, seen, **how, key=key, donate=donate)

@@ -3,75 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import attrs
 from torch import Tensor
 
 from fppo import losses, metrics
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.metrics import Metrics
-from fppo.steps.forward import Forward, forward_micro_batch
-from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.loop import Loop, Objective, update, weighted_sum
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.sharded import Gathered
-from fppo.steps.train_state import Params, TrainState
+from fppo.steps.outputs import Forward, TokenOutputs
+from fppo.steps.recorded import Recorder
+from fppo.steps.train_state import TrainState
 
 ValueLossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
-def update_critic(
-    state: TrainState,
-    batch: Experience,
-    *,
-    forward: Forward,
-    loop: Loop,
-    optimizer: Optimizer,
-    loss_fn: ValueLossFn = losses.value_loss,
-    view: Callable[[Any], Any] = lambda batch: batch,
-    key: Key | None = None,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, with a value loss whose scalars are bound.
+def as_it_is(batch: Any) -> Any:
+    """The batch that a critic sees: the same."""
+    return batch
+
+
+@attrs.frozen(kw_only=True)
+class ValueObjective:
+    """The loss of a critic's update: see `UpdateCritic`."""
+
+    loss_fn: ValueLossFn
+
+    def __call__(self, out: TokenOutputs, rows: Experience, weights: Tensor) -> tuple[Tensor, Metrics]:
+        """The objective on some rows of a mini-batch, 0-d, by a pass over them and their weights [b, T]; metrics."""
+        assert out.values is not None
+        assert rows.values is not None
+        given = out.values if out.outputs is None else out.outputs
+        mask = rows.response_mask
+        total, report = weighted_value_loss(given, rows.values, rows.returns, mask, weights, loss_fn=self.loss_fn)
+        return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, mask)}
+
+
+@attrs.frozen(kw_only=True)
+class UpdateCritic:
+    """The stage that makes the critic after `loop.epochs` passes over a batch, with a value loss whose scalars are
+    bound.
 
     `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output; of one of K it takes them
     all, [B, T, K], as the loss of a `losses.ValueHead` does, whose `read` is that of `forward` then. `view` makes of
-    the batch what the critic sees in its place, such as `data.with_truth`. See `update_actor` for the rest.
+    the batch what the critic sees in its place, such as `data.with_truth`. See `UpdateActor` for the rest.
     """
-    return update(
-        state,
-        view(batch),
-        forward=forward,
-        objective=partial(value_objective, loss_fn=loss_fn),
-        loop=loop,
-        optimizer=optimizer,
-        prefix="critic",
-        key=key,
-        donate=donate,
-    )
 
+    forward: Forward
+    loop: Loop
+    optimizer: Optimizer
+    loss_fn: ValueLossFn = losses.value_loss
+    view: Callable[[Any], Any] = as_it_is
+    record: Recorder | None = None
 
-def value_objective(
-    params: Params | Gathered,
-    rows: Experience,
-    weights: Tensor,
-    *,
-    forward: Forward,
-    loss_fn: ValueLossFn = losses.value_loss,
-) -> tuple[Tensor, Metrics]:
-    """`update_critic`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics.
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics. Raises ValueError for a batch without values, and for a loss
+        of another shape than [B, T]."""
+        if batch.values is None:
+            raise ValueError("UpdateCritic needs values in the batch: annotate it with compute_values first")
+        return update(
+            state,
+            self.view(batch),
+            forward=self.forward,
+            objective=self.objective(),
+            loop=self.loop,
+            optimizer=self.optimizer,
+            prefix="critic",
+            record=self.record,
+            key=key,
+            donate=donate,
+        )
 
-    Raises ValueError for rows without values, and for a loss of another shape.
-    """
-    if rows.values is None:
-        raise ValueError("update_critic needs values in the batch: annotate it with compute_values first")
-    mask, wanted = rows.response_mask, ("values",) if forward.model.outputs == 1 else ("values", "outputs")
-    out = forward_micro_batch(params, rows, forward=forward, outputs=wanted)
-    assert out.values is not None
-    given = out.values if out.outputs is None else out.outputs
-    total, report = weighted_value_loss(given, rows.values, rows.returns, mask, weights, loss_fn=loss_fn)
-    return total, report | {"critic/vpred_mean": metrics.masked_mean(out.values, mask)}
+    def objective(self) -> Objective:
+        """What an update of this stage makes smaller."""
+        wanted = ("values",) if self.forward.model.outputs == 1 else ("values", "outputs")
+        return Objective(loss=ValueObjective(loss_fn=self.loss_fn), outputs=wanted)
 
 
 def weighted_value_loss(

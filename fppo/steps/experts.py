@@ -18,7 +18,6 @@ from fppo.models.routing import Router, Routes, experts_of
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, all_reduce
 from fppo.shapes import Mask
-from fppo.steps.packed import cutting
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, same
 from fppo_kernels.shapes import Float, Int
@@ -119,11 +118,6 @@ def reports_loads(model: Model) -> bool:
     return bool(model.routers) and not model.compile_layers
 
 
-def outputs_of(model: Model, losses: RouterLosses | None) -> tuple[str, ...]:
-    """The outputs of an update's passes that routers tell."""
-    return (("loads",) if reports_loads(model) else ()) + (() if losses is None else ("router_sums",))
-
-
 def own_routers(model: Model) -> list[int]:
     """The numbers of the routers that a rank runs in a pass."""
     layers = {layer for span in model.spans for layer in span.layers} or range(len(model.layers))
@@ -185,8 +179,8 @@ def of_routers(
     if routed is None:
         return {}
     makes: dict[str, Callable[[], Any]] = {
-        "routed": lambda: chosen(routed, model, cutting(mesh), pad),
-        "loads": lambda: own_loads(routed, model, cutting(mesh)),
+        "routed": lambda: chosen(routed, model, mesh.token_axis, pad),
+        "loads": lambda: own_loads(routed, model, mesh.token_axis),
         "router_sums": lambda: router_sums(routed, model, mesh),
     }
     return {name: make() for name, make in makes.items() if name in outputs}
@@ -237,7 +231,7 @@ def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
     zero = next(iter(probs.values()), zero).detach() * 0.0
     every = torch.stack([probs.get(number, zero) for number in range(len(model.routers))])
     own = [same(x, mesh["tensor"]) for x in (every, torch.stack(squares or [zero[0]]).sum())]
-    return RouterSums(*(all_reduce(x.detach(), cutting(mesh)) + (x - x.detach()) for x in own))
+    return RouterSums(*(all_reduce(x.detach(), mesh.token_axis) + (x - x.detach()) for x in own))
 
 
 def rerouted(engine: Int[Tensor, "b s l k"], own: Int[Tensor, "b s l k"], attention_mask: Mask) -> Metrics:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import attrs
 from torch import Tensor
 
 from fppo.batch import Experience
@@ -47,24 +48,24 @@ def hidden_values(
     return read(perceptron(params, beside(hidden.detach(), truth_signs))).where(mask, 0.0)
 
 
-def update_hidden(
-    state: TrainState,
-    batch: Experience,
-    *,
-    loop: Loop,
-    optimizer: Optimizer,
-    loss_fn: ValueLossFn = UNCLIPPED,
-    key: Key | None = None,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over the states in `batch`, with a value loss as in `update_critic`.
+@attrs.frozen(kw_only=True)
+class UpdateHidden:
+    """The stage that makes the critic after `loop.epochs` passes over the states in a batch, with a value loss as in
+    `UpdateCritic`; see `update_perceptron` for the rest.
 
-    The states are those of the policy that sampled; no gradient goes to it. Raises ValueError for a batch without
-    states; see `update_perceptron` for the rest.
+    The states are those of the policy that sampled; no gradient goes to it.
     """
-    if batch.hidden is None:
-        raise ValueError("update_hidden needs hidden states in the batch: annotate it first")
-    seen = batch.hidden.where(batch.response_mask[..., None], 0.0)
-    return update_perceptron(
-        state, batch, seen, loop=loop, optimizer=optimizer, loss_fn=loss_fn, key=key, donate=donate
-    )
+
+    loop: Loop
+    optimizer: Optimizer
+    loss_fn: ValueLossFn = UNCLIPPED
+
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics. Raises ValueError for a batch without states."""
+        if batch.hidden is None:
+            raise ValueError("UpdateHidden needs hidden states in the batch: annotate it first")
+        seen = batch.hidden.where(batch.response_mask[..., None], 0.0)
+        how = {"loop": self.loop, "optimizer": self.optimizer, "loss_fn": self.loss_fn}
+        return update_perceptron(state, batch, seen, **how, key=key, donate=donate)

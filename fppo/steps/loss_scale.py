@@ -43,7 +43,8 @@ def loss_scaled(optimizer: Optimizer, *, first: float = FIRST, interval: int = 2
         scale = torch.full((), first, dtype=torch.float32, device=devices[0])
         return LossScaled(inner=optimizer.init(params), scale=scale, steady=torch.zeros_like(scale))
 
-    return Optimizer(init, partial(_update, optimizer=optimizer, interval=interval), loss_scale=lambda own: own.scale)
+    update = partial(_update, optimizer=optimizer, interval=interval)
+    return Optimizer(init, update, loss_scale=lambda own: own.scale, kernel=optimizer.kernel)
 
 
 def _update(

@@ -42,12 +42,13 @@ class Optimizer(NamedTuple):
 
     Where a mesh cuts parameters, a tensor of the state is a number (0-d), or it has the shape of a parameter and stands
     under its name in a mapping: such are taken to be cut as it is. With `loss_scale` gradients are those of a loss
-    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`.
+    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's, where it updates by one.
     """
 
     init: Callable[[Params], Any]
     update: Update
     loss_scale: Callable[[Any], Tensor] | None = None
+    kernel: Callable[..., None] | None = None
 
 
 class UpdateCall(NamedTuple):
@@ -169,7 +170,7 @@ def adamw(
     The kernel clips and skips too, so that each tensor is read and written once. `max_grad_norm` None does not clip.
     """
     write_ = adamw_write(schedule, betas=betas, eps=eps, weight_decay=weight_decay, kernel=kernel)
-    return clipped(init_adamw, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+    return clipped(init_adamw, write_, max_grad_norm=max_grad_norm, schedule=schedule)._replace(kernel=kernel)
 
 
 def adamw_write(
@@ -310,4 +311,4 @@ def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
         lane.settle()
         return params, home, report
 
-    return Optimizer(lambda params: to_host(optimizer.init(params)), update)
+    return Optimizer(lambda params: to_host(optimizer.init(params)), update, kernel=optimizer.kernel)

@@ -1,21 +1,100 @@
-"""What a pass over rows can be asked for."""
+"""A forward pass over rows: what it reads, what runs it, and the outputs that it can compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import attrs
 from torch import Tensor
 
+from fppo import models
+from fppo.losses.value import first_output
 from fppo.models.model import Model
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RouterSums
+from fppo_kernels.context import takes_key_lengths
+from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float, Int
 
 OF_VALUE_HEADS = ("values", "outputs")
 OF_ROUTERS = ("routed", "loads", "router_sums")
 OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEADS, *OF_ROUTERS)
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """What a pass reads of a record: a Rollout or any later stage."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, S] int64
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, S] bool
+    @property
+    def response_mask(self) -> Tensor: ...  # [B, T] bool
+
+
+@attrs.frozen
+class Forward:
+    """What runs a model: its code, the kernels it runs with and the mesh it runs on.
+
+    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. With `share_prompts` the
+    tokens that rows begin with alike are computed once; "auto": where that saves a tenth of the tokens, and all can.
+    `read` makes values [...] of what a value head gives, [..., K]. With `replay` the routers of experts choose what the
+    rows' `routed` [B, S, L, k] says.
+    """
+
+    model: Model
+    kernels: Kernels = attrs.field(factory=Kernels.named)
+    mesh: Mesh = LOCAL
+    remove_padding: bool = True
+    share_prompts: Literal["auto"] | bool = "auto"
+    read: Callable[[Tensor], Tensor] = first_output
+    replay: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.share_prompts is True and (why := self.sharing_hindrance()) is not None:
+            raise ValueError(f"share_prompts=True, and {why}: give share_prompts='auto', which then shares none")
+        if self.replay:
+            experts.check_routers(self.model, "leave out replay (in settings algorithm.router_replay)")
+        sizes = {name: axis.size for name, axis in self.mesh.axes.items()}
+        models.check_rows_whole(self.model.whole_config, sizes)
+        layout = self.model.layout
+        for axis, placed in (
+            ("tensor", 1 if layout is None else layout.ranks),
+            ("expert", 1 if layout is None else layout.expert[1]),
+            ("pipeline", 1 if layout is None else layout.stage_ranks),
+        ):
+            if (size := self.mesh[axis].size) != placed:
+                raise ValueError(
+                    f"the mesh has a {axis} axis of {size} ranks, and the model is one for {placed}: give "
+                    "models.place(model, mesh) of the whole model"
+                )
+        for name in ("sequence", "context", "tensor"):
+            if self.mesh[name].size > 1 and not self.remove_padding:
+                raise ValueError(
+                    f"remove_padding=False runs padded rows as they are, and a {name} axis of {self.mesh[name].size} "
+                    f"ranks cuts one packed row: remove padding, or use a mesh without a {name} axis"
+                )
+        sequence, context = self.mesh["sequence"].size, self.mesh["context"].size
+        if sequence > 1 and context > 1:
+            raise ValueError(
+                f"a sequence axis of {sequence} ranks and a context axis of {context} both cut the packed row: use one "
+                f"of them, of {sequence * context} ranks"
+            )
+
+    def sharing_hindrance(self) -> str | None:
+        """Why rows cannot share the tokens that they begin with; None where they can."""
+        hindrances = (
+            (not self.remove_padding, "padded rows run as they are"),
+            (bool(self.model.stateful), f"layers of model type {self.model.config.model_type!r} carry states"),
+            (self.mesh["context"].size > 1, "a context axis deals the packed row in blocks"),
+            (self.replay, "routers choose for each row what they chose for it before"),
+            (not takes_key_lengths(self.kernels.attention), "the attention kernel has no keyword key_lengths"),
+        )
+        return next((why for hinders, why in hindrances if hinders), None)
 
 
 class TokenOutputs(NamedTuple):

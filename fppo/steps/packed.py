@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import attrs
 import torch
@@ -17,17 +17,15 @@ from fppo.models.seams import Attend
 from fppo.runtime.mesh import Mesh
 from fppo.shapes import Mask
 from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.outputs import Forward
 from fppo.steps.shared import PackedPieces, SortedRows, distinct_inputs, pack_rows, partition_shared, sort_rows
 from fppo_kernels.collectives import Axis
-from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention, takes_key_lengths
+from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention
 from fppo_kernels.padding import Packed, Places, find_places, sent
 from fppo_kernels.record import Kernels
 from fppo_kernels.ring import ring_attention
 from fppo_kernels.shared import Branch, Readings, SharedKeys, readings, share, shared_attention
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
-
-if TYPE_CHECKING:
-    from fppo.steps.forward import Forward
 
 LEAST_SAVED = 0.1  # the share of tokens that rows which begin alike must save, for "auto" to let them
 
@@ -99,19 +97,7 @@ def worth(masks: Masks, forward: Forward) -> Masks:
 
 
 def _shares(forward: Forward) -> bool:
-    return bool(forward.share_prompts) and sharing_hindrance(forward) is None
-
-
-def sharing_hindrance(forward: Forward) -> str | None:
-    """Why rows cannot share tokens in passes of a forward; None where they can."""
-    hindrances = (
-        (not forward.remove_padding, "padded rows run as they are"),
-        (bool(forward.model.stateful), f"layers of model type {forward.model.config.model_type!r} carry states"),
-        (forward.mesh["context"].size > 1, "a context axis deals the packed row in blocks"),
-        (forward.replay, "routers choose for each row what they chose for it before"),
-        (not takes_key_lengths(forward.kernels.attention), "the attention kernel has no keyword key_lengths"),
-    )
-    return next((why for hinders, why in hindrances if hinders), None)
+    return bool(forward.share_prompts) and forward.sharing_hindrance() is None
 
 
 def cut(masks: Masks, micro_batching: MicroBatching) -> list[list[int]]:
@@ -125,11 +111,6 @@ def blank_masks(masks: Masks) -> Masks:
     attention = masks.attention.new_zeros(1, masks.attention.shape[1])
     attention[:, -1:] = True
     return Masks(attention, masks.response.new_zeros(1, masks.response.shape[1]))
-
-
-def cutting(mesh: Mesh) -> Axis:
-    """The axis whose ranks have different tokens of a packed row."""
-    return mesh["context"] if mesh["context"].size > 1 else mesh["sequence"]
 
 
 def multiple(mesh: Mesh) -> int:
@@ -193,7 +174,7 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
     (count, width), length, device = masks.attention.shape, masks.response.shape[1], rows.attention_mask.device
     index = masks.response.flatten().nonzero().flatten()
     before = index + (index // max(length, 1) + 1) * (width - length) - 1
-    real, total, dealt, axis = find_places(masks.attention), count * width, None, cutting(mesh)
+    real, total, dealt, axis = find_places(masks.attention), count * width, None, mesh.token_axis
     every, alike = real, masks.sorted()
     pieces = None if alike is None else pack_rows(alike, masks.attention)
     if pieces is not None:
@@ -234,37 +215,38 @@ def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Ax
     )
 
 
-class Indexed(NamedTuple):
-    """The rows of a pass, where their tokens are, and their masks."""
+class MicroBatch(NamedTuple):
+    """The rows of one pass, the indices of their tokens, and their masks on the host; None: the masks are unknown
+    there."""
 
     rows: Any
     indices: Indices
-    masks: Masks
-
-    def on(self, forward: Forward) -> Forward:
-        """What runs the model on them."""
-        return attrs.evolve(forward, indices=self.indices)
+    masks: Masks | None
 
 
-def indexed(rows: Masked, masks: Masks, forward: Forward) -> Indexed:
-    """Rows that have these masks, for passes of a forward."""
+def indexed(rows: Masked, masks: Masks, forward: Forward) -> MicroBatch:
+    """Find the tokens of rows with these masks, for a pass of the forward."""
     indices = find_indices(rows, masks, forward.model, forward.mesh, packed=forward.remove_padding)
-    return Indexed(rows, indices, masks)
+    return MicroBatch(rows, indices, masks)
 
 
-def indices_of(rows: Masked, forward: Forward) -> Indices:
-    """The indices that the forward has, if they are of these rows; else new ones, for which the host may wait."""
-    known = forward.indices
-    if known is not None and known.of(rows, forward.mesh, forward.remove_padding):
-        return known
-    return indexed(rows, masks_of(rows, forward), forward).indices
+def indices_of(rows: Masked, known: Indices | None, forward: Forward) -> Indices:
+    """The `known` indices of the rows, or without these new ones, for which the host may wait.
+
+    Raises ValueError for indices of other rows, of another mesh, or of padded rows where the forward packs them.
+    """
+    if known is None:
+        return indexed(rows, masks_of(rows, forward), forward).indices
+    if not known.of(rows, forward.mesh, forward.remove_padding):
+        raise ValueError("these indices are of other rows or of another forward: give those of `packed.indexed`")
+    return known
 
 
 def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, indices: Indices) -> Slice:
     """This rank's tokens of a packed row that is filled up: a slice of it, or what it is dealt on a context axis."""
     dealt, shared = indices.dealt, indices.shared
     places = torch.arange(len(packed.tokens), device=packed.tokens.device)
-    axis = cutting(mesh)
+    axis = mesh.token_axis
     own: Callable[[Tensor], Tensor] = partial(slice_sequence, axis=axis)
     if dealt is None:
         kernel = kernels.attention if shared is None else shared_attention(kernels.attention, shared.keys)

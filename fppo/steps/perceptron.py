@@ -85,7 +85,7 @@ def update_perceptron(
     donate: bool,
 ) -> tuple[TrainState, Metrics]:
     """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], and `truth_signs` where
-    the batch has them, with a value loss as in `update_critic`. Of an ensemble each member learns from its own rows
+    the batch has them, with a value loss as in `UpdateCritic`. Of an ensemble each member learns from its own rows
     (`member_of`). All ranks hold all rows and compute the same. Raises ValueError for a batch without values, and for a
     loss of another shape than [B, T].
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ _LEAST = 1e-4  # a deviation below counts as this: returns that are all the same
 
 
 class UpdateFn(Protocol):
-    """`steps.update_critic` with everything else bound."""
+    """An update of a critic, such as `UpdateCritic`."""
 
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key, donate: bool
@@ -45,41 +46,43 @@ def statistics(scale: Scale) -> tuple[Tensor, Tensor]:
     return mean, deviation.where(some, 1.0)
 
 
-def update_popart(
-    state: TrainState,
-    batch: Experience,
-    *,
-    update: UpdateFn,
-    rate: float,
-    key: Key,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """What `update` makes of the critic where values and returns are counted from their running mean m, in units of
-    their running deviation s, both moved by the batch first.
+@attrs.frozen(kw_only=True)
+class UpdatePopart:
+    """The update of a critic for which values and returns are counted from their running mean m, in units of their
+    running deviation s, both moved by the batch first by its share `rate`.
 
-    For the update the head's weight W and bias b become W / s and (b - m) / s, and are put back after it: so a change
-    of m and s changes no value ("preserving outputs precisely"), a critic gives values as any other does, and what
-    clips values counts in units of s. van Hasselt et al., arXiv:1602.07714, algorithm 1. Raises ValueError for a state
-    without a `Scale`, a batch without values and a rate that is not in (0, 1].
+    For the update `stage` the head's weight W and bias b become W / s and (b - m) / s, and are put back after it: so a
+    change of m and s changes no value ("preserving outputs precisely"), a critic gives values as any other does, and
+    what clips values counts in units of s. van Hasselt et al., arXiv:1602.07714, algorithm 1.
     """
-    if state.scale is None or batch.values is None or not 0 < rate <= 1:
-        got = f"scale={state.scale}, rate={rate}, values={'none' if batch.values is None else 'there'}"
-        raise ValueError(f"PopArt needs TrainState.scale, a rate above 0 and at most 1, and a batch with values: {got}")
-    mask = batch.response_mask
-    scale = moved(state.scale, batch.returns, mask, rate=rate)
-    mean, deviation = statistics(scale)
 
-    def units(x: Tensor) -> Tensor:
-        return ((x.double() - mean) / deviation).where(mask, 0.0).to(x.dtype)
+    stage: UpdateFn
+    rate: float
 
-    inside = tree.replace(state, params=_head(state.params, 1 / deviation, -mean / deviation))
-    rows = tree.replace(batch, values=units(batch.values), returns=units(batch.returns))
-    after, report = update(inside, rows, key=key, donate=donate)
-    if isinstance(mean_of := report.get("critic/vpred_mean"), Mean):
-        total = mean_of.total * deviation + mean_of.count * mean
-        report = report | {"critic/vpred_mean": Mean(total.to(mean_of.total), mean_of.count)}
-    said = {"critic/popart/mean": metrics.mean(mean), "critic/popart/std": metrics.mean(deviation)}
-    return tree.replace(after, params=_head(after.params, deviation, mean), scale=scale), report | said
+    def __call__(
+        self, state: TrainState, batch: Experience, *, key: Key, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics. Raises ValueError for a state without a `Scale`, a batch
+        without values and a rate that is not in (0, 1]."""
+        if state.scale is None or batch.values is None or not 0 < self.rate <= 1:
+            got = f"scale={state.scale}, rate={self.rate}, values={'none' if batch.values is None else 'there'}"
+            text = "PopArt needs TrainState.scale, a rate above 0 and at most 1, and a batch with values: "
+            raise ValueError(text + got)
+        mask = batch.response_mask
+        scale = moved(state.scale, batch.returns, mask, rate=self.rate)
+        mean, deviation = statistics(scale)
+
+        def units(x: Tensor) -> Tensor:
+            return ((x.double() - mean) / deviation).where(mask, 0.0).to(x.dtype)
+
+        inside = tree.replace(state, params=_head(state.params, 1 / deviation, -mean / deviation))
+        rows = tree.replace(batch, values=units(batch.values), returns=units(batch.returns))
+        after, report = self.stage(inside, rows, key=key, donate=donate)
+        if isinstance(mean_of := report.get("critic/vpred_mean"), Mean):
+            total = mean_of.total * deviation + mean_of.count * mean
+            report = report | {"critic/vpred_mean": Mean(total.to(mean_of.total), mean_of.count)}
+        said = {"critic/popart/mean": metrics.mean(mean), "critic/popart/std": metrics.mean(deviation)}
+        return tree.replace(after, params=_head(after.params, deviation, mean), scale=scale), report | said
 
 
 def _head(params: Params, factor: Tensor, shift: Tensor) -> Params:

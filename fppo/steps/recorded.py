@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 from typing import cast as typed
 
 import attrs
@@ -26,12 +26,10 @@ from fppo.models.lengths import longest_row
 from fppo.models.model import Model, Params
 from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import AXES, LOCAL, Mesh
-from fppo.steps.packed import Indexed, Indices, Masks, Own, find_indices
+from fppo.steps.outputs import Forward
+from fppo.steps.packed import Indices, Masks, MicroBatch, Own, find_indices
 from fppo.steps.sharded import cast, wire_dtypes
 from fppo_kernels.padding import Lengths, Places, sent
-
-if TYPE_CHECKING:
-    from fppo.steps.forward import Forward
 
 LAYER_TOKENS = 2.1e11  # tokens times parameters, for each layer, that an H100 runs while the host launches that layer
 KEPT = 32  # recorded passes at most
@@ -101,8 +99,10 @@ class Recorder:
         _copy(list(kept.values()), list(params.values()))
         return kept
 
-    def takes(self, params: Any, columns: Any, masks: Masks, forward: Forward) -> bool:
+    def takes(self, params: Any, columns: Any, masks: Masks | None, forward: Forward) -> bool:
         """Whether a pass may be recorded: one on parameters that `placed` gave."""
+        if masks is None:
+            return False
         (_, width), length = masks.attention.shape, masks.response.shape[1]
         return (
             forward.remove_padding
@@ -184,17 +184,6 @@ def records(model: Model, mesh: Mesh) -> bool:
     whole = model.layout is None and not model.spans and all(mesh[name].size == 1 for name in AXES)
     plain = not (model.stateful or model.routers) and model.vision is None and longest_row(model.config) is None
     return whole and plain and not model.checkpoint_layers and not model.compile_layers
-
-
-def identity_of(fn: Any) -> Any:
-    """A function by what it is made of, so that two partials of the same are equal; None if a tensor is in it."""
-    if isinstance(fn, Tensor):
-        return None
-    if not isinstance(fn, partial):
-        return (fn,)
-    keywords: dict[str, Any] = fn.keywords
-    parts = [identity_of(x) for x in (fn.func, *fn.args, *keywords.values())]
-    return None if None in parts else (*parts, *keywords)
 
 
 def sizes_of(masks: Masks) -> Sizes:
@@ -323,23 +312,25 @@ def _recorded(run: Run, record: Record) -> Run:
     return recorded
 
 
-def ready(params: Params, forward: Forward) -> Params:
+def ready(params: Params, forward: Forward, record: Recorder | None) -> Params:
     """Parameters that are not cut, in the dtypes they are computed with, and where recorded passes take them from."""
     alone = threading.current_thread() is threading.main_thread()  # who may write to these places
-    if forward.record is None or not alone or not records(forward.model, forward.mesh):
+    if record is None or not alone or not records(forward.model, forward.mesh):
         return cast(params, forward.model)
-    return forward.record.placed(params, wire_dtypes(forward.model, params))
+    return record.placed(params, wire_dtypes(forward.model, params))
 
 
-def run_one(fn: Callable[..., Tensor], what: Any, params: Any, one: Indexed, *, forward: Forward) -> Tensor:
-    """`fn(params, rows, forward=forward)` [K, B, T] of the rows of a pass, recorded where that is possible. `what` says
+def run_one(
+    fn: Callable[..., Tensor], what: Any, params: Any, one: MicroBatch, *, forward: Forward, record: Recorder
+) -> Tensor:
+    """`fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded where that is possible. `what` says
     what it depends on beside."""
-    recorder = forward.record
-    if recorder is None or not recorder.takes(params, one.rows, one.masks, forward):
-        return fn(params, one.rows, forward=one.on(forward))
+    if not record.takes(params, one.rows, one.masks, forward):
+        return fn(params, one, forward=forward, received=None)
 
     def run(params: Params, columns: Any, indices: Indices) -> Tensor:
-        return fn(params, columns[0], forward=attrs.evolve(forward, indices=indices))
+        return fn(params, MicroBatch(columns[0], indices, None), forward=forward, received=None)
 
+    assert one.masks is not None
     (count, length) = one.masks.response.shape
-    return recorder(run, what, params, (one.rows,), one.masks, forward)[:, :count, :length].clone()
+    return record(run, what, params, (one.rows,), one.masks, forward)[:, :count, :length].clone()

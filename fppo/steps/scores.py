@@ -11,7 +11,7 @@ from fppo import models
 from fppo.runtime.offload import OnHost
 from fppo.steps.forward import Forward, Rows, check_outputs, for_passes, ordered_passes, packed_hidden, run_passes
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.packed import cutting, gathered, indices_of, own_tokens
+from fppo.steps.packed import MicroBatch, gathered, own_tokens
 from fppo.steps.sharded import Gathered, Whole, opened
 from fppo.steps.train_state import Params
 from fppo_kernels.shapes import Float
@@ -33,12 +33,14 @@ def compute_reward_scores(
     return torch.cat(scores)[order].float()
 
 
-def _scores(params: Params | Gathered | OnHost, rows: Rows, *, forward: Forward) -> Tensor:
+def _scores(
+    params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None
+) -> Tensor:
     """The head at the last token of each of some rows [b]."""
     ready = opened(params, forward.model, forward.mesh)
-    head = models.output_head(forward.model, ready.root)
-    hidden, places, _ = packed_hidden(ready, rows, indices_of(rows, forward), forward)
-    last = places[rows.attention_mask.sum(1).cumsum(0) - 1]
-    own = own_tokens(last, len(hidden), cutting(forward.mesh))
+    head, axis = models.output_head(forward.model, ready.root), forward.mesh.token_axis
+    hidden, places, _ = packed_hidden(ready, micro.rows, micro.indices, forward, received=received)
+    last = places[micro.rows.attention_mask.sum(1).cumsum(0) - 1]
+    own = own_tokens(last, len(hidden), axis)
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return gathered([numbers], own, cutting(forward.mesh))[0]
+    return gathered([numbers], own, axis)[0]

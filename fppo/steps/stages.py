@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import attrs
 import torch
@@ -18,14 +18,12 @@ from fppo.models.spans import stage_of
 from fppo.runtime.offload import OnHost
 from fppo.runtime.pipeline import StageFn, Wire, pipeline_forward, pipeline_value_and_grad
 from fppo.runtime.schedule import MakeSchedule, all_forward
+from fppo.steps.outputs import Forward
 from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, broadcast
 
-if TYPE_CHECKING:
-    from fppo.steps.forward import Forward
-
-# fn(params, rows, *, forward), of one stage: what it hands on, or the result where `forward.model` has the head
+# fn(params, micro_batch, *, forward, received) of one stage: what it hands on, or the result of the last one
 Pass = Callable[..., Any]
 
 
@@ -87,7 +85,7 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
     own = [attrs.evolve(forward, model=stage_of(forward.model, number)) for number in range(len(forward.model.spans))]
 
     def run(params: Any, stage: int, received: Tensor | None, micro: int) -> Any:
-        return fn(params, micro_batches[micro], forward=attrs.evolve(own[stage // ranks], received=received))
+        return fn(params, micro_batches[micro], forward=own[stage // ranks], received=received)
 
     return run
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+import attrs
 import torch
 from torch import Tensor
 
 from fppo.batch import Column, RowInputs
 from fppo.key import Key
 from fppo.metrics import Metrics, report
-from fppo.steps.forward import Forward, forward_micro_batch
-from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.loop import Loop, Objective, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.sharded import Gathered
+from fppo.steps.outputs import Forward, TokenOutputs
 from fppo.steps.train_state import Params, TrainState, init_state
 from fppo.tree import state
 
@@ -56,35 +56,35 @@ def demonstrations(
     )
 
 
-def update_supervised(
-    state: TrainState,
-    batch: Demonstrations,
-    *,
-    forward: Forward,
-    loop: Loop,
-    optimizer: Optimizer,
-    key: Key | None = None,
-    donate: bool = False,
-) -> tuple[TrainState, Metrics]:
-    """The model after `loop.epochs` passes of maximum likelihood on the responses; see `update_actor` for the rest."""
-    return update(
-        state,
-        batch,
-        forward=forward,
-        objective=likelihood_objective,
-        loop=loop,
-        optimizer=optimizer,
-        prefix="supervised",
-        key=key,
-        donate=donate,
-    )
+@attrs.frozen(kw_only=True)
+class UpdateSupervised:
+    """The stage that makes the model after `loop.epochs` passes of maximum likelihood on the responses; see
+    `UpdateActor` for the rest."""
+
+    forward: Forward
+    loop: Loop
+    optimizer: Optimizer
+
+    def __call__(
+        self, state: TrainState, batch: Demonstrations, *, key: Key | None = None, donate: bool = False
+    ) -> tuple[TrainState, Metrics]:
+        """The state after the updates, and their metrics."""
+        return update(
+            state,
+            batch,
+            forward=self.forward,
+            objective=Objective(loss=likelihood_loss),
+            loop=self.loop,
+            optimizer=self.optimizer,
+            prefix="supervised",
+            key=key,
+            donate=donate,
+        )
 
 
-def likelihood_objective(
-    params: Params | Gathered, rows: Demonstrations, weights: Tensor, *, forward: Forward
-) -> tuple[Tensor, Metrics]:
-    """`update_supervised`'s objective on some rows of a mini-batch, with their weights [B, T], and its metrics."""
-    out = forward_micro_batch(params, rows, forward=forward)
+def likelihood_loss(out: TokenOutputs, rows: Demonstrations, weights: Tensor) -> tuple[Tensor, Metrics]:
+    """The negative log-likelihood of some rows of a mini-batch, 0-d, by their weights [b, T], and its metrics."""
+    del rows
     assert out.log_probs is not None
     return weighted_sum({"supervised/nll_loss": -out.log_probs}, weights)
 
@@ -103,9 +103,8 @@ def imitate(
     state = init_state(params, optimizer)
     for number, batch in enumerate(batches, start=1):
         loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=micro_batching)
-        state, metrics = update_supervised(
-            state, batch, forward=forward, loop=loop, optimizer=optimizer, donate=number > 1
-        )
+        update_model = UpdateSupervised(forward=forward, loop=loop, optimizer=optimizer)
+        state, metrics = update_model(state, batch, donate=number > 1)
         if number % every == 0:
             on_step(number, report(metrics)["supervised/nll_loss"])
     return state.params

@@ -19,7 +19,7 @@ from fppo.assembly.parts import check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.models.inner import inner_of
-from fppo.pipeline.own import bound
+from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
@@ -67,13 +67,12 @@ def test_the_program_has_the_settings_scalars(tmp_path):
     )
     with assemble(settings) as assembly:
         program = assembly.program
-        actor, critic = (inspect.unwrap(update).keywords for update in (program.update_actor, program.update_critic))
-        terms = actor["terms"]
+        terms = field(program.update_actor, "terms")
         assert (terms.kl_coef, terms.entropy_coef, terms.temperature) == (0.3, 0.01, 0.7)
-        assert bound(program.annotate, "passes").policy.keywords["temperature"] == 0.7
-        assert critic["loss_fn"].keywords["clip"] == 0.25
+        assert field(program.annotate, "passes").policy.temperature == 0.7
+        assert field(program.update_critic, "loss_fn").keywords["clip"] == 0.25
         assert program.critic_warmup == 2
-        assert actor["old_log_probs"] == "pass"  # two epochs
+        assert field(program.update_actor, "old_log_probs") == "pass"  # two epochs
         assert assembly.run.ref is not None
         assert assembly.run.critic is not None
 
@@ -120,8 +119,7 @@ def test_old_log_probs_come_from_the_update_when_that_makes_the_ratio_1_or_from_
     tiny_run.write_task(tmp_path)
     with assemble(tiny_run.settings(tmp_path, steps=1, **changes)) as assembly:
         _, experience, report = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
-        update = inspect.unwrap(assembly.program.update_actor).keywords
-    assert update["old_log_probs"] == expected
+    assert field(assembly.program.update_actor, "old_log_probs") == expected
     sources = [name.rpartition("/")[2] for name in report if name.startswith("training/old_log_probs/")]
     assert sources == [expected]
     mask = experience.response_mask
@@ -134,7 +132,7 @@ def test_old_log_probs_come_from_the_update_when_that_makes_the_ratio_1_or_from_
 def test_the_embedded_engines_cache_is_bounded_as_the_settings_say(tmp_path, changes, expected):
     tiny_run.write_task(tmp_path)
     with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
-        assert inspect.unwrap(assembly.program.rollout).keywords["engine"].engine.cache_bytes == expected
+        assert assembly.program.rollout.engine.engine.cache_bytes == expected
 
 
 def own_kernel(*args, **keywords):
@@ -282,8 +280,8 @@ def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, model__linear="onednn", model__rms_norm="torch")
     with assemble(settings) as assembly:
-        forward = bound(bound(assembly.program.annotate, "passes").policy, "forward")
-        engine = bound(assembly.program.rollout, "engine")
+        forward = field(assembly.program.annotate, "passes").policy.forward
+        engine = assembly.program.rollout.engine
     assert inner_of(forward.kernels) == inner_of(Kernels.named(linear="onednn", rms_norm="torch"))
     assert engine.engine.kernels is forward.kernels
 

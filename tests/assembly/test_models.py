@@ -1,7 +1,5 @@
 """What the command line loads: models that run as in transformers, each read once."""
 
-import inspect
-
 import attrs
 import pytest
 import torch
@@ -13,10 +11,10 @@ from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import bare_model, check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
-from fppo.pipeline.own import bound
+from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.runtime.offload import OnHost
+from fppo.runtime.offload import Offloaded, OnHost
 from fppo.settings.files import SettingsError
 from fppo.steps.loss_scale import LossScaled
 from tests import tiny_run
@@ -147,24 +145,25 @@ def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
     expected, _ = actor_after_a_step(tiny_run.settings(tmp_path))
     updates, kernels = [], []
-    offloaded, kernel = programs.offloaded, optimizers.offloaded_adamw
-    monkeypatch.setattr(programs, "offloaded", lambda fn, lane: updates.append(fn.func.__name__) or offloaded(fn, lane))
+    kernel = optimizers.offloaded_adamw
+    away = lambda fn, lane: updates.append(type(fn).__name__) or Offloaded(fn, lane)  # noqa: E731
+    monkeypatch.setattr(programs, "Offloaded", away)
     monkeypatch.setattr(optimizers, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
     cases = [
-        ({"critic__offload": "all"}, ["update_critic"], 1, {"critic"}),
+        ({"critic__offload": "all"}, ["UpdateCritic"], 1, {"critic"}),
         ({"critic__offload": "moments", "model__ref_offload": True}, [], 1, {"ref"}),
-        ({"model__offload": "all", "critic__offload": "none"}, ["update_actor"], 1, {"actor", "ref"}),
+        ({"model__offload": "all", "critic__offload": "none"}, ["UpdateActor"], 1, {"actor", "ref"}),
         ({"model__offload": "moments", "model__ref_offload": False}, [], 2, set()),
     ]
     for changes, whole, moments, fetched in cases:
         del updates[:], kernels[:]
         with assemble(tiny_run.settings(tmp_path, **changes)) as assembly:
-            passes = bound(assembly.program.annotate, "passes")
+            passes = field(assembly.program.annotate, "passes")
             run_of = {"actor": passes.policy, "ref": passes.reference, "critic": passes.values}
             run, _, _ = ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
         assert updates == whole
         assert len(kernels) == moments
-        assert {role for role, fn in run_of.items() if isinstance(bound(fn, "fetch")({}), OnHost)} == fetched
+        assert {role for role, fn in run_of.items() if isinstance(fn.fetch({}), OnHost)} == fetched
         assert tree.digest(run) == tree.digest(expected)
 
 
@@ -187,9 +186,9 @@ def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):
         settings = tiny_run.settings(tmp_path, actor__token_budget=33, **changes)
         with assemble(settings) as assembly:
             update, annotate = assembly.program.update_actor, assembly.program.annotate
-        for fn in (bound(annotate, "passes").policy, bound(annotate, "passes").values):
-            assert bound(fn, "micro_batching").token_budget == expected
-        assert inspect.unwrap(update).keywords["loop"].micro_batching.token_budget == 33
+        for fn in (field(annotate, "passes").policy, field(annotate, "passes").values):
+            assert fn.micro_batching.token_budget == expected
+        assert field(update, "loop").micro_batching.token_budget == 33
         assert parts.forward_micro_batching_of(settings).token_budget == expected
 
 

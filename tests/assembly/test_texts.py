@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import pytest
@@ -42,7 +41,7 @@ def task(tmp_path):
 def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
     settings = tiny_run.settings(task, data__chat=True, rollout__stop=["5", "<call>", "1+2"])
     with assemble(settings) as assembly:
-        sampling = assembly.program.rollout.keywords["sampling"]
+        sampling = assembly.program.rollout.sampling
         words = assembly.tokenizer
         ends = words.convert_tokens_to_ids(["<eos>", "<call>", "<end>", "5"])
         assert set(sampling.stop_token_ids) == set(ends)
@@ -118,7 +117,7 @@ def test_what_tokens_add_to_a_text_is_computed_once(task, monkeypatch):
     monkeypatch.setattr(stops, "token_pieces", lambda tokenizer: asked.append(1) or pieces(tokenizer))
     settings = tiny_run.settings(task, rollout__stop=["5"], eval__stop=["9", "7"])
     with assemble(settings) as assembly:
-        inputs = inspect.unwrap(assembly.program.rollout).keywords["sampling"]
+        inputs = assembly.program.rollout.sampling
     assert inputs.stop_texts.texts == (b"5",)
     assert len(asked) == 1
 

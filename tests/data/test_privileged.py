@@ -1,6 +1,5 @@
 """A critic that knows the ground truth: a model sees it before prompts, another one how responses agree with it."""
 
-import inspect
 import json
 from types import SimpleNamespace
 
@@ -16,10 +15,12 @@ from fppo.batch import Column
 from fppo.data import truth_signs, with_truth
 from fppo.key import Key
 from fppo.pipeline import ppo_step
+from fppo.pipeline.checks import innermost
 from fppo.steps import (
     Forward,
     Loop,
     MicroBatching,
+    UpdateConfidence,
     adamw,
     compute_values,
     confidence_values,
@@ -27,10 +28,9 @@ from fppo.steps import (
     init_confidence,
     init_state,
     schedule,
-    update_confidence,
-    update_critic,
 )
 from fppo.steps.clock import at_step, between
+from fppo.steps.critic import as_it_is
 from tests import tiny, tiny_run
 
 
@@ -66,13 +66,12 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
                 forward = Forward(run.critic_model)
                 values = compute_values(run.run.critic.params, one, forward=forward, micro_batching=MicroBatching(1))
                 torch.testing.assert_close(values[0], batch.values[row], atol=1e-5, rtol=1e-5)
-            bound = inspect.unwrap(run.program.update_critic).keywords
+            update = innermost(run.program.update_critic)
             shown = with_truth(batch, encode=run.tokenizer.encode, limit=3)
             key = run.run.key.fold("step", 0).fold("critic")
-            names = ("forward", "loop", "optimizer", "loss_fn")
             before = at_step(run.run.critic.clock, 0, settings.steps)
             before = tree.replace(run.run.critic, clock=before)
-            expected, _ = update_critic(before, shown, key=key, **{name: bound[name] for name in names})
+            expected, _ = attrs.evolve(update, view=as_it_is)(before, shown, key=key)
             assert tree.digest(after.critic) == tree.digest(tree.replace(expected, clock=between(expected.clock)))
     assert told[0].tokens.equal(told[3].tokens)
     assert told[0].old_log_probs.equal(told[3].old_log_probs)
@@ -146,6 +145,6 @@ def test_its_update_learns_what_the_truth_alone_says():
     )
     optimizer = adamw(schedule("constant", 0.01, total_steps=9), weight_decay=0.0)
     loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16), epochs=20)
-    after, _ = update_confidence(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer)
+    after, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch)
     values = confidence_values(after.params, flat, flat, mask, signs)
     assert (values - batch.returns)[mask].square().mean() < 0.02

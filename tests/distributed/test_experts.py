@@ -13,7 +13,7 @@ from fppo.runs import jsonl
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import files
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -31,14 +31,12 @@ def update(mesh, stage, directory=None):
     model, params = make("qwen3_moe")
     mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
     model, optimizer = models.place(model, mesh), adamw(lambda step: 0.1, eps=1.0, max_grad_norm=0.5)
-    state, report = update_actor(
-        init_state(models.own_params(model, params, mesh), optimizer),
-        tiny.experience(7, 7),
+    state, report = UpdateActor(
         forward=Forward(model, mesh=mesh),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=1)),
         optimizer=optimizer,
-    )
+    )(init_state(models.own_params(model, params, mesh), optimizer), tiny.experience(7, 7))
     if directory is not None:
         checkpoint.save(state, directory, stage, mesh=mesh, shapes=whole_shapes(state, model.extents))
     whole = {what: models.whole_params(model, x, mesh) for what, x in (("p", state.params), ("m", state.opt.mu))}

@@ -11,7 +11,7 @@ from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
-from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -40,15 +40,13 @@ def update(mesh, stage, checkpoint_layers):
     batch, forward, cut = tiny.experience(7, 7), Forward(model, mesh=mesh), MicroBatching(size=2)
     log_probs = compute_log_probs(shards, batches.rows(batch, share(mesh)), forward=forward, micro_batching=cut)
     optimizer = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
-    state, report = update_actor(
-        init_state(shards, optimizer),
-        batch,
+    state, report = UpdateActor(
         forward=forward,
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=4, micro_batching=cut, epochs=2),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01),
-    )
+    )(init_state(shards, optimizer), batch)
     trees = {name: fsdp.gather(x, model.shapes, mesh) for name, x in (("p", state.params), ("m", state.opt.mu))}
     return dict(tree.leaves_with_paths(trees)), metrics.report(report), log_probs
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from fppo import losses, metrics, models, tree
 from fppo.key import Key
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -27,14 +27,12 @@ def results(mesh):
     batch, cut, optimizer = tiny.experience(3, 7), MicroBatching(size=2), adamw(lambda step: 0.1)
     forward = Forward(placed, mesh=mesh)
     before = compute_log_probs(params, batch, forward=forward, micro_batching=cut)
-    state, report = update_actor(
-        init_state(params, optimizer),
-        batch,
+    state, report = UpdateActor(
         forward=forward,
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=4, micro_batching=cut, epochs=2),
         optimizer=optimizer,
-    )
+    )(init_state(params, optimizer), batch)
     return tree.digest(state), metrics.report(report), before.tolist()
 
 

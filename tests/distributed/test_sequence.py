@@ -6,7 +6,7 @@ import torch
 
 from fppo import losses, metrics, tree
 from fppo.runtime.mesh import Mesh
-from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -21,15 +21,13 @@ def update(mesh):
     """The actor after two steps."""
     model, params = tiny.model_and_params("lm")
     optimizer = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
-    state, report = update_actor(
-        init_state(params, optimizer),
-        tiny.experience(7, 7),
+    state, report = UpdateActor(
         forward=Forward(model, mesh=mesh),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=7, micro_batching=MicroBatching(size=3), epochs=2),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01),
-    )
+    )(init_state(params, optimizer), tiny.experience(7, 7))
     leaves = {path: x for path, x in tree.leaves_with_paths(state) if isinstance(x, torch.Tensor)}
     return leaves, metrics.report(report), str(tree.digest(state))
 

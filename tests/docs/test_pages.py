@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .pages import ROOT
+from .pages import PAGES, ROOT, blocks
 
 DOCS = ROOT / "docs"
 
@@ -17,3 +17,19 @@ def test_the_index_links_every_page_and_no_other():
 def test_the_navigation_holds_every_page():
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_prose_has_at_most_120_columns():
+    for page in [*PAGES, ROOT / "CHANGELOG.md"]:
+        lines = dict(enumerate(page.read_text().splitlines(), start=1))
+        for block in blocks(page):
+            for number in range(block.line, block.line + block.text.count("\n")):
+                del lines[number]
+        long = [number for number, line in lines.items() if len(line) > 120 and not line.lstrip().startswith("|")]
+        assert not long, f"{page.name}: lines {long} are longer than 120 columns"
+
+
+def test_every_picture_says_what_it_shows():
+    for page in PAGES:
+        for shown in re.findall(r"!\[(.*?)\]\(", page.read_text()):
+            assert len(shown.split()) > 3, f"{page.name}: a picture is described as {shown!r}"

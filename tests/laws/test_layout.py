@@ -16,8 +16,8 @@ from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh
 from fppo.steps import loop, optimizers, packed
 from fppo.steps import stages as staging
-from fppo.steps.actor import SelectiveLoss, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import SelectiveLoss, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.ranks import shares
 from fppo_kernels import collectives, context
 from tests.laws.test_updates import popart
@@ -49,13 +49,13 @@ def test_the_actor_keeps_the_law():
 @pytest.mark.slow
 def test_the_critic_keeps_the_law():
     laws.check_layout_fn(
-        update_critic, head="value", modes=("token-mean", "seq-mean-token-mean"), each=1, max_ranks=4, seed=SEED
+        UpdateCritic, head="value", modes=("token-mean", "seq-mean-token-mean"), each=1, max_ranks=4, seed=SEED
     )
 
 
 @pytest.mark.slow
 def test_critics_of_other_kinds_keep_the_law(few):
-    bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
+    bins = partial(UpdateCritic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
     laws.check_layout_fn(bins, head="value", outputs=5, modes=("token-mean",), each=1, max_ranks=2)
     laws.check_layout_fn(popart, head="value", modes=("token-mean",), each=1, max_ranks=2)
 
@@ -93,7 +93,7 @@ LARGE = [
 @pytest.mark.slow
 def test_the_large_meshes_keep_the_law():
     """Some meshes once, most ranks with nothing to do."""
-    updates = {"lm": partial(update_actor, loss_fn=losses.ppo_clip), "value": update_critic}
+    updates = {"lm": partial(UpdateActor, loss_fn=losses.ppo_clip), "value": UpdateCritic}
     runs = {head: layout._runner(update, head) for head, update in updates.items()}
     example = layout._example(("token-mean",), 2, 2, 1)
     for wide, head, *settings in LARGE:
@@ -112,14 +112,14 @@ def test_every_mesh_and_stage_takes_its_turn():
     for seed in (0, 1):
         seen = []
 
-        def update(state, batch, *, forward, seen=seen, **_):
+        def make(*, forward, seen=seen, **_):
             mesh = forward.mesh
             if all(axis.rank == 0 for axis in mesh.axes.values()):
                 sizes = (*(mesh[name].size for name in layout.AXES), len(forward.model.spans))
                 seen.append((sizes, mesh.sharding and mesh.sharding.stage, forward.model.checkpoint_layers))
-            return state, {}
+            return lambda state, batch: (state, {})
 
-        laws.check_layout_fn(update, modes=("token-mean",), each=None, max_ranks=2, seed=seed)
+        laws.check_layout_fn(make, modes=("token-mean",), each=None, max_ranks=2, seed=seed)
         orders.append(seen)
     assert orders[0] != orders[1]
     interleaved = [axes for axes in layout.meshes(2) if axes["pipeline"] == 2]
@@ -249,11 +249,13 @@ def test_a_loss_with_a_local_mean_is_caught(few):
 def test_an_update_that_rolls_dice_is_caught():
     dice = torch.Generator().manual_seed(0)
 
-    def update(state, batch, **settings):
-        scale = 1 + torch.rand((), generator=dice, dtype=torch.float64)
-        return update_actor(
-            state, tree.replace(batch, advantages=batch.advantages * scale), loss_fn=losses.gpg, **settings
-        )
+    def make(**settings):
+        def update(state, batch):
+            scale = 1 + torch.rand((), generator=dice, dtype=torch.float64)
+            scaled = tree.replace(batch, advantages=batch.advantages * scale)
+            return UpdateActor(loss_fn=losses.gpg, **settings)(state, scaled)
+
+        return update
 
     with pytest.raises(laws.LawViolation, match='It also breaks: "same bits"'):
-        laws.check_layout_fn(update, modes=("token-mean",), max_ranks=4)
+        laws.check_layout_fn(make, modes=("token-mean",), max_ranks=4)

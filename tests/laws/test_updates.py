@@ -12,13 +12,13 @@ from fppo.key import Key
 from fppo.laws import layout, updates
 from fppo.metrics import masked_mean, term
 from fppo.runtime import checkpoint
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
-from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward, forward_micro_batch
-from fppo.steps.loop import Loop, update, weighted_sum
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.critic import UpdateCritic
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop, Objective, update, weighted_sum
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
-from fppo.steps.popart import update_popart
+from fppo.steps.popart import UpdatePopart
 from fppo.steps.train_state import Scale, init_state, optimizer_step
 from tests import tiny
 
@@ -35,16 +35,16 @@ def test_our_updates_keep_the_laws(few):
     laws.check_update(losses.ppo_clip)
     chosen_by_noise = partial(losses.select_clip_cov, ratio=0.3, low=-50.0, high=50.0)
     laws.check_update(SelectiveLoss(losses.clip_cov, chosen_by_noise), modes=("token-mean",))
-    laws.check_update_fn(update_critic, head="value", modes=("token-mean", "seq-mean-token-sum-norm"))
-    bins = partial(update_critic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
+    laws.check_update_fn(UpdateCritic, head="value", modes=("token-mean", "seq-mean-token-sum-norm"))
+    bins = partial(UpdateCritic, loss_fn=partial(losses.hl_gauss, low=-2.0, high=2.0))
     laws.check_update_fn(bins, head="value", outputs=5, modes=("token-mean",))
     laws.check_update_fn(popart, head="value", modes=("token-mean",))
 
 
-def popart(state, batch, **bound):
+def popart(**bound):
     """PopArt's first update."""
-    update = partial(update_critic, **bound)
-    return update_popart(tree.replace(state, scale=Scale()), batch, update=update, rate=0.3, key=Key(0))
+    update = UpdatePopart(stage=UpdateCritic(**bound), rate=0.3)
+    return lambda state, batch: update(tree.replace(state, scale=Scale()), batch, key=Key(0))
 
 
 def local_mean(log_probs, old, advantages, mask):
@@ -92,21 +92,24 @@ def test_a_broken_loss_is_shown_with_the_smallest_batch_on_which_it_is_broken(lo
     assert "weight_mode" in str(caught.value)
 
 
-def by_place(state, batch, **settings):
-    place = 1.0 + torch.arange(len(batch.tokens), dtype=torch.float64)[:, None]
-    scaled = tree.replace(batch, advantages=batch.advantages * place)
-    return update_actor(state, scaled, loss_fn=losses.gpg, **settings)
+def by_place(**settings):
+    def update(state, batch):
+        place = 1.0 + torch.arange(len(batch.tokens), dtype=torch.float64)[:, None]
+        scaled = tree.replace(batch, advantages=batch.advantages * place)
+        return UpdateActor(loss_fn=losses.gpg, **settings)(state, scaled)
+
+    return update
 
 
-def by_packing(state, batch, *, forward, **settings):
+def by_packing(*, forward, **settings):
     terms = PolicyTerms(temperature=1.0 if forward.remove_padding else 1.1)
-    return update_actor(state, batch, forward=forward, loss_fn=losses.gpg, terms=terms, **settings)
+    return UpdateActor(forward=forward, loss_fn=losses.gpg, terms=terms, **settings)
 
 
-def by_mode(state, batch, *, loop, **settings):
+def by_mode(*, loop, **settings):
     if loop.weight_mode == "seq-mean-token-mean" and loop.micro_batching.size == 1:
         loop = attrs.evolve(loop, weight_mode="token-mean")
-    return update_actor(state, batch, loss_fn=losses.gpg, loop=loop, **settings)
+    return UpdateActor(loss_fn=losses.gpg, loop=loop, **settings)
 
 
 @pytest.mark.slow
@@ -125,17 +128,16 @@ def test_a_broken_update_is_caught(broken, law, words, few):
     assert words in str(caught.value)
 
 
-def spread_objective(params, rows, weights, *, forward, report):
-    """An objective of one's own, with a term of its own; `report` makes the term's metric."""
-    out = forward_micro_batch(params, rows, forward=forward, outputs=("log_probs", "entropy"))
+def spread_loss(out, rows, weights, *, report):
+    """A loss of one's own, with a term of its own; `report` makes the term's metric."""
     loss, sums = weighted_sum({"mine/likelihood": -out.log_probs, "mine/uncertainty": 0.1 * out.entropy}, weights)
     squares = (weights * out.log_probs.square()).sum()
     return loss + squares, sums | {"mine/squares": report(squares)}
 
 
-def own_update(state, batch, *, report=term, **settings):
-    objective = partial(spread_objective, report=report)
-    return update(state, batch, objective=objective, prefix="mine", **settings)
+def own_update(*, report=term, **settings):
+    objective = Objective(loss=partial(spread_loss, report=report), outputs=("log_probs", "entropy"))
+    return partial(update, objective=objective, prefix="mine", **settings)
 
 
 @pytest.mark.slow
@@ -144,10 +146,11 @@ def test_a_term_of_ones_own_objective_counts_once_for_a_mini_batch_under_any_nam
     laws.check_layout_fn(own_update, modes=("token-mean",), max_ranks=2, each=1)
     batch, loop = tiny.experience(3, 6), Loop(mini_batch_size=3, micro_batching=MicroBatching(size=1))
     state, parts = init_state(PARAMS, OPTIMIZER), []
-    _, report = own_update(state, batch, forward=Forward(MODEL), loop=loop, optimizer=OPTIMIZER)
+    own = own_update(forward=Forward(MODEL), loop=loop, optimizer=OPTIMIZER)
+    _, report = own(state, batch)
     for numbers in (range(3), range(3, 6)):
         rows = batches.rows(batch, numbers)
-        state, part = own_update(state, rows, forward=Forward(MODEL), loop=loop, optimizer=OPTIMIZER)
+        state, part = own(state, rows)
         parts.append(metrics.report(part))
     found = metrics.report(report)
     for name in ("mine/likelihood", "mine/uncertainty", "mine/squares"):
@@ -165,15 +168,12 @@ OPTIMIZER = adamw(lambda step: 0.01 / (step + 1))
 
 
 def actor_step(state, donate=False):
-    return update_actor(
-        state,
-        tiny.experience(state.step, 4),
+    return UpdateActor(
         forward=Forward(MODEL),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1)),
         optimizer=OPTIMIZER,
-        donate=donate,
-    )[0]
+    )(state, tiny.experience(state.step, 4), donate=donate)[0]
 
 
 def test_training_resumes_from_its_checkpoints_bit_for_bit(tmp_path):

@@ -11,7 +11,7 @@ from fppo.models import run
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -62,13 +62,8 @@ def test_a_bias_keeps_float32_in_a_pass_and_takes_no_gradient_and_no_step():
     optimizer = adamw(lambda step: 0.1, weight_decay=0.5)
     loop = Loop(mini_batch_size=5, micro_batching=MicroBatching(size=2), epochs=2)
     half = attrs.evolve(model, compute_dtype=torch.bfloat16)
-    state, _ = update_actor(
-        init_state(params, optimizer),
-        batch,
-        forward=Forward(half),
-        loss_fn=losses.ppo_clip,
-        loop=loop,
-        optimizer=optimizer,
+    state, _ = UpdateActor(forward=Forward(half), loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer)(
+        init_state(params, optimizer), batch
     )
     handle.remove()
     assert set(seen) == {torch.float32}

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 import time
-from functools import partial
 
 import attrs
 import pytest
@@ -354,8 +353,8 @@ def test_batches_that_wait_on_disk_come_back_to_the_device_that_works(assembly, 
 
 def _interrupted(assembly, lag, count):
     """`_steps` of a run whose batches under way wait, after the first token, for the next update."""
-    engine = InterruptibleEngine(engine=assembly.program.rollout.keywords["engine"], every=1, pad_token_id=0)
-    rollout, begun = partial(assembly.program.rollout, engine=engine), []
+    engine = InterruptibleEngine(engine=assembly.program.rollout.engine, every=1, pad_token_id=0)
+    rollout, begun = attrs.evolve(assembly.program.rollout, engine=engine), []
 
     def held_up(*args, newer, version, **others):
         seen = []

@@ -16,7 +16,7 @@ from fppo.losses import KLState
 from fppo.pipeline import stages
 from fppo.pipeline.draw import equal_groups
 from fppo.rollout.engine import Sampling
-from fppo.steps.actor import PolicyTerms, rollout_gap, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor, rollout_gap
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -56,8 +56,8 @@ def rows_of(scores, *, n, seed=3, **changes):
 def estimated(rows, name="grpo", **how):
     advantage_fn = EVERY_ESTIMATOR[name] if isinstance(name, str) else name
     advantage_fn = partial(advantage_fn, **how.pop("bound", {}))
-    how = {"kl": KLState(coef=0.0), "max_tokens": 6, **how}
-    return stages.estimate(rows, advantage_fn=advantage_fn, **how)
+    kl = how.pop("kl", KLState(coef=0.0))
+    return stages.Estimate(advantage_fn=advantage_fn, **{"max_tokens": 6, **how})(rows, kl)
 
 
 # a KL in the rewards
@@ -218,9 +218,8 @@ def test_a_greedy_baseline_is_that_of_the_rows_own_prompt(count, n):
     def score(rollout):
         return extend(Scored, rollout, scores=rollout.response_mask.sum(1).float(), named_scores={}), {}
 
-    scored, report = stages.score_with_greedy(
-        rollout, params={}, prompts=prompts, score=score, engine=Greedy(), sampling=Sampling(max_tokens=count)
-    )
+    stage = stages.ScoreWithGreedy(score=score, engine=Greedy(), sampling=Sampling(max_tokens=count))
+    scored, report = stage(rollout, params={}, prompts=prompts)
     assert scored.baselines.tolist() == lengths.tolist()
     assert metrics.report(report)["critic/baseline/mean"] == pytest.approx((count + 1) / 2)
     zeros = torch.zeros(rollout.response_mask.shape)
@@ -257,8 +256,7 @@ def test_a_right_response_is_one_by_its_outcome():
     base = tiny.experience(1, 4)
     shaped = attrs.evolve(base, scores=torch.tensor([-0.5, -1.0, 0.0, -0.1]), outcomes=torch.tensor([1.0, 0, 0, 0]))
     plain = attrs.evolve(base, scores=torch.tensor([1.0, 0.0, 0.0, 0.0]))
-    update = partial(
-        update_actor,
+    update = UpdateActor(
         forward=Forward(model),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4)),

@@ -309,7 +309,7 @@ def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
         found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
         assert found["critic/true/variance"] > 1e-5
         assert found["critic/true/r2"] == pytest.approx(1 - found["critic/true/mse"] / found["critic/true/variance"])
-        engine, sampling = (assembly.program.rollout.keywords[name] for name in ("engine", "sampling"))
+        engine, sampling = (getattr(assembly.program.rollout, name) for name in ("engine", "sampling"))
         (asked,) = data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 3)
         ask = Ask(asked, attrs.evolve(sampling, n=300), Key(4))
         rollout = engine.generate(run.actor.params, ask)
@@ -321,7 +321,7 @@ def test_a_run_is_held_against_them_and_they_against_what_it_samples(tmp_path):
             assert abs(own.mean() - truth) < 4 * own.std() / 300**0.5
         assert scores.mean() > 0.01
         own = beside[0].rollout  # what the run says of rewards is what its reward function gives
-        scored, report = assembly.program.score.keywords["score"](own)
+        scored, report = assembly.program.score.score(own)
         assert metrics.report(report)["reward/errors"] == 0
         real = [games.KUHN.end(x[EPISODE], finish) for x, finish in zip(own.extras, own.finish, strict=True)]
         assert scored.scores.tolist() == pytest.approx(real)

@@ -7,7 +7,7 @@ import torch
 
 from fppo import metrics, tree
 from fppo.assembly.run import assemble
-from fppo.pipeline.gap import watch_annotate
+from fppo.pipeline.gap import WatchAnnotate
 from fppo.pipeline.step import ppo_step
 from fppo.rollout import embedded, stepping
 from tests import tiny_run
@@ -62,7 +62,7 @@ def test_rounding_and_a_gap_that_is_not_looked_at_pass(dtype, tmp_path):
 def test_rows_of_an_earlier_policy_are_passed_over(tmp_path):
     run, scored, _ = take_step(tmp_path, wrong=False)
     report = {"rollout_corr/k3_kl": metrics.mean(3.0)}
-    stage = watch_annotate(lambda rows, _: (rows, report), limit=0.1, then="stop")
+    stage = WatchAnnotate(stage=lambda rows, _: (rows, report), limit=0.1, then="stop")
     assert (scored.versions < run.actor.step).all()
     assert stage(scored, run) == (scored, report)
     with pytest.raises(ValueError, match=r" = 3, where rounding explains at most 0\.1"):

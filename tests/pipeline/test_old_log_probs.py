@@ -1,9 +1,9 @@
 """Where old log-probs come from, where what was sampled from is not the policy's whole distribution."""
 
-import inspect
 import warnings
 from functools import partial
 
+import attrs
 import pytest
 import torch
 
@@ -13,13 +13,14 @@ from fppo.assembly.inputs import read_inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Experience, Scored, extend
 from fppo.key import Key
-from fppo.pipeline import gap, stages
-from fppo.pipeline.program import RunState, sample_batch
+from fppo.pipeline import gap, local_passes, stages
+from fppo.pipeline.checks import field, innermost
+from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import old_log_probs
-from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -41,11 +42,10 @@ def test_they_are_of_the_distribution_before_top_k_and_top_p(tmp_path, source):
     settings = tiny_run.settings(tmp_path, **CUT, **ONCE, **FIXED, algorithm__old_log_probs=source)
     with assemble(settings) as assembly:
         run, program = assembly.run, assembly.program
-        scored, _, _ = sample_batch(run, draw=assembly.draw, rollout=program.rollout, score=program.score)
+        scored, _, _ = SampleBatch()(run, draw=assembly.draw, rollout=program.rollout, score=program.score)
         annotated, _ = program.annotate(scored, run)
         mask = annotated.response_mask
-        update = inspect.unwrap(program.update_actor)
-        forward = update.keywords["forward"]
+        forward = field(program.update_actor, "forward")
         expected = compute_log_probs(
             run.actor.params, scored, forward=forward, micro_batching=MicroBatching(size=8), temperature=1.3
         )
@@ -59,7 +59,8 @@ def test_they_are_of_the_distribution_before_top_k_and_top_p(tmp_path, source):
             seen.append((old_log_probs, mask))
             return losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
 
-        update.func(run.actor, off, **{**update.keywords, "loss_fn": loss})
+        update = innermost(program.update_actor)
+        attrs.evolve(update, loss_fn=loss)(run.actor, off)
     assert sum(int(mask.sum()) for _, mask in seen) == int(mask.sum())
     trained = torch.cat([old[mask] for old, mask in seen]).sort().values
     torch.testing.assert_close(trained, expected[mask].sort().values, rtol=0, atol=1e-5)
@@ -70,7 +71,7 @@ TEMPERATURE = 0.7
 
 
 def sampled(dtype, *, step=gap.WHOLE_STEPS, rows=24):
-    """A policy, the run at a step, rows that it sampled from a part of its distribution, and `stages.annotate`."""
+    """A policy, the run at a step, rows that it sampled from a part of its distribution, and the stage `Annotate`."""
     model, params = tiny.model_and_params(dtype=dtype)
     forward = Forward(model)
     engine = EmbeddedEngine(model=model, kernels=forward.kernels, pad_token_id=0)
@@ -84,7 +85,7 @@ def sampled(dtype, *, step=gap.WHOLE_STEPS, rows=24):
     return (
         run,
         scored,
-        partial(stages.annotate, forward=forward, critic=None, micro_batching=cut, temperature=TEMPERATURE),
+        stages.Annotate(passes=local_passes(forward, micro_batching=cut, temperature=TEMPERATURE)),
     )
 
 
@@ -94,22 +95,20 @@ def test_an_update_by_the_engines_is_the_one_by_those_of_a_pass(dtype, rounding)
     run, scored, annotate = sampled(dtype)
     moved = {}
     for source in ("pass", "auto"):
-        annotated, report = annotate(scored, run, old_log_probs=source)
+        annotated, report = attrs.evolve(annotate, old_log_probs=source)(scored, run)
         assert torch.equal(annotated.old_log_probs, scored.rollout_log_probs) == (source == "auto")
         assert f"training/old_log_probs/{'engine' if source == 'auto' else source}" in report
         mask = annotated.response_mask
         advantages = (scored.scores[:, None] - 0.5).expand(mask.shape).to(dtype)
         kept = {"token_rewards": advantages, "advantages": advantages, "returns": advantages}
-        after, _ = update_actor(
-            run.actor,
-            extend(Experience, annotated, **kept),
-            forward=annotate.keywords["forward"],
+        after, _ = UpdateActor(
+            forward=annotate.passes.policy.forward,
             loss_fn=partial(losses.ppo_clip, clip_low=0.9, clip_high=9.0, dual_clip=None),
             loop=Loop(mini_batch_size=12, micro_batching=MicroBatching(size=6)),
             optimizer=SGD,
             terms=PolicyTerms(temperature=TEMPERATURE),
             old_log_probs=source,
-        )
+        )(run.actor, extend(Experience, annotated, **kept))
         moved[source] = torch.cat([(after.params[k] - x).flatten() for k, x in run.actor.params.items()])
     scale = moved["pass"].abs().max()
     assert scale > 0.01
@@ -118,7 +117,7 @@ def test_an_update_by_the_engines_is_the_one_by_those_of_a_pass(dtype, rounding)
 
 def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
     run, scored, annotate = sampled(torch.float32)
-    auto = partial(annotate, old_log_probs="auto")
+    auto = attrs.evolve(annotate, old_log_probs="auto")
     by_pass, _ = annotate(scored, run)
 
     def look(rows, at):

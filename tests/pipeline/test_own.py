@@ -9,10 +9,10 @@ import torch
 from fppo import advantages, laws, losses, models
 from fppo.advantages import Advantages
 from fppo.assembly.run import assemble
-from fppo.pipeline import Program, own, stages
+from fppo.pipeline import Program, checks, local_passes, stages
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.settings.files import SettingsError
-from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, adamw, init_state, update_actor, update_critic
+from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, UpdateActor, UpdateCritic, adamw, init_state
 from fppo_kernels import table
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
@@ -67,12 +67,12 @@ def program(
     kernels = Kernels.named() if attention is None else attrs.evolve(Kernels.named(), attention=attention)
     policy = Forward(model or models.build(tiny.config()), kernels=kernels)
     return Program(
-        rollout=partial(stages.rollout_stage, sampling=Sampling(n=3)),
-        score=stages.score_stage,
-        annotate=partial(stages.annotate, forward=policy, critic=None, micro_batching=MicroBatching(size=1)),
-        estimate=partial(stages.estimate, advantage_fn=advantage_fn),
-        update_actor=partial(partial(update_actor, forward=policy, loss_fn=loss_fn), optimizer=optimizer),
-        update_critic=partial(update_critic, forward=policy, optimizer=critic_optimizer),
+        rollout=stages.RollOut(engine=None, sampling=Sampling(n=3)),
+        score=stages.Score(score=None),
+        annotate=stages.Annotate(passes=local_passes(policy, micro_batching=MicroBatching(size=1))),
+        estimate=stages.Estimate(advantage_fn=advantage_fn, max_tokens=3),
+        update_actor=UpdateActor(forward=policy, loss_fn=loss_fn, loop=None, optimizer=optimizer),
+        update_critic=UpdateCritic(forward=policy, loop=None, optimizer=critic_optimizer),
         **changes,
     )
 
@@ -84,7 +84,10 @@ WRONG = [
     ({"advantage_fn": without_advantages}, "advantage_fn: without_advantages breaks"),
     ({"advantage_fn": of_scores}, "advantage_fn: of_scores breaks"),
     ({"attention": halved}, "attention: halved breaks"),
-    ({"advantage_fn": partial(advantages.gae, kernel=no_returns)}, "gae: no_returns breaks"),
+    (
+        {"advantage_fn": partial(advantages.gae, kernel=no_returns)},
+        "gae: no_returns breaks",
+    ),
     ({"optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
     ({"critic_optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
 ]
@@ -110,9 +113,9 @@ def test_wrong_shapes_are_refused_where_nothing_was_looked_at():
     loop, state = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2)), init_state(params, adam)
     batch = tiny.experience(0, 4)
     with pytest.raises(ValueError, match=r"the policy loss is \[\], expected \[B, T\] = \[2, 6\]"):
-        update_actor(state, batch, forward=Forward(model), loss_fn=scalar, loop=loop, optimizer=adam)
+        UpdateActor(forward=Forward(model), loss_fn=scalar, loop=loop, optimizer=adam)(state, batch)
     with pytest.raises(ValueError, match=r"the estimator gave advantages \[4, 1\], expected \[B, T\] = \[4, 6\]"):
-        stages.estimate(batch, losses.KLState(coef=0.0), advantage_fn=one_column, max_tokens=6)
+        stages.Estimate(advantage_fn=one_column, max_tokens=6)(batch, losses.KLState(coef=0.0))
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -129,26 +132,27 @@ def test_a_model_that_was_built_and_runs_otherwise_is_refused(monkeypatch):
         program(model=wrong)
     program(model=wrong, check=False)
     checked = []
-    monkeypatch.setattr(own, "check_engine", checked.append)
+    monkeypatch.setattr(checks, "check_engine", checked.append)
     good = models.build(tiny.config())
     engine = EmbeddedEngine(model=good, kernels=Kernels.named(), pad_token_id=0)
-    attrs.evolve(program(), rollout=partial(stages.rollout_stage, engine=engine))
+    made = program()
+    attrs.evolve(made, rollout=attrs.evolve(made.rollout, engine=engine))
     assert checked == [good]
 
 
 def test_a_swapped_stage_is_looked_at_too():
     good = program()
     with pytest.raises(laws.LawViolation, match="scalar breaks"):
-        attrs.evolve(good, update_actor=partial(update_actor, loss_fn=scalar))
+        attrs.evolve(good, update_actor=attrs.evolve(good.update_actor, loss_fn=scalar))
     attrs.evolve(good, update_actor=lambda state, batch, *, key, donate: (state, {}))  # nothing to look at
 
 
 def test_what_is_the_librarys_own_is_not_looked_at():
-    assert not any(own.is_own(getattr(losses, name)) for name in ("ppo_clip", "gspo", "kl_cov"))
-    assert not own.is_own(partial(losses.ppo_clip, clip_low=0.1))
-    assert not any(own.is_own(fn) for fn in attrs.asdict(Kernels.named(), recurse=False).values())
-    assert not own.is_own(table.get("log_probs", "reference"))
-    assert own.is_own(partial(scalar))
+    assert not any(checks.is_own(getattr(losses, name)) for name in ("ppo_clip", "gspo", "kl_cov"))
+    assert not checks.is_own(partial(losses.ppo_clip, clip_low=0.1))
+    assert not any(checks.is_own(fn) for fn in attrs.asdict(Kernels.named(), recurse=False).values())
+    assert not checks.is_own(table.get("log_probs", "reference"))
+    assert checks.is_own(partial(scalar))
 
 
 OWN = {
@@ -178,4 +182,4 @@ def test_a_run_by_settings_is_refused_before_any_work(tmp_path, named):
 def test_looking_can_be_turned_off_and_kernels_that_are_compared_may_be_wrong(tmp_path, off):
     tiny_run.write_task(tmp_path)
     with assemble(tiny_run.settings(tmp_path, **OWN, **off), kernels=None if off else Kernels.named()) as assembly:
-        assert own.bound(assembly.program.update_actor, "loss_fn") is scalar
+        assert checks.field(assembly.program.update_actor, "loss_fn") is scalar

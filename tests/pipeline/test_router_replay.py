@@ -10,14 +10,14 @@ from fppo import losses
 from fppo.batch import Experience, Scored, extend, narrow
 from fppo.commands import actions
 from fppo.key import Key
-from fppo.pipeline import stages
+from fppo.pipeline import local_passes, stages
 from fppo.pipeline.program import RunState
 from fppo.rollout import saved
 from fppo.runs import jsonl
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from fppo.settings import checks, files
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs, compute_outputs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -36,15 +36,11 @@ def annotated(mesh, replay, source="pass", batch=BATCH):
     model, params = make("qwen3_moe")
     ref = {name: x + (0.7 if name.endswith("gate.weight") else 0.0) * x.flip(0) for name, x in params.items()}
     run = RunState(actor=init_state(params, SGD), ref=ref, key=Key(0))
-    rows, report = stages.annotate(
-        narrow(Scored, batch),
-        run,
-        forward=Forward(model, mesh=mesh),
-        critic=None,
-        micro_batching=CUT,
+    rows, report = stages.Annotate(
+        passes=local_passes(Forward(model, mesh=mesh), micro_batching=CUT, replay=replay),
         old_log_probs=source,
         replay=replay,
-    )
+    )(narrow(Scored, batch), run)
     return model, run, rows, report
 
 
@@ -71,14 +67,12 @@ def test_the_reference_and_the_update_choose_what_the_policy_chose(source):
         rows,
         **{name: getattr(BATCH, name) for name in ("token_rewards", "advantages", "returns")},
     )
-    update_actor(
-        init_state(moved, SGD),
-        experience,
+    UpdateActor(
         forward=Forward(model, replay=True),
         loss_fn=loss,
         loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6)),
         optimizer=SGD,
-    )
+    )(init_state(moved, SGD), experience)
     torch.testing.assert_close(seen[0], rows.ref_log_probs)
 
 

@@ -18,8 +18,8 @@ from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.pipeline import OfRows, draw, stages
-from fppo.pipeline.draw import equal_groups, sample_groups, truncated
-from fppo.pipeline.program import RunState, sample_batch
+from fppo.pipeline.draw import SampleGroups, equal_groups, truncated
+from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout import saved
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
@@ -87,14 +87,8 @@ def _run(version=0, *, step=0, **changes):
 
 
 def _sampled(table, *, size, n, max_draws, by="score"):
-    return sample_groups(
-        _run(3),
-        draw=_draw(size),
-        rollout=partial(_rollout, n=n),
-        score=partial(_score, table=table),
-        pad_token_id=PAD,
-        max_draws=max_draws,
-        by=by,
+    return SampleGroups(pad_token_id=PAD, max_draws=max_draws, by=by)(
+        _run(3), draw=_draw(size), rollout=partial(_rollout, n=n), score=partial(_score, table=table)
     )
 
 
@@ -149,7 +143,7 @@ def test_seconds_and_counts_of_several_draws_add_up():
         scored, _ = _score(rollout, table={str(i): [0, 0] for i in range(6)}, **others)
         return scored, {"reward/errors": metrics.total(2)}
 
-    _, _, report = sample_groups(_run(), draw=_draw(2), rollout=rollout, score=score, pad_token_id=PAD, max_draws=3)
+    _, _, report = SampleGroups(pad_token_id=PAD, max_draws=3)(_run(), draw=_draw(2), rollout=rollout, score=score)
     assert metrics.report(report)["timing_s/gen"] >= 3 * 0.02
     assert metrics.report(report)["reward/errors"] == 6
 
@@ -164,7 +158,7 @@ def test_a_reward_that_failed_on_a_whole_draw_has_no_number_by_every_name():
         return attrs.evolve(scored, named_scores={**scored.named_scores, **named}), report
 
     rollout = partial(_rollout, n=2)
-    batch, _, _ = sample_groups(_run(), draw=_draw(2), rollout=rollout, score=score, pad_token_id=PAD, max_draws=2)
+    batch, _, _ = SampleGroups(pad_token_id=PAD, max_draws=2)(_run(), draw=_draw(2), rollout=rollout, score=score)
     assert list(batch.ids) == ["2", "2", "0", "0"]
     assert {name: x.tolist() for name, x in batch.named_scores.items()} == {
         "half": [1.0, 1.0, 0.0, 0.0],
@@ -176,7 +170,7 @@ def test_one_draw_of_differing_groups_is_the_plain_batch():
     table = {str(i): [0, 1] for i in range(4)}
     filtered, cursor, _ = _sampled(table, size=4, n=2, max_draws=3)
     stages_of = {"rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
-    plain, after, _ = sample_batch(_run(3), draw=_draw(4), **stages_of)
+    plain, after, _ = SampleBatch()(_run(3), draw=_draw(4), **stages_of)
     tiny.assert_same_columns(filtered, plain)
     assert cursor.position == after.position
 
@@ -213,9 +207,9 @@ def _annotated(scores, finish):
 
 def test_dropped_rows_leave_every_denominator():
     rows = _annotated([1.0, 0.0, 1.0, 1.0, 0.0, 1.0], ["stop", "stop", "stop", "stop", "length", "stop"])
-    run = partial(stages.estimate, advantage_fn=advantages.grpo, max_tokens=2)
+    run = stages.Estimate(advantage_fn=advantages.grpo, max_tokens=2)
     kept = [True, True, False, False, False, True]
-    experience, _, report = run(rows, KLState(coef=0.0), drop=[equal_groups, truncated])
+    experience, _, report = attrs.evolve(run, drop=[equal_groups, truncated])(rows, KLState(coef=0.0))
     assert experience.response_mask.all(1).tolist() == experience.response_mask.any(1).tolist() == kept
     every, _, _ = run(rows, KLState(coef=0.0))
     mask = torch.tensor(kept)
@@ -227,7 +221,7 @@ def test_dropped_rows_leave_every_denominator():
     assert float(dropped.total / dropped.count) == 0.5
     off = attrs.evolve(rows, old_log_probs=rows.old_log_probs + torch.tensor([[0.0, 0.2], *[[0.0, 0.0]] * 5]))
     reject = partial(losses.rollout_correction, reject="token_k1", reject_threshold=1.1)
-    experience, _, report = run(off, KLState(coef=0.0), drop=[equal_groups, truncated], correct=reject)
+    experience, _, report = attrs.evolve(run, drop=[equal_groups, truncated], correct=reject)(off, KLState(coef=0.0))
     assert experience.response_mask.tolist() == [[True, False], *[[each, each] for each in kept[1:]]]
     assert experience.correction_weights is not None
     assert torch.equal(experience.correction_weights != 0, experience.response_mask)
@@ -304,7 +298,7 @@ def test_a_loss_of_rows_has_one_weight_for_a_row(task, loss):
 def test_saved_rollouts_come_back_for_their_steps(tmp_path):
     table = {str(i): [0, i % 2] for i in range(8)}
     shared = {"draw": _draw(4), "rollout": partial(_rollout, n=2), "score": partial(_score, table=table)}
-    writing = draw.saving(sample_batch, tmp_path)
+    writing = draw.Saving(stage=SampleBatch(), directory=tmp_path)
     here, meta = torch.device("cpu"), torch.device("meta")  # where no parameter is
     made, cursor = [], DataCursor()
     for step in range(2):
@@ -316,15 +310,15 @@ def test_saved_rollouts_come_back_for_their_steps(tmp_path):
         run = _run(step=step, cursor=DataCursor(epoch=9))
         run = attrs.evolve(run, actor=attrs.evolve(run.actor, params={"x": torch.zeros(1)}))
         asked = shared | {"score": lambda rollout, **_: (rollout, {})}
-        away, _, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, device=meta, **asked)
+        away, _, _ = draw.SampleSaved(directory=tmp_path, vocabulary=18, device=meta)(run, **asked)
         assert {x.device for x in tree.tensors(away)} == {meta}
-        found, after, _ = draw.sample_saved(run, directory=tmp_path, vocabulary=18, device=here, **shared)
+        found, after, _ = draw.SampleSaved(directory=tmp_path, vocabulary=18, device=here)(run, **shared)
         tiny.assert_same_columns(found, made[step])
         assert after.epoch == 9
         with pytest.raises(
             ValueError, match=r"holds token 1[37], and the model has a vocabulary of 13: it was made with"
         ):
-            draw.sample_saved(run, directory=tmp_path, vocabulary=13, device=here, **shared)
+            draw.SampleSaved(directory=tmp_path, vocabulary=13, device=here)(run, **shared)
 
 
 def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path, monkeypatch):
@@ -350,7 +344,7 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
     made = partial(_rollout, n=2)
     shared = {"draw": _draw(4), "rollout": made, "score": partial(_score, table=table)}
     for step in (0, 2):
-        draw.saving(sample_batch, tmp_path)(_run(step=step), **shared)
+        draw.Saving(stage=SampleBatch(), directory=tmp_path)(_run(step=step), **shared)
     with pytest.raises(ValueError, match=r"holds rollouts of steps 1 to 3, but none of step 2; give at most 1 steps"):
         saved.check(tmp_path, until=3, rows=8)
     with pytest.raises(ValueError, match=r"holds 8 rows; give rollout.batch_size = 8"):

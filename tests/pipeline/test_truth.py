@@ -39,7 +39,7 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
         run, end = assembly.run, assembly.tokenizer.eos_token_id
         beside = []
         found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
-        engine, sampling = (assembly.program.rollout.keywords[name] for name in ("engine", "sampling"))
+        engine, sampling = (getattr(assembly.program.rollout, name) for name in ("engine", "sampling"))
         truths, values, pointing = [], [], []
         for number, asked in enumerate(data.batches(read_eval_inputs(settings, mesh=LOCAL).held_out, 8)):
             ask = Ask(asked, attrs.evolve(sampling, n=1), run.key.fold("truth", number), version=0)

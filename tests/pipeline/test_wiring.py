@@ -9,18 +9,19 @@ import torch
 from fppo import advantages, data, laws, losses, models, quickstart, rewards, tree
 from fppo.advantages import Advantages
 from fppo.key import Key
-from fppo.pipeline import Program, RunState, agreement, pieces, ppo_step, stages, train
+from fppo.pipeline import Program, RunState, local_passes, pieces, ppo_step, stages, train
+from fppo.pipeline.checks import disagreements
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import (
     Forward,
     Loop,
     MicroBatching,
     PolicyTerms,
+    UpdateActor,
+    UpdateCritic,
     adamw,
     init_state,
     schedule,
-    update_actor,
-    update_critic,
 )
 from tests.parts import EVERY_ESTIMATOR
 
@@ -60,14 +61,14 @@ def _by_hand(task, name):
         value, critic = Forward(critic_model), init_state(critic_params, OPTIMIZER)
     shared = {"loop": LOOP, "optimizer": OPTIMIZER}
     program = Program(
-        rollout=partial(stages.rollout_stage, engine=engine, sampling=sampling),
-        score=partial(stages.score_stage, score=score),
-        annotate=partial(
-            stages.annotate, forward=policy, critic=value, micro_batching=LOOP.micro_batching, temperature=0.8
+        rollout=stages.RollOut(engine=engine, sampling=sampling),
+        score=stages.Score(score=score),
+        annotate=stages.Annotate(
+            passes=local_passes(policy, value, micro_batching=LOOP.micro_batching, temperature=0.8)
         ),
-        estimate=partial(stages.estimate, advantage_fn=EVERY_ESTIMATOR[name], max_tokens=3, whiten=name == "gae"),
-        update_actor=partial(update_actor, forward=policy, loss_fn=losses.ppo_clip, terms=terms, **shared),
-        update_critic=value and partial(update_critic, forward=value, **shared),
+        estimate=stages.Estimate(advantage_fn=EVERY_ESTIMATOR[name], max_tokens=3, whiten=name == "gae"),
+        update_actor=UpdateActor(forward=policy, loss_fn=losses.ppo_clip, terms=terms, **shared),
+        update_critic=value and UpdateCritic(forward=value, **shared),
     )
     run = RunState(actor=init_state(params, OPTIMIZER), critic=critic, key=Key(3))
     return train(run, program=program, draw=partial(data.next_batch, prompts, size=4, key=Key(3).fold("data")), steps=2)
@@ -76,7 +77,8 @@ def _by_hand(task, name):
 @pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_it_is_what_a_script_wires_by_hand(task, name):
     wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
-    assert agreement.problems(wired.program) == []
+    parts = ("rollout", "annotate", "estimate", "update_actor")
+    assert disagreements(**{name: getattr(wired.program, name) for name in parts}) == []
     after = train(wired.run, program=wired.program, draw=wired.draw, steps=2)
     assert tree.digest(after) == tree.digest(_by_hand(task, name))
     assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
@@ -92,7 +94,7 @@ def test_every_estimator_can_be_wired(task, name):
 
 def test_its_pieces_can_be_rearranged(task):
     wired = _wired(task, advantage=advantages.grpo)
-    update = partial(wired.program.update_actor, terms=PolicyTerms(temperature=0.8, kl_coef=0.1))
+    update = attrs.evolve(wired.program.update_actor, terms=PolicyTerms(temperature=0.8, kl_coef=0.1))
     run = tree.replace(wired.run, ref=wired.run.actor.params)
     _, _, report = ppo_step(run, program=attrs.evolve(wired.program, update_actor=update), draw=wired.draw)
     assert "actor/kl_loss" in report

@@ -22,7 +22,7 @@ from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
 from fppo.rollout.turns.observations import PlainText
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -312,15 +312,13 @@ def experience(rollout):
 
 def updated(batch, model, params):
     optimizer = adamw(schedule("constant", 1e-3))
-    return update_actor(
-        init_state(params, optimizer),
-        batch,
+    return UpdateActor(
         forward=Forward(model),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=len(batch.tokens), micro_batching=MicroBatching(size=3)),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01, temperature=SAMPLING.temperature),
-    )
+    )(init_state(params, optimizer), batch)
 
 
 def test_observations_are_not_trained_on():

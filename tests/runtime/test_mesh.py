@@ -9,8 +9,8 @@ from fppo.metrics import Max, Mean, Min, Sum, Term
 from fppo.runtime import mesh as meshes
 from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -39,8 +39,8 @@ def _updates(batch, mesh):
         shared = {"loop": loop, "optimizer": OPTIMIZER}
         policy = {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}
         first, second = (init_state(params, OPTIMIZER) for params in (actor_params, critic_params))
-        found[f"actor {mode}"] = update_actor(first, batch, forward=Forward(actor, mesh=mesh), **policy, **shared)
-        found[f"critic {mode}"] = update_critic(second, batch, forward=Forward(critic, mesh=mesh), **shared)
+        found[f"actor {mode}"] = UpdateActor(forward=Forward(actor, mesh=mesh), **policy, **shared)(first, batch)
+        found[f"critic {mode}"] = UpdateCritic(forward=Forward(critic, mesh=mesh), **shared)(second, batch)
     return {name: (state, metrics.report(report)) for name, (state, report) in found.items()}
 
 

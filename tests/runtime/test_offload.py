@@ -19,8 +19,8 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane, OnHost
 from fppo.runtime.simulate import simulate
 from fppo.steps import optimizers
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -172,8 +172,8 @@ def cases(dtype, **changes):
     """An update of the actor and one of the critic, their states and their keywords."""
     shared = {"loop": Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2), epochs=2), "key": Key(5)}
     for head, update, keywords in (
-        ("lm", update_actor, {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}),
-        ("value", update_critic, {}),
+        ("lm", UpdateActor, {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}),
+        ("value", UpdateCritic, {}),
     ):
         model, params = tiny.model_and_params(head, dtype=dtype)
         forward = Forward(attrs.evolve(model, **changes))
@@ -187,13 +187,13 @@ def cases(dtype, **changes):
 def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, checkpoint_layers, late, donate):
     batch = tiny.experience(3, 7, dtype=dtype)
     for update, state in cases(dtype, checkpoint_layers=checkpoint_layers):
-        expected, wanted = update(state, batch, optimizer=OPTIMIZER)
+        expected, wanted = update(optimizer=OPTIMIZER)(state, batch)
         lane = Watched(late)
         home = offload.to_host(state)
         before, memory = tree.digest(home), [x.data_ptr() for x in (*home.params.values(), *home.opt.nu.values())]
-        spilling = offload.activations_on_host(update, lane, minimum_bytes=500, window_bytes=3000)
+        spilling = offload.HostActivations(update, lane, minimum_bytes=500, window_bytes=3000)
         optimizer = by_buckets(lane, 9000)
-        after, report = offload.offloaded(spilling, lane)(home, batch, optimizer=optimizer, donate=donate)
+        after, report = offload.Offloaded(spilling, lane)(home, batch, optimizer=optimizer, donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert metrics.report(report) == metrics.report(wanted)
         assert alive(lane.fetched) == 0
@@ -211,10 +211,10 @@ def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
     batch, lane = tiny.experience(3, 7, dtype=torch.float32), Watched(late)
     away = optimizers.kept_on_host(optimizer, lane)
     for update, state in cases(torch.float32):
-        expected, wanted = update(init_state(state.params, optimizer), batch, optimizer=optimizer)
+        expected, wanted = update(optimizer=optimizer)(init_state(state.params, optimizer), batch)
         home = offload.to_host(init_state(state.params, away))
         before = tree.digest(home)
-        after, report = offload.offloaded(update, lane)(home, batch, optimizer=away, donate=donate)
+        after, report = offload.Offloaded(update, lane)(home, batch, optimizer=away, donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert metrics.report(report) == metrics.report(wanted)
         assert alive(lane.fetched) == 0
@@ -228,7 +228,7 @@ def test_nothing_of_the_old_state_is_kept(donate):
     lane = Watched()
     home = offload.to_host(state)
     refs = [weakref.ref(x.untyped_storage()) for _, x in tree.leaves_with_paths(home.opt)]
-    step = offload.offloaded(partial(update, optimizer=OPTIMIZER), lane)
+    step = offload.Offloaded(partial(update, optimizer=OPTIMIZER), lane)
     after, _ = step(home, batch, donate=donate)
     del home
     assert alive(refs) <= (size_of(after.opt) if donate else 0)
@@ -312,7 +312,7 @@ def test_gradients_from_activations_on_the_host_have_the_bits_of_plain_ones(
     batch = tiny.experience(1, 6, dtype=torch.float32)
     lane = Watched(late)
     expected = gradients(model, params, batch)
-    on_host = partial(offload.activations_on_host, lane=lane, minimum_bytes=400, window_bytes=window)
+    on_host = partial(offload.HostActivations, lane=lane, minimum_bytes=400, window_bytes=window)
     assert tree.digest(gradients(model, params, batch, loss_fn=on_host)) == tree.digest(expected)
     assert alive(lane.fetched) == alive(lane.stored) == 0
     if checkpoint_layers is True:
@@ -337,7 +337,7 @@ def test_parameters_stay_where_they_are():
                 stored.extend(len(x) for x in sources if direction)
                 return super()._copy(direction, sources, targets)
 
-        on_host = partial(offload.activations_on_host, lane=Sizes(), minimum_bytes=1, window_bytes=0)
+        on_host = partial(offload.HostActivations, lane=Sizes(), minimum_bytes=1, window_bytes=0)
         gradients(model, params, batch, loss_fn=on_host)
         width = 4 if dtype is None else 2
         tokens = int(batch.attention_mask.sum())
@@ -357,7 +357,7 @@ def test_the_device_holds_a_window_of_activations_and_fetches_ahead():
 
     lanes = Watched(), Watched()
     for lane, size in zip(lanes, (window, 1 << 30), strict=True):
-        fn = offload.activations_on_host(value_and_grad(loss), lane, minimum_bytes=400, window_bytes=size)
+        fn = offload.HostActivations(value_and_grad(loss), lane, minimum_bytes=400, window_bytes=size)
         fn(params, batch, lane)
     lane, (few, all_) = lanes[0], held
     largest = 4 * int(batch.attention_mask.sum()) * model.config.intermediate_size
@@ -383,7 +383,7 @@ def test_what_is_saved_twice_is_stored_once_unless_it_changed():
     x = torch.randn(10, 10, requires_grad=True)
     expected = torch.autograd.grad(fn(x, lambda factor: factor + 1), x)
     # without copies autograd would refuse this
-    wrapped = offload.activations_on_host(
+    wrapped = offload.HostActivations(
         lambda x: torch.autograd.grad(fn(x, lambda factor: factor.add_(1)), x), lane, minimum_bytes=8, window_bytes=0
     )
     assert torch.equal(wrapped(x)[0], expected[0])
@@ -393,7 +393,7 @@ def test_what_is_saved_twice_is_stored_once_unless_it_changed():
 
 def test_a_small_output_that_is_kept_does_not_keep_itself():
     x = torch.randn(10, 10, requires_grad=True)
-    out = offload.activations_on_host(lambda x: x.softmax(-1), Watched())(x)
+    out = offload.HostActivations(lambda x: x.softmax(-1), Watched())(x)
     ref = weakref.ref(out.untyped_storage())
     del out
     assert alive([ref]) == 0
@@ -402,7 +402,7 @@ def test_a_small_output_that_is_kept_does_not_keep_itself():
 def test_a_graph_may_outlive_the_call_and_be_used_twice():
     x = torch.randn(20, 20, requires_grad=True)
     lane = Watched(late=True)
-    out = offload.activations_on_host(lambda x: (x * 2).exp().sin().sum(), lane, minimum_bytes=8)(x)
+    out = offload.HostActivations(lambda x: (x * 2).exp().sin().sum(), lane, minimum_bytes=8)(x)
     assert alive(lane.fetched) == alive(lane.stored) == 0
     expected = torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]
     for again in (True, False):
@@ -419,9 +419,8 @@ def test_saved_tensors_of_sharded_layers_go_to_the_host_too(checkpoint_layers):
 
     def run(stage, mesh, lane):
         mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
-        on_host = lane and partial(offload.activations_on_host, lane=lane, minimum_bytes=400, window_bytes=4000)
-        update = partial(
-            update_actor,
+        on_host = lane and partial(offload.HostActivations, lane=lane, minimum_bytes=400, window_bytes=4000)
+        update = UpdateActor(
             forward=Forward(model, mesh=mesh),
             loss_fn=losses.gpg,
             loop=Loop(mini_batch_size=12, micro_batching=MicroBatching(size=3)),
@@ -482,8 +481,7 @@ def test_on_every_axis_what_is_on_the_host_changes_no_bit(axes, settings, checkp
         model = prepared.on(mesh)
         forward, own = Forward(model, mesh=mesh), models.own_params(model, params, mesh)
         optimizer = OPTIMIZER if what == "nothing" else by_buckets(lane, 3000)
-        update = partial(
-            update_actor,
+        update = UpdateActor(
             forward=forward,
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=6, micro_batching=cut, balance_rate=0.1),
@@ -495,8 +493,8 @@ def test_on_every_axis_what_is_on_the_host_changes_no_bit(axes, settings, checkp
         elif what == "all":
             own = OnHost(own, lane)
             state = offload.to_host(state)
-            update = offload.activations_on_host(update, lane, minimum_bytes=200, window_bytes=3000)
-            update = offload.offloaded(update, lane)
+            update = offload.HostActivations(update, lane, minimum_bytes=200, window_bytes=3000)
+            update = offload.Offloaded(update, lane)
         log_probs = compute_log_probs(own, batch, forward=forward, micro_batching=cut)
         after, report = update(state, batch, donate=what == "all")
         return tree.digest(log_probs), tree.digest(after), metrics.report(report)
@@ -577,10 +575,10 @@ def test_streams_are_waited_for_and_then_hold_nothing(donate, monkeypatch):
     lane._streams = Stream(), Stream()
     batch = tiny.experience(3, 7)
     for update, state in cases(torch.float64):
-        expected, _ = update(state, batch, optimizer=OPTIMIZER)
-        spilling = offload.activations_on_host(update, lane, minimum_bytes=500, window_bytes=3000)
+        expected, _ = update(optimizer=OPTIMIZER)(state, batch)
+        spilling = offload.HostActivations(update, lane, minimum_bytes=500, window_bytes=3000)
         home = offload.to_host(state)
-        after, _ = offload.offloaded(spilling, lane)(home, batch, optimizer=by_buckets(lane, 9000), donate=donate)
+        after, _ = offload.Offloaded(spilling, lane)(home, batch, optimizer=by_buckets(lane, 9000), donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert len(lane._streams[0].events) > 50
         assert not lane._under_way
@@ -619,12 +617,12 @@ def test_on_a_gpu_the_bits_are_those_without_and_the_peak_is_what_was_promised()
         after, _ = step(state, batch, optimizer=optimizer, donate=True)
         return torch.cuda.max_memory_allocated() - before, tree.digest(after)
 
-    update = partial(update_actor, forward=Forward(model), loss_fn=losses.ppo_clip, loop=loop)
+    update = partial(UpdateActor, forward=Forward(model), loss_fn=losses.ppo_clip, loop=loop)
     plain, expected = peak(update, tree.map(lambda x: x.cuda(), state), OPTIMIZER)
     _, again = peak(update, tree.map(lambda x: x.cuda(), state), OPTIMIZER)  # its kernels may add up in any order
-    spilling = offload.activations_on_host(update, lane, minimum_bytes=1 << 10, window_bytes=1 << 20)
+    spilling = offload.HostActivations(update, lane, minimum_bytes=1 << 10, window_bytes=1 << 20)
     for step in (update, spilling):
-        got, digest = peak(offload.offloaded(step, lane), offload.to_host(state), by_buckets(lane, bucket))
+        got, digest = peak(offload.Offloaded(step, lane), offload.to_host(state), by_buckets(lane, bucket))
         assert digest == expected or again != expected
         # before, the plain one held parameters and both moments
         assert got <= plain + size_of(state.params) + 3 * bucket

@@ -12,7 +12,7 @@ from fppo import losses, tree
 from fppo.runtime import _thread_group
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -181,14 +181,12 @@ def test_an_update_over_shares_of_a_batch_is_that_of_one_process_and_repeats_to_
     batch, optimizer = tiny.experience(5, 7), adamw(schedule("constant", 1e-2), eps=1e-2)
 
     def update(mesh):
-        state, _ = update_actor(
-            init_state(params, optimizer),
-            batch,
+        state, _ = UpdateActor(
             forward=Forward(model, mesh=mesh),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=7, micro_batching=MicroBatching(size=2), epochs=2),
             optimizer=optimizer,
-        )
+        )(init_state(params, optimizer), batch)
         return state
 
     first, second = (simulate({"replicate": 2, "shard": 2}, update) for _ in range(2))

@@ -16,8 +16,8 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -70,16 +70,13 @@ def adapted(head="lm", mesh=LOCAL, *, again=False, name=None, targets=()):
 
 def update(head, mesh, *, donate=False, **settings):
     model, params = adapted(head, mesh, **settings)
-    fn = partial(update_actor, loss_fn=losses.ppo_clip) if head == "lm" else update_critic
+    fn = partial(UpdateActor, loss_fn=losses.ppo_clip) if head == "lm" else UpdateCritic
     batch = tiny.experience(7, 7)
     state, report = fn(
-        init_state(params, OPTIMIZER),
-        tree.replace(batch, tokens=batch.tokens % 8),  # some are what the model pads with
         forward=Forward(model, mesh=mesh),
         loop=Loop(mini_batch_size=4, micro_batching=TWO, epochs=2),
         optimizer=OPTIMIZER,
-        donate=donate,
-    )
+    )(init_state(params, OPTIMIZER), tree.replace(batch, tokens=batch.tokens % 8), donate=donate)
     return model, params, state, report
 
 
@@ -140,14 +137,12 @@ def test_micro_batches_and_padding_change_nothing():
     batch = tiny.experience(7, 7)
     results = []
     for size, packed in ((1, True), (7, True), (3, False)):
-        state, _ = update_actor(
-            init_state(params, OPTIMIZER),
-            batch,
+        state, _ = UpdateActor(
             forward=Forward(model, remove_padding=packed),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=7, micro_batching=MicroBatching(size=size)),
             optimizer=OPTIMIZER,
-        )
+        )(init_state(params, OPTIMIZER), batch)
         results.append(state.params)
     for other in results[1:]:
         for name, x in results[0].items():
@@ -258,14 +253,12 @@ def test_biases_of_routers_in_a_frozen_base_are_refused():
     model, params = families.make("glm4_moe")
     model, adapter = lora.adapt(model, params, SPEC, key=Key(0), dtype=torch.float64)
     with pytest.raises(ValueError, match="frozen base of an adapter: leave out balance_rate"):
-        update_actor(
-            init_state(adapter, OPTIMIZER),
-            tiny.experience(7, 7),
+        UpdateActor(
             forward=Forward(model, mesh=Mesh.local()),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=7, micro_batching=TWO, balance_rate=0.1),
             optimizer=OPTIMIZER,
-        )
+        )(init_state(adapter, OPTIMIZER), tiny.experience(7, 7))
 
 
 def test_a_critic_on_the_policys_base_has_its_layers_where_that_has_them():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import losses, metrics
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, tick, tock
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
@@ -112,8 +112,8 @@ def test_an_update_loop_keeps_the_clock():
     batch = attrs.evolve(batch, response_mask=batch.attention_mask[:, 5:])
     for step in range(2):
         state = replace(state, clock=at_step(state.clock, step, 2))
-        state, _ = update_actor(
-            state, batch, forward=Forward(model), loss_fn=loss_fn, loop=loop, optimizer=optimizer, donate=False
+        state, _ = UpdateActor(forward=Forward(model), loss_fn=loss_fn, loop=loop, optimizer=optimizer)(
+            state, batch, donate=False
         )
     first, second = 0.1 / 3, 0.1 * 2 / 3
     assert asked[::2] == pytest.approx([first] * 4 + [second] + [0.1, 0.1 * 2 / 3, 0.1 / 3])

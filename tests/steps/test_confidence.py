@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fppo import batch as batches
 from fppo import metrics, tree
 from fppo.key import Key
-from fppo.steps.confidence import SIGNS, confidence_values, init_confidence, signs, update_confidence
+from fppo.steps.confidence import SIGNS, UpdateConfidence, confidence_values, init_confidence, signs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
@@ -61,7 +61,7 @@ def test_an_update_is_a_step_down_the_squared_error():
     rate, decay = 0.01, 0.1
     optimizer = adamw(schedule("constant", rate, total_steps=9), weight_decay=decay, max_grad_norm=None)
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
-    after, report = update_confidence(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer)
+    after, report = UpdateConfidence(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch)
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     theirs = torch.optim.AdamW(leaves.values(), lr=rate, weight_decay=decay)
     mask = batch.response_mask
@@ -81,10 +81,10 @@ def test_mini_batches_are_updates_one_after_the_other():
     params, batch = task()
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
     loop, key = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2)), Key(3)
-    whole, _ = update_confidence(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer, key=key)
+    whole, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch, key=key)
     state = init_state(params, optimizer)
     for numbers in mini_batches(batch.row_ids, 2, key=key.fold("epoch", 0)):
-        state, _ = update_confidence(state, batches.rows(batch, numbers), loop=loop, optimizer=optimizer)
+        state, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(state, batches.rows(batch, numbers))
     assert tree.digest(whole) == tree.digest(state)
     assert whole.step == 3
 
@@ -98,7 +98,7 @@ def test_it_learns_what_confidence_foretells_and_changes_no_argument():
     loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16), epochs=30)
     state = init_state(params, optimizer)
     copy = tree.copy((state, batch))
-    after, _ = update_confidence(state, batch, loop=loop, optimizer=optimizer, key=Key(3))
+    after, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(state, batch, key=Key(3))
     assert tree.digest((state, batch)) == tree.digest(copy)
     values = confidence_values(after.params, batch.old_log_probs, batch.entropy, mask)
     assert (values - returns)[mask].square().mean() < 0.1 * returns[mask].var()
@@ -110,6 +110,6 @@ def test_what_was_not_annotated_is_refused():
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
     with pytest.raises(ValueError, match="needs entropies"):
-        update_confidence(
-            init_state(params, optimizer), attrs.evolve(batch, entropy=None), loop=loop, optimizer=optimizer
+        UpdateConfidence(loop=loop, optimizer=optimizer)(
+            init_state(params, optimizer), attrs.evolve(batch, entropy=None)
         )

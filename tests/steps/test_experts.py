@@ -16,7 +16,7 @@ from fppo.models.routing import Routes
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import experts
-from fppo.steps.actor import PolicyTerms, update_actor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_outputs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -63,15 +63,13 @@ def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **setting
     mesh = attrs.evolve(mesh, sharding=None if stage is None else Sharding(stage=stage))
     biased = any(router.bias for router in model.routers)
     loop = Loop(mini_batch_size=4, micro_batching=micro_batching, balance_rate=0.01 if biased else 0.0)
-    state, metrics = update_actor(
-        init_state(models.own_params(model, params, mesh), OPTIMIZER),
-        batch,
+    state, metrics = UpdateActor(
         forward=Forward(model, mesh=mesh, replay=replay, **settings),
         loss_fn=losses.ppo_clip,
         loop=loop,
         optimizer=OPTIMIZER,
         terms=TERMS,
-    )
+    )(init_state(models.own_params(model, params, mesh), OPTIMIZER), batch)
     grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
     return _UpdateOutcome(grads, params, metrics)
 
@@ -225,14 +223,12 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
     loads = torch.bincount(router.chosen.flatten(), minlength=4).double()
 
     def bias(**loop):
-        state, metrics = update_actor(
-            init_state(params, OPTIMIZER),
-            batch,
+        state, metrics = UpdateActor(
             forward=Forward(model),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4), **loop),
             optimizer=OPTIMIZER,
-        )
+        )(init_state(params, OPTIMIZER), batch)
         return state.params[BIAS] - params[BIAS], report(metrics)
 
     moved, numbers = bias(balance_rate=0.125)
@@ -246,14 +242,12 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
     assert bias()[0].abs().max() == 0
     dense, own = tiny.model_and_params()
     with pytest.raises(ValueError, match="'qwen2' has no routers of experts that fppo knows: leave out balance_rate=1"):
-        update_actor(
-            init_state(own, OPTIMIZER),
-            BATCH,
+        UpdateActor(
             forward=Forward(dense),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=4), balance_rate=1.0),
             optimizer=OPTIMIZER,
-        )
+        )(init_state(own, OPTIMIZER), BATCH)
     with pytest.raises(ValueError, match="'qwen3_moe' has no router with a bias to balance by"):
         experts.check_biases(make("qwen3_moe")[0], "leave it out")
 

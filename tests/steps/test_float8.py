@@ -15,7 +15,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding, gradient_sum
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -93,14 +93,12 @@ def test_it_learns():
     after = {}
     for name in ("torch", "float8"):
         forward = Forward(MODEL, kernels=Kernels.named(linear=name))
-        state, _ = update_actor(
-            init_state(PARAMS, optimizer),
-            rows,
+        state, _ = UpdateActor(
             forward=forward,
             loss_fn=losses.gpg,
             loop=Loop(mini_batch_size=5, micro_batching=cut, epochs=25),
             optimizer=optimizer,
-        )
+        )(init_state(PARAMS, optimizer), rows)
         log_probs = compute_log_probs(state.params, rows, forward=forward, micro_batching=cut)
         after[name] = float(log_probs[rows.response_mask].mean())
     assert after["float8"] > max(-0.5, 2 * after["torch"] - 0.1)

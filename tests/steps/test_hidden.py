@@ -1,7 +1,5 @@
 """A critic of the policy's hidden states reads what its head reads, and is a step down its loss."""
 
-from functools import partial
-
 import attrs
 import pytest
 import torch
@@ -10,7 +8,7 @@ from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Column
 from fppo.key import Key
-from fppo.steps.hidden import hidden_values, init_hidden, update_hidden
+from fppo.steps.hidden import UpdateHidden, hidden_values, init_hidden
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw, sgd
@@ -47,7 +45,7 @@ def test_a_step_is_one_down_the_squared_error_of_a_loop():
     rate, decay, mask = 0.01, 0.1, batch.response_mask
     optimizer = adamw(schedule("constant", rate, total_steps=9), weight_decay=decay, max_grad_norm=None)
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
-    after, report = update_hidden(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer)
+    after, report = UpdateHidden(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch)
     leaves = {name: x.clone().requires_grad_() for name, x in params.items()}
     theirs = torch.optim.AdamW(leaves.values(), lr=rate, weight_decay=decay)
     values = torch.stack([by_hand(leaves, batch.hidden[b, t]) for b, t in mask.nonzero().tolist()])
@@ -66,13 +64,14 @@ def test_what_was_not_annotated_is_refused():
     params, batch = task()
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6))
-    update = partial(update_hidden, init_state(params, optimizer), loop=loop, optimizer=optimizer)
+    update, state = UpdateHidden(loop=loop, optimizer=optimizer), init_state(params, optimizer)
     with pytest.raises(ValueError, match="needs hidden states"):
-        update(attrs.evolve(batch, hidden=None))
+        update(state, attrs.evolve(batch, hidden=None))
     with pytest.raises(ValueError, match="needs values in the batch"):
-        update(attrs.evolve(batch, values=None))
+        update(state, attrs.evolve(batch, values=None))
+    mean = attrs.evolve(update, loss_fn=lambda values, old, returns, mask: ((values - returns).square().mean(), {}))
     with pytest.raises(ValueError, match=r"the value loss is \[\], expected \[B, T\]"):
-        update(batch, loss_fn=lambda values, old, returns, mask: ((values - returns).square().mean(), {}))
+        mean(state, batch)
 
 
 def test_members_of_an_ensemble_learn_from_their_own_prompts_alone():
@@ -91,7 +90,7 @@ def test_members_of_an_ensemble_learn_from_their_own_prompts_alone():
     batch = attrs.evolve(batch, values=values.mean(0))
     optimizer = sgd(schedule("constant", 1.0, total_steps=9), max_grad_norm=None)
     loop = Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6), weight_mode="token-sum")
-    after, _ = update_hidden(init_state(params, optimizer), batch, loop=loop, optimizer=optimizer)
+    after, _ = UpdateHidden(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch)
     for n, own in enumerate(alone):
         rows = [row for row in range(6) if member[row] == n]
         if not rows:
@@ -99,6 +98,6 @@ def test_members_of_an_ensemble_learn_from_their_own_prompts_alone():
             continue
         state = init_state(own, optimizer)
         part, small = batches.rows(batch, rows), attrs.evolve(loop, mini_batch_size=len(rows))
-        expected, _ = update_hidden(state, part, loop=small, optimizer=optimizer)
+        expected, _ = UpdateHidden(loop=small, optimizer=optimizer)(state, part)
         for name, x in expected.params.items():
             torch.testing.assert_close(after.params[name][n], x, rtol=1e-9, atol=1e-12)

@@ -22,7 +22,7 @@ from fppo.runtime.mesh import Axis, Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.steps import Forward, Loop, MicroBatching, adamw, schedule, sgd
 from fppo.steps.forward import forward_micro_batch
-from fppo.steps.supervised import update_supervised
+from fppo.steps.supervised import UpdateSupervised
 from fppo.steps.train_state import init_state
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import make_lengths
@@ -159,8 +159,8 @@ def test_a_frozen_vision_tower_stays_as_it_is(name):
     results = {}
     for trains in (True, False):
         forward = Forward(attrs.evolve(model, vision=attrs.evolve(model.vision, trains=trains)))
-        state, _ = update_supervised(
-            init_state(params, optimizer), record, forward=forward, loop=loop, optimizer=optimizer
+        state, _ = UpdateSupervised(forward=forward, loop=loop, optimizer=optimizer)(
+            init_state(params, optimizer), record
         )
         results[trains] = {path for path, x in state.params.items() if torch.equal(x, params[path])}
     assert results[False] == model.seeing
@@ -202,9 +202,7 @@ def test_ranks_that_share_the_rows_give_the_update_of_one(axes, name):
         placed = models.place(model, mesh)
         own = models.own_params(placed, params, mesh)
         forward = Forward(placed, mesh=mesh)
-        state, _ = update_supervised(
-            init_state(own, optimizer), record, forward=forward, loop=loop, optimizer=optimizer
-        )
+        state, _ = UpdateSupervised(forward=forward, loop=loop, optimizer=optimizer)(init_state(own, optimizer), record)
         return models.whole_params(placed, state.params, mesh)
 
     expected = run(Mesh.local())

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.key import Key
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -63,18 +63,18 @@ def _arguments(model, rows, mode, changes):
     }
 
 
-def _actor(batch, name, mode, **changes):
+def _actor(batch, name, mode, key=None, **changes):
     arguments = {
         "loss_fn": POLICY_LOSSES[name],
         "terms": TERMS,
         **_arguments(ACTOR, batches.num_rows(batch), mode, changes),
     }
-    return update_actor(init_state(ACTOR_PARAMS, OPTIMIZER), batch, **arguments)
+    return UpdateActor(**arguments)(init_state(ACTOR_PARAMS, OPTIMIZER), batch, key=key)
 
 
 def _critic(batch, mode, **changes):
     arguments = _arguments(CRITIC, batches.num_rows(batch), mode, changes)
-    return update_critic(init_state(CRITIC_PARAMS, OPTIMIZER), batch, **arguments)
+    return UpdateCritic(**arguments)(init_state(CRITIC_PARAMS, OPTIMIZER), batch)
 
 
 def _assert_same(got, expected):
@@ -207,10 +207,10 @@ def test_no_argument_is_changed_and_donation_changes_no_bit():
     before = tree.digest((state, batch))
     changes = {"loss_fn": losses.ppo_clip, "micro_batching": CUTS[1], "mini_batch_size": 3, "epochs": 2}
     arguments = _arguments(ACTOR, 7, "token-mean", changes)
-    kept, _ = update_actor(state, batch, **arguments)
+    kept, _ = UpdateActor(**arguments)(state, batch)
     assert tree.digest((state, batch)) == before
-    again, _ = update_actor(state, batch, **arguments)
-    donated, _ = update_actor(state, batch, donate=True, **arguments)
+    again, _ = UpdateActor(**arguments)(state, batch)
+    donated, _ = UpdateActor(**arguments)(state, batch, donate=True)
     assert tree.digest(kept) == tree.digest(again) == tree.digest(donated)
     assert all(p.numel() == 0 for p in state.params.values())
 

@@ -8,8 +8,8 @@ from fppo import losses, metrics, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.loss_scale import LEAST, MOST, loss_scaled
@@ -28,8 +28,8 @@ SGD = sgd(lambda step: 1.0, max_grad_norm=None)
 def updated(state, optimizer, *, model=MODEL, batch=None, loop=LOOP, mesh=LOCAL, donate=False):
     """The state after an update of the actor on a batch, and its metrics."""
     batch, forward = batch or tiny.experience(state.step, 4), Forward(model, mesh=mesh)
-    return update_actor(
-        state, batch, forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer, donate=donate
+    return UpdateActor(forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=optimizer)(
+        state, batch, donate=donate
     )
 
 
@@ -54,8 +54,8 @@ def test_the_critics_loss_is_scaled_too():
     ends = []
     for optimizer in (SGD, loss_scaled(SGD)):
         forward = Forward(model)
-        state, _ = update_critic(
-            init_state(params, optimizer), tiny.experience(0, 4), forward=forward, loop=LOOP, optimizer=optimizer
+        state, _ = UpdateCritic(forward=forward, loop=LOOP, optimizer=optimizer)(
+            init_state(params, optimizer), tiny.experience(0, 4)
         )
         ends.append(state.params)
     for name, x in ends[0].items():

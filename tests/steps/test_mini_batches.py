@@ -7,9 +7,9 @@ import torch
 from fppo import losses
 from fppo.batch import Experience
 from fppo.key import Key
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, update_actor
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
 from fppo.steps.forward import Forward
-from fppo.steps.loop import Loop, update
+from fppo.steps.loop import Loop, Objective, update
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
@@ -40,16 +40,13 @@ def selections(name="clip_cov", key=None, temperature=1.0, epochs=EPOCHS, size=S
         calls.append(Call(log_probs.detach().clone(), old_log_probs, noise))
         return getattr(losses, f"select_{name}")(log_probs, old_log_probs, advantages, mask, noise=noise)
 
-    update_actor(
-        init_state(PARAMS, STILL),
-        BATCH,
+    UpdateActor(
         forward=Forward(MODEL),
         loss_fn=SelectiveLoss(getattr(losses, name), select),
         loop=Loop(mini_batch_size=size, micro_batching=MicroBatching(size=3), epochs=epochs),
         optimizer=STILL,
         terms=PolicyTerms(temperature=temperature),
-        key=key or Key(5),
-    )
+    )(init_state(PARAMS, STILL), BATCH, key=key or Key(5))
     return calls
 
 
@@ -113,21 +110,17 @@ def split_of(key: Key | None) -> list[list[int]]:
     """The rows of each mini-batch of an update."""
     split: list[list[int]] = []
 
-    def mark(params, mini, key, *, forward):
+    def prepare(params, mini, *, forward):
         split.append(mini.rows.row_ids.tolist())
-        return {}
-
-    def objective(params, rows, weights, *, forward, marks):
-        return sum(x.sum() for x in params.values()) * 0.0, {}
+        return mini.own
 
     update(
         init_state(PARAMS, STILL),
         BATCH,
         forward=Forward(MODEL),
-        objective=objective,
+        objective=Objective(loss=lambda out, rows, weights: (0.0 * out.log_probs.sum(), {}), prepare=prepare),
         loop=Loop(mini_batch_size=3, micro_batching=MicroBatching(size=8), epochs=4),
         optimizer=STILL,
-        mark=mark,
         key=key,
     )
     return split

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from fppo import batch as batches
 from fppo import losses, metrics
 from fppo.models.precision import KeepDouble
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -133,16 +133,14 @@ def _batch(seed, *, corrected=False):
 
 
 def _updated(batch, mode, terms, source="pass"):
-    return update_actor(
-        init_state(ACTOR_PARAMS, GRADIENT),
-        batch,
+    return UpdateActor(
         forward=Forward(ACTOR),
         loss_fn=partial(losses.ppo_clip, clip_low=CLIP, clip_high=CLIP, dual_clip=DUAL_CLIP),
         loop=_loop(mode),
         optimizer=GRADIENT,
         terms=terms,
         old_log_probs=source,
-    )
+    )(init_state(ACTOR_PARAMS, GRADIENT), batch)
 
 
 @pytest.mark.parametrize("mode", losses.MODES)
@@ -197,14 +195,12 @@ def test_the_old_log_probs_are_the_batchs_or_the_passs_own(source):
 @pytest.mark.parametrize("mode", losses.MODES)
 def test_the_critics_gradient_is_that_of_its_definition(mode):
     batch = _batch(losses.MODES.index(mode))
-    state, report = update_critic(
-        init_state(CRITIC_PARAMS, GRADIENT),
-        batch,
+    state, report = UpdateCritic(
         forward=Forward(CRITIC),
         loop=_loop(mode),
         optimizer=GRADIENT,
         loss_fn=partial(losses.value_loss, clip=VALUE_CLIP),
-    )
+    )(init_state(CRITIC_PARAMS, GRADIENT), batch)
     total, expected = _value_gradient(batch, mode)
     _assert_gradient(state, expected)
     numbers = metrics.report(report)

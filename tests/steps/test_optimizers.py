@@ -10,7 +10,7 @@ from fppo import losses, metrics, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -49,15 +49,12 @@ every = pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS
 
 
 def step_of(optimizer, state, donate=False):
-    return update_actor(
-        state,
-        tiny.experience(state.step, 4),
+    return UpdateActor(
         forward=Forward(MODEL),
         loss_fn=losses.ppo_clip,
         loop=Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1)),
         optimizer=optimizer,
-        donate=donate,
-    )[0]
+    )(state, tiny.experience(state.step, 4), donate=donate)[0]
 
 
 @every
@@ -101,14 +98,12 @@ def test_a_mesh_changes_no_number(optimizer, axes, stage):
 
     def run(mesh):
         mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
-        state, _ = update_actor(
-            init_state(fsdp.shard(PARAMS, mesh), optimizer),
-            batch,
+        state, _ = UpdateActor(
             forward=Forward(MODEL, mesh=mesh),
             loss_fn=losses.ppo_clip,
             loop=Loop(mini_batch_size=3, micro_batching=MicroBatching(size=2), epochs=2),
             optimizer=optimizer,
-        )
+        )(init_state(fsdp.shard(PARAMS, mesh), optimizer), batch)
         return whole(state, mesh)
 
     expected, ranks = run(Mesh.local()), simulate(axes, run)

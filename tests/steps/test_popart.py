@@ -12,13 +12,13 @@ from fppo.steps import (
     Loop,
     MicroBatching,
     Scale,
+    UpdateCritic,
+    UpdatePopart,
     compute_values,
     forward_micro_batch,
     init_state,
     schedule,
     sgd,
-    update_critic,
-    update_popart,
 )
 from fppo.steps.popart import moved, statistics
 from tests import tiny
@@ -70,7 +70,7 @@ def update(state, batch, *, key, donate):
     loop = Loop(mini_batch_size=ROWS, micro_batching=MicroBatching(4))
     optimizer = sgd(schedule("constant", LR), max_grad_norm=None)
     bound = {"forward": FORWARD, "loop": loop, "optimizer": optimizer}
-    return update_critic(state, batch, loss_fn=partial(losses.value_loss, clip=None), key=key, donate=donate, **bound)
+    return UpdateCritic(loss_fn=partial(losses.value_loss, clip=None), **bound)(state, batch, key=key, donate=donate)
 
 
 def test_three_steps_are_those_of_the_paper():
@@ -80,7 +80,7 @@ def test_three_steps_are_those_of_the_paper():
         batch = batch_of(seed, state.params)
         batches.append(batch)
         before, given = tree.digest(batch), tree.digest(state)
-        old, (state, report) = state, update_popart(state, batch, update=update, rate=RATE, key=KEY, donate=seed > 0)
+        old, (state, report) = state, UpdatePopart(stage=update, rate=RATE)(state, batch, key=KEY, donate=seed > 0)
         assert tree.digest(batch) == before
         assert seed or tree.digest(old) == given
         said = metrics.report(report)
@@ -97,7 +97,7 @@ def test_three_steps_are_those_of_the_paper():
 def test_a_change_of_the_statistics_changes_no_value():
     state = tree.replace(init_state(PARAMS, sgd(schedule("constant", 0.0))), scale=Scale())
     batch = batch_of(2, PARAMS)
-    after, _ = update_popart(state, batch, update=update_nothing, rate=1.0, key=KEY)
+    after, _ = UpdatePopart(stage=update_nothing, rate=1.0)(state, batch, key=KEY)
     torch.testing.assert_close(VALUES(after.params, batch), batch.values, atol=1e-12, rtol=1e-12)
     assert after.scale.weight == 1.0
 
@@ -123,4 +123,4 @@ def test_batches_without_tokens_or_spread_leave_finite_statistics():
 def test_a_state_without_statistics_is_refused():
     state = init_state(PARAMS, sgd(schedule("constant", LR)))
     with pytest.raises(ValueError, match=r"PopArt needs TrainState\.scale.*scale=None, rate=0\.3, values=there"):
-        update_popart(state, batch_of(0, PARAMS), update=update, rate=RATE, key=KEY)
+        UpdatePopart(stage=update, rate=RATE)(state, batch_of(0, PARAMS), key=KEY)

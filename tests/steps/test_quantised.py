@@ -19,8 +19,8 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Mesh, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -86,15 +86,13 @@ def adapted(head="lm", mesh=LOCAL, *, name, kind, again=False, dtype=torch.float
 
 def outcome(head, mesh, **settings):
     model, params = adapted(head, mesh, **settings)
-    fn = partial(update_actor, loss_fn=losses.ppo_clip) if head == "lm" else update_critic
+    fn = partial(UpdateActor, loss_fn=losses.ppo_clip) if head == "lm" else UpdateCritic
     batch = tiny.experience(7, 7)
     state, report = fn(
-        init_state(params, OPTIMIZER),
-        tree.replace(batch, tokens=batch.tokens % 8),
         forward=Forward(model, mesh=mesh),
         loop=Loop(mini_batch_size=4, micro_batching=TWO, epochs=1),
         optimizer=OPTIMIZER,
-    )
+    )(init_state(params, OPTIMIZER), tree.replace(batch, tokens=batch.tokens % 8))
     whole = {what: models.whole_params(model, x, mesh) for what, x in (("params", state.params), ("mu", state.opt.mu))}
     return dict(tree.leaves_with_paths(whole)), metrics.report(report), model
 

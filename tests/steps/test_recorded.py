@@ -11,14 +11,14 @@ import torch
 from fppo import losses, tree
 from fppo.runtime.graphs import as_graphs
 from fppo.steps import recorded
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
 from fppo.steps.packed import Masks, masks_of
-from fppo.steps.recorded import Recorder, identity_of
+from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import init_state
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.record import Kernels
@@ -74,11 +74,11 @@ class Log:
 
 
 def forwards(head="lm", most_tokens=1000, **changes):
-    """As it is, and with a recorder; the parameters; and what the recorder did."""
+    """A forward; a recorder of its passes; the parameters; and what the recorder did."""
     model, params = tiny.model_and_params(head)
     kernels = attrs.evolve(Kernels.named(), attention=by_ends)
     log, plain = Log(), Forward(attrs.evolve(model, **changes), kernels=kernels)
-    return plain, attrs.evolve(plain, record=Recorder(log, most_tokens)), params, log
+    return plain, Recorder(log, most_tokens), params, log
 
 
 def assert_same(got, expected):
@@ -87,20 +87,21 @@ def assert_same(got, expected):
         torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-12)
 
 
-def assert_same_update(run, batches, plain, fixed, params):
+def assert_same_update(make, batches, forward, record, params):
+    updates = [make(forward=forward, record=x) for x in (record, None)]
     for batch in batches:
-        done = [run(init_state(params, OPTIMIZER), batch, forward=x) for x in (fixed, plain)]
+        done = [update(init_state(params, OPTIMIZER), batch) for update in updates]
         assert_same(*(state.params for state, _ in done))
         assert_same(*({f"{name}/{i}": x for name, m in said.items() for i, x in enumerate(m)} for _, said in done))
 
 
 def test_updates_by_recorded_passes_are_the_updates():
     """Rows of other lengths, widths and numbers at every pass, some in passes too long; marks and metrics too."""
-    plain, fixed, params, log = forwards(most_tokens=24)
-    run = partial(update_actor, loss_fn=POLICY_LOSSES["clip_cov"], terms=TERMS, loop=LOOP, optimizer=OPTIMIZER)
+    forward, record, params, log = forwards(most_tokens=24)
+    run = partial(UpdateActor, loss_fn=POLICY_LOSSES["clip_cov"], terms=TERMS, loop=LOOP, optimizer=OPTIMIZER)
     shapes = [(0, 10, 5, 6), (1, 8, 3, 4), (2, 11, 4, 9)]
     batches = [tiny.experience(seed, rows, prompt=p, response=t) for seed, rows, p, t in shapes]
-    assert_same_update(run, batches, plain, fixed, params)
+    assert_same_update(run, batches, forward, record, params)
     assert log.plain == log.recorded == log.made == 1  # all passes, of all sizes here, are one
     assert log.again > 5
 
@@ -108,25 +109,27 @@ def test_updates_by_recorded_passes_are_the_updates():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_give_the_same():
     device = torch.device("cuda")
-    plain, fixed, params, _ = forwards()
-    fixed = attrs.evolve(fixed, record=Recorder(partial(as_graphs, device, tidy=True), 24))
-    run = partial(update_actor, loss_fn=losses.ppo_clip, terms=TERMS, loop=LOOP, optimizer=OPTIMIZER)
+    forward, record, params, _ = forwards()
+    record = Recorder(partial(as_graphs, device, tidy=True), 24)
+    run = partial(UpdateActor, loss_fn=losses.ppo_clip, terms=TERMS, loop=LOOP, optimizer=OPTIMIZER)
     params, *batches = tree.map(lambda x: x.to(device), [params, *(tiny.experience(seed, 9) for seed in range(3))])
-    assert_same_update(run, batches, plain, fixed, params)
-    first, again = (run(init_state(params, OPTIMIZER), batches[0], forward=fixed)[0].params for _ in range(2))
+    assert_same_update(run, batches, forward, record, params)
+    first, again = (
+        run(forward=forward, record=record)(init_state(params, OPTIMIZER), batches[0])[0].params for _ in range(2)
+    )
     assert all(torch.equal(x, again[name]) for name, x in first.items())
 
 
 def test_a_critics_updates_too():
-    plain, fixed, params, log = forwards("value")
-    run = partial(update_critic, loop=LOOP, optimizer=OPTIMIZER)
+    forward, record, params, log = forwards("value")
+    run = partial(UpdateCritic, loop=LOOP, optimizer=OPTIMIZER)
     batches = [tiny.experience(seed, 7, prompt=20, response=30) for seed in range(2)]
-    assert_same_update(run, batches, plain, fixed, params)
+    assert_same_update(run, batches, forward, record, params)
     assert log.recorded > 1  # rows of the same widths, of more tokens and of fewer
 
 
 def test_passes_without_gradients_are_recorded_apart():
-    plain, fixed, params, log = forwards()
+    forward, record, params, log = forwards()
     other = {name: 2 * x for name, x in params.items()}
     micro = MicroBatching(size=2)
     for seed in range(2):
@@ -134,29 +137,29 @@ def test_passes_without_gradients_are_recorded_apart():
         for weights in (params, other):  # as a reference's, in the same places
             for temperature in (1.0, 0.5):
                 run = partial(compute_log_probs, weights, rows, micro_batching=micro, temperature=temperature)
-                assert_same({"": run(forward=fixed)}, {"": run(forward=plain)})
+                assert_same({"": run(forward=forward, record=record)}, {"": run(forward=forward)})
         run = partial(compute_outputs, params, rows, micro_batching=micro, outputs=("entropy", "hidden", "log_probs"))
-        got, expected = (run(forward=x)._asdict() for x in (fixed, plain))
+        got, expected = (run(forward=forward, record=x)._asdict() for x in (record, None))
         there = [name for name, x in expected.items() if x is not None]
         assert_same({name: got[name] for name in there}, {name: expected[name] for name in there})
     assert log.recorded == 3
     model, params = tiny.model_and_params("value")
-    plain, fixed = (attrs.evolve(x, model=model) for x in (plain, fixed))
-    values = [compute_values(params, rows, forward=x, micro_batching=micro) for x in (plain, fixed)]
+    run = partial(compute_values, params, rows, forward=attrs.evolve(forward, model=model), micro_batching=micro)
+    values = [run(record=x) for x in (None, record)]
     assert_same({"": values[1]}, {"": values[0]})
 
 
 def test_a_value_that_is_no_tensor_is_recorded_with_its_pass():
-    _, fixed, params, log = forwards()
+    forward, record, params, log = forwards()
     batch = tiny.experience(0, 4)
-    placed = recorded.ready(params, fixed)
+    placed = recorded.ready(params, forward, record)
 
     def scaled(params, columns, indices):
         return columns[0].tokens * columns[1]
 
     factors = [2, 2, 2, 3, 3, 3, 2]
     for factor in factors:
-        tokens = fixed.record(scaled, "scaled", placed, (batch, factor), masks_of(batch), fixed)
+        tokens = record(scaled, "scaled", placed, (batch, factor), masks_of(batch), forward)
         assert int(tokens.max()) == factor * int(batch.tokens.max())
     assert (log.recorded, log.again) == (2, 3)
 
@@ -164,21 +167,21 @@ def test_a_value_that_is_no_tensor_is_recorded_with_its_pass():
 def test_what_is_kept_is_bounded(monkeypatch):
     """Of a model that would not know the positions of rows longer than any here."""
     monkeypatch.setattr(recorded, "KEPT", 2)
-    plain, fixed, _, log = forwards()
+    forward, record, _, log = forwards()
     model, params = make("gpt2")
-    plain, fixed = (attrs.evolve(x, model=model) for x in (plain, fixed))
+    forward = attrs.evolve(forward, model=model)
     for number, temperature in enumerate((1.0, 0.9, 0.8, 0.7, 1.0)):
         size = 2 if number < 2 else 12  # then results of another size
         rows, micro = tiny.experience(0, 5 if number < 2 else size), MicroBatching(size=size)
         run = partial(compute_log_probs, params, rows, micro_batching=micro, temperature=temperature)
-        assert_same({"": run(forward=fixed)}, {"": run(forward=plain)})
-        assert len(fixed.record._passes) <= 2
-        assert len(fixed.record._results_of) == 1
+        assert_same({"": run(forward=forward, record=record)}, {"": run(forward=forward)})
+        assert len(record._passes) <= 2
+        assert len(record._results_of) == 1
     assert log.made == 3
 
 
 def test_what_fails_when_it_is_recorded_runs_as_it_is():
-    plain, fixed, params, _ = forwards()
+    forward, record, params, _ = forwards()
 
     def failing():
         def record(run):
@@ -193,48 +196,51 @@ def test_what_fails_when_it_is_recorded_runs_as_it_is():
 
         return record
 
-    fixed = attrs.evolve(fixed, record=Recorder(failing, 1000))
-    run = partial(update_actor, loss_fn=losses.ppo_clip, loop=LOOP, optimizer=OPTIMIZER)
+    record = Recorder(failing, 1000)
+    run = partial(UpdateActor, loss_fn=losses.ppo_clip, loop=LOOP, optimizer=OPTIMIZER)
     with pytest.warns(UserWarning, match="operation by operation, as recording it failed: operation not permitted"):
-        assert_same_update(run, [tiny.experience(0, 10)], plain, fixed, params)
+        assert_same_update(run, [tiny.experience(0, 10)], forward, record, params)
 
 
 @pytest.mark.parametrize("which", ["many tokens", "layers computed again", "padded rows", "no prompt", "a thread"])
 def test_what_cannot_be_recorded_is_left_as_it_is(which):
-    plain, fixed, params, log = forwards(
+    forward, record, params, log = forwards(
         most_tokens=3 if which == "many tokens" else 1000, checkpoint_layers=which == "layers computed again"
     )
     if which == "padded rows":
-        plain, fixed = (attrs.evolve(x, remove_padding=False) for x in (plain, fixed))
+        forward = attrs.evolve(forward, remove_padding=False)
     rows = tiny.experience(0, 5)
     if which == "no prompt":
         rows = tree.replace(rows, tokens=rows.tokens[:, 5:], attention_mask=rows.attention_mask[:, 5:])
     run = partial(compute_log_probs, params, rows, micro_batching=MicroBatching(size=2))
     results = []
     if which == "a thread":
-        thread = threading.Thread(target=lambda: results.append(run(forward=fixed)))
+        thread = threading.Thread(target=lambda: results.append(run(forward=forward, record=record)))
         thread.start()
         thread.join()
     else:
-        results.append(run(forward=fixed))
-    assert torch.equal(results[0], run(forward=plain))
+        results.append(run(forward=forward, record=record))
+    assert torch.equal(results[0], run(forward=forward))
     assert log.made == 0
-    assert which != "a thread" or not fixed.record._params_of
+    assert which != "a thread" or not record._params_of
 
 
 def test_a_kernel_that_plans_on_the_host_is_refused():
-    _, fixed, params, _ = forwards()
-    fixed = attrs.evolve(fixed, kernels=Kernels.named())
+    forward, record, params, _ = forwards()
+    forward = attrs.evolve(forward, kernels=Kernels.named())
+    run = partial(compute_log_probs, params, tiny.experience(0, 4), micro_batching=MicroBatching(size=2))
     with pytest.raises(ValueError, match="reads them on the host: give attention/varlen"):
-        compute_log_probs(params, tiny.experience(0, 4), forward=fixed, micro_batching=MicroBatching(size=2))
+        run(forward=forward, record=record)
 
 
-def test_functions_are_told_apart_by_what_they_are_made_of():
-    low, high = (partial(losses.ppo_clip, clip_low=x) for x in (0.1, 0.2))
-    assert identity_of(partial(low, mask=1)) == identity_of(partial(partial(losses.ppo_clip, clip_low=0.1), mask=1))
-    assert identity_of(low) != identity_of(high)
-    assert identity_of(low) != identity_of(partial(losses.gspo, clip_low=0.1))
-    assert identity_of(partial(losses.ppo_clip, clip_low=torch.tensor(0.1))) is None
+def test_equal_objectives_are_one():
+    """A stage that is made anew in each step records its passes once."""
+    forward, _, _, _ = forwards()
+    make = partial(UpdateActor, forward=forward, loop=LOOP, optimizer=OPTIMIZER)
+    first, again = (make(loss_fn=POLICY_LOSSES["clip_cov"], terms=PolicyTerms(kl_coef=0.1)) for _ in range(2))
+    assert first.objective() == again.objective()
+    for other in ({"terms": PolicyTerms(kl_coef=0.2)}, {"loss_fn": losses.gspo}, {"old_log_probs": "update"}):
+        assert first.objective() != attrs.evolve(first, **other).objective()
 
 
 def test_sizes_are_few_and_have_room():

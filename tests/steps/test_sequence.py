@@ -14,8 +14,8 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.runtime.mesh import Mesh, gradient_sum
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, compute_outputs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -133,8 +133,8 @@ def updates(mesh, batch, *, epochs=2, weight_mode="token-mean"):
     policy = {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}
     states = [init_state(params, OPTIMIZER) for params in (actor_params, critic_params)]
     pairs = (
-        update_actor(states[0], batch, forward=Forward(actor, mesh=mesh), **policy, **shared),
-        update_critic(states[1], batch, forward=Forward(critic, mesh=mesh), **shared),
+        UpdateActor(forward=Forward(actor, mesh=mesh), **policy, **shared)(states[0], batch),
+        UpdateCritic(forward=Forward(critic, mesh=mesh), **shared)(states[1], batch),
     )
     return [(state, metrics.report(report)) for state, report in pairs]
 

@@ -18,7 +18,7 @@ from fppo.runtime.simulate import simulate
 from fppo.steps import forward as forwards
 from fppo.steps import loop as loops
 from fppo.steps import ranks
-from fppo.steps.actor import update_actor
+from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs, compute_values, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -199,14 +199,12 @@ def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
 
     def run(stage, mesh):
         mesh = sharded(mesh, stage=stage)
-        update_actor(
-            init_state(fsdp.shard(params, mesh), optimizer),
-            batch,
+        UpdateActor(
             forward=Forward(model, mesh=mesh),
             loss_fn=losses.gpg,
             loop=Loop(mini_batch_size=11, micro_batching=MicroBatching(size=2)),
             optimizer=optimizer,
-        )
+        )(init_state(fsdp.shard(params, mesh), optimizer), batch)
 
     simulate({"shard": 2}, partial(run, 1))
     assert (events.count("begin"), events.count("reduce")) == (1, 1)
@@ -216,14 +214,12 @@ def test_stage_1_communicates_once_for_all_micro_batches(monkeypatch):
 
 
 def updated(model, params, batch, mesh, optimizer):
-    return update_actor(
-        init_state(fsdp.shard(params, mesh), optimizer),
-        batch,
+    return UpdateActor(
         forward=Forward(model, mesh=mesh),
         loss_fn=losses.gpg,
         loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=1)),
         optimizer=optimizer,
-    )[0]
+    )(init_state(fsdp.shard(params, mesh), optimizer), batch)[0]
 
 
 @pytest.mark.parametrize(("stage", "lm"), [(2, True), (3, True), (3, False)])

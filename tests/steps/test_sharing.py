@@ -17,12 +17,13 @@ from fppo.models.adapted import Lora
 from fppo.runtime.mesh import Axis, Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps import packed
-from fppo.steps.actor import PolicyTerms, update_actor
-from fppo.steps.critic import update_critic
-from fppo.steps.forward import Forward, compute_outputs, forward_micro_batch
+from fppo.steps.actor import PolicyTerms, UpdateActor
+from fppo.steps.critic import UpdateCritic
+from fppo.steps.forward import compute_outputs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.outputs import Forward
 from fppo.steps.packed import indexed, masks_of
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state
@@ -193,9 +194,9 @@ def updates(mesh, batch, share, *, name="qwen2", budget=30):
         if head == "lm":
             routers = {"router_z_coef": 0.05} if own.routers else {}
             terms = PolicyTerms(entropy_coef=0.01, kl_coef=0.1, **routers)
-            state, report = update_actor(state, batch, loss_fn=losses.ppo_clip, terms=terms, key=Key(3), **how)
+            state, report = UpdateActor(loss_fn=losses.ppo_clip, terms=terms, **how)(state, batch, key=Key(3))
         else:
-            state, report = update_critic(state, batch, key=Key(3), **how)
+            state, report = UpdateCritic(**how)(state, batch, key=Key(3))
         done[head] = models.whole_params(own, state.params, mesh), metrics.report(report)
     return done
 
@@ -284,7 +285,7 @@ def test_an_update_tells_what_its_passes_saved(axes):
         loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16))
         model, params = make("qwen2")
         how = {"loop": loop, "optimizer": OPTIMIZER, "loss_fn": losses.ppo_clip}
-        _, report = update_actor(init_state(params, OPTIMIZER), batch, forward=Forward(model), **how)
+        _, report = UpdateActor(forward=Forward(model), **how)(init_state(params, OPTIMIZER), batch)
         rows = masks_of(batch, Forward(model)).sorted()
         assert metrics.report(report)["perf/shared_tokens/actor"] == pytest.approx(rows.saved)
         heads = int(batch.response_mask.sum())

@@ -9,26 +9,26 @@ import torch
 from fppo import losses, metrics, models, tree
 from fppo.key import Key
 from fppo.runtime.layout import Layout
-from fppo.runtime.mesh import Sharding
+from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.offload import Lane, OnHost
 from fppo.runtime.schedule import Action, Schedule, all_forward
 from fppo.runtime.simulate import simulate
 from fppo.steps import stages as staging
-from fppo.steps.actor import SelectiveLoss, update_actor
+from fppo.steps.actor import SelectiveLoss, UpdateActor
 from fppo.steps.forward import (
     Forward,
     compute_outputs,
     compute_values,
     forward_micro_batch,
-    slice_length,
 )
-from fppo.steps.loop import Loop, update
+from fppo.steps.loop import Loop, Objective, update
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
 from fppo.steps.optimizers import adamw
+from fppo.steps.packed import indices_of
 from fppo.steps.scores import compute_reward_scores
-from fppo.steps.supervised import update_supervised
+from fppo.steps.supervised import UpdateSupervised
 from fppo.steps.train_state import init_state
 from tests import tiny
 
@@ -83,13 +83,10 @@ def updated(mesh, update, *, optimizer, virtual=1, **loop):
     model, params = deep()
     placed = models.place(model, mesh)
     state, report = update(
-        init_state(models.own_params(placed, params, mesh), optimizer),
-        BATCH,
         forward=Forward(placed, mesh=mesh),
         loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2), **loop),
         optimizer=optimizer,
-        key=Key(1),
-    )
+    )(init_state(models.own_params(placed, params, mesh), optimizer), BATCH, key=Key(1))
     return models.whole_params(placed, state.params, mesh), metrics.report(report)
 
 
@@ -108,8 +105,8 @@ def likely(log_probs, old_log_probs, advantages, mask, *, noise):
 
 
 UPDATES = {
-    "supervised": update_supervised,
-    "selective": partial(update_actor, loss_fn=SelectiveLoss(losses.kl_cov, likely)),
+    "supervised": UpdateSupervised,
+    "selective": partial(UpdateActor, loss_fn=SelectiveLoss(losses.kl_cov, likely)),
 }
 
 
@@ -122,7 +119,7 @@ def test_updates_are_those_of_one_process(name):
 
 @pytest.mark.slow
 def test_muon_has_whole_matrices_on_a_pipeline():
-    actor = partial(update_actor, loss_fn=losses.gpg)
+    actor = partial(UpdateActor, loss_fn=losses.gpg)
     assert_same({"pipeline": 2, "shard": 2}, actor, optimizer=muon(lambda step: 0.1))
 
 
@@ -134,7 +131,7 @@ def backward_last(ranks, micros, virtual_stages):
 
 
 def test_a_schedule_of_ones_own_runs():
-    assert_same({"pipeline": 2}, partial(update_actor, loss_fn=losses.gpg), stage_schedule=backward_last, virtual=2)
+    assert_same({"pipeline": 2}, partial(UpdateActor, loss_fn=losses.gpg), stage_schedule=backward_last, virtual=2)
 
 
 WIDE = "without bfloat16 products the sums of torch's own depend on where in memory the weights lie"
@@ -151,14 +148,12 @@ def test_bfloat16_stages_on_shards_have_the_bits_of_whole_parameters(stage, agai
     def run(mesh):
         mesh = ready(mesh, stage=stage)
         placed = models.place(model, mesh)
-        state, _ = update_actor(
-            init_state(models.own_params(placed, params, mesh), optimizer),
-            tiny.experience(3, 6, dtype=torch.float32),
+        state, _ = UpdateActor(
             forward=Forward(placed, mesh=mesh),
             loss_fn=losses.gpg,
             loop=Loop(mini_batch_size=6, micro_batching=MicroBatching(size=6)),
             optimizer=optimizer,
-        )
+        )(init_state(models.own_params(placed, params, mesh), optimizer), tiny.experience(3, 6, dtype=torch.float32))
         return tree.digest(models.whole_params(placed, state.params, mesh))
 
     found = [*simulate({"pipeline": 2, "shard": 2}, run), *simulate({"pipeline": 2, "replicate": 2}, run)]
@@ -198,17 +193,16 @@ def test_what_does_not_go_with_a_pipeline_is_refused():
         simulate({"pipeline": 4}, lambda mesh: models.place(model, ready(mesh, 2)))
 
 
-def plain_sum(params, rows, weights, *, forward):
-    """An objective without metrics, and one metric of each kind."""
-    out = forward_micro_batch(params, rows, forward=forward)
+def plain_sum(out, rows, weights):
+    """A loss without metrics, and one metric of each kind."""
     loss = (weights * out.log_probs).sum()
     kinds = {"sum": metrics.total(len(rows.tokens)), "max": metrics.masked_max(out.log_probs, rows.response_mask)}
     return loss, {**kinds, "min": metrics.masked_min(out.log_probs, rows.response_mask), "term": metrics.term(loss)}
 
 
-@pytest.mark.parametrize("objective", [plain_sum, lambda *args, **given: (plain_sum(*args, **given)[0], {})])
-def test_an_objective_of_ones_own_runs_with_metrics_of_any_kind(objective):
-    assert_same({"pipeline": 2}, partial(update, objective=objective))
+@pytest.mark.parametrize("loss", [plain_sum, lambda *args: (plain_sum(*args)[0], {})])
+def test_an_objective_of_ones_own_runs_with_metrics_of_any_kind(loss):
+    assert_same({"pipeline": 2}, lambda **how: partial(update, objective=Objective(loss=loss), **how))
 
 
 @pytest.mark.parametrize("mistake", ["copies", "metrics", "received"])
@@ -221,15 +215,19 @@ def test_a_mistake_is_seen(mistake, monkeypatch):
         of = staging.stage_of
         monkeypatch.setattr(staging, "stage_of", lambda model, number: of(model, 0))
     with pytest.raises((AssertionError, ValueError)):
-        assert_same({"pipeline": 2}, partial(update_actor, loss_fn=losses.gpg), virtual=2)
+        assert_same({"pipeline": 2}, partial(UpdateActor, loss_fn=losses.gpg), virtual=2)
 
 
 def test_the_length_between_stages_is_that_of_a_slice():
     model, _ = deep()
     tokens = int(BATCH.attention_mask.sum())
-    assert slice_length(BATCH, Forward(model)) == tokens
-    assert slice_length(BATCH, Forward(model, remove_padding=False)) == BATCH.tokens.numel()
-    found = simulate({"sequence": 3}, lambda mesh: slice_length(BATCH, Forward(model, mesh=mesh)))
+
+    def length(mesh, model=model, **how):
+        return indices_of(BATCH, None, Forward(model, mesh=mesh, **how)).length
+
+    assert length(LOCAL) == tokens
+    assert length(LOCAL, remove_padding=False) == BATCH.tokens.numel()
+    found = simulate({"sequence": 3}, length)
     assert found == [-(-tokens // 3)] * 3
-    cut = simulate({"tensor": 2}, lambda mesh: slice_length(BATCH, Forward(models.place(model, mesh), mesh=mesh)))
+    cut = simulate({"tensor": 2}, lambda mesh: length(mesh, models.place(model, mesh)))
     assert cut == [-(-tokens // 2)] * 2

@@ -10,8 +10,8 @@ from fppo import losses, metrics, models
 from fppo.assembly.parts import check_mesh
 from fppo.runtime.mesh import LOCAL, Axis, Mesh, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import update_actor
-from fppo.steps.critic import update_critic
+from fppo.steps.actor import UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -35,14 +35,12 @@ LAYOUTS = [
 def update(name, head, mesh, again):
     model, params = make(name, config=HYBRIDS[name], head=head)
     model = models.place(attrs.evolve(model, checkpoint_layers=again), mesh)
-    fn = partial(update_actor, loss_fn=losses.ppo_clip) if head == "lm" else update_critic
+    fn = partial(UpdateActor, loss_fn=losses.ppo_clip) if head == "lm" else UpdateCritic
     state, report = fn(
-        init_state(models.own_params(model, params, mesh), OPTIMIZER),
-        tiny.experience(7, 7),
         forward=Forward(model, mesh=mesh),
         loop=Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2), epochs=2),
         optimizer=OPTIMIZER,
-    )
+    )(init_state(models.own_params(model, params, mesh), OPTIMIZER), tiny.experience(7, 7))
     return models.whole_params(model, state.params, mesh), metrics.report(report)
 
 

@@ -16,7 +16,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
-from fppo.steps.supervised import demonstrations, update_supervised
+from fppo.steps.supervised import UpdateSupervised, demonstrations
 from fppo.steps.train_state import init_state
 from tests import tiny
 
@@ -37,7 +37,7 @@ def _texts(seed, rows):
 
 def _update(state, batch, *, optimizer=GRADIENT, key=None, mini_batch_size=None, micro_batching=WHOLE):
     loop = Loop(mini_batch_size=mini_batch_size or len(batch.tokens), micro_batching=micro_batching)
-    return update_supervised(state, batch, forward=Forward(MODEL), loop=loop, optimizer=optimizer, key=key)
+    return UpdateSupervised(forward=Forward(MODEL), loop=loop, optimizer=optimizer)(state, batch, key=key)
 
 
 def _cross_entropy(prompts, responses):

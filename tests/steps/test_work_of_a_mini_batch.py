@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fppo import batch as batches
 from fppo import losses
 from fppo.grad import value_and_grad
-from fppo.steps.actor import PolicyTerms, SelectiveLoss, policy_objective, update_actor
-from fppo.steps.critic import value_objective
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
+from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_log_probs, forward_micro_batch
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
-from fppo.steps.packed import indexed, indices_of, masks_of
+from fppo.steps.packed import indexed, masks_of
 from fppo.steps.train_state import init_state
 from fppo_kernels.record import Kernels
 from tests import tiny
@@ -103,8 +103,11 @@ def batch():
     return tiny.experience(4, ROWS, dtype=torch.float32)
 
 
-def objective(params, rows, weights, *, forward):
-    return policy_objective(params, rows, weights, forward=forward, loss_fn=losses.ppo_clip)
+def objective(update, params, rows, weights, indices=None):
+    """The loss of an update on some rows, by a pass over them."""
+    made = update.objective()
+    out = forward_micro_batch(params, rows, forward=update.forward, outputs=made.outputs, indices=indices)
+    return made.loss(out, rows, weights)
 
 
 TERMS = PolicyTerms(entropy_coef=0.1, kl_coef=0.1)
@@ -117,16 +120,14 @@ def test_parameters_are_cast_once_for_a_mini_batch_and_for_passes_without_a_grad
     model, params = half_model()
     forward, cut = Forward(model), MicroBatching(size=size)
     rows, loop = batch(), Loop(mini_batch_size=ROWS, micro_batching=cut, weight_mode="token-sum")
+    update = UpdateActor(forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=SGD)
     with Calls() as calls:
-        after, _ = update_actor(
-            init_state(params, SGD), rows, forward=forward, loss_fn=losses.ppo_clip, loop=loop, optimizer=SGD
-        )
+        after, _ = update(init_state(params, SGD), rows)
     assert calls.casts(params) == len(params)
     grads = None
     for start in range(0, ROWS, size):
         part = batches.rows(rows, range(start, start + size))
-        ones = part.response_mask.float()
-        _, new = value_and_grad(objective, has_aux=True)(params, part, ones, forward=forward)
+        _, new = value_and_grad(partial(objective, update), has_aux=True)(params, part, part.response_mask.float())
         grads = new if grads is None else {name: grads[name] + x for name, x in new.items()}
     for name, x in params.items():
         assert torch.equal(after.params[name], x - grads[name]), name
@@ -158,14 +159,14 @@ def test_a_micro_batch_waits_for_no_device(attention, head, remove_padding, dtyp
     forward = Forward(model, kernels=kernels, remove_padding=remove_padding)
     rows = batch()
     masks, weights, away = masks_of(rows), to_meta(rows.response_mask.float()), to_meta(params)
-    policy = partial(policy_objective, loss_fn=losses.ppo_clip, terms=TERMS, old_log_probs="engine")
-    run = value_and_grad(policy if head == "lm" else value_objective, has_aux=True)
+    how = {"forward": forward, "loop": None, "optimizer": SGD}
+    policy = UpdateActor(loss_fn=losses.ppo_clip, terms=TERMS, old_log_probs="engine", **how)
+    run = value_and_grad(partial(objective, policy if head == "lm" else UpdateCritic(**how)), has_aux=True)
     there = to_meta(rows)
 
     def micro_batch(numbers):
         part, part_masks, part_weights = batches.rows((there, masks, weights), numbers)
-        ready = indexed(part, part_masks, forward).on(forward)
-        (loss, report), grads = run(away, part, part_weights, forward=ready)
+        (loss, report), grads = run(away, part, part_weights, indexed(part, part_masks, forward).indices)
         assert report
         assert all(x.is_meta for x in (loss, *grads.values()))
 
@@ -235,21 +236,20 @@ def test_rows_that_are_too_long_are_refused_without_a_wait(remove_padding, monke
         monkeypatch.setattr("fppo.models.run.longest_row", lambda config, limit=limit: limit)
         error = pytest.raises(ValueError, match=f"a row of {longest} tokens") if refused else contextlib.nullcontext()
         with error:
-            forward_micro_batch(to_meta(params), ready.rows, forward=ready.on(forward))
+            forward_micro_batch(to_meta(params), ready.rows, forward=forward, indices=ready.indices)
 
 
-def test_indices_of_other_rows_are_not_used():
+def test_indices_of_other_rows_are_refused():
     model, params = tiny.model_and_params(dtype=torch.float32)
     rows, forward = batch(), Forward(model)
     masks = masks_of(rows)
     (first, first_masks), (second, _) = (batches.rows((rows, masks), part) for part in ([0, 2], [1, 3]))
-    ready = indexed(first, first_masks, forward).on(forward)
-    assert indices_of(first, ready) is ready.indices
-    for other, elsewhere in ((second, ready), (first, attrs.evolve(ready, remove_padding=False))):
-        assert indices_of(other, elsewhere) is not ready.indices
-        found = forward_micro_batch(params, other, forward=elsewhere).log_probs
-        expected = forward_micro_batch(params, other, forward=attrs.evolve(elsewhere, indices=None)).log_probs
-        assert torch.equal(found, expected)
+    indices = indexed(first, first_masks, forward).indices
+    found = forward_micro_batch(params, first, forward=forward, indices=indices).log_probs
+    assert torch.equal(found, forward_micro_batch(params, first, forward=forward).log_probs)
+    for other, elsewhere in ((second, forward), (first, attrs.evolve(forward, remove_padding=False))):
+        with pytest.raises(ValueError, match="indices are of other rows or of another forward"):
+            forward_micro_batch(params, other, forward=elsewhere, indices=indices)
 
 
 def test_an_index_of_rows_goes_to_a_device_once():

@@ -1,4 +1,4 @@
-"""What the stages of a program call that is not this library's, put through the laws that take no time."""
+"""What is looked at before a program runs: its own functions by the laws that take no time, its stages side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.steps.actor import SelectiveLoss
 from fppo.steps.forward import Forward
-from fppo_kernels.adamw import adamw_
 
 LIBRARY = ("fppo", "fppo_kernels")
 # the kernels of a forward pass and of decoding that are looked at
@@ -26,7 +25,7 @@ SCREENED = ("attention", "decode_attention", "log_probs", "linear", "rms_norm", 
 
 
 def is_own(fn: Any) -> bool:
-    """Whether a function, whatever is bound to it or wrapped around it, is none of this library's."""
+    """Whether a function, under what is bound to it or wrapped around it, is none of this library's."""
     while isinstance(fn, partial):
         fn = fn.func
     fn = inspect.unwrap(fn)
@@ -51,7 +50,8 @@ def screened(
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn.loss_fn, selective=True)
     elif loss_fn is not None and not isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn):
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn)
-    if advantage_fn is not None and is_own(plain := getattr(advantage_fn, "fn", advantage_fn)):
+    plain = getattr(advantage_fn, "fn", advantage_fn)
+    if plain is not None and is_own(plain):
         name = fn_name(plain)
         checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=group, name=name)
     for op, kernel in kernels.items():
@@ -66,15 +66,19 @@ def screened(
     return wrong
 
 
-def bound(stage: Any, name: str) -> Any:
-    """What is bound to a stage as the keyword `name`, by functools.partial and under wrappers; None if nothing is."""
+def innermost(stage: Any) -> Any:
+    """The stage that others wrap as their field `stage`; one that wraps none is its own."""
+    while (inner := getattr(stage, "stage", None)) is not None:
+        stage = inner
+    return stage
+
+
+def field(stage: Any, name: str) -> Any:
+    """The field of a stage, or of the stage that it wraps as its field `stage`; None for a stage without it."""
     while stage is not None:
-        if isinstance(stage, partial):
-            if name in stage.keywords:
-                return stage.keywords[name]
-            stage = stage.func
-        else:
-            stage = getattr(stage, "__wrapped__", None)
+        if hasattr(stage, name):
+            return getattr(stage, name)
+        stage = getattr(stage, "stage", None)
     return None
 
 
@@ -89,36 +93,29 @@ def _check_models(policy: Any, critic: Any, engine: Any) -> None:
 
 
 def _kernels(forward: Any, advantage_fn: Any, updates: Sequence[Any]) -> dict[str, Callable[..., Any]]:
-    """The kernels that a program calls, as far as they are to be seen; of AdamW's the first that is one's own."""
+    """The kernels of passes, that of an estimator, which is a keyword of it, and the first of AdamW's that is own."""
     kernels = {} if forward is None else {op: getattr(forward.kernels, op) for op in SCREENED}
-    if (gae := bound(getattr(advantage_fn, "fn", advantage_fn), "kernel")) is not None:
-        kernels["gae"] = gae
-    for update in updates:
-        optimizer = bound(update, "optimizer")
-        write = None if optimizer is None else bound(optimizer.update, "write_")
-        adamw = bound(write, "kernel")
-        if adamw is not None and not is_own(kernels.get("adamw", adamw_)):
-            kernels["adamw"] = adamw
-    return kernels
+    of_estimator = getattr(getattr(advantage_fn, "fn", advantage_fn), "keywords", {}).get("kernel")
+    kernels |= {} if of_estimator is None else {"gae": of_estimator}
+    of_updates = [field(field(update, "optimizer"), "kernel") for update in updates]
+    own = [kernel for kernel in of_updates if kernel is not None and is_own(kernel)]
+    return kernels | ({"adamw": own[0]} if own else {})
 
 
 def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any, update_critic: Any = None) -> None:
-    """Raises LawViolation for an own loss, estimator or kernel among what is bound to a program's stages, and
-    ValueError for a model that fppo computes otherwise than transformers does: one that was built, and not loaded, has
-    not been looked at yet.
+    """Raises LawViolation for an own loss, estimator or kernel among the fields of a program's stages, and ValueError
+    for a model that fppo computes otherwise than transformers does: one that was built, and not loaded, has not been
+    looked at yet.
 
     A stage that is a plain function hides what it calls; that is not looked at. Kernels run where training would: on
     the GPU if there is one.
     """
-    passes, sampling = bound(annotate, "passes"), bound(rollout, "sampling")
-    forward, critic = bound(annotate, "forward"), bound(annotate, "critic")
-    if passes is not None:
-        forward, critic = bound(passes.policy, "forward"), bound(passes.values, "forward")
-    advantage_fn = bound(estimate, "advantage_fn")
-    _check_models(forward, critic, bound(rollout, "engine"))
+    passes, sampling = field(annotate, "passes"), field(rollout, "sampling")
+    forward, critic = (field(field(passes, name), "forward") for name in ("policy", "values"))
+    _check_models(forward, critic, field(rollout, "engine"))
     wrong = screened(
-        loss_fn=bound(update_actor, "loss_fn"),
-        advantage_fn=advantage_fn,
+        loss_fn=field(update_actor, "loss_fn"),
+        advantage_fn=(advantage_fn := field(estimate, "advantage_fn")),
         kernels=_kernels(forward, advantage_fn, (update_actor, update_critic)),
         group=4 if sampling is None else sampling.n,
         dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
@@ -128,3 +125,31 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
         first = next(iter(wrong.values()))
         texts = [f"{name}: {violation}" for name, violation in wrong.items()]
         raise LawViolation("\n".join([*texts, "Program(check=False) starts all the same."]), first.law, first.example)
+
+
+def disagreements(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any) -> list[str]:
+    """What fields of stages do not go together, one line each: settings that a script can give to one and forget for
+    another."""
+    sampling, terms, correct = field(rollout, "sampling"), field(update_actor, "terms"), field(estimate, "correct")
+    temperatures = {
+        # a correction may weigh what another temperature sampled; nothing makes up for the rest
+        "rollout (Sampling)": sampling.temperature if sampling is not None and correct is None else None,
+        "annotate": field(field(field(annotate, "passes"), "policy"), "temperature"),
+        "UpdateActor (PolicyTerms)": None if terms is None else terms.temperature,
+    }
+    known, lines = {name: x for name, x in temperatures.items() if x is not None}, []
+    if len(set(known.values())) > 1:
+        text = ", ".join(f"{value} in {name}" for name, value in known.items())
+        lines.append(f"temperature = {text}: log-probs would be of different distributions; give all the same")
+    source, updated = field(annotate, "old_log_probs"), field(update_actor, "old_log_probs")
+    if None not in (source, updated) and (source == "update") != (updated == "update"):
+        lines.append(f"old_log_probs = {source!r} in annotate, {updated!r} in UpdateActor: give both the same")
+    if source in (None, "pass"):
+        return lines
+    if correct is not None:
+        text = "correct in estimate would compare the engine's with themselves; give 'pass', or leave it out"
+        lines.append(f"old_log_probs = {source!r} in annotate: {text}")
+    if source == "update" and field(estimate, "kl_in_reward"):
+        text = "kl_in_reward in estimate needs them before the update; give 'pass'"
+        lines.append(f"old_log_probs = {source!r} in annotate: {text}")
+    return lines
