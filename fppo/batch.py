@@ -239,6 +239,8 @@ def rows(record: R, index: Tensor | Sequence[int]) -> R:
             if column.device not in places:
                 places[column.device] = sent(index, column.device)
             return column[places[column.device]]
+        if column is None:  # that rows lack
+            return None
         return Column([column[i] for i in numbers])
 
     return pytree.tree_map(take, record)

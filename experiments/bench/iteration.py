@@ -3,16 +3,18 @@
     pip install torch==2.13.0 trl==1.16.0 transformers==5.23.0 && pip install -e .     # trl==1.12.0 for ppo
     python experiments/bench/iteration.py grpo --size 1M --ours pass,engine,auto
     python experiments/bench/iteration.py grpo --size 1M --epochs 2 --beta 0.04
+    python experiments/bench/iteration.py grpo --size 1M --prompt 256 --n 8 --ours pass,pass+apart
     python experiments/bench/iteration.py ppo --size 13M
     python experiments/bench/iteration.py grpo --size 0.5B --device cuda --tokens 256 --rounds 5
 
-64 responses of exactly 64 tokens to prompts of 6, mini-batches of 16 rows, AdamW with a rate of 1e-4, gradients clipped
-at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each of 8 prompts, PPO with a policy, a reference, a
-critic and a reward model of one shape. On a GPU both compute in bfloat16 on float32 weights, TRL by autocast, ours by
-the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is our time over that of
-TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come from
-(`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++, in the
-engine for attention alone, `+launched` records no passes on a GPU, `,` is between variants.
+64 responses of exactly 64 tokens to prompts of 6 (`--prompt`), mini-batches of 16 rows, AdamW with a rate of 1e-4,
+gradients clipped at 1, float32, temperature 1, 2 threads; GRPO with 8 responses to each prompt (`--n`), PPO with a
+policy, a reference, a critic and a reward model of one shape. On a GPU both compute in bfloat16 on float32 weights, TRL
+by autocast, ours by the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is
+our time over that of TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come
+from (`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++, in the
+engine for attention alone, `+launched` records no passes on a GPU, `+apart` computes a prompt for each of its responses
+anew, `,` is between variants.
 """
 
 from __future__ import annotations
@@ -46,8 +48,9 @@ from fppo_kernels.record import Kernels
 
 # width, inner width, layers, heads, tokens (0: the tokenizer's)
 SIZES = {"1M": (128, 512, 4, 4, 0), "13M": (384, 1536, 6, 6, 0), "0.5B": (896, 4864, 24, 14, 151936)}
+SUM = len("12+34=")
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-ROWS, MINI, GROUP = 64, 16, 8
+ROWS, MINI = 64, 16
 LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")
 IN_CPP = (*LAYERS, "attention", "decode_attention", "log_probs")
 KL_COEF = 0.05  # TRL's default in PPO, in the rewards
@@ -74,10 +77,11 @@ class Task:
     beta: float
     device: torch.device
     tokens: int  # of a response
+    n: int  # responses to a prompt
 
 
 def make(options: argparse.Namespace, directory: str) -> Task:
-    """A random model in a directory, and sums as prompts."""
+    """A random model in a directory, and sums as prompts, after letters that make these as long as they are to be."""
     width, inner, layers, heads, vocabulary = SIZES[options.size]
     tokenizer = character_tokenizer("0123456789+=-*/()., " + LETTERS)
     config = Qwen2Config(
@@ -99,16 +103,18 @@ def make(options: argparse.Namespace, directory: str) -> Task:
     tokenizer.save_pretrained(directory)
     draw = random.Random(0)
     sums = [(draw.randint(10, 99), draw.randint(10, 99)) for _ in range(4096)]
+    before = ["".join(draw.choices(LETTERS, k=options.prompt - SUM)) for _ in sums]
     return Task(
         kind=options.kind,
         directory=directory,
         tokenizer=tokenizer,
-        prompts=[f"{a}+{b}=" for a, b in sums],
+        prompts=[f"{letters}{a}+{b}=" for letters, (a, b) in zip(before, sums, strict=True)],
         answers=[str(a + b) for a, b in sums],
         epochs=options.epochs,
         beta=options.beta,
         device=torch.device(options.device),
         tokens=options.tokens,
+        n=options.n,
     )
 
 
@@ -154,7 +160,7 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
         task.tokenizer,
         prompt_set(task.prompts, task.tokenizer, ground_truths=task.answers),
         reward=_our_reward_model(task) if ppo else our_reward,
-        sampling=Sampling(n=1 if ppo else GROUP, max_tokens=task.tokens),
+        sampling=Sampling(n=1 if ppo else task.n, max_tokens=task.tokens),
         batch_size=ROWS,
         loop=Loop(mini_batch_size=MINI, micro_batching=micro, epochs=task.epochs),
         optimizer=adamw(lambda step: 1e-4, weight_decay=0.0, max_grad_norm=1.0),
@@ -162,7 +168,10 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     )
     program: Any = kept.program
     record = graphs(model, task.device) if task.device.type == "cuda" and choice == "" else None
-    policy, critic = (each and attrs.evolve(each, kernels=kernels) for each in (kept.policy, kept.critic))
+    share = False if choice == "apart" else "auto"
+    policy, critic = (
+        each and attrs.evolve(each, kernels=kernels, share_prompts=share) for each in (kept.policy, kept.critic)
+    )
     attend = kernels.decode_attention  # the engine's other kernels stay
     engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, decode_attention=attend))
     passes = program.annotate.passes
@@ -264,7 +273,7 @@ def grpo(task: Task, turns: Turns, rounds: int) -> None:
         per_device_train_batch_size=MINI,
         steps_per_generation=ROWS // MINI,
         num_iterations=task.epochs,
-        num_generations=GROUP,
+        num_generations=task.n,
         max_completion_length=task.tokens,
         temperature=1.0,
         beta=task.beta,
@@ -380,14 +389,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of a response")
+    parser.add_argument("--prompt", type=int, default=SUM, help=f"tokens of a prompt, at least {SUM}")
+    parser.add_argument("--n", type=int, default=8, help=f"responses to a prompt (GRPO), a divisor of {ROWS}")
     options = parser.parse_args()
+    if options.prompt < SUM or ROWS % options.n:
+        parser.error(f"--prompt {options.prompt} --n {options.n}: give {SUM} tokens or more, and a divisor of {ROWS}")
     warnings.filterwarnings("ignore")
     torch.set_num_threads(2)
     with tempfile.TemporaryDirectory() as directory:
         task = make(options, directory)
         turns = Turns({name: our_iteration(task, name) for name in options.ours.split(",")}, task.device)
         {"grpo": grpo, "ppo": ppo}[options.kind](task, turns, options.rounds)
-    print(f"{options.kind} {options.size}, epochs {options.epochs}, beta {options.beta}, torch {torch.__version__}")
+    lengths = f"prompts of {options.prompt}, {options.n} responses of {options.tokens}"
+    print(
+        f"{options.kind} {options.size}, {lengths}, epochs {options.epochs}, beta {options.beta}, "
+        f"torch {torch.__version__}"
+    )
     show(turns)
 
 

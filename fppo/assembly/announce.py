@@ -17,8 +17,10 @@ from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.settings import files
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
-from fppo.settings.resolve import old_log_probs_source, passes_besides
+from fppo.settings.resolve import old_log_probs_source, passes_besides, sharing_hindrances
 from fppo.settings.train import TrainSettings
+from fppo.steps.outputs import Forward
+from fppo_kernels.record import Kernels
 
 _WIDTH = 80
 
@@ -90,6 +92,16 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
             size = sum(x.nbytes for x in frozen.params.values()) / 2**20
             lines.append(_line("base", f"{len(model.forms)} weights in {kind}; {size:,.1f} MiB a rank with the others"))
     return lines
+
+
+def sharing_lines(settings: TrainSettings, model: Model, kernels: Kernels) -> list[str]:
+    """Why responses to a prompt do not share it in passes, where several could."""
+    if settings.rollout.n == 1 or settings.model.share_prompts != "auto":
+        return []
+    of_settings = [f"{path} = {value!r} {why}" for path, value, why in sharing_hindrances(settings)]
+    of_settings += ["model.graphs records passes over rows that share nothing"] * (settings.model.graphs is True)
+    why = next(iter(of_settings), None) or Forward(model, kernels, share_prompts=False).sharing_hindrance()
+    return [] if why is None else [_line("prompts", f"computed anew for each response: {why}")]
 
 
 def differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -153,6 +153,7 @@ def reward_model_of(
         kernels=kernels_of(settings),
         mesh=mesh,
         micro_batching=_micro_batching(section, forward_micro_batching_of(settings)),
+        share_prompts=settings.model.share_prompts,
         **read,
     )
     return {"reward_model": (fn, section.weight)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -55,6 +55,7 @@ from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
+from fppo.steps.packed import Masks
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.recorded import Recorder, graphs, records
 from fppo.steps.train_state import Scale, TrainState, init_state
@@ -78,7 +79,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyFn
-    balance: Callable[[Sequence[int]], Metrics]
+    balance: Callable[[Masks], Metrics]
     model: Model
 
 
@@ -289,13 +290,24 @@ def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
 
 
 def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
-    return Forward(model, tools.kernels, here.mesh, remove_padding=settings.model.remove_padding)
+    """What runs a model. Passes that are recorded share no prompts, unless the settings insist."""
+    share = settings.model.share_prompts
+    return Forward(
+        model,
+        tools.kernels,
+        here.mesh,
+        remove_padding=settings.model.remove_padding,
+        share_prompts=False if share == "auto" and _records(here, settings, model) else share,
+    )
 
 
 def _recorder(here: Here, settings: TrainSettings, model: Model) -> Recorder | None:
     """Records passes as CUDA graphs where the settings say so, on a GPU, of a model that can be; None elsewhere."""
-    recorded = settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
-    return graphs(model, here.device) if recorded else None
+    return graphs(model, here.device) if _records(here, settings, model) else None
+
+
+def _records(here: Here, settings: TrainSettings, model: Model) -> bool:
+    return settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
 
 
 def _policy_pass(settings: TrainSettings, forward: Forward, fetch: Fetch, record: Recorder | None) -> PolicyPass:

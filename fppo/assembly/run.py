@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
-from fppo.assembly.announce import input_lines, model_lines
+from fppo.assembly.announce import input_lines, model_lines, sharing_lines
 from fppo.assembly.answers import right_answers
 from fppo.assembly.engines import engine_of
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
@@ -126,7 +126,8 @@ def assemble(
     tools = Tools(kernels, Lane(device))
     roles = make_roles(settings, tools, LocalGroup(Here(mesh, device)), groups)
     model, critic_model = _models(settings, roles)
-    announce(model_lines(model, settings.model.path, others=roles.others))
+    shown = model_lines(model, settings.model.path, others=roles.others)
+    announce([*shown, *sharing_lines(settings, model, kernels)])
     run = _fresh(settings, roles, key)
     engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
     with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:

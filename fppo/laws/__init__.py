@@ -19,6 +19,7 @@ from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
 from fppo.laws.schedules import check_schedule
 from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_loss
+from fppo.laws.shared import check_shared
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
@@ -49,6 +50,7 @@ __all__ = [
     "check_rms_norm",
     "check_rotary",
     "check_schedule",
+    "check_shared",
     "check_temporal",
     "check_ulysses",
     "check_update",

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fppo import tree
 from fppo.laws._search import Law, LawExample, check, fn_name
-from fppo.laws.updates import HORIZON, VOCAB, _actor_update, _batch, _example, _outcomes_differ, _UpdateOutcome
+from fppo.laws.updates import HORIZON, PROMPT, VOCAB, _actor_update, _batch, _example, _outcomes_differ, _UpdateOutcome
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
@@ -50,6 +50,7 @@ class MeshCase:
     token_budget: int | None = None
     remove_padding: bool = True
     ring: bool = False
+    share_prompts: bool = False
 
     def __str__(self) -> str:
         mesh = " x ".join(f"{name} {size}" for name, size in self.axes.items())
@@ -60,7 +61,7 @@ class MeshCase:
         extras += {"selective": ", all but attention recomputed", True: ", layers recomputed", False: ""}[
             self.checkpoint_layers
         ]
-        extras += ", keys around a ring" * self.ring
+        extras += ", keys around a ring" * self.ring + ", prompts shared" * self.share_prompts
         return words + extras + f", {self.virtual_stages} stages on each rank" * (self.virtual_stages > 1)
 
 
@@ -165,7 +166,8 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
             horizon=HORIZON if example.mode == "seq-mean-token-sum-norm" else None,
             balance_rate=0.1 if head == "lm" and model.buffers else 0.0,
         )
-        forward = Forward(model, mesh=mesh, remove_padding=layout.remove_padding)
+        share = "auto" if layout.share_prompts else False
+        forward = Forward(model, mesh=mesh, remove_padding=layout.remove_padding, share_prompts=share)
         update = make(forward=forward, loop=loop, optimizer=optimizer)
         state, metrics = update(init_state(models.own_params(model, params, mesh), optimizer), _batch(example))
         grads, params = (models.whole_params(model, x, mesh) for x in (state.opt.mu, state.params))
@@ -203,7 +205,18 @@ def _draw(
         token_budget=1 + draw(max(int(tokens), 1)) if budget else None,
         remove_padding=axes["sequence"] * axes["context"] * axes["tensor"] > 1 or draw(2) == 1,
         ring=axes["context"] > 1 and draw(2) == 1,
+        share_prompts=draw(4) > 0,
     )
+
+
+def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
+    """Ragged rows, of which up to three have one prompt."""
+    example = _example(modes, rows, width, seed)
+    first = torch.arange(rows) // 3 * 3
+    tokens, attention = (example.inputs[name].clone() for name in ("tokens", "attention_mask"))
+    for x in (tokens, attention):
+        x[:, :PROMPT] = x[first, :PROMPT]
+    return example.put(tokens=tokens, attention_mask=attention)
 
 
 def _turns(layouts: Sequence[Settings], each: int):
@@ -284,11 +297,11 @@ def check_layout_fn(
     `make` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
     axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
     recomputed, all but their attention, or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks
-    have all rows, ragged ones, which the update shares out, to some ranks none, and cuts into micro-batches anyhow. In
-    every weight mode of `modes` the gradient tree, the new state and the metrics on every rank must be those of one
-    process, in float64, to 1e-10, of dense models and of one with experts. Each example tries the next `each` layouts
-    in an order drawn from `seed`; None: so many that all are tried. LawViolation for the first law that fails, with the
-    layout and the seed.
+    have all rows, ragged ones, some of one prompt, which passes compute once or not; the update shares them out, to
+    some ranks none, and cuts them into micro-batches anyhow. In every weight mode of `modes` the gradient tree, the new
+    state and the metrics on every rank must be those of one process, in float64, to 1e-10, of dense models and of one
+    with experts. Each example tries the next `each` layouts in an order drawn from `seed`; None: so many that all are
+    tried. LawViolation for the first law that fails, with the layout and the seed.
     """
     layouts: list[Settings] = [
         (axes, stage, RECOMPUTES[(number + place) % len(RECOMPUTES)], virtual)
@@ -299,7 +312,7 @@ def check_layout_fn(
     ]
     random.Random(seed).shuffle(layouts)  # so that small and large examples meet all kinds
     run = _runner(make, head, outputs)
-    examples, seeds = partial(_example, tuple(modes)), max(3, len(modes))
+    examples, seeds = partial(_of_prompts, tuple(modes)), max(3, len(modes))
     each = -(-len(layouts) // (len(SIZES) * seeds)) if each is None else each
     check(
         run,

@@ -37,19 +37,23 @@ PEAKS = {
 }
 
 
-def forward_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
+def forward_flops(
+    model: Model, lengths: Sequence[int], *, head_tokens: int | None = None, shared: Sequence[int] = ()
+) -> float:
     """FLOPs of one forward pass over packed sequences of these lengths, 2 for each multiply-add.
 
     Counted are matrix products of every token with the layers' weights, of `head_tokens` tokens (all by default) with
     the head, and the scores and sums of causal attention on visible pairs. Only active experts count. Updates of
     recurrent states are estimated as `STATE` per number of a state; chunked code needs more, by an amount of its own.
+    `shared` are the lengths of beginnings that are computed for another sequence: only the tokens after them count.
     """
-    tokens = sum(lengths)
+    tokens = sum(lengths) - sum(shared)
     head_tokens = tokens if head_tokens is None else head_tokens
     return (
         2.0 * sum(layer_weights(model)) * tokens
         + 2.0 * head_weights(model) * head_tokens
         + attention_flops(model, lengths)
+        - attention_flops(model, shared)
         + STATE * sum(state_sizes(model.skeleton)) * tokens
     )
 
@@ -59,10 +63,13 @@ def attention_flops(model: Model, lengths: Sequence[int]) -> float:
     return sum(_attention(model, layer, lengths) for layer in range(len(model.layers)))
 
 
-def train_flops(model: Model, lengths: Sequence[int], *, head_tokens: int | None = None) -> float:
+def train_flops(
+    model: Model, lengths: Sequence[int], *, head_tokens: int | None = None, shared: Sequence[int] = ()
+) -> float:
     """FLOPs of forward and backward pass: three times the forward's, without the gradients of frozen weights.
     Recomputation does not count as model FLOPs."""
-    every, tokens = 3.0 * forward_flops(model, lengths, head_tokens=head_tokens), sum(lengths)
+    every = 3.0 * forward_flops(model, lengths, head_tokens=head_tokens, shared=shared)
+    tokens = sum(lengths) - sum(shared)
     if model.frozen is None:
         return every
     head = 0 if model.head == "value" else head_weights(model) * (tokens if head_tokens is None else head_tokens)

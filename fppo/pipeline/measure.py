@@ -33,7 +33,7 @@ class Measured:
     the device's peak.
 
     Every rank holds the whole batch. perf/tflops/ROLE is in 1e12 per second and rank. perf/mfu/ROLE is a mean of
-    nothing, nan, where the peak is unknown.
+    nothing, nan, where the peak is unknown. Both count what is computed: tokens that rows share once.
     """
 
     stage: UpdateStage
@@ -46,7 +46,10 @@ class Measured:
         start = now()
         after, report = self.stage(state, batch, key=key, donate=donate)
         seconds = now() - start
+        saved = report.get(f"perf/shared_flops/{role}", metrics.mean(0.0))
+        assert isinstance(saved, metrics.Mean)
         needed = self.epochs * flops.train_flops(self.forward.model, lengths, head_tokens=heads)
+        needed *= 1.0 - (saved.total / saved.count).item()
         done = needed / ranks_on(self.forward.mesh, AXES)
         share = flops.mfu(done, seconds, batch.tokens.device)
         rates = {

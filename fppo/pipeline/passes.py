@@ -13,12 +13,13 @@ from fppo import batch as batches
 from fppo import metrics
 from fppo.advantages import disagreement
 from fppo.metrics import Metrics
-from fppo.runtime.mesh import DATA_AXES, Mesh, place_on
+from fppo.runtime.mesh import DATA_AXES, Mesh, place_on, ranks_on
 from fppo.runtime.offload import OnHost
 from fppo.steps.critic import as_it_is
-from fppo.steps.forward import compute_outputs, compute_values, row_lengths
+from fppo.steps.forward import compute_outputs, compute_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward, Rows, TokenOutputs
+from fppo.steps.packed import Masks, masks_of, worth
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import Params
@@ -45,7 +46,7 @@ class Passes:
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it,
     truth_signs: TruthSigns | None = None  # and how responses agree with the truth
-    balance: Callable[[Sequence[int]], Metrics] = lambda lengths: {}  # how its ranks share the work
+    balance: Callable[[Masks], Metrics] = lambda masks: {}  # how its ranks share the work
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -166,17 +167,19 @@ class Share(NamedTuple, Generic[R]):
 def share_of(rows: R, forward: Forward) -> Share[R]:
     """This rank's share of the rows, of equal work for the model."""
     mesh = forward.mesh
-    places = shares(forward.model, row_lengths(rows), mesh)
+    masks = masks_of(rows, forward)
+    places = shares(forward.model, masks.lengths, mesh, masks.sorted())
     own = rows if len(places) == 1 else batches.rows(rows, places[place_on(mesh, DATA_AXES)])
     return Share(own, places, mesh)
 
 
-def balance_of(lengths: Sequence[int], forward: Forward) -> Metrics:
-    """How unequal the ranks' work is on rows of so many tokens where there are several."""
-    places = shares(forward.model, lengths, forward.mesh)
-    if len(places) == 1:
+def balance_of(masks: Masks, forward: Forward) -> Metrics:
+    """How unequal the ranks' work is on rows with these masks, and tokens, where there are several."""
+    if ranks_on(forward.mesh, DATA_AXES) == 1:
         return {}
-    return {"perf/imbalance": metrics.mean(imbalance(forward.model, lengths, places))}
+    masks = worth(masks, forward)
+    places = shares(forward.model, masks.lengths, forward.mesh, masks.sorted())
+    return {"perf/imbalance": metrics.mean(imbalance(forward.model, masks, places))}
 
 
 def required(x: Tensor | None) -> Tensor:

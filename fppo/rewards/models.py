@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -25,8 +25,9 @@ from fppo.rewards.scoring import samples_of
 from fppo.runtime.mesh import DATA_AXES, LOCAL, Mesh, place_on
 from fppo.runtime.offload import OnHost
 from fppo.runtime.weights import weight_files
-from fppo.steps.forward import Forward, Rows, row_lengths
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.outputs import Forward, Rows
+from fppo.steps.packed import masks_of
 from fppo.steps.ranks import collect, shares
 from fppo.steps.scores import compute_reward_scores
 from fppo.tree import state
@@ -156,20 +157,22 @@ def model_reward(
     kernels: Kernels,
     mesh: Mesh,
     micro_batching: MicroBatching,
+    share_prompts: Literal["auto"] | bool = "auto",
     read: Callable[[Rollout], Rows] = lambda rollout: rollout,
 ) -> RewardFn:
     """The model as a reward of the rollout: its head's output at each row's last token that is not padding.
 
     All ranks hold all rows; each computes a share of equal work. `read` converts the rollout to the rows that the model
-    reads, by default the rollout's own.
+    reads, by default the rollout's own; `share_prompts` is that of `Forward`.
     """
+    forward = Forward(model, kernels=kernels, mesh=mesh, share_prompts=share_prompts)
 
     @tensor_reward
     def scores(rollout: Rollout) -> Tensor:
         whole = read(rollout)
-        ranks: Sequence[Sequence[int]] = shares(model, row_lengths(whole), mesh)
+        masks = masks_of(whole, forward)
+        ranks: Sequence[Sequence[int]] = shares(model, masks.lengths, mesh, masks.sorted())
         own = whole if len(ranks) == 1 else batches.rows(whole, ranks[place_on(mesh, DATA_AXES)])
-        forward = Forward(model, kernels=kernels, mesh=mesh)
         numbers = compute_reward_scores(params, own, forward=forward, micro_batching=micro_batching)
         return collect(numbers, ranks, mesh)
 

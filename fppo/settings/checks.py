@@ -13,7 +13,7 @@ from fppo.settings.checks_data import data_problems, eval_problems, reward_probl
 from fppo.settings.checks_places import mesh_rules, placement_problems
 from fppo.settings.checks_rollout import rollout_problems
 from fppo.settings.component import part_problems, signature_of, value_of
-from fppo.settings.resolve import hindrances, passes_before_update
+from fppo.settings.resolve import hindrances, passes_before_update, sharing_hindrances
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS, VALUE_HEADS
 from fppo.settings.train import TrainSettings
 
@@ -83,9 +83,12 @@ def _run(s: TrainSettings) -> Problems:
 
 
 def _model(s: TrainSettings) -> Problems:
-    if s.model.graphs is True:
-        for path, value, why in hindrances(s):
-            yield wrong(s, "model.graphs", f"{path} = {value!r} {why}; leave one of them out")
+    for setting, on, found in (
+        ("model.graphs", s.model.graphs, hindrances),
+        ("model.share_prompts", s.model.share_prompts, sharing_hindrances),
+    ):
+        for path, value, why in found(s) if on is True else ():
+            yield wrong(s, setting, f"{path} = {value!r} {why}; leave one of them out")
     if not s.algorithm.uses_critic:
         yield from unread(s, ["model.critic_path"], 'algorithm.advantage = "gae"')
     elif not s.uses_critic_model:

@@ -88,6 +88,8 @@ class ModelSettings:
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)
     """Run on packed sequences instead of padded rows."""
+    share_prompts: Literal["auto"] | bool = setting("auto")
+    """Compute what rows begin with alike, as a prompt, once per pass; auto: where it saves a tenth of the tokens."""
     cpp: bool = setting(False)
     """On a CPU, take kernels in C++ for what says auto; they are compiled when first needed, in seconds."""
     attention: str = setting("auto", nonempty("give the name of an attention kernel, as sdpa, or auto"))

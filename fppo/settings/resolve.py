@@ -118,6 +118,7 @@ def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
         ("device", s.device, s.device == "cpu", "has no graphs"),
         ("rollout.ahead", s.rollout.ahead, s.rollout.ahead > 0, "runs other work on the GPU meanwhile"),
         ("model.remove_padding", False, not model.remove_padding, "runs rows of any width"),
+        ("model.share_prompts", True, model.share_prompts is True, "lets rows share tokens"),
         ("model.checkpoint_layers", again, bool(again), "computes layers again"),
         ("model.compile_layers", True, model.compile_layers, "may compile a layer in any pass"),
         ("model.offload_activations", True, model.offload_activations, "moves memory in every pass"),
@@ -173,3 +174,14 @@ def passes_before_update(s: TrainSettings) -> list[str]:
     if s.algorithm.reads("log_probs"):
         reasons.append(f"{s.algorithm.advantage.name} estimates advantages with them")
     return reasons
+
+
+def sharing_hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
+    """Settings with which no row shares its prompt, with their values, and why."""
+    model, replay, context = s.model, s.algorithm.router_replay, s.mesh.context
+    known = (
+        ("model.remove_padding", False, not model.remove_padding, "runs padded rows as they are"),
+        ("mesh.context", context, context > 1, "deals the packed row in blocks"),
+        ("algorithm.router_replay", replay, replay != "none", "replays what routers chose for each row"),
+    )
+    return [(path, value, why) for path, value, hinders, why in known if hinders]

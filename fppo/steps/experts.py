@@ -85,13 +85,18 @@ class RouterLosses:
 @attrs.frozen(eq=False)
 class RoutedPass:
     """The routers' part of a pass: of this rank's tokens N of a packed row, of which each token is at `places` among
-    all ranks' tokens, and the first are those at the places `index` of rows [B, S]; without these, of padded rows."""
+    all ranks' tokens, and the first are those at the places `index` of rows [B, S]; without these, of padded rows.
+
+    Of rows that share tokens, `index` and `places` [R] are those of the tokens of all rows, and each token counts as
+    often as it is in a row that counts, `times`.
+    """
 
     routes: Routes
     counted: Tensor  # [N] bool
     shape: tuple[int, ...]
     index: Tensor | None = None
     places: Tensor | None = None
+    times: Tensor | None = None  # [N] int64; None: once each
 
 
 def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
@@ -155,8 +160,16 @@ def routed_pass(
     columns."""
     if not columns:
         return None
-    routes = Routes(columns.get("routed"), own="routed" in tells)
-    return RoutedPass(routes, columns["counted"], tuple(rows.attention_mask.shape), index, places)
+    routes, times = Routes(columns.get("routed"), own="routed" in tells), columns.get("times")
+    counted = columns["counted"] if times is None else times > 0
+    return RoutedPass(routes, counted, tuple(rows.attention_mask.shape), index, places, times)
+
+
+def times_of(counted: Mask, real: Tensor, places: Tensor, total: int) -> Int[Tensor, " n"]:
+    """How many of the tokens `real` [R] (places in `counted` [B, S]) that count each of `total` tokens stands for, of
+    which these are at `places` [R]."""
+    times = torch.zeros(total, dtype=torch.int64, device=counted.device)
+    return times.index_add_(0, places, counted.flatten()[real].long())
 
 
 def of_routers(
@@ -183,10 +196,11 @@ def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tens
 
 
 @torch.no_grad()
-def loads(experts: Int[Tensor, "n l k"], mask: Mask, count: int) -> Float[Tensor, "l e"]:
-    """How many of the choices [N, L, k] of the tokens in the mask [N] fell to each of `count` experts, float64."""
+def loads(experts: Int[Tensor, "n l k"], times: Tensor, count: int) -> Float[Tensor, "l e"]:
+    """How many of the choices [N, L, k] of tokens that count so many `times` [N] fell to each of `count` experts,
+    float64."""
     n, routers, k = experts.shape
-    ones = mask.double()[:, None].expand(n, k).flatten()
+    ones = times.double()[:, None].expand(n, k).flatten()
     empty = ones.new_zeros(count)
     return torch.stack([empty.index_add(0, experts[:, i].flatten().long(), ones) for i in range(routers)])
 
@@ -196,7 +210,8 @@ def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l 
     count, told = model.routers[0].experts, dict[int, Tensor]()
     if own := own_routers(model):
         experts = torch.stack([routed.routes.routed[number].chosen for number in own], 1)
-        told = dict(zip(own, loads(experts, routed.counted, count), strict=True))
+        times = routed.counted if routed.times is None else routed.times
+        told = dict(zip(own, loads(experts, times, count), strict=True))
     nothing = torch.zeros(count, dtype=torch.float64, device=routed.counted.device)
     return all_reduce(torch.stack([told.get(number, nothing) for number in range(len(model.routers))]), axis)
 
@@ -207,8 +222,11 @@ def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
     for number in own_routers(model):
         logits = routed.routes.routed[number].logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probs[number] = logits.softmax(-1).where(routed.counted[:, None], 0.0).sum(0)
-        squares.append(logits.logsumexp(-1).square().where(routed.counted, 0.0).sum())
+        own, square = logits.softmax(-1), logits.logsumexp(-1).square()
+        if routed.times is not None:
+            own, square = own * routed.times[:, None], square * routed.times
+        probs[number] = own.where(routed.counted[:, None], 0.0).sum(0)
+        squares.append(square.where(routed.counted, 0.0).sum())
     zero = torch.zeros(model.routers[0].experts, device=routed.counted.device)
     zero = next(iter(probs.values()), zero).detach() * 0.0
     every = torch.stack([probs.get(number, zero) for number in range(len(model.routers))])

@@ -19,17 +19,19 @@ from fppo.shapes import Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RoutedPass
 from fppo.steps.images import own_images, packed_images, padded_images
-from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import OF_ROUTERS, OF_VALUE_HEADS, Forward, Rows, TokenOutputs, check_outputs
 from fppo.steps.packed import (
     Indices,
     MicroBatch,
     blank_masks,
+    cut,
     gathered,
     indexed,
     indices_of,
     masks_of,
     multiple,
+    places_of_rows,
     slice_of,
 )
 from fppo.steps.ranks import blank, rounds
@@ -39,6 +41,7 @@ from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.padding import sent
+from fppo_kernels.shared import read
 
 
 def forward_micro_batch(
@@ -68,12 +71,12 @@ def forward_micro_batch(
     check_outputs(forward.model, outputs)
     if goes_on(forward.model):
         raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
-    mask, axis, tensor = rows.response_mask, forward.mesh.token_axis, forward.mesh["tensor"]
+    mask, tensor = rows.response_mask, forward.mesh["tensor"]
     indices = indices_of(rows, indices, forward)
     ready = opened(params, forward.model, forward.mesh)
     hidden, routed = _hidden(ready, rows, indices, forward, outputs, received)
     own, head = indices.own, models.output_head(forward.model, ready.root)
-    states = hidden[own.places]
+    states = hidden[own.places] if indices.shared is None else read(hidden, indices.shared.reads)
     if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
@@ -96,7 +99,7 @@ def forward_micro_batch(
         computed["hidden"] = states.to(result.log_probs.dtype) if "hidden" in outputs else None
     names, pad = [name for name, x in computed.items() if x is not None], forward.kernels.pad
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
-    columns = gathered(own_columns, own, indices.before, len(hidden), axis)
+    columns = gathered(own_columns, own, forward.mesh.token_axis)
     tokens = {name: pad(x, indices.responses, mask.shape) for name, x in zip(names, columns, strict=True)}
     return TokenOutputs(**tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, pad))
 
@@ -164,15 +167,21 @@ def packed_hidden(
     tells: Sequence[str] = (),
     received: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
-    """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the row is among all ranks'
-    tokens, one rank after the other; and what routers tell if they are to."""
+    """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the rows, one row after the
+    other, is among all ranks' tokens, one rank after the other; and what routers tell if they are to."""
     kernels, mesh, real = forward.kernels, forward.mesh, indices.real
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
-    part = slice_of(packed, kernels, mesh, indices.dealt)
-    columns = {name: part.own(x) for name, x in packed.columns.items()}
-    routed = experts.routed_pass(columns, rows, tells, index=packed.index, places=part.places)
-    images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes)
+    part, shared = slice_of(packed, kernels, mesh, indices), indices.shared
+    index, longest, more = packed.index, packed.lengths.max_length, dict[str, Tensor]()
+    if shared is not None:
+        index, longest = shared.real.index, max(shared.real.sizes)
+        if columns:
+            more["times"] = experts.times_of(columns["counted"], index, shared.places, len(packed.tokens))
+    columns = {name: part.own(x) for name, x in {**packed.columns, **more}.items()}
+    places = places_of_rows(part.places, indices)
+    routed = experts.routed_pass(columns, rows, tells, index=index, places=places)
+    images, positions = packed_images(rows, forward.model, packed.tokens, packed.positions, real.sizes, shared)
     if images is not None:
         images, positions = own_images(images, positions, part, mesh.token_axis)
     hidden = models.hidden_states(
@@ -185,16 +194,16 @@ def packed_hidden(
         apply_layer=params.apply_layer,
         received=received if images is None or received is not None else images,
         routes=None if routed is None else routed.routes,
-        longest=packed.lengths.max_length,
+        longest=longest,
     )
-    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), part.places, routed
+    return (hidden if goes_on(forward.model) else all_gather(hidden, mesh["tensor"])), places, routed
 
 
 def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[MicroBatch]]:
     """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
     all ranks make equally many passes."""
-    masks, device = masks_of(rows), rows.tokens.device
-    groups = partition(masks.lengths, micro_batching)
+    masks, device = masks_of(rows, forward), rows.tokens.device
+    groups = cut(masks, micro_batching)
     (passes,) = rounds([len(groups)], forward.mesh, device)
     order = sent(batches.inverse([i for group in groups for i in group]), device)
     own = (indexed(*batches.rows((rows, masks), group), forward) for group in groups)

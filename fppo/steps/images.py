@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fppo.batch import Column
 from fppo.models.model import Model
 from fppo.models.vision_pass import Images, place_images
-from fppo.steps.packed import Slice, own_tokens
+from fppo.steps.packed import SharedRow, Slice, own_tokens
 from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import Places
 
@@ -23,14 +24,30 @@ class _ImageRows(Protocol):
 
 
 def packed_images(
-    rows: _ImageRows, model: Model, tokens: Tensor, positions: Tensor, lengths: Sequence[int]
+    rows: _ImageRows,
+    model: Model,
+    tokens: Tensor,
+    positions: Tensor,
+    lengths: Sequence[int],
+    shared: SharedRow | None = None,
 ) -> tuple[Images | None, Tensor]:
     """The images in the packed row [N] of `rows` of these `lengths` [B], and the positions of its tokens, [N] or
-    [3, N]."""
+    [3, N]. Where rows share tokens they share the images among these."""
     inputs: Column | None = getattr(rows, "inputs", None)
     if inputs is None:
         return None, positions
-    return place_images(model, inputs, tokens, positions, lengths)
+    if shared is None:
+        return place_images(model, inputs, tokens, positions, lengths)
+    every = shared.places  # of the tokens of all rows
+    images, own = place_images(model, inputs, tokens[every], positions[every], shared.real.sizes)
+    if images is None:
+        return None, positions
+    whole = positions.expand(*own.shape[:-1], -1).clone()
+    whole[..., every] = own  # rows that share a token have one position for it
+    numbers = torch.full_like(tokens, -1)
+    numbers[every[images.places]] = images.numbers  # and one feature
+    places = (numbers >= 0).nonzero().flatten()
+    return images._replace(numbers=numbers[places], places=places), whole
 
 
 def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tuple[Images, Tensor]:

@@ -31,11 +31,11 @@ from fppo.steps.experts import (
     with_router_terms,
 )
 from fppo.steps.forward import forward_micro_batch, goes_on, stage_states
-from fppo.steps.micro_batching import MicroBatching, partition
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward, Rows, TokenOutputs
-from fppo.steps.packed import Indices, Masks, MicroBatch, blank_masks, indexed, masks_of
-from fppo.steps.ranks import blank, mini_batches, rounds, shares
+from fppo.steps.packed import Indices, Masks, MicroBatch, blank_masks, cut, indexed, masks_of, worth
+from fppo.steps.ranks import blank, mini_batches, rounds, saved_work, shares
 from fppo.steps.recorded import Recorder, ready
 from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, scattered, whole
 from fppo.steps.stages import stage_gradients
@@ -88,6 +88,7 @@ class MiniBatch(NamedTuple):
     shares: list[list[int]]  # the numbers of the rows that each data rank takes
     micro_batches: list[list[int]]  # of this rank's rows
     passes: int  # that this rank makes: as many as its micro-batches, or more, to keep up with others
+    alike: bool  # whether rows of the batch share tokens; all ranks say the same
     key: Key  # for draws over its rows
 
 
@@ -213,6 +214,8 @@ def update(
         scale = None if optimizer.loss_scale is None else optimizer.loss_scale(state.opt)
         passes = _Passes(objective, forward, scale, objective.routers(mini, forward), prefix)
         grads, report = gradient(state.params, mini, passes)
+        if mini.alike:
+            report |= saved_work(forward.model, mini.masks, mini.micro_batches, prefix)
         report, loads = split_loads(metrics.settled(data_metrics(report, mesh)), prefix, forward.model.routers)
         state = state if donate or history else tree.copy(state)
         state, stepped = optimizer_step(
@@ -233,19 +236,21 @@ def update(
 
 def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> Iterator[MiniBatch]:
     """The mini-batches of all epochs, drawn by the key or in order."""
-    mesh, masks, place = forward.mesh, masks_of(batch), key or Key(0)
+    mesh, masks, place = forward.mesh, masks_of(batch, forward), key or Key(0)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
         numbers = mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn)
         every, masks_of_every = zip(*(batches.rows((batch, masks), each) for each in numbers), strict=True)
-        shared = [shares(forward.model, each.lengths, mesh) for each in masks_of_every]
+        masks_of_every = [worth(each, forward) for each in masks_of_every]
+        shared = [shares(forward.model, each.lengths, mesh, each.sorted()) for each in masks_of_every]
         own, masks_of_own = every, masks_of_every
         if ranks_on(mesh, DATA_AXES) > 1:
             parts = [each[place_on(mesh, DATA_AXES)] for each in shared]
             both = zip(every, masks_of_every, strict=True)
             own, masks_of_own = zip(*(batches.rows(x, part) for x, part in zip(both, parts, strict=True)), strict=True)
-        cuts = [partition(each.lengths, loop.micro_batching) for each in masks_of_own]
-        passes = rounds([len(cut) for cut in cuts], mesh, batch.tokens.device)
+            masks_of_own = [worth(each, forward) for each in masks_of_own]
+        cuts = [cut(each, loop.micro_batching) for each in masks_of_own]
+        passes = rounds([len(each) for each in cuts], mesh, batch.tokens.device)
         if len(forward.model.spans) > 1:  # interleaved schedules take so many
             passes = [-(-count // mesh["pipeline"].size) * mesh["pipeline"].size for count in passes]
         for number, rows in enumerate(every):
@@ -258,6 +263,7 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
                 shared[number],
                 cuts[number],
                 passes[number],
+                masks.tokens is not None,
                 place.fold("select", epoch, number),
             )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import attrs
 from torch import Tensor
@@ -15,6 +15,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RouterSums
+from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float, Int
 
@@ -39,19 +40,23 @@ class Rows(Protocol):
 class Forward:
     """What runs a model: its code, the kernels it runs with and the mesh it runs on.
 
-    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. `read` makes values [...] of
-    what a value head gives, [..., K]. With `replay` the routers of experts choose what the rows' `routed` [B, S, L, k]
-    says.
+    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. With `share_prompts` the
+    tokens that rows begin with alike are computed once; "auto": where that saves a tenth of the tokens, and all can.
+    `read` makes values [...] of what a value head gives, [..., K]. With `replay` the routers of experts choose what the
+    rows' `routed` [B, S, L, k] says.
     """
 
     model: Model
     kernels: Kernels = attrs.field(factory=Kernels.named)
     mesh: Mesh = LOCAL
     remove_padding: bool = True
+    share_prompts: Literal["auto"] | bool = "auto"
     read: Callable[[Tensor], Tensor] = first_output
     replay: bool = False
 
     def __attrs_post_init__(self) -> None:
+        if self.share_prompts is True and (why := self.sharing_hindrance()) is not None:
+            raise ValueError(f"share_prompts=True, and {why}: give share_prompts='auto', which then shares none")
         if self.replay:
             experts.check_routers(self.model, "leave out replay (in settings algorithm.router_replay)")
         sizes = {name: axis.size for name, axis in self.mesh.axes.items()}
@@ -79,6 +84,17 @@ class Forward:
                 f"a sequence axis of {sequence} ranks and a context axis of {context} both cut the packed row: use one "
                 f"of them, of {sequence * context} ranks"
             )
+
+    def sharing_hindrance(self) -> str | None:
+        """Why rows cannot share the tokens that they begin with; None where they can."""
+        hindrances = (
+            (not self.remove_padding, "padded rows run as they are"),
+            (bool(self.model.stateful), f"layers of model type {self.model.config.model_type!r} carry states"),
+            (self.mesh["context"].size > 1, "a context axis deals the packed row in blocks"),
+            (self.replay, "routers choose for each row what they chose for it before"),
+            (not takes_key_lengths(self.kernels.attention), "the attention kernel has no keyword key_lengths"),
+        )
+        return next((why for hinders, why in hindrances if hinders), None)
 
 
 class TokenOutputs(NamedTuple):

@@ -16,13 +16,18 @@ from fppo.models.model import Model
 from fppo.models.seams import Attend
 from fppo.runtime.mesh import Mesh
 from fppo.shapes import Mask
+from fppo.steps.micro_batching import MicroBatching, partition
 from fppo.steps.outputs import Forward
+from fppo.steps.shared import PackedPieces, SortedRows, distinct_inputs, pack_rows, partition_shared, sort_rows
 from fppo_kernels.collectives import Axis
 from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention
 from fppo_kernels.padding import Packed, Places, find_places, sent
 from fppo_kernels.record import Kernels
 from fppo_kernels.ring import ring_attention
+from fppo_kernels.shared import Branch, Readings, SharedKeys, readings, share, shared_attention
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
+
+LEAST_SAVED = 0.1  # the share of tokens that rows which begin alike must save, for "auto" to let them
 
 
 class Slice(NamedTuple):
@@ -43,20 +48,62 @@ class Masked(Protocol):
 
 
 class Masks(NamedTuple):
-    """The masks of rows, on the host."""
+    """The masks of rows, on the host, and their tokens where those that begin alike share them."""
 
     attention: Mask  # [B, S]
     response: Mask  # [B, T]
+    tokens: Tensor | None = None  # [B, S], equal where rows may share them; None: each row has its own
 
     @property
     def lengths(self) -> list[int]:
         """The number of real tokens of each row."""
         return self.attention.sum(1).tolist()
 
+    def sorted(self) -> SortedRows | None:
+        """The rows in an order in which those that begin alike stand together; None where each has its own tokens."""
+        if self.tokens is None:
+            return None
+        return sort_rows(self.tokens, self.attention, self.attention.shape[1] - self.response.shape[1])
 
-def masks_of(rows: Masked) -> Masks:
-    """Waits for the device, if the rows are on one."""
-    return Masks(rows.attention_mask.cpu(), rows.response_mask.cpu())
+    @property
+    def depths(self) -> list[int]:
+        """Lengths of the beginnings that rows need not compute, since others of these rows do."""
+        rows = self.sorted()
+        return [] if rows is None else rows.depths
+
+
+def masks_of(rows: Masked, forward: Forward | None = None) -> Masks:
+    """The masks of rows, and their tokens where passes of a forward share them. Waits for the device, if the rows are
+    on one."""
+    if forward is None or not _shares(forward):
+        return Masks(rows.attention_mask.cpu(), rows.response_mask.cpu())
+    return worth(masks_and_tokens(rows), forward)
+
+
+def masks_and_tokens(rows: Masked) -> Masks:
+    """The masks of rows, and their tokens where these have numbers."""
+    masks, tokens = Masks(rows.attention_mask.cpu(), rows.response_mask.cpu()), getattr(rows, "tokens", None)
+    if type(tokens) is not Tensor or tokens.is_meta:
+        return masks
+    return masks._replace(tokens=distinct_inputs(tokens.cpu(), getattr(rows, "inputs", None)))
+
+
+def worth(masks: Masks, forward: Forward) -> Masks:
+    """The masks, with the rows' tokens only where it pays that passes share them, as `Forward.share_prompts` has it."""
+    if masks.tokens is None or not _shares(forward):
+        return masks._replace(tokens=None)
+    rows, least = masks.sorted(), LEAST_SAVED if forward.share_prompts == "auto" else 0.0
+    return masks if rows is not None and rows.saved > least else masks._replace(tokens=None)
+
+
+def _shares(forward: Forward) -> bool:
+    return bool(forward.share_prompts) and forward.sharing_hindrance() is None
+
+
+def cut(masks: Masks, micro_batching: MicroBatching) -> list[list[int]]:
+    """The numbers of the rows in each micro-batch; rows that share tokens are kept together."""
+    rows = masks.sorted()
+    return partition(masks.lengths, micro_batching) if rows is None else partition_shared(rows, micro_batching)
 
 
 def blank_masks(masks: Masks) -> Masks:
@@ -78,6 +125,23 @@ class Own(NamedTuple):
 
     numbers: Tensor | slice  # among the M
     places: Tensor  # among this rank's
+    slots: Tensor | None = None  # of several ranks, where each of the M is among theirs, `most` for each rank
+    most: int = 0
+
+    def on(self, device: torch.device) -> Own:
+        """These on a device."""
+        numbers = self.numbers if isinstance(self.numbers, slice) else sent(self.numbers, device)
+        slots = None if self.slots is None else sent(self.slots, device)
+        return Own(numbers, sent(self.places, device), slots, self.most)
+
+
+class SharedRow(NamedTuple):
+    """A packed row whose rows share tokens: N tokens, and R of all rows."""
+
+    keys: SharedKeys
+    reads: Readings  # of this rank's tokens, by those that responses follow on
+    real: Places  # of the R tokens of all rows
+    places: Tensor  # [R]: of each of these, in the packed row
 
 
 @attrs.frozen(eq=False)
@@ -97,6 +161,7 @@ class Indices:
     own: Own  # of these
     length: int  # of this rank's slice of the row, between blocks
     dealt: Deal | None  # of the packed row, on a context axis
+    shared: SharedRow | None = None  # where rows share tokens; `real` are then the distinct ones, by piece
 
     def of(self, rows: Masked, mesh: Mesh, packed: bool) -> bool:
         """Whether it is of these very rows, on this mesh, packed or not."""
@@ -110,9 +175,13 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
     index = masks.response.flatten().nonzero().flatten()
     before = index + (index // max(length, 1) + 1) * (width - length) - 1
     real, total, dealt, axis = find_places(masks.attention), count * width, None, mesh.token_axis
+    every, alike = real, masks.sorted()
+    pieces = None if alike is None else pack_rows(alike, masks.attention)
+    if pieces is not None:
+        real = Places(pieces.index, tuple(piece.size for piece in pieces.pieces))
     if packed:
         total = -(-sum(real.sizes) // multiple(mesh)) * multiple(mesh)
-        order = torch.arange(total)
+        order = torch.arange(total) if pieces is None else pieces.places
         if mesh["context"].size > 1:
             sizes = [size for size in (*real.sizes, total - sum(real.sizes)) if size]
             dealt = deal(sizes, axis.size, window=window_of_all(model))
@@ -120,7 +189,6 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
             dealt = dealt._replace(places=tuple(sent(x, device) for x in dealt.places), back=sent(order, device))
         before = order[(masks.attention.flatten().cumsum(0) - 1)[before + 1] - 1]
     own = own_tokens(before, total // axis.size, axis)
-    numbers = own.numbers if isinstance(own.numbers, slice) else sent(own.numbers, device)
     return Indices(
         attention_mask=rows.attention_mask,
         response_mask=rows.response_mask,
@@ -129,9 +197,21 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
         real=real._replace(index=sent(real.index, device)),
         responses=sent(index, device),
         before=sent(before, device),
-        own=Own(numbers, sent(own.places, device)),
+        own=own.on(device),
         length=total // (axis.size * mesh["tensor"].size),
         dealt=dealt,
+        shared=None if pieces is None else _shared(pieces, every, own, total // axis.size, axis, device),
+    )
+
+
+def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Axis, device: torch.device) -> SharedRow:
+    """What passes over pieces need beside the indices: `own` are the tokens that responses follow on, of `length`."""
+    fill = length * axis.size - len(pieces.index)
+    return SharedRow(
+        keys=share([*pieces.pieces, *([Branch(fill)] if fill else [])], device),
+        reads=readings(own.places, length, device),
+        real=every._replace(index=sent(every.index, device)),
+        places=sent(pieces.places, device),
     )
 
 
@@ -156,19 +236,21 @@ def indices_of(rows: Masked, known: Indices | None, forward: Forward) -> Indices
     Raises ValueError for indices of other rows, of another mesh, or of padded rows where the forward packs them.
     """
     if known is None:
-        return indexed(rows, masks_of(rows), forward).indices
+        return indexed(rows, masks_of(rows, forward), forward).indices
     if not known.of(rows, forward.mesh, forward.remove_padding):
         raise ValueError("these indices are of other rows or of another forward: give those of `packed.indexed`")
     return known
 
 
-def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, dealt: Deal | None) -> Slice:
-    """This rank's tokens of a packed row that is filled up: a slice of it, or what it is `dealt` on a context axis."""
+def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, indices: Indices) -> Slice:
+    """This rank's tokens of a packed row that is filled up: a slice of it, or what it is dealt on a context axis."""
+    dealt, shared = indices.dealt, indices.shared
     places = torch.arange(len(packed.tokens), device=packed.tokens.device)
     axis = mesh.token_axis
     own: Callable[[Tensor], Tensor] = partial(slice_sequence, axis=axis)
     if dealt is None:
-        attention = ulysses(kernels.attention, axis, kernels.all_to_all)
+        kernel = kernels.attention if shared is None else shared_attention(kernels.attention, shared.keys)
+        attention = ulysses(kernel, axis, kernels.all_to_all)
     else:
         wrap = ring_attention if mesh.ring else partial(gathered_attention, kernels.attention)
         attention, places, numbers = wrap(dealt, axis), dealt.back, dealt.places[axis.rank]
@@ -176,22 +258,33 @@ def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, dealt: Deal | None) -
     return Slice(own, models.packed_attention(attention, packed.lengths), places)
 
 
+def places_of_rows(places: Tensor, indices: Indices) -> Tensor:
+    """Where the tokens of all rows are, one row after the other, for `places` [N] of those of the packed row."""
+    return places if indices.shared is None else places[indices.shared.places]
+
+
 def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
     """Select from `tokens` (places among all ranks' tokens [M], one rank after the other) those of this rank, which has
-    `length` tokens."""
+    `length` tokens. A token may be there several times. Of several ranks, each waits for the device that they are on.
+    """
     if axis.size == 1:
         return Own(slice(None), tokens)
-    places = tokens - axis.rank * length
-    numbers = ((places >= 0) & (places < length)).nonzero().flatten()
-    return Own(numbers, places[numbers])
+    ranks = tokens // length
+    counts = ranks.bincount(minlength=axis.size)
+    order, most = ranks.argsort(stable=True), max(int(counts.max()), 1)
+    begins = counts.cumsum(0) - counts
+    slots = torch.empty_like(tokens)
+    slots[order] = torch.arange(len(tokens), device=tokens.device) - begins[ranks[order]] + ranks[order] * most
+    numbers = (ranks == axis.rank).nonzero().flatten()
+    return Own(numbers, tokens[numbers] - axis.rank * length, slots, most)
 
 
-def gathered(columns: Sequence[Tensor], own: Own, tokens: Tensor, length: int, axis: Axis) -> Sequence[Tensor]:
-    """Numbers of this rank's tokens, [M, ...], as those of all `tokens` [M], on every rank, by one collective."""
-    if axis.size == 1:
+def gathered(columns: Sequence[Tensor], own: Own, axis: Axis) -> Sequence[Tensor]:
+    """Numbers of this rank's tokens, [m, ...], as those of all M tokens, on every rank, by one collective."""
+    if own.slots is None:
         return columns
     flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]
     stacked = torch.cat(flat, 1)
-    slots = stacked.new_zeros(length, stacked.shape[1]).index_copy(0, own.places, stacked)
-    whole = gather_sequence(slots, axis)[tokens].split([x.shape[1] for x in flat], 1)
+    padded = torch.cat([stacked, stacked.new_zeros(own.most - len(stacked), stacked.shape[1])])
+    whole = gather_sequence(padded, axis)[own.slots].split([x.shape[1] for x in flat], 1)
     return [x.view(-1, *column.shape[1:]) for x, column in zip(whole, columns, strict=True)]

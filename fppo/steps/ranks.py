@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fppo import tree
+from fppo import batch as batches
+from fppo import metrics, tree
 from fppo.batch import Column
 from fppo.key import Key
+from fppo.metrics import Metrics
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.runtime.mesh import AXES, DATA_AXES, Mesh, all_reduce, gather_over, ranks_on
 from fppo.shapes import RowIds
 from fppo.steps.micro_batching import balance
+from fppo.steps.shared import SortedRows, deal_shared
+
+if TYPE_CHECKING:
+    from fppo.steps.packed import Masks
 
 R = TypeVar("R")
 
 
-def shares(model: Model, lengths: Sequence[int], mesh: Mesh) -> list[list[int]]:
+def shares(model: Model, lengths: Sequence[int], mesh: Mesh, alike: SortedRows | None = None) -> list[list[int]]:
     """The rows that each data rank takes of rows that all of them hold: equal work for `model`, its attention counted.
 
-    With fewer rows than ranks some take none. All ranks find the same.
+    With fewer rows than ranks some take none. All ranks find the same. Of rows that share tokens (`alike`) those that
+    do so stay together.
     """
     ranks = ranks_on(mesh, DATA_AXES)
     if ranks == 1:
         return [list(range(len(lengths)))]
-    cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in set(lengths)}
+    sizes = {*lengths, *(() if alike is None else alike.depths)}
+    cost = {length: round(flops.forward_flops(model, [length]) / 1e3) for length in sizes}
+    if alike is not None:
+        return deal_shared(alike, ranks, cost.__getitem__)
     groups = balance([cost[length] for length in lengths], min(ranks, len(lengths))) if len(lengths) else []
     return groups + [[] for _ in range(ranks - len(groups))]
 
@@ -41,10 +51,24 @@ def deal(count: int, mesh: Mesh) -> list[list[int]]:
     return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
-def imbalance(model: Model, lengths: Sequence[int], shared: Sequence[Sequence[int]]) -> float:
-    """The work of the rank that has most, over the mean of all ranks: 1 is ideal."""
-    work = [flops.forward_flops(model, [lengths[row] for row in part]) for part in shared]
+def imbalance(model: Model, masks: Masks, shared: Sequence[Sequence[int]]) -> float:
+    """The work of the rank that has most of rows with these masks, over the mean of all ranks: 1 is ideal."""
+    parts = [batches.rows(masks, part) for part in shared]
+    work = [flops.forward_flops(model, part.lengths, shared=part.depths) for part in parts]
     return max(work) * len(work) / max(sum(work), 1.0)
+
+
+def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]], role: str) -> Metrics:
+    """The shares of tokens, and of the FLOPs of forward and backward pass, that passes over micro-batches of rows with
+    these masks do without, since rows share tokens."""
+    depths = [depth for part in micro_batches for depth in batches.rows(masks, part).depths]
+    lengths, heads = masks.lengths, int(masks.response.sum())
+    whole = flops.train_flops(model, lengths, head_tokens=heads)
+    saved = whole - flops.train_flops(model, lengths, head_tokens=heads, shared=depths)
+    return {
+        f"perf/shared_tokens/{role}": metrics.mean(sum(depths), sum(lengths)),
+        f"perf/shared_flops/{role}": metrics.mean(saved, whole),
+    }
 
 
 def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:

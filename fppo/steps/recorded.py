@@ -106,6 +106,7 @@ class Recorder:
         (_, width), length = masks.attention.shape, masks.response.shape[1]
         return (
             forward.remove_padding
+            and masks.tokens is None
             and 0 < length < width
             and int(masks.attention.sum()) <= self.most_tokens
             and any(params is x for x in self._params_of.values())

@@ -43,4 +43,4 @@ def _scores(
     last = places[micro.rows.attention_mask.sum(1).cumsum(0) - 1]
     own = own_tokens(last, len(hidden), axis)
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
-    return gathered([numbers], own, last, len(hidden), axis)[0]
+    return gathered([numbers], own, axis)[0]

@@ -1,7 +1,11 @@
 """FLOPs from shapes equal a count of what runs."""
 
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fppo import models
@@ -10,6 +14,11 @@ from fppo.runtime.simulate import simulate
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.record import Kernels
 from tests.models.families import CONFIGS, make
+
+
+@cache
+def made(name):
+    return make(name)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -41,6 +50,27 @@ def test_head_tokens_and_training():
     full, few = flops.forward_flops(model, [10]), flops.forward_flops(model, [10], head_tokens=3)
     assert full - few == 2 * 31 * 16 * 7
     assert flops.train_flops(model, [10]) == 3 * full
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=5))
+def test_shared_beginnings_are_not_computed_again(name, pieces):
+    """Queries of a piece see all before it that their window lets them see, one by one."""
+    model = made(name)
+    shared, sizes = zip(*pieces, strict=True)
+    lengths = [before + size for before, size in pieces]
+    heads = model.config.num_attention_heads
+    each = 4.0 * heads * (getattr(model.config, "head_dim", None) or model.config.hidden_size // heads)
+    pairs = sum(
+        min(place + 1, flops._window(model, layer) or place + 1)
+        for layer in range(len(model.layers))
+        for before, size in pieces
+        for place in range(before, before + size)
+    )
+    products = 2.0 * (sum(flops.layer_weights(model)) * sum(sizes) + 7 * flops.head_weights(model))
+    found = flops.forward_flops(model, lengths, head_tokens=7, shared=shared)
+    assert found == pytest.approx(products + each * pairs, rel=1e-12)
+    assert flops.train_flops(model, lengths, head_tokens=7, shared=shared) == 3 * found
 
 
 def test_peaks_and_mfu():

@@ -1,5 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length."""
+"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length that have as
+many keys before their first query."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.padding import Lengths, make_lengths, sent
+from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
@@ -92,54 +93,22 @@ def sdpa(
 
     With `key_lengths` the queries are the last tokens of each sequence of keys.
     """
-    if key_lengths is not None and key_lengths.lengths != lengths.lengths:
-        return _last_tokens(
-            query, key, value, lengths, key_lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
-    if len(set(lengths.lengths)) == 1:
+    seen = lengths if key_lengths is None else key_lengths
+    if len(set(lengths.lengths)) == 1 and seen.lengths == lengths.lengths:
         rows = [x.view(-1, lengths.max_length, *x.shape[1:]) for x in (query, key, value)]
         return batch_attention(*rows, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1)
     if not len(query):
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
-    plan = _plan(lengths.lengths, query.device)
+    own, keys = _plans(lengths.lengths, seen.lengths, query.device)
     groups: list[tuple[Tensor, ...]] = [
-        _GatheredRows.apply(x, plan.places, plan.slots, None).split(plan.sizes) for x in (query, key, value)
+        _GatheredRows.apply(x, plan.places, plan.slots, None).split(plan.sizes)
+        for x, plan in ((query, own), (key, keys), (value, keys))
     ]
     outputs: list[Tensor] = []
-    for (count, longest), *group in zip(plan.shapes, *groups, strict=True):
-        batch = [x.view(count, longest, *x.shape[1:]) for x in group]
+    for (count, _), *group in zip(own.shapes, *groups, strict=True):
+        batch = [x.view(count, -1, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
-    return _GatheredRows.apply(torch.cat(outputs), plan.slots, plan.places, plan.real)
-
-
-def _last_tokens(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    lengths: Lengths,
-    key_lengths: Lengths,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """`sdpa` of sequences with more keys than queries one by one, and of those between them together."""
-    sizes = list(zip(lengths.lengths, key_lengths.lengths, strict=True))
-    runs = [list(run) for _, run in itertools.groupby(sizes, key=lambda size: size[0] == size[1])]
-    parts = [part for run in runs for part in ([run] if run[0][0] == run[0][1] else [[size] for size in run])]
-    counts, seen = ([sum(size[i] for size in part) for part in parts] for i in (0, 1))
-    outputs: list[Tensor] = []
-    for part, q, k, v in zip(parts, query.split(counts), key.split(seen), value.split(seen), strict=True):
-        if part[0][0] < part[0][1]:
-            out = batch_attention(
-                q[None], k[None], v[None], scale=scale, window=window, softcap=softcap, sinks=sinks
-            ).squeeze(0)
-        else:
-            own = make_lengths([count for count, _ in part])
-            out = sdpa(q, k, v, lengths=own, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        outputs.append(out)
-    return torch.cat(outputs)
+    return _GatheredRows.apply(torch.cat(outputs), own.slots, own.places, own.real)
 
 
 class _GatheredRows(torch.autograd.Function):
@@ -173,27 +142,39 @@ class _Plan(NamedTuple):
         return [count * longest for count, longest in self.shapes]
 
 
-def _plan(lengths: Sequence[int], device: torch.device) -> _Plan:
-    groups = _groups(lengths)
+def _plans(lengths: tuple[int, ...], seen: tuple[int, ...], device: torch.device) -> tuple[_Plan, _Plan]:
+    """The queries of sequences of these lengths, the last tokens of what they see, and the keys."""
+    before = [count - size for size, count in zip(lengths, seen, strict=True)]
+    groups = _groups(lengths, before)
+    own = _plan(lengths, groups, device)
+    return own, own if seen == lengths else _plan(seen, groups, device)
+
+
+def _plan(lengths: Sequence[int], groups: Sequence[Sequence[int]], device: torch.device) -> _Plan:
+    """Sequences of these lengths in groups of their numbers."""
+    begins = [0, *itertools.accumulate(lengths)]
+    shapes: list[tuple[int, int]] = []
     places: list[Tensor] = []
     reals: list[Tensor] = []
-    for longest, begins, sizes in groups:
-        begin, step = torch.tensor(begins)[:, None], torch.arange(longest)
+    for group in groups:
+        sizes = [lengths[number] for number in group]
+        begin, step = torch.tensor([begins[number] for number in group])[:, None], torch.arange(max(sizes))
         real = step < torch.tensor(sizes)[:, None]
         places.append((begin + step.where(real, 0)).flatten())  # fill comes last in its row: no token looks that far
         reals.append(real.flatten())
+        shapes.append((len(group), max(sizes)))
     place, real = torch.cat(places), torch.cat(reals)
     slots = real.nonzero().flatten()[place[real].argsort()]
-    return _Plan([(len(x[1]), x[0]) for x in groups], *(sent(x, device) for x in (place, real, slots)))
+    return _Plan(shapes, *(sent(x, device) for x in (place, real, slots)))
 
 
-def _groups(lengths: Sequence[int]) -> list[tuple[int, list[int], list[int]]]:
-    """Sequences of about one length: the longest length, where each begins, and how long each is."""
-    ends = list(itertools.accumulate(lengths))
-    groups: list[tuple[int, list[int], list[int]]] = []
-    for size, end in sorted(zip(lengths, ends, strict=True), key=lambda pair: -pair[0]):
-        if not groups or size < min(FULL * groups[-1][0], groups[-1][0] - SPARE):
-            groups.append((size, [], []))
-        groups[-1][1].append(end - size)
-        groups[-1][2].append(size)
+def _groups(lengths: Sequence[int], before: Sequence[int]) -> list[list[int]]:
+    """The numbers of sequences of about one length, with as many keys before each."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda i: (before[i], -lengths[i])):
+        first = groups[-1][0] if groups else number
+        longest, size = lengths[first], lengths[number]
+        if not groups or before[number] != before[first] or size < min(FULL * longest, longest - SPARE):
+            groups.append([])
+        groups[-1].append(number)
     return groups

@@ -1,0 +1,147 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+"""Attention over a packed row that holds the beginnings of sequences once, however many sequences go on from them.
+
+The row is cut into pieces. A piece follows another one, its parent, or none; its tokens see those of all pieces on the
+way there, and their own. Prompts as parents of their responses are such a forest, and so are turns that share a
+history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo_kernels.context import takes_key_lengths
+from fppo_kernels.padding import Lengths, make_lengths, sent
+from fppo_kernels.shapes import Float, Int
+
+
+class Branch(NamedTuple):
+    """A run of tokens of a packed row, and the number of the one that it follows, -1 for none."""
+
+    size: int
+    parent: int = -1
+
+
+class Readings(NamedTuple):
+    """M readings of N tokens, of which some are read more than once, and some never."""
+
+    tokens: Int[Tensor, " m"]  # the token of each reading
+    total: int  # N
+    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # tokens, none twice in a round, and a reading each
+
+
+class SharedKeys(NamedTuple):
+    """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see is several keys."""
+
+    lengths: Lengths  # of the pieces
+    key_lengths: Lengths  # of the keys that each piece sees; its own tokens are the last
+    keys: Readings
+
+
+def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> SharedKeys:
+    """The keys of a row of these pieces, one after the other, by work on the host alone.
+
+    Raises ValueError for a piece without tokens, or one whose parent does not come before it.
+    """
+    runs: list[list[tuple[int, int]]] = []  # of each piece, where what it sees begins and ends
+    total = 0
+    for number, (size, parent) in enumerate(pieces):
+        if size < 1 or not -1 <= parent < number:
+            raise ValueError(
+                f"piece {number} has {size} tokens and follows piece {parent}: give it 1 or more tokens, and a parent "
+                "that comes before it, or -1"
+            )
+        runs.append([*(runs[parent] if parent >= 0 else []), (total, total + size)])
+        total += size
+    keys = torch.cat([torch.arange(0), *(torch.arange(a, b) for path in runs for a, b in path)])
+    return SharedKeys(
+        lengths=make_lengths([piece.size for piece in pieces], device),
+        key_lengths=make_lengths([sum(b - a for a, b in path) for path in runs], device),
+        keys=readings(keys, total, device),
+    )
+
+
+def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str = "cpu") -> Readings:
+    """The readings of `tokens` (on the host) among so many, for a device."""
+    reads = tokens.bincount(minlength=count)
+    order = tokens.argsort(stable=True)  # those of one token stand together
+    begins = reads.cumsum(0) - reads
+    rounds: list[tuple[Tensor, Tensor]] = []
+    for number in range(int(reads.max()) if count else 0):
+        again = (reads > number).nonzero().flatten()
+        rounds.append((sent(again, device), sent(order[begins[again] + number], device)))
+    return Readings(sent(tokens, device), count, tuple(rounds))
+
+
+class _Read(torch.autograd.Function):
+    """x[tokens], whose gradient is added up in one order, in float32 or wider, on every device."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, reads: Readings) -> Tensor:
+        ctx.reads = reads
+        return x.index_select(0, reads.tokens)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        reads, grad = ctx.reads, grads[0]
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        if reads.rounds and len(reads.rounds[0][0]) == reads.total:
+            total, rounds = grad.index_select(0, reads.rounds[0][1]).to(wide), reads.rounds[1:]
+        else:
+            total, rounds = grad.new_zeros((reads.total, *grad.shape[1:]), dtype=wide), reads.rounds
+        for tokens, places in rounds:  # no token twice, so nothing is added in an order that may change
+            total.index_add_(0, tokens, grad.index_select(0, places).to(wide))
+        return total.to(grad.dtype), None
+
+
+def read(x: Float[Tensor, " n *k"], reads: Readings) -> Float[Tensor, " m *k"]:
+    """x[tokens] of the readings, whose gradient is added up in one order, in float32 or wider, on every device."""
+    return _Read.apply(x, reads)  # type: ignore[return-value]
+
+
+def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Callable[..., Tensor]:
+    """The attention kernel for a packed row [N, H, D] of such pieces: one gather of keys and values, and one call.
+
+    `kernel` gets N queries and M keys: the queries of a piece are the last tokens of the keys that it sees. The result
+    takes the lengths of the pieces. Raises ValueError for a kernel without `key_lengths`.
+    """
+    if not takes_key_lengths(kernel):
+        name = getattr(kernel, "__name__", type(kernel).__name__)
+        raise ValueError(
+            f"the attention kernel {name} has no keyword key_lengths, which shared prompts need: a response's queries "
+            "are the last tokens of the keys that it sees"
+        )
+
+    def attend(
+        query: Float[Tensor, "n q d"],
+        key: Float[Tensor, "n k d"],
+        value: Float[Tensor, "n k e"],
+        *,
+        lengths: Lengths,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Float[Tensor, " q"] | None = None,
+    ) -> Float[Tensor, "n q e"]:
+        if lengths.lengths != shared.lengths.lengths:
+            raise ValueError(
+                f"lengths are those of {len(lengths.lengths)} sequences of {sum(lengths.lengths)} tokens, and the row "
+                f"has {len(shared.lengths.lengths)} pieces of {sum(shared.lengths.lengths)}"
+            )
+        return kernel(
+            query,
+            read(key, shared.keys),
+            read(value, shared.keys),
+            lengths=shared.lengths,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            key_lengths=shared.key_lengths,
+        )
+
+    return attend
