@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from fppo.data.cursor import epoch_order as epoch_order
     from fppo.data.cursor import next_batch as next_batch
     from fppo.data.cursor import next_indices as next_indices
-    from fppo.data.digests import digests_of as digests_of
     from fppo.data.encode import encode_rows as encode_rows
     from fppo.data.encode import load_prompts as load_prompts
     from fppo.data.examples import Fields as Fields
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from fppo.data.prompts import PromptSet as PromptSet
     from fppo.data.prompts import check_tokens as check_tokens
     from fppo.data.prompts import collate as collate
+    from fppo.data.prompts import digests_of as digests_of
     from fppo.data.prompts import prompt_set as prompt_set
     from fppo.data.prompts import select as select
     from fppo.data.read import Row as Row
@@ -98,7 +98,6 @@ _HOMES = {
         "next_batch",
         "next_indices",
     ),
-    "digests": ("digests_of",),
     "encode": (
         "encode_rows",
         "load_prompts",
@@ -111,6 +110,7 @@ _HOMES = {
         "PromptSet",
         "check_tokens",
         "collate",
+        "digests_of",
         "prompt_set",
         "select",
     ),
