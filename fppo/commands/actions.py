@@ -23,7 +23,7 @@ from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
 from fppo.report.diff import diff as compare_runs
-from fppo.runs import bases, evaluations, origins, sampling, saved, session, starts
+from fppo.runs import evaluations, origins, resumed, sampling, saved, session, starts
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.watch import Watch
@@ -112,7 +112,7 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
         path = checkpoint.place_of(checkpoints, step)
     transformers_logging.disable_progress_bar()
     with assemble_evaluation(saved.bare(settings), mesh=here.mesh, device=here.device) as evaluator:
-        bases.check(evaluator.bases, path)
+        resumed.check_bases(evaluator.bases, path)
         run = saved.policy(evaluator.model, path, mesh=here.mesh, device=evaluator.device)
         place = evaluations.new_place(Path(settings.output_dir), run.step)
         report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)

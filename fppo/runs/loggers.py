@@ -14,13 +14,13 @@ from typing import IO, Any, Protocol
 
 from fppo._errors import printable, words_of
 from fppo.runs import held_out
-from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import samples_of
 from fppo.runtime.exports import write_whole
 from fppo.workers.imports import imported
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+FAILED = "log/failures"  # the metric that counts failed calls of loggers
 ALWAYS = ("console", "jsonl")  # loggers of every run
 
 
@@ -343,3 +343,36 @@ class WandB:
     def close(self) -> None:
         """Finish the run."""
         self._run.finish()
+
+
+class Guarded:
+    """A logger whose exceptions are caught: the first is printed on standard error, all are counted and their number
+    printed at close.
+
+    It is called again at the next step, since networks recover. A broken pipe ends the run, as everywhere.
+    """
+
+    def __init__(self, name: str, logger: Logger) -> None:
+        self._name, self._logger = name, logger
+        self.failures = 0  # calls that have failed
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass on the metrics of a step."""
+        self._try(f"at step {step}", lambda: self._logger.log(step, metrics))
+
+    def close(self) -> None:
+        """Close the logger, and print the number of failures if there were several."""
+        self._try("at its end", self._logger.close)
+        if self.failures > 1:
+            print(f"log.loggers: {self._name} has failed {self.failures} times; the run is whole", file=sys.stderr)
+
+    def _try(self, when: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BrokenPipeError:
+            raise
+        except (Exception, SystemExit) as error:
+            self.failures += 1
+            if self.failures == 1:
+                text = f"log.loggers: {self._name} failed {when}, and the run goes on: {words_of(error)}"
+                print(text, file=sys.stderr, flush=True)

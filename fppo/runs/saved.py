@@ -17,7 +17,7 @@ from fppo.models import lora_files
 from fppo.models.bases import widened
 from fppo.models.model import Model, Params
 from fppo.pipeline.program import RunState
-from fppo.runs import bases
+from fppo.runs import resumed
 from fppo.runs.session import CHECKPOINTS, CONFIGS
 from fppo.runtime import checkpoint, fsdp
 from fppo.runtime.mesh import LOCAL, Mesh
@@ -109,7 +109,7 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
         assert critic is not None
         model = critic
     own = bases_of({role: base_of_role(settings, role, model)}) or {}
-    bases.check(own, path)
+    resumed.check_bases(own, path)
     adapter, tokenizer = params(model, role, path, device=device), load_tokenizer(settings)
     if not merge and role == "critic":
         raise ValueError("the critic's adapter has a value head, which PEFT's files cannot hold: give --merge")

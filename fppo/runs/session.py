@@ -22,12 +22,10 @@ from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
-from fppo.runs import bases, clocks, drawn, evaluations, jsonl, loggers, origins, starts
+from fppo.runs import evaluations, jsonl, loggers, origins, resumed, starts
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.profiles import Profiles
+from fppo.runs.observers import TRACE, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.starts import SETTINGS
-from fppo.runs.trace import TRACE, Tracer
-from fppo.runs.traffic import gauged_by, traffic_since
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
@@ -134,9 +132,9 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
 def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, laid out on the run's mesh; with `donate` in the memory of the assembly's state."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
-    bases.check(run.bases, checkpoint.place_of(directory, step))
-    drawn.check(assembly.drawn, checkpoint.place_of(directory, step), speaks=is_first(mesh))
-    run = clocks.as_saved(run, directory, step)
+    resumed.check_bases(run.bases, checkpoint.place_of(directory, step))
+    resumed.check_prompts(assembly.drawn, checkpoint.place_of(directory, step), speaks=is_first(mesh))
+    run = resumed.with_saved_clocks(run, directory, step)
     if assembly.placed is not None:
         return assembly.placed.load(run, directory, step, device=device)
     return checkpoint.load(run, directory, step, mesh=mesh, shapes=shapes, free=AHEAD, device=device, donate=donate)

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from fppo.batch import Column, Experience
 from fppo.commands import actions
 from fppo.runs import jsonl, loggers
-from fppo.runs.guarded import FAILED, Guarded
 from fppo.runs.jsonl import JsonLines
+from fppo.runs.loggers import FAILED, Guarded
 from fppo.runs.samples import pieces, samples_of
 from tests import tiny_run
 
