@@ -11,7 +11,7 @@ from statistics import fmean
 from credit.runs import CRITICS, Curve, Job, Made
 from credit.tasks import TASKS
 
-from fppo.report.spread import spread
+from fppo.report.compare import spread
 
 NEVER = float("inf")
 Runs = dict[str, dict[str, dict[int, Made]]]  # by task, method and seed

@@ -12,13 +12,12 @@ from fppo._lazy import lazily
 if TYPE_CHECKING:
     from fppo.data.chat import ChatOptions, check_chat_template, encode_chat, end_of_turn, render_chat
     from fppo.data.cursor import DataCursor, batches, checked_order, epoch_order, next_batch, next_indices
-    from fppo.data.digests import digests_of
     from fppo.data.encode import encode_rows, load_prompts
     from fppo.data.examples import Fields
     from fppo.data.images import ImageReader
     from fppo.data.privileged import truth_signs, with_truth
     from fppo.data.problems import Problems
-    from fppo.data.prompts import PromptSet, check_tokens, collate, prompt_set, select
+    from fppo.data.prompts import PromptSet, check_tokens, collate, digests_of, prompt_set, select
     from fppo.data.read import Row, read_rows, rows_of
     from fppo.data.stops import StopReader, StopTexts, stop_texts
     from fppo.data.tokenizers import SpecialTokens, check_tokenizer, check_vocabulary, stop_tokens, vocabulary_size

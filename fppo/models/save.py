@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
+import attrs
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoModelForTokenClassification,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import logging as transformers_logging
 
 from fppo.models import lora
-from fppo.models._save_plan import SavePlan, plan
-from fppo.models.model import Model, Params
+from fppo.models.model import BUILDING, SCORE_BIAS, SCORE_WEIGHT, Model, Params, causal_lm
 from fppo.models.place import whole_params
+from fppo.models.vision import parts_of
 from fppo.runtime import fsdp
 from fppo.runtime.exports import draft_of, replacing
 from fppo.runtime.mesh import AXES, CUTTING_AXES, LOCAL, Mesh, device_of, gather_objects, is_first
@@ -168,3 +182,152 @@ def _tensors(
             whole |= whole_params(model, params, mesh, names=[name], dtypes=dtypes)
         if is_first(mesh):
             yield from ((name, x) for name, x in chosen.stored(whole).items() if name in wanted)
+
+
+Names = tuple[str, ...]
+_FIRST_NUMBER = re.compile(r"\D*\d*")
+
+
+@attrs.frozen
+class SavePlan:
+    """A module on meta (None for a family without one for value heads), and the contents of its files."""
+
+    model: Model
+    dtype: torch.dtype
+    module: PreTrainedModel | None
+    renamed: Mapping[str, str]  # from our names of parameters to the module's, where they differ
+    files: Mapping[str, list[str]]  # stored names by file
+    like: Params  # the stored tensors, on meta
+    made_of: Mapping[str, Names]  # from stored names to our names of the parameters that they are converted from
+    index: Mapping[str, Any] | None  # the index of several files
+
+    def stored(self, params: Params) -> Params:
+        """Convert parameters to their stored form: transformers stores the experts of some families one by one."""
+        named = {self.renamed.get(name, name): x for name, x in params.items()}
+        return named if self.module is None else revert_weight_conversion(self.module, named)
+
+    def write_config(self, directory: Path) -> None:
+        """Write all files but the parameters': the config, the generation config, a custom model's code."""
+        if self.module is not None:
+            with _without_bars():  # it would show one for no parameters
+                self.module.save_pretrained(directory, state_dict={})
+            return
+        directory.mkdir()
+        config = _value_config(self.model.whole_config, self.model.outputs)
+        config.architectures = [type(self.model.skeleton).__name__.removesuffix("Model") + "ForTokenClassification"]
+        config.dtype = self.dtype
+        config.save_pretrained(directory)
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Hide transformers' progress bars from logs and scripts' output."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def plan(model: Model, dtypes: Mapping[str, torch.dtype], max_shard_bytes: int) -> SavePlan:
+    """Plan the files of a model whose parameters have these dtypes; each holds `max_shard_bytes`, or one tensor.
+
+    Raises ValueError unless the parameters match those of transformers' class.
+    """
+    with BUILDING:
+        params = {n: torch.empty(shape, dtype=dtypes[n], device="meta") for n, shape in model.shapes.items()}
+        module, renamed = _module(model)
+        named = {renamed.get(name, name): x for name, x in params.items()}
+        if module is not None:
+            named = _filled(module, named)
+            _keep_config(module, model.whole_config)
+        first = next(iter(params.values())).dtype
+        plan = SavePlan(model, first, module, renamed, files={}, like={}, made_of={}, index=None)
+        ours = {theirs: name for name, theirs in renamed.items()}
+        order = [ours.get(name, name) for name in named]
+        stored = plan.stored({name: params[name] for name in order})
+        split = split_torch_state_dict_into_shards(stored, max_shard_size=max_shard_bytes)
+        index = {
+            "metadata": {"total_parameters": sum(x.numel() for x in params.values()), **split.metadata},
+            "weight_map": split.tensor_to_filename,
+        }
+        return attrs.evolve(
+            plan,
+            files=split.filename_to_tensors,
+            like=stored,
+            made_of=_made_of(plan.stored, {name: params[name] for name in order}, stored),
+            index=index if split.is_sharded else None,
+        )
+
+
+def _module(model: Model) -> tuple[PreTrainedModel | None, dict[str, str]]:
+    if model.head == "lm":
+        return causal_lm(model.whole_config, "meta", trust_remote_code=model.trust_remote_code), {}
+    module = _token_classifier(model.whole_config, model.outputs)
+    if module is None:
+        return None, {}
+    place = next(name for name, _ in module.named_children() if name in ("score", "classifier"))
+    return module, {SCORE_WEIGHT: f"{place}.weight", SCORE_BIAS: f"{place}.bias"}
+
+
+def _filled(module: PreTrainedModel, named: Params) -> Params:
+    """The parameters that the module stores, in its order; the module gets their dtypes."""
+    unknown = module.load_state_dict(named, assign=True, strict=False).unexpected_keys
+    module.tie_weights()
+    left = [name for name, _ in module.named_parameters() if name not in named]
+    if left or unknown:
+        raise ValueError(
+            f"cannot save: {type(module).__name__} has parameters that fppo does not hold: {left}, or lacks {unknown}"
+        )
+    computed = module._keys_to_ignore_on_save or ()
+    return {name: named[name] for name in module.state_dict() if name in named and name not in computed}
+
+
+def _made_of(convert: Callable[[Params], Params], params: Params, stored: Params) -> dict[str, Names]:
+    """The fewest parameters from which each stored tensor can be converted: one, those of a layer, or all."""
+    for place in (lambda name: name, lambda name: _FIRST_NUMBER.findall(name)[0], lambda _: ""):
+        groups: dict[str, list[str]] = {}
+        for name in params:
+            groups.setdefault(place(name), []).append(name)
+        outcomes = dict(_outcomes(convert, params, list(groups.values())))
+        if {name: x.shape for name, (_, x) in outcomes.items()} == {name: x.shape for name, x in stored.items()}:
+            return {name: group for name, (group, _) in outcomes.items()}
+    raise AssertionError("all parameters together give what they gave before")
+
+
+def _outcomes(
+    convert: Callable[[Params], Params], params: Params, groups: Sequence[Sequence[str]]
+) -> Iterator[tuple[str, tuple[Names, Tensor]]]:
+    for group in groups:
+        try:
+            outcome = convert({name: params[name] for name in group})
+        except Exception:  # transformers has no error of its own for a missing partner
+            return
+        for name, x in outcome.items():
+            yield name, (tuple(group), x)
+
+
+def _keep_config(module: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Restore the config's dropouts, which a `Model` sets to 0."""
+    for part, own in zip(parts_of(module.config), parts_of(config), strict=True):
+        for name, value in vars(own).items():
+            if "drop" in name:
+                setattr(part, name, value)
+
+
+def _value_config(config: PreTrainedConfig, outputs: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config)
+    config.num_labels = outputs
+    return config
+
+
+def _token_classifier(config: PreTrainedConfig, outputs: int) -> PreTrainedModel | None:
+    """The family's token-classification model on meta; None without one that has a plain linear head."""
+    if type(config) not in AutoModelForTokenClassification._model_mapping:
+        return None
+    with torch.device("meta"):
+        module = cast(PreTrainedModel, AutoModelForTokenClassification.from_config(_value_config(config, outputs)))
+    heads = [child for name, child in module.named_children() if name in ("score", "classifier")]
+    return module if len(heads) == 1 and getattr(heads[0], "bias", None) is not None else None

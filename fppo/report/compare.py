@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import attrs
@@ -14,7 +14,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from fppo.report.charts import COLORS, Points, axis_range, columns_of, least_of, points, short, worded
-from fppo.report.spread import Spread, spread
 from fppo.runs import held_out, jsonl
 from fppo.runs.loggers import METRICS
 
@@ -152,3 +151,33 @@ def _draw(ax: Axes, name: str, curves: Mapping[int, Points], color: str) -> None
     if spreads and not math.isnan(spreads[0].half):
         low, high = ([x.mean + sign * x.half for x in spreads] for sign in (-1, 1))
         ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+# the 0.975 quantiles of Student's t with 1, 2, ... degrees of freedom
+_STUDENT = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+)
+
+
+@attrs.frozen
+class Spread:
+    """A mean, and half the width of its 95 % confidence interval (Student's t); nan where there is one number."""
+
+    mean: float
+    half: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f}" if math.isnan(self.half) else f"{self.mean:.4f} ± {self.half:.4f}"
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """The mean and confidence interval of independent draws. Raises ValueError for none."""
+    if not values:
+        raise ValueError("no numbers to take the mean of")
+    if len(values) == 1:
+        return Spread(values[0], math.nan, 1)
+    degrees = len(values) - 1
+    quantile = _STUDENT[degrees - 1] if degrees <= len(_STUDENT) else 1.96 + 2.5 / degrees
+    return Spread(fmean(values), quantile * stdev(values) / math.sqrt(len(values)), len(values))

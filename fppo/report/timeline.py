@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fppo.report.charts import tick_labels, ticks
 from fppo.runs import jsonl
-from fppo.runs.trace import TRACE
+from fppo.runs.observers import TRACE
 
 FILE = "trace.json"
 ROLES = ("rollout", "reward", "actor", "reference", "critic")

@@ -345,11 +345,6 @@ class WandB:
         self._run.finish()
 
 
-class _Logger(Protocol):
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def close(self) -> None: ...
-
-
 class Guarded:
     """A logger whose exceptions are caught: the first is printed on standard error, all are counted and their number
     printed at close.
@@ -357,7 +352,7 @@ class Guarded:
     It is called again at the next step, since networks recover. A broken pipe ends the run, as everywhere.
     """
 
-    def __init__(self, name: str, logger: _Logger) -> None:
+    def __init__(self, name: str, logger: Logger) -> None:
         self._name, self._logger = name, logger
         self.failures = 0  # calls that have failed
 

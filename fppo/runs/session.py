@@ -24,11 +24,9 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.profiles import Profiles
+from fppo.runs.observers import TRACE, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
 from fppo.runs.starts import SETTINGS
-from fppo.runs.trace import TRACE, Tracer
-from fppo.runs.traffic import gauged_by, traffic_since
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on

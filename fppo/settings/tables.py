@@ -15,10 +15,10 @@ POLICY_LOSSES: Functions = {  # the loss, and what selects tokens from a mini-ba
     **{name: (f"{_SELECTION}:{name}", f"{_SELECTION}:select_{name}") for name in ("clip_cov", "kl_cov")},
     **{name: (f"{_LOSSES}:{name}",) for name in ("dppo_tv", "dppo_kl", "dro", "vespo")},
 }
-_GROUPED, _TEMPORAL, _TRACES = (f"fppo.advantages.{module}" for module in ("grouped", "temporal", "traces"))
+_GROUPED, _TEMPORAL = (f"fppo.advantages.{module}" for module in ("grouped", "temporal"))
 ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "gae": (f"{_TEMPORAL}:gae",),
-    **{name: (f"{_TRACES}:{name}",) for name in ("turn_gae", "td", "vtrace")},
+    **{name: (f"{_TEMPORAL}:{name}",) for name in ("turn_gae", "td", "vtrace")},
     **{name: (f"{_GROUPED}:{name}",) for name in ("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "gdpo")},
     "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
     "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),

@@ -13,8 +13,7 @@ from fppo.assembly.run import assemble
 from fppo.commands import actions, cli
 from fppo.commands.compare import plan
 from fppo.pipeline.train import iterate
-from fppo.report.compare import Comparison, collect, picture
-from fppo.report.spread import spread
+from fppo.report.compare import Comparison, collect, picture, spread
 from fppo.runs.jsonl import JsonLines
 from fppo.settings import files, logged
 from fppo.settings.compare import CompareSettings, Variant, variants

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fppo import models, tree
-from fppo.models import _save_plan
+from fppo.models.save import _made_of
 from fppo.runtime import fsdp
 from fppo.runtime.exports import CONTENTS
 from fppo.runtime.mesh import Mesh, Sharding
@@ -171,7 +171,7 @@ def test_a_stored_tensor_may_take_several_parameters():
             found[f"layers.{i}.qk.weight"] = torch.cat([given[f"layers.{i}.{n}.weight"] for n in "qk"])
         return found
 
-    made_of = _save_plan._made_of(fused, params, fused(params))
+    made_of = _made_of(fused, params, fused(params))
     assert made_of == {
         "layers.0.qk.weight": ("layers.0.q.weight", "layers.0.k.weight"),
         "layers.1.qk.weight": ("layers.1.q.weight", "layers.1.k.weight"),

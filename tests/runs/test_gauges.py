@@ -5,7 +5,7 @@ import torch
 from fppo.key import Key
 from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepRecord
-from fppo.runs.traffic import gauged_by
+from fppo.runs.observers import gauged_by
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import Traffic
 from fppo.steps.train_state import TrainState

@@ -5,7 +5,7 @@ import json
 
 from fppo.assembly.run import assemble
 from fppo.pipeline import train
-from fppo.runs.profiles import GIB, Profiles, copied, counts
+from fppo.runs.observers import GIB, Profiles, copied, counts
 from tests import tiny_run
 
 

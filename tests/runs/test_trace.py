@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from fppo.pipeline.timing import StageSpan
 from fppo.pipeline.train import StepRecord
 from fppo.runs import jsonl
-from fppo.runs.trace import KEPT, Tracer
+from fppo.runs.observers import KEPT, Tracer
 
 
 def record(step):

@@ -1,11 +1,13 @@
-"""Profiles of whole steps: traces by torch's profiler, with named stages, and counts from them."""
+"""Observers of a run's steps: profiles of whole steps by torch's profiler, traces of stages and calls to pools, and
+gauges of all ranks with their traffic."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,12 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fppo.pipeline.measure import GIB
-from fppo.pipeline.train import StepRecord
+from fppo.fleet import Call
+from fppo.pipeline.measure import GIB, gauges
+from fppo.pipeline.train import Observe, StepRecord
+from fppo.runs.jsonl import JsonLines
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, place_on, ranks_on
+from fppo.runtime.watch import Traffic, Watch
 
 PROFILES = "profiles"
 # names of CUDA's runtime and driver calls
@@ -88,3 +93,65 @@ def _compiled() -> int:
     from torch._dynamo.utils import counters  # imported here: slow, and needed for compiled functions alone
 
     return counters["stats"]["unique_graphs"]
+
+
+TRACE = "trace"
+KEPT = 100  # the newest steps that a file keeps when it is truncated, at twice as many
+
+
+class Tracer:
+    """Write a line for each step: the spans of its stages and its calls to pools, in seconds since 1970.
+
+    `calls()` returns the calls since its last call. Lines of `first_step` and later are dropped at the start.
+    """
+
+    def __init__(self, path: Path, calls: Callable[[], Sequence[Call]], *, first_step: int = 0) -> None:
+        self._path, self._calls = path, calls
+        self._began = time.time() - time.perf_counter()
+        self._lines, self._room = JsonLines(path, first_step=first_step, newest=KEPT), KEPT
+
+    def __call__(self, record: StepRecord) -> None:
+        step = record.run.step
+        if not self._room:
+            self._lines.close()
+            self._lines, self._room = JsonLines(self._path, first_step=step, newest=KEPT), KEPT
+        self._room -= 1
+        self._lines.write(line(record, self._calls(), self._began))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()
+
+
+def line(record: StepRecord, calls: Sequence[Call], began: float) -> Mapping[str, Any]:
+    """The line of a step, in seconds since 1970; the record's clock was 0 at `began`."""
+    return {
+        "step": record.run.step,
+        "spans": [[span.stage, began + span.start, span.seconds] for span in record.spans],
+        "calls": [
+            attrs.asdict(call) | {"start": began + call.start, "ranks": [[began + x, y] for x, y in call.ranks]}
+            for call in calls
+        ],
+    }
+
+
+def gauged_by(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:
+    """An observer that adds the gauges of all ranks to a record; every rank must call it."""
+    return lambda record: gauges(mesh=mesh, device=device, traffic=traffic)
+
+
+def traffic_since(watch: Watch | None, step: int) -> Callable[[], dict[str, Traffic]]:
+    """A function that returns the traffic over each axis since its last call, once a step; empty without a watch."""
+    if watch is None:
+        return dict
+    watch.step = step
+    before = {axis: Traffic() for axis in watch.traffic()}
+
+    def since() -> dict[str, Traffic]:
+        now = watch.traffic()
+        changes = {axis: now[axis].since(before[axis]) for axis in now}
+        before.update(now)
+        watch.step += 1
+        return changes
+
+    return since
