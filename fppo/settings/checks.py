@@ -36,7 +36,7 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[Problem]:
     """What keeps the settings from running as `world` processes."""
     mesh = settings.mesh
     others = mesh.others
-    if mesh.least_ranks < 1:  # of a size that its own check refuses
+    if others < 1 or (mesh.shard is not None and mesh.shard < 1):  # a size that its own check refuses
         return []
     if world % others if mesh.shard is None else others * mesh.shard != world:
         axes = ", ".join(f"{name} {size or 'unset'}" for name, size in mesh.sizes(mesh.shard or 0).items())
