@@ -10,10 +10,8 @@ from typing import Any
 
 import attrs
 
-from fppo._errors import nearest
 from fppo.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings import files
-from fppo.settings.component import parts
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read, value_of_words
 
@@ -118,16 +116,12 @@ def _read(word: str, kind: Any) -> Any:
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
     """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
-    known, own = files.paths(), ("seed", "output_dir")
-    of_parts = [path for path, _, _ in parts(settings)]
-    unknown = {
-        path: value
-        for path, value in variant.changes.items()
-        if not (path in known or path in of_parts or path.rpartition(".")[0] in of_parts)
-    }
-    hints = {path: f"; did you mean {near}?" for path in unknown if (near := nearest(path, [*known, *of_parts]))}
-    wrong = [f"{path} = {value!r}: there is no such setting{hints.get(path, '')}" for path, value in unknown.items()]
-    wrong += [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
+    own = ("seed", "output_dir")
+    wrong = [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
+    try:
+        found = files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
+    except files.SettingsError as error:
+        raise files.SettingsError([*wrong, *error.problems], where=f"--vary {variant.name}") from error
     if wrong:
         raise files.SettingsError(wrong, where=f"--vary {variant.name}")
-    return files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
+    return found
