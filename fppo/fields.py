@@ -15,6 +15,7 @@ MOST_WORKERS = 1024  # processes or threads that one setting starts on a machine
 MOST_RANKS = 65536  # of a pool, or of an axis
 MOST_SECONDS = 1e7  # that anything waits: four months
 _FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
+FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 _ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
 
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
@@ -165,6 +166,11 @@ def temperature(value: float | None) -> str | None:
 def nonempty(advice: str) -> Check:
     """The text or list is not empty."""
     return lambda x: None if x else f"is not set; {advice}"
+
+
+def module_function(value: str | None) -> str | None:
+    """The text is module:function."""
+    return None if value is None or FUNCTION.fullmatch(value) else "must be module:function"
 
 
 def _numbers(value: Any) -> list[float]:

@@ -16,7 +16,7 @@ from fppo import data, rewards
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines, sharing_lines
 from fppo.assembly.answers import right_answers
-from fppo.assembly.engines import engine_of
+from fppo.assembly.engines import engine_of, game_of, in_turns
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import offload_of
@@ -27,7 +27,6 @@ from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.rewards import reward_runner
 from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
 from fppo.assembly.texts import vocabulary_size_of
-from fppo.assembly.turns import game_of, in_turns
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ def problems(settings: TrainSettings) -> list[Problem]:
     """
     found = [*text_problems(settings), *wrong_values(settings)]
     for rules in (
-        *(_run, _model, data_problems, rollout_problems, reward_problems, _algorithm, part_problems, _experts),
+        *(_model, data_problems, rollout_problems, reward_problems, _algorithm, part_problems, _experts),
         *(_actor, eval_problems, _lora, _critic, placement_problems),
     ):
         found += rules(settings)
@@ -36,7 +35,7 @@ def mesh_problems(settings: TrainSettings, world: int) -> list[Problem]:
     """What keeps the settings from running as `world` processes."""
     mesh = settings.mesh
     others = mesh.others
-    if mesh.least_ranks < 1:  # of a size that its own check refuses
+    if others < 1 or (mesh.shard is not None and mesh.shard < 1):  # a size that its own check refuses
         return []
     if world % others if mesh.shard is None else others * mesh.shard != world:
         axes = ", ".join(f"{name} {size or 'unset'}" for name, size in mesh.sizes(mesh.shard or 0).items())
@@ -73,13 +72,6 @@ def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _texts(each, path)
-
-
-def _run(s: TrainSettings) -> Problems:
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", s.device) and s.device:
-        yield wrong(s, "device", "must be auto, cpu, cuda or cuda:N")
-    if len(set(s.log.loggers)) < len(s.log.loggers):
-        yield wrong(s, "log.loggers", "names a logger twice")
 
 
 def _model(s: TrainSettings) -> Problems:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 import string
 
-from fppo.fields import Problem, Problems, unread, value_at, wrong
-from fppo.rewards.question import pattern_problem, template_problem
-from fppo.settings.checks_rollout import FUNCTION, too_short, vllm_problems
+from fppo.fields import FUNCTION, Problem, Problems, unread, value_at, wrong
+from fppo.settings.checks_rollout import too_short, vllm_problems
 from fppo.settings.component import keyword_problems, value_of
 from fppo.settings.reward import RewardSettings
 from fppo.settings.tables import ESTIMATORS, REWARDS
@@ -25,9 +24,6 @@ def data_problems(s: TrainSettings) -> Problems:
     for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
         if getattr(data, path) and getattr(data, rows) is not None:
             yield wrong(s, f"data.{path}", f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two")
-    for name in ("rows", "eval_rows", "sampler"):
-        if (value := getattr(data, name)) is not None and not FUNCTION.fullmatch(value):
-            yield wrong(s, f"data.{name}", "must be module:function")
     if data.sampler is not None and not data.shuffle:
         yield wrong(s, "data.shuffle", "data.sampler gives the order; leave one of them out")
     if not data.chat:
@@ -175,10 +171,6 @@ def _judge(s: TrainSettings) -> Problems:
     if judge.path is None:
         found = unread(s, [path], f"{path}.path")
         yield from (problem for problem in found if not problem.path.startswith(f"{path}.vllm."))
-    for name, find in (("template", template_problem), ("pattern", pattern_problem)):
-        value = getattr(judge, name)
-        if value and (text := find(value)):
-            yield wrong(s, f"{path}.{name}", text)
     if not judge.on_vllm:
         yield from unread(s, [f"{path}.vllm"], f'{path}.engine = "vllm"')
         return

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
-from fppo.fields import Problem, Problems, cluster_problems, unread, value_at, wrong
+from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, value_at, wrong
 from fppo.rollout.turns.tools import TOOLS
 from fppo.rollout.vllm.options import conflicts
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
 
-FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 # vllm.LLM's keywords that are settings of ours, and those on which draws, weights and log-probs rest
 _SETTINGS = {
     "max_model_len": "max_model_len",

@@ -10,12 +10,10 @@ from typing import Any
 
 import attrs
 
-from fppo._errors import nearest
 from fppo.fields import at_least, nonempty, setting, wrong_values
 from fppo.settings import files
-from fppo.settings.component import parts
 from fppo.settings.train import TrainSettings
-from fppo.settings.values import is_list, read
+from fppo.settings.values import is_list, read, value_of_words
 
 FORM = "write section.setting=VALUE,VALUE, as critic.loss=mse,hl_gauss, and a list as reward.weights=[1, 0.5],[1, 0]"
 _PATH = r"[a-z_0-9]+(?:\.[a-z_0-9]+)*"
@@ -108,27 +106,22 @@ def _values(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for value in _split(values, _COMMA) or []:
         first, *more = _split(value, _MORE) or [value]
         parts = [(path, first), *(part.partition("=")[::2] for part in more)]
-        yield f"{path}={value}", {name: _read(word, is_list(kinds.get(name))) for name, word in parts}
+        yield f"{path}={value}", {name: _read(word, kinds.get(name, Any)) for name, word in parts}
 
 
-def _read(word: str, of_list: bool) -> Any:
-    """A value as TOML has it; else a text, or of a list the words between blanks, as flags have them."""
-    value, words = read(word), word.split()
-    return [read(each) for each in words] if of_list and len(words) > 1 and value == word else value
+def _read(word: str, kind: Any) -> Any:
+    """The value of a setting of this type, as a flag would give it: the words of a list stand between blanks."""
+    return value_of_words(word.split() if is_list(kind) and read(word) == word else [word], kind)
 
 
 def changed(settings: TrainSettings, variant: Variant, seed: int, directory: str) -> TrainSettings:
     """The settings of one run of a variant. Raises SettingsError for paths and values that there are not."""
-    known, own = files.paths(), ("seed", "output_dir")
-    of_parts = [path for path, _, _ in parts(settings)]
-    unknown = {
-        path: value
-        for path, value in variant.changes.items()
-        if not (path in known or path in of_parts or path.rpartition(".")[0] in of_parts)
-    }
-    hints = {path: f"; did you mean {near}?" for path in unknown if (near := nearest(path, [*known, *of_parts]))}
-    wrong = [f"{path} = {value!r}: there is no such setting{hints.get(path, '')}" for path, value in unknown.items()]
-    wrong += [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
+    own = ("seed", "output_dir")
+    wrong = [f"{path}: fppo compare sets it; give --seeds and --out" for path in variant.changes if path in own]
+    try:
+        found = files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
+    except files.SettingsError as error:
+        raise files.SettingsError([*wrong, *error.problems], where=f"--vary {variant.name}") from error
     if wrong:
         raise files.SettingsError(wrong, where=f"--vary {variant.name}")
-    return files.replace(settings, variant.changes | {"output_dir": directory, "seed": settings.seed + seed})
+    return found

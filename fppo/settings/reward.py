@@ -14,10 +14,10 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
-    nonempty,
     setting,
     temperature,
 )
+from fppo.rewards.question import pattern_problem, template_problem
 from fppo.settings.rollout import VllmSettings
 
 TEMPLATE = """Rate the response to the prompt from 0 (wrong or useless) to 10 (right and complete).
@@ -66,11 +66,11 @@ class JudgeSettings:
     """The judge: the name or directory of a Hugging Face model, with its tokenizer; None: no judge."""
     weight: float = setting(1.0)
     """The factor of its score."""
-    template: str = setting(TEMPLATE, nonempty("give a text with {response} in it"))
+    template: str = setting(TEMPLATE, template_problem)
     """What it is asked: a text with {response}, and {prompt} and {ground_truth} where they are wanted."""
     chat: bool = setting(True)
     """Put the question through the judge's chat template."""
-    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", nonempty("give a regular expression with one group"))
+    pattern: str = setting(r"Score:\s*(-?\d+(?:\.\d+)?)", pattern_problem)
     """The regular expression that finds the score: the last match's group. No number: no score."""
     temperature: float = setting(0.0, at_least(0), temperature)
     """The sampling temperature; 0: the likeliest token always."""

@@ -7,6 +7,7 @@ take keywords.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import attrs
@@ -20,6 +21,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    module_function,
     nonempty,
     only,
     setting,
@@ -44,9 +46,9 @@ class DataSettings:
     """The split to train on, where path is the name of a data set."""
     eval_path: tuple[str, ...] = setting(())
     """Held-out prompts, never trained on; none: no evaluation."""
-    rows: str | None = setting(None)
+    rows: str | None = setting(None, module_function)
     """In place of path, rows of your own: module:function, which returns or yields dicts."""
-    eval_rows: str | None = setting(None)
+    eval_rows: str | None = setting(None, module_function)
     """In place of eval_path: module:function, which returns or yields dicts."""
     eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
@@ -84,7 +86,7 @@ class DataSettings:
     """Go on from a checkpoint with other prompts, or other rows, than those that it was made with."""
     shuffle: bool = setting(True)
     """Draw a new order of the prompts in every epoch."""
-    sampler: str | None = setting(None)
+    sampler: str | None = setting(None, module_function)
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
 
     @property
@@ -152,6 +154,8 @@ class DigestSettings:
 
 def _loggers(names: tuple[str, ...]) -> str | None:
     unknown = next((name for name in names if ":" not in name and name not in LOGGERS), None)
+    if len(set(names)) < len(names):
+        return "names a logger twice"
     return None if unknown is None else f"no logger {unknown!r}; {did_you_mean(unknown, LOGGERS)} and module:function"
 
 
@@ -173,6 +177,10 @@ class LogSettings:
     """The group that it belongs to in W&B."""
 
 
+def _device(name: str) -> str | None:
+    return None if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) else "must be auto, cpu, cuda or cuda:N"
+
+
 @attrs.frozen(kw_only=True)
 class TrainSettings:
     """Everything that a run of `fppo train` depends on."""
@@ -187,7 +195,7 @@ class TrainSettings:
     """Where modules of module:function are sought too; none: beside the settings file, and the working directory."""
     resume: str = setting("auto", nonempty("give auto, never, must, or a checkpoint"))
     """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
-    device: str = setting("auto", nonempty("give auto, cpu or cuda"))
+    device: str = setting("auto", _device)
     """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""
     check: bool = setting(True)
     """Put your own loss, estimator and kernels through a few laws before the run; it takes a fraction of a second."""

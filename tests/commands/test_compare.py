@@ -53,8 +53,8 @@ def test_values_are_crossed_and_may_bring_others_along():
     ("vary", "lists"),
     [
         ("reward.weights=[1, 0.5],[1,0]", [[1, 0.5], [1, 0]]),
-        ("reward.weights=1 0.5,1 0,2", [[1, 0.5], [1, 0], 2]),
-        ("rollout.stop=['a,]'],[\"+b=\", \"it's\"],don't", [["a,]"], ["+b=", "it's"], "don't"]),
+        ("reward.weights=1 0.5,1 0,2", [[1, 0.5], [1, 0], [2]]),
+        ("rollout.stop=['a,]'],[\"+b=\", \"it's\"],don't", [["a,]"], ["+b=", "it's"], ["don't"]]),
         ("actor.loss.name=ppo_clip+reward.weights=1 2,gspo+reward.weights=[3, 4]", [[1, 2], [3, 4]]),
     ],
 )

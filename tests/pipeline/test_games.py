@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fppo import advantages, data, metrics, models
+from fppo.assembly.engines import game_of
 from fppo.assembly.inputs import read_eval_inputs
 from fppo.assembly.run import assemble
-from fppo.assembly.turns import game_of
 from fppo.batch import Column
 from fppo.data import stop_texts
 from fppo.key import Key

@@ -78,3 +78,10 @@ def test_an_expert_axis(changes, words):
     assert checks.mesh_problems(alone, 2) == []
     settings = files.replace(alone, changes)
     assert any(words in str(line) for line in checks.mesh_problems(settings, settings.mesh.others))
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard", "expert", "sequence", "context", "tensor", "pipeline"])
+def test_an_axis_without_ranks_is_named_once(axis):
+    settings = files.from_dict({"mesh": {axis: 0}})
+    assert checks.mesh_problems(settings, 2) == []
+    assert [x.text for x in checks.problems(settings) if x.path.startswith("mesh")] == ["must be 1 or more"]
