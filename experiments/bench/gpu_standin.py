@@ -28,7 +28,7 @@ from fppo.rollout.vllm.devices import GIB, GpuMemory, gpus_of, memory_keywords
 from fppo.rollout.vllm.host import Answer, Request, VllmOptions
 from fppo.rollout.vllm.probe import ProbeRow, own_log_probs
 from fppo.runtime.mesh import LOCAL
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 ENGINE, TRANSFER = "fppo.rollout.vllm.engine", "vllm.distributed.weight_transfer"
 GPUS = 2

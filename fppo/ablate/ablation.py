@@ -13,8 +13,7 @@ from fppo.ablate.group import MeasuredGroup, Progress, check_contract, measure_g
 from fppo.ablate.result import Ablation, HostRates, ResultRow
 from fppo.laws._kernels import words
 from fppo_kernels import table as tables
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation, Table
+from fppo_kernels.table import Implementation, Kernels, Table
 
 
 def ablate(  # a notebook sets any of them  # noqa: PLR0913

@@ -15,8 +15,7 @@ from fppo.ablate.cases_layers import ADD_RMS_NORM, GLU, LINEAR, RMS_NORM, ROTARY
 from fppo.ablate.cases_model import ATTENTION, DECODE_ATTENTION, LOG_PROBS
 from fppo.laws._kernels import words
 from fppo_kernels import table as tables
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation, Table
+from fppo_kernels.table import Implementation, Kernels, Table
 
 _INSIDE = LINEAR, RMS_NORM, ADD_RMS_NORM, ROTARY, GLU
 CASES: Mapping[str, OperationCase] = MappingProxyType(
@@ -95,8 +94,4 @@ def shapes_of(
 def default_of(op: str, table: Table, defaults: Kernels | None) -> str | None:
     """The name of the implementation that a run takes where none is named."""
     fn = getattr(Kernels.named() if defaults is None else defaults, op)
-    for name, implementation in table[op].items():
-        if implementation.refuse() is None and not isinstance(implementation.fn, str) and implementation.fn is fn:
-            return name
-    module = f"{fn.__module__}:{fn.__name__}" if hasattr(fn, "__name__") else None
-    return next((name for name, implementation in table[op].items() if implementation.fn == module), None)
+    return next((name for name, implementation in table[op].items() if implementation.is_of(fn)), None)

@@ -19,7 +19,7 @@ from fppo.runtime.offload import Lane
 from fppo.settings.checks_data import has_held_out
 from fppo.settings.train import TrainSettings
 from fppo.settings.vllm import VllmSettings
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 if TYPE_CHECKING:
     from fppo.rollout.vllm.engine import VllmEngine

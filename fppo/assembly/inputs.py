@@ -53,7 +53,7 @@ from fppo.settings.checks_data import has_held_out
 from fppo.settings.checks_lora import critic_uses_lora
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 T = TypeVar("T")
 

@@ -54,7 +54,7 @@ from fppo.settings.component import bound, value_of
 from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import TrainSettings
 from fppo.steps.train_state import whole_shapes
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @attrs.frozen

@@ -33,8 +33,7 @@ from fppo.settings.ablate import AblateSettings
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels import table as tables
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation, Table
+from fppo_kernels.table import Implementation, Kernels, Table
 
 
 def ablate(settings: AblateSettings) -> int:

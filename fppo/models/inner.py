@@ -25,10 +25,9 @@ from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
 from fppo_kernels.glu import eager as glus
 from fppo_kernels.linear import plain
-from fppo_kernels.record import Kernels
 from fppo_kernels.rms_norm import eager as norms
 from fppo_kernels.rotary import eager as rotaries
-from fppo_kernels.table import needs_compiler
+from fppo_kernels.table import Kernels, needs_compiler
 
 REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # around a module, whose own place is inside
 APART = f"{ATTENTION}-apart"

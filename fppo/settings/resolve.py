@@ -14,11 +14,13 @@ from collections.abc import Mapping
 import attrs
 
 from fppo.settings import checks, graphs
-from fppo.settings.train import TrainSettings
+from fppo.settings.train import ModelSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
+from fppo_kernels.table import INSIDE
 
 AUTO = "auto"
-LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")  # operations inside the layers
+# operations inside the layers whose setting may say auto
+LAYERS = tuple(op for op in INSIDE if getattr(attrs.fields(ModelSettings), op).default == AUTO)
 _PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
 _FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
 _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bfloat16

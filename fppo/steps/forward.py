@@ -43,7 +43,7 @@ from fppo.steps.stages import stage_outputs
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.padding import sent
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @runtime_checkable

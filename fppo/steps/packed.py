@@ -19,8 +19,8 @@ from fppo.shapes import Mask
 from fppo_kernels.collectives import Axis
 from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention
 from fppo_kernels.padding import Packed, Places, find_places, sent
-from fppo_kernels.record import Kernels
 from fppo_kernels.ring import ring_attention
+from fppo_kernels.table import Kernels
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 if TYPE_CHECKING:

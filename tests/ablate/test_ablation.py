@@ -16,8 +16,7 @@ from fppo.ablate.result import HostRates
 from fppo.laws import attention, collectives, kernels, temporal
 from fppo_kernels import table as tables
 from fppo_kernels.log_probs.reference import reference
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation
+from fppo_kernels.table import Implementation, Kernels
 
 SIZES = {"N": 10, "H": 8, "V": 33, "R": 3, "L": 7, "heads": 4, "kv_heads": 2, "head_dim": 4}
 SIZES |= {"M": 12, "B": 3, "T": 8, "S": 6, "D": 2, "P": 100, "C": 9}

@@ -32,9 +32,9 @@ from fppo_kernels.glu import triton as glus
 from fppo_kernels.log_probs import triton as module
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.log_probs.triton import Tiling, choose_tiling, triton
-from fppo_kernels.record import Kernels
 from fppo_kernels.rms_norm import eager as plain_norms
 from fppo_kernels.rms_norm import triton as norms
+from fppo_kernels.table import Kernels
 
 # at every launch the interpreter replaces what triton.language has, and puts it back: here once, and for good
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

@@ -18,7 +18,7 @@ from fppo.steps import Forward, forward_micro_batch
 from fppo.steps.sharded import opened
 from fppo_kernels import table
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import CONFIGS, make
 
