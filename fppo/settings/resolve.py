@@ -16,7 +16,7 @@ import attrs
 from fppo.settings import checks, graphs
 from fppo.settings.train import ModelSettings, TrainSettings
 from fppo.settings.vllm import VllmSettings
-from fppo_kernels.table import INSIDE
+from fppo_kernels.table import BUILTIN, INSIDE
 
 AUTO = "auto"
 # operations inside the layers whose setting may say auto
@@ -65,7 +65,7 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
     """The kernel for an operation inside the layers, which may be `compiled` whole."""
     on_cpu = machine.device == "cpu"
     fast, unfit = ("cpp", "float16") if on_cpu else ("triton", "float32")
-    plain = compiled or unfit in dtypes or (on_cpu and not cpp)
+    plain = compiled or unfit in dtypes or (on_cpu and not cpp) or fast not in BUILTIN[op]
     return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 

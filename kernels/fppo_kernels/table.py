@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -113,7 +114,7 @@ class Implementation:
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
-        return _found(self.fn)
+        return found(self.fn)
 
     def is_of(self, fn: Callable[..., Any]) -> bool:
         """Whether this is how a function computes the operation, which is not imported for that."""
@@ -121,10 +122,11 @@ class Implementation:
 
     def definition(self) -> Callable[..., Any] | None:
         """The reference itself; None where it is that of the operation."""
-        return None if self.reference is None else _found(self.reference)
+        return None if self.reference is None else found(self.reference)
 
 
-def _found(fn: Callable[..., Any] | str) -> Callable[..., Any]:
+def found(fn: Any) -> Any:
+    """What "module:name" names, which is imported; anything else as it is."""
     if not isinstance(fn, str):
         return fn
     module, _, name = fn.partition(":")
@@ -223,9 +225,7 @@ BUILTIN: Table = MappingProxyType(
 
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
     """A user's function as an implementation of `op`: of attention, it lacks what its arguments do not name."""
-    from fppo_kernels.context import takes_key_lengths
-
-    whole = op != "attention" or takes_key_lengths(fn)
+    whole = op != "attention" or "key_lengths" in inspect.signature(fn).parameters
     return Implementation(fn, lacks=frozenset() if whole else frozenset({"key_lengths"}))
 
 
@@ -271,28 +271,29 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
     raise ValueError(f"kernel {op}/{name} has no {' and no '.join(missing)}, which is needed; there are {able}")
 
 
-def chosen(default: str, *, inside: bool = False) -> Any:
-    """A field of `Kernels`: the implementation where none is named; `inside` the layers it is the model's own code."""
-    return attrs.field(metadata={"default": default, "inside": inside})
+def chosen(operation: str, default: str, *, inside: bool = False) -> Any:
+    """A field of `Kernels`: where the operation's record is, as "module:name", and the implementation where none is
+    named; `inside` the layers that is the model's own code."""
+    return attrs.field(metadata={"operation": f"fppo_kernels.{operation}", "default": default, "inside": inside})
 
 
 @attrs.frozen(kw_only=True)
 class Kernels:
     """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for another."""
 
-    log_probs: Callable[..., LogProbs] = chosen("chunked")
-    attention: Callable[..., Tensor] = chosen("sdpa")
-    decode_attention: Callable[..., Tensor] = chosen("sdpa")
-    linear: Callable[..., Tensor] = chosen("torch", inside=True)
-    rms_norm: Callable[..., Tensor] = chosen("eager", inside=True)
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = chosen("eager", inside=True)
-    rotary: Callable[..., tuple[Tensor, Tensor]] = chosen("eager", inside=True)
-    glu: Callable[..., Tensor] = chosen("eager", inside=True)
-    gae: Callable[..., tuple[Tensor, Tensor]] = chosen("scan")
-    adamw: Callable[..., None] = chosen("torch")
-    unpad: Callable[..., Packed] = chosen("torch")
-    pad: Callable[..., Tensor] = chosen("torch")
-    all_to_all: Callable[..., Tensor] = chosen("torch")
+    log_probs: Callable[..., LogProbs] = chosen("log_probs:OPERATION", "chunked")
+    attention: Callable[..., Tensor] = chosen("attention:OPERATION", "sdpa")
+    decode_attention: Callable[..., Tensor] = chosen("decode_attention:OPERATION", "sdpa")
+    linear: Callable[..., Tensor] = chosen("linear:OPERATION", "torch", inside=True)
+    rms_norm: Callable[..., Tensor] = chosen("rms_norm:OPERATION", "eager", inside=True)
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = chosen("rms_norm:ADD_OPERATION", "eager", inside=True)
+    rotary: Callable[..., tuple[Tensor, Tensor]] = chosen("rotary:OPERATION", "eager", inside=True)
+    glu: Callable[..., Tensor] = chosen("glu:OPERATION", "eager", inside=True)
+    gae: Callable[..., tuple[Tensor, Tensor]] = chosen("gae:OPERATION", "scan")
+    adamw: Callable[..., None] = chosen("adamw:OPERATION", "torch")
+    unpad: Callable[..., Packed] = chosen("padding:UNPAD", "torch")
+    pad: Callable[..., Tensor] = chosen("padding:PAD", "torch")
+    all_to_all: Callable[..., Tensor] = chosen("collectives:OPERATION", "torch")
 
     @classmethod
     def named(cls, *, table: Table = BUILTIN, **names: str) -> Kernels:

@@ -135,9 +135,9 @@ def liger_layers(monkeypatch):
 
 def test_norms_and_gated_activations_keep_the_laws(liger_layers):
     norm, add_norm, turn, gated = liger_layers
-    laws.check_rms_norm(norm, dtypes=(torch.float32,))
-    laws.check_add_rms_norm(add_norm, dtypes=(torch.float32,))
-    laws.check_rotary(turn, dtypes=(torch.float32,))
-    laws.check_glu(gated, activations=("silu", "gelu_tanh"), dtypes=(torch.float32,))
+    laws.check_kernel("rms_norm", norm, dtypes=(torch.float32,))
+    laws.check_kernel("add_rms_norm", add_norm, dtypes=(torch.float32,))
+    laws.check_kernel("rotary", turn, dtypes=(torch.float32,))
+    laws.check_kernel("glu", gated, lacks=("gelu",), dtypes=(torch.float32,))
     with pytest.raises(ValueError, match="no gelu, only its approximation"):
         gated(torch.ones(1, 1), torch.ones(1, 1), activation="gelu")

@@ -236,7 +236,7 @@ class Block(torch.nn.Module):
 )
 def test_what_a_model_has_a_place_for(name, expected):
     skeleton = make(name)[0].skeleton
-    assert {op for op in OWN._fields if models.has_place(skeleton, op)} == expected
+    assert {op for op in OWN if models.has_place(skeleton, op)} == expected
 
 
 def test_a_gated_activation_is_known_by_what_it_computes():
