@@ -24,7 +24,7 @@ from fppo.models.adapted import taking_adapted
 from fppo.models.known import know_layers, known_layers
 from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
-from fppo_kernels import table
+from fppo_kernels import layer_norm, table
 from fppo_kernels.glu import eager as glus
 from fppo_kernels.rms_norm import eager as norms
 from fppo_kernels.table import Kernels, needs_compiler
@@ -58,6 +58,12 @@ class NormForm(NamedTuple):
 
     eps: float
     offset: float
+
+
+class LayerNormForm(NamedTuple):
+    """A norm by mean and variance: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, or without a bias."""
+
+    eps: float
 
 
 class GluForm(NamedTuple):
@@ -94,6 +100,19 @@ class NormSeam(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = cast(Tensor, self._parameters["weight"])
         return self._kernel(hidden_states, weight, eps=self._form.eps, offset=self._form.offset)
+
+
+class LayerNormSeam(nn.Module):
+    """Stands in the place of a norm by mean and variance, and hands its numbers to a kernel."""
+
+    def __init__(self, module: nn.Module, form: LayerNormForm, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        take_place(self, module)
+        self._kernel, self._form = kernel, form
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = cast(Tensor, self._parameters["weight"])
+        return self._kernel(hidden_states, weight, self._parameters.get("bias"), eps=self._form.eps)
 
 
 class GluSeam(nn.Module):
@@ -166,6 +185,14 @@ def norm_form(module: nn.Module) -> NormForm | None:
     return _form_of_rows(module, {form: functools.partial(kernel, **form._asdict()) for form in forms})
 
 
+def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
+    """What norm by mean and variance a module on meta is; None if it is none."""
+    if list(module._parameters) not in (["weight"], ["weight", "bias"]):
+        return None
+    forms = map(LayerNormForm, _small(module))
+    return _form_of_rows(module, {form: functools.partial(layer_norm.eager, eps=form.eps) for form in forms})
+
+
 def _small(module: nn.Module) -> list[float]:
     """The numbers of a module that may be an epsilon."""
     return sorted({x for x in vars(module).values() if isinstance(x, float) and 0 <= x < _LARGEST_EPS})
@@ -181,7 +208,7 @@ def _form_of_rows(module: nn.Module, forms: Mapping[Any, Callable[..., Tensor]])
     for name, x in module._parameters.items():
         if x is not None:
             trial._parameters[name] = nn.Parameter(torch.randn(x.shape, generator=generator), requires_grad=False)
-    rows = torch.randn(_ROWS, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]])
+    rows = torch.randn(1, _ROWS, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]])
     actual = _result(trial, rows)
     near = (form for form, fn in forms.items() if _near(actual, fn(rows, *trial._parameters.values())))
     return None if actual is None else next(near, None)
@@ -257,6 +284,7 @@ PLACES: Mapping[str, KernelPlace] = MappingProxyType(
     {
         "glu": KernelPlace("gated activation", glu_form, GluSeam),
         "rms_norm": KernelPlace("RMSNorm", norm_form, NormSeam),
+        "layer_norm": KernelPlace("LayerNorm", layer_norm_form, LayerNormSeam),
         "linear": KernelPlace("linear layer", linear_form, LinearSeam),
     }
 )

@@ -197,6 +197,11 @@ BUILTIN: Table = MappingProxyType(
             "liger": Implementation("fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rms_norm.triton:add_triton", _needs_triton, lacks=NO_DOUBLE),
         },
+        "layer_norm": {
+            "eager": Implementation("fppo_kernels.layer_norm:eager"),
+            "torch": Implementation("fppo_kernels.layer_norm:functional"),
+            "liger": Implementation("fppo_kernels.layer_norm:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+        },
         "rotary": {
             "eager": Implementation("fppo_kernels.rotary.eager:eager"),
             "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp, lacks=NO_HALF),
@@ -287,6 +292,7 @@ class Kernels:
     linear: Callable[..., Tensor] = chosen("linear:OPERATION", "torch", inside=True)
     rms_norm: Callable[..., Tensor] = chosen("rms_norm:OPERATION", "eager", inside=True)
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = chosen("rms_norm:ADD_OPERATION", "eager", inside=True)
+    layer_norm: Callable[..., Tensor] = chosen("layer_norm:OPERATION", "eager", inside=True)
     rotary: Callable[..., tuple[Tensor, Tensor]] = chosen("rotary:OPERATION", "eager", inside=True)
     glu: Callable[..., Tensor] = chosen("glu:OPERATION", "eager", inside=True)
     gae: Callable[..., tuple[Tensor, Tensor]] = chosen("gae:OPERATION", "scan")

@@ -5,7 +5,7 @@ import torch
 
 from fppo import laws
 from fppo.laws.kernels import laws_of
-from fppo_kernels import table
+from fppo_kernels import layer_norm, table
 from fppo_kernels.glu.eager import eager as glu
 from fppo_kernels.linear.plain import plain as linear
 from fppo_kernels.operation import operation_of
@@ -80,6 +80,15 @@ def another_activation(gate, up, *, activation):
     return glu(gate, up, activation="gelu" if activation == "gelu_tanh" else activation)
 
 
+def another_epsilon(x, weight, bias=None, *, eps):
+    return layer_norm.eager(x, weight, bias, eps=eps * 1.01)
+
+
+def gradient_of_the_mean_apart(x, weight, bias=None, *, eps):
+    mean = x.mean(-1, keepdim=True)
+    return layer_norm.eager(x, weight, bias, eps=eps) + (mean - mean.detach())
+
+
 MISTAKES = [
     ("linear", transposed, "shape", "expected float64"),
     ("rms_norm", doubles_its_argument, "purity", "it changed its argument x"),
@@ -93,6 +102,8 @@ MISTAKES = [
     ("add_rms_norm", norm_of_one_part, "values", "the result"),
     ("rotary", turned_back, "values", "the result"),
     ("rotary", keys_as_they_are, "values", "the result"),
+    ("layer_norm", another_epsilon, "values", "the result"),
+    ("layer_norm", gradient_of_the_mean_apart, "gradients", "the gradient by x"),
     ("linear", all_or_none, "frozen", "the gradient by x alone"),
 ]
 
