@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fppo_kernels.table import BUILTIN
+
 from .pages import ROOT
 
 DOCS = ROOT / "docs"
@@ -17,3 +19,10 @@ def test_the_index_links_every_page_and_no_other():
 def test_the_navigation_holds_every_page():
     named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+
+
+def test_the_page_of_kernels_lists_every_implementation():
+    rows = re.findall(r"^\| (`\w+`.*?) \| (.*) \|$", (DOCS / "tutorials" / "kernel.md").read_text(), flags=re.MULTILINE)
+    listed = {op: set(re.findall(r"`(\w+)`", names)) for ops, names in rows for op in re.findall(r"`(\w+)`", ops)}
+    assert listed.keys() == BUILTIN.keys()
+    assert all(set(BUILTIN[op]) <= names for op, names in listed.items())
