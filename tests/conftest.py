@@ -38,6 +38,7 @@ CHECKED = (
     "fppo_kernels.decode_attention.sdpa",
     "fppo_kernels.gae",
     "fppo_kernels.glu.eager",
+    "fppo_kernels.layer_norm",
     "fppo_kernels.linear.plain",
     "fppo_kernels.log_probs.chunked",
     "fppo_kernels.log_probs.reference",

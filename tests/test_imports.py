@@ -11,7 +11,7 @@ UNWANTED = {
     "fppo.advantages": HEAVY,
     "fppo.laws": HEAVY | TESTS,
     "fppo.shapes": HEAVY,
-    "fppo_kernels.record": HEAVY | {"fppo"},
+    "fppo_kernels.table": HEAVY | {"fppo"},
     "fppo_kernels.shapes": HEAVY | {"fppo"},
     "fppo_kernels.ulysses": HEAVY | {"fppo"},
     "fppo.rollout.vllm.engine": {"vllm"},
@@ -35,7 +35,7 @@ for number, modules in enumerate(sys.argv[1:]):
         os._exit(0)
     os.waitpid(copy, 0)
 """
-WITHOUT_JAXTYPING = "fppo.losses fppo.advantages fppo.laws fppo_kernels.record"
+WITHOUT_JAXTYPING = "fppo.losses fppo.advantages fppo.laws fppo_kernels.table"
 
 
 def test_rooms_load_nothing_heavy_and_run_without_jaxtyping():

@@ -36,7 +36,7 @@ from fppo.key import Key
 from fppo.models import Lora
 from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw, init_state, schedule
 from fppo_kernels import table as kernels
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SIZES = {
     "tiny": TINY.model,

@@ -18,7 +18,7 @@ from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import Ask, EmbeddedEngine, EnginePool, Policy, Sampling
 from fppo.rollout.placed import Generate
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 def model_of(width: int, layers: int) -> Model:

@@ -52,7 +52,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
 from fppo_kernels.log_probs.reference import reference
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SIZES = {
     "tiny": (128, 1, 512),

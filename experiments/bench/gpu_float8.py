@@ -35,7 +35,7 @@ def held(plan: Plan) -> Record:
 
     start = time.perf_counter()
     dtypes = tuple({torch.float32, plan.dtype})
-    laws.check_linear(float8.float8, dtypes=dtypes, device=plan.device, reference=reference)
+    laws.check_kernel("linear", float8.float8, dtypes=dtypes, device=plan.device, reference=reference)
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 128, generator=g).to(plan.device, torch.bfloat16) for _ in range(2))
     codes = float8.coded(a), float8.coded(b)

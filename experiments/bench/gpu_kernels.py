@@ -19,7 +19,6 @@ from gpu_tools import Plan, Record, attempt, check, measure, table
 from torch import Tensor
 
 from fppo import laws
-from fppo.laws.attention import FEATURES
 from fppo_kernels import table as kernels
 from fppo_kernels.padding import make_lengths
 
@@ -31,26 +30,23 @@ def loadable(op: str) -> dict[str, str | None]:
 
 def check_laws(plan: Plan) -> list[Record]:
     """Whether the kernels keep their laws on this device; the Triton one compiles for a minute or two."""
-    checks: list[tuple[str, str, Callable[..., None], dict[str, Any]]] = []
+    checks: list[tuple[str, str, dict[str, Any]]] = []
     for name in ("triton", "chunked"):
         for dtype, width in ((torch.float32, 2), (plan.dtype, 64)):  # 64: rows that tensor descriptors can read
-            checks.append(("log_probs", name, laws.check_log_probs, {"dtypes": (dtype,), "hidden_size": width}))
+            checks.append(("log_probs", name, {"dtypes": (dtype,), "wide": width}))
     for name in sorted(loadable("attention").keys() - {"flex"}):  # which compiles for every shape of the laws: minutes
-        features = [x for x in FEATURES if x not in kernels.BUILTIN["attention"][name].lacks]
-        settings = {"dtypes": (plan.dtype,), "head_dim": plan.attention[-1], "features": features}
-        checks.append(("attention", name, laws.check_attention, settings))
-    checks += [("adamw", name, laws.check_adamw, {"dtypes": (torch.float32,)}) for name in loadable("adamw")]
-    layers = {
-        "rms_norm": laws.check_rms_norm, "add_rms_norm": laws.check_add_rms_norm,
-        "rotary": laws.check_rotary, "glu": laws.check_glu,
-    }  # fmt: skip
-    checks += [(op, "triton", law, {"dtypes": (x,)}) for op, law in layers.items() for x in (torch.float32, plan.dtype)]
+        lacks = kernels.BUILTIN["attention"][name].lacks
+        settings = {"dtypes": (plan.dtype,), "wide": plan.attention[-1], "lacks": lacks}
+        checks.append(("attention", name, settings))
+    checks += [("adamw", name, {"dtypes": (torch.float32,)}) for name in loadable("adamw")]
+    layers = [op for op in kernels.INSIDE if "triton" in kernels.BUILTIN[op]]
+    checks += [(op, "triton", {"dtypes": (x,)}) for op in layers for x in (torch.float32, plan.dtype)]
     records = []
-    for op, name, law, settings in checks:
+    for op, name, settings in checks:
 
-        def one(op: str = op, name: str = name, law: Any = law, settings: Any = settings) -> Record:
+        def one(op: str = op, name: str = name, settings: Any = settings) -> Record:
             start = time.perf_counter()
-            law(kernels.get(op, name), device=plan.device, **settings)
+            laws.check_kernel(op, kernels.get(op, name), device=plan.device, **settings)
             return {"held": "yes", "took_s": time.perf_counter() - start}
 
         label = " ".join([op, name, *(str(x) for x in settings.get("dtypes", ()))])

@@ -29,7 +29,7 @@ from fppo.rollout.vllm.host import Answer, Request
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.probe import ProbeRow, own_log_probs
 from fppo.runtime.mesh import LOCAL
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 ENGINE, TRANSFER = "fppo.rollout.vllm.engine", "vllm.distributed.weight_transfer"
 GPUS = 2

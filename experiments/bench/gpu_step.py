@@ -35,7 +35,7 @@ from fppo.steps.train_state import init_state
 from fppo_kernels import table as kernels
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 # what a run may cost, of its own time: a shape that never came before, and a batch that did not
 NEW_SHAPE, NEW_BATCH = 1.5, 1.2

@@ -44,7 +44,7 @@ from fppo.rollout import Sampling
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import Loop, MicroBatching, PolicyTerms, adamw
 from fppo.steps.recorded import graphs
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 # width, inner width, layers, heads, tokens (0: the tokenizer's)
 SIZES = {"1M": (128, 512, 4, 4, 0), "13M": (384, 1536, 6, 6, 0), "0.5B": (896, 4864, 24, 14, 151936)}

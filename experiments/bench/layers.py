@@ -29,7 +29,7 @@ from fppo.models.model import Model, Params
 from fppo.rollout import Ask, EmbeddedEngine, Sampling
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import table
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SIZES = {"1M": (128, 512, 4, 4), "13M": (384, 1536, 6, 6)}  # width, inner width, layers, heads
 VOCABULARY, ROWS, PROMPT, NEW, MICRO = 512, 64, 6, 64, 16

@@ -24,9 +24,8 @@ from fppo.batch import Column, Rollout
 from fppo.key import Key
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import table
-from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels, needs_cpp
 
 IN_CPP = ("attention", "log_probs", "rms_norm", "add_rms_norm", "rotary", "glu")
 ROWS, WIDTH, PROMPT, HEADS, KV_HEADS, HEAD_DIM = 16, 512, 64, 4, 2, 64

@@ -32,7 +32,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SIZES = {  # width, layers, vocabulary
     "1M": (128, 4, 77),

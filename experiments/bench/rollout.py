@@ -32,7 +32,7 @@ from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SIZES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads
     "1M": (2048, 128, 384, 4, 4, 2),

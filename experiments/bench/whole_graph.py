@@ -62,7 +62,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import watched, wire_bytes
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.log_probs.reference import reference
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 LAYERS, COMPILED, GRAPH, BUCKETED = "layers", "compiled layers", "one graph", "one graph, bucketed"
 LARGEST = 1e-5  # difference of a gradient from that of LAYERS, over the largest gradient

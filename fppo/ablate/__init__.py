@@ -2,7 +2,7 @@
 
 In: the name of an operation, or functions of your own, with shapes and dtypes. Out: an `Ablation`, a row for each
 implementation that a table, JSON or a chart shows. Nothing of a run is read but, for a replay, a checkpoint.
-Begin with `ablation.ablate`; `cases` has what an operation computes, `measure` how it is timed.
+Begin with `ablation.ablate`; `evaluation` calls an operation, `measure` times it.
 """
 
 from fppo.ablate.ablation import ablate

@@ -8,17 +8,16 @@ import attrs
 import torch
 
 from fppo.ablate import measure, operations
-from fppo.ablate.cases import Shape
 from fppo.ablate.group import MeasuredGroup, Progress, check_contract, measure_group
 from fppo.ablate.result import Ablation, HostRates, ResultRow
 from fppo.laws._kernels import words
 from fppo_kernels import table as tables
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation, Table
+from fppo_kernels.operation import Operation, Shape
+from fppo_kernels.table import Implementation, Kernels, Table
 
 
 def ablate(  # a notebook sets any of them  # noqa: PLR0913
-    op: str | Sequence[str],
+    op: str | Operation | Sequence[str | Operation],
     *,
     implementations: Sequence[str] | Mapping[str, Callable | Implementation] | None = None,
     shapes: Sequence[Shape] | None = None,
@@ -35,8 +34,8 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
 
     `implementations` are names of `table`, or a mapping of your own by name, which join those of the table:
     `ablate("log_probs", implementations={"mine": my_function})`. `shapes` are mappings such as {"N": 256}; a size
-    that is left out has the operation's default (`CASES[op].shape`), and an operation takes the sizes that it has. A
-    dtype that an operation is not made for is left out.
+    that is left out has the operation's default (`operation_of(op).shape`), and an operation takes the sizes that it
+    has. A dtype that an operation is not made for is left out.
 
     Each implementation is put through the laws of the operation first, for at most `law_seconds` (0: not at all); then
     come errors against float64, peak memory, and times, the implementations in turn, `repeats` rounds. One that cannot
@@ -48,29 +47,29 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     Raises ValueError for an operation, implementation, size or dtype that there is not.
     """
     place = torch.device(device)
-    cases = [operations.case_of(name) for name in ([op] if isinstance(op, str) else op)]
+    cases = [operations.case_of(name) for name in ([op] if isinstance(op, str | Operation) else op)]
     table = operations.extended(cases, implementations, table)
-    chosen = {case.op: operations.names_of(case.op, implementations, table) for case in cases}
-    wanted = {case.op: operations.dtypes_of(case, dtypes, one=len(cases) == 1) for case in cases}
-    sizes = {case.op: operations.shapes_of(case, shapes, cases) for case in cases}
+    chosen = {case.name: operations.names_of(case.name, implementations, table) for case in cases}
+    wanted = {case.name: operations.dtypes_of(case, dtypes, one=len(cases) == 1) for case in cases}
+    sizes = {case.name: operations.shapes_of(case, shapes, cases) for case in cases}
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     say: Progress = progress or (lambda text: None)
-    threads, version = torch.get_num_threads(), torch.__version__
-    known = machine or HostRates(device=measure.name_of(place), threads=threads, torch=version)
+    known = machine or measure.host_of(place)
     rows: list[ResultRow] = []
     try:
-        matmuls = dict.fromkeys(d for case in cases if case.bound == "matmul" for d in wanted[case.op])
+        matmuls = dict.fromkeys(d for case in cases if case.bound == "matmul" for d in wanted[case.name])
         if machine is None:
             say("the rates of this machine")
             known = measure.with_rates(known, place, tuple(matmuls))
         for case in cases:
-            implementing = {name: table[case.op][name] for name in chosen[case.op]}
-            usual = operations.default_of(case.op, table, defaults)
+            implementing = {name: table[case.name][name] for name in chosen[case.name]}
+            usual = operations.default_of(case.name, table, defaults)
             base = MeasuredGroup(
                 case=case, shape={}, dtype=torch.float32, device=place, repeats=repeats, machine=known, default=usual
             )
-            for group, interrupted in _measured(base, implementing, wanted[case.op], sizes[case.op], law_seconds, say):
+            measured = _measured(base, implementing, wanted[case.name], sizes[case.name], law_seconds, say)
+            for group, interrupted in measured:
                 rows += group
                 if interrupted:
                     raise KeyboardInterrupt
@@ -91,7 +90,7 @@ def _measured(
     for dtype in dtypes:
         contracts = {}
         for name, implementation in implementations.items():
-            say(f"{base.case.op} {words(dtype)} {name}: laws")
+            say(f"{base.case.name} {words(dtype)} {name}: laws")
             contracts[name] = check_contract(base.case, implementation, dtype, base.device, limit=law_seconds)
         for shape in shapes:
             group = attrs.evolve(base, shape=shape, dtype=dtype)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from fppo.ablate import measure
-from fppo.ablate.cases import Drawn, Exact, OperationCase, Result
+from fppo.ablate.evaluation import Result, evaluate, exact
 from fppo.ablate.result import Contract, Error, HostRates, ResultRow
 from fppo.laws._kernels import words
 from fppo.laws._search import LawViolation
+from fppo.laws.kernels import check_kernel
+from fppo_kernels.operation import Drawn, Exact, Operation
 from fppo_kernels.table import Implementation
 
 Progress = Callable[[str], None]
@@ -33,7 +35,7 @@ class _OutOfTime(BaseException):
 class MeasuredGroup:
     """What is measured together: every implementation at one shape in one dtype."""
 
-    case: OperationCase
+    case: Operation
     shape: dict[str, int]
     dtype: torch.dtype
     device: torch.device
@@ -59,10 +61,10 @@ class _Examined:
 Times = dict[str, tuple[list[float], list[float]]]
 
 
-def refusal(case: OperationCase, implementation: Implementation, device: torch.device) -> str | None:
+def refusal(case: Operation, implementation: Implementation, device: torch.device) -> str | None:
     """Why an implementation cannot run here, or None."""
-    if case.cpu_only and device.type != "cpu":
-        return f"{case.op} is measured on simulated ranks, which run on the CPU"
+    if case.ranks > 1 and device.type != "cpu":
+        return f"{case.name} is measured on simulated ranks, which run on the CPU"
     return implementation.refuse()
 
 
@@ -74,7 +76,7 @@ def measure_group(
     progress: Progress,
 ) -> tuple[list[ResultRow], bool]:
     """A row for each implementation, and whether ctrl-C cut it short."""
-    case, what = group.case, f"{group.case.op} {words(group.dtype)}"
+    case, what = group.case, f"{group.case.name} {words(group.dtype)}"
     results: dict[str, _Examined] = {}
     times: Times = {name: ([], []) for name in implementations}
     interrupted = False
@@ -82,14 +84,14 @@ def measure_group(
         refused = {name: refusal(case, x, group.device) for name, x in implementations.items()}
         results = {name: _Examined(status="refused", reason=reason) for name, reason in refused.items() if reason}
         if len(results) < len(implementations):
-            drawn = case.draw(group.shape, group.dtype, group.device)
+            drawn = case.sized(group.shape, group.dtype, group.device)
             progress(f"{what}: the float64 reference")
-            exact = case.exact(drawn, case.outputs)
+            known = exact(case, drawn)
             for name, implementation in implementations.items():
                 if name not in results:
                     progress(f"{what} {name}: errors and memory")
-                    results[name] = _examine(group, implementation, contracts[name], drawn, exact)
-            del exact
+                    results[name] = _examine(group, implementation, contracts[name], drawn, known)
+            del known
             for number in range(group.repeats):
                 progress(f"{what}: times, round {number + 1} of {group.repeats}")
                 _time(group, results, implementations, drawn, times)
@@ -101,7 +103,7 @@ def measure_group(
 
 
 def _examine(
-    group: MeasuredGroup, implementation: Implementation, contract: Checked, drawn: Drawn, exact: Exact
+    group: MeasuredGroup, implementation: Implementation, contract: Checked, drawn: Drawn, known: Exact
 ) -> _Examined:
     """Errors and memory; an exception becomes a status."""
     case, device = group.case, group.device
@@ -109,9 +111,9 @@ def _examine(
     broken = contract[0] == "broken"
     try:
         fn = implementation.load()
-        run = partial(case.evaluate, fn, drawn, timed, timed)
+        run = partial(evaluate, case, fn, drawn, timed, timed)
         first = measure.seconds(run, device)
-        errors = tuple(_errors(case, fn, drawn, exact, outputs))
+        errors = tuple(_errors(case, fn, drawn, known, outputs))
         size = _size(run())
         peak = measure.peak_bytes(run, device)
     except Exception as error:
@@ -148,7 +150,7 @@ def _time(
         if known.fn is None:
             continue
         timed = _without(group.case.timed, implementations[name])
-        run = partial(group.case.evaluate, known.fn, drawn, timed)
+        run = partial(evaluate, group.case, known.fn, drawn, timed)
         forward, total = times[name]
         if not forward:
             run(())  # without a backward pass to come, some compile anew
@@ -172,7 +174,7 @@ def _row(
     works = (cost.bytes_forward, cost.bytes_total) if copied else (cost.flops_forward, cost.flops_total)
     fractions = [w / s / rate if w and s and rate else None for w, s in zip(works, (forward, total), strict=True)]
     return ResultRow(
-        op=case.op,
+        op=case.name,
         implementation=name,
         dtype=words(group.dtype),
         shape=group.shape,
@@ -204,7 +206,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def check_contract(
-    case: OperationCase, implementation: Implementation, dtype: torch.dtype, device: torch.device, *, limit: float
+    case: Operation, implementation: Implementation, dtype: torch.dtype, device: torch.device, *, limit: float
 ) -> Checked:
     """Whether it keeps the laws of the operation, as far as `limit` seconds tell (0: not checked), on small shapes.
 
@@ -221,7 +223,14 @@ def check_contract(
 
     try:
         fn = implementation.load()
-        there = case.check(watched, dtype, device, implementation)
+        there = check_kernel(
+            case,
+            watched,
+            dtypes=(dtype,),
+            device=device,
+            lacks=implementation.lacks,
+            reference=implementation.definition(),
+        )
     except LawViolation as violation:
         lines = str(violation).splitlines()
         return "broken", f'breaks the law "{violation.law}": {lines[1].strip() if lines[1:] else ""}'
@@ -235,15 +244,15 @@ def check_contract(
     return ("kept", None) if there else ("not checked", "no law is made for what it lacks, or for this device")
 
 
-def _errors(case: OperationCase, fn: Callable, drawn: Drawn, exact: Exact, outputs: Sequence[str]) -> list[Error]:
+def _errors(case: Operation, fn: Callable, drawn: Drawn, known: Exact, outputs: Sequence[str]) -> list[Error]:
     """The errors of every output, and of its gradient by every leaf."""
     errors = []
     for output in outputs:
-        of = (output,) if any(place[0] == output for place in exact.gradients) else ()
-        result = case.evaluate(fn, drawn, outputs, of)
-        errors.append(_error(output, None, exact.values[output], result.values[output]))
+        of = (output,) if any(place[0] == output for place in known.gradients) else ()
+        result = evaluate(case, fn, drawn, outputs, of)
+        errors.append(_error(output, None, known.values[output], result.values[output]))
         for leaf, gradient in result.gradients.items():
-            errors.append(_error(output, leaf, exact.gradients[output, leaf], gradient))
+            errors.append(_error(output, leaf, known.gradients[output, leaf], gradient))
         del result
         gc.collect()
     return errors

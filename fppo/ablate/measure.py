@@ -91,9 +91,10 @@ def with_rates(machine: HostRates, device: torch.device, dtypes: tuple[torch.dty
     return attrs.evolve(machine, matmul=matmul, copy=copy_rate(device))
 
 
-def name_of(device: torch.device) -> str:
-    """The model of the processor or accelerator."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+def host_of(device: torch.device) -> HostRates:
+    """The model of the processor or accelerator, with torch's threads and version, and no rates yet."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return HostRates(device=name, threads=torch.get_num_threads(), torch=torch.__version__)
 
 
 def _processor() -> str:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import attrs
 
+from fppo_kernels.operation import OperationCost
+
 Contract = Literal["kept", "broken", "partly", "not checked"]  # partly: none is broken of those that were tried
 Status = Literal["ok", "failed", "refused", "error", "interrupted"]
 
@@ -24,21 +26,6 @@ class Error:
     by: str | None
     max_abs: float
     relative: float
-
-
-@attrs.frozen(kw_only=True)
-class OperationCost:
-    """What an operation must do at a shape, whoever computes it, and how that is counted.
-
-    Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
-    with the backward pass; None where there is none.
-    """
-
-    bytes_forward: int
-    bytes_total: int | None
-    flops_forward: int = 0
-    flops_total: int | None = None
-    words: str = ""
 
 
 @attrs.frozen(kw_only=True)

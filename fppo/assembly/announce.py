@@ -20,7 +20,7 @@ from fppo.settings.placement import PlacementSettings, places_of, pools_of, thre
 from fppo.settings.resolve import old_log_probs_source, passes_besides, sharing_hindrances
 from fppo.settings.train import TrainSettings
 from fppo.steps.outputs import Forward
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 _WIDTH = 80
 

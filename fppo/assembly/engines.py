@@ -26,7 +26,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
 from fppo.settings.rollout import TurnsSettings, VllmSettings
 from fppo.settings.train import DataSettings, TrainSettings
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 if TYPE_CHECKING:
     from fppo.rollout.vllm.engine import VllmEngine

@@ -54,7 +54,7 @@ from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.workers.imports import imported, search
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 T = TypeVar("T")
 

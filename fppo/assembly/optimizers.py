@@ -15,7 +15,7 @@ from fppo.steps.clock import Timeline
 from fppo.steps.optimizers import Optimizer, kept_on_host
 from fppo.steps.schedules import schedule
 from fppo_kernels.adamw import adamw_
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 def optimizers_of(settings: TrainSettings, kernels: Kernels, lane: Lane | None) -> dict[str, Optimizer]:

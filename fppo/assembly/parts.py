@@ -27,7 +27,7 @@ from fppo.runtime.mesh import Mesh, Sharding
 from fppo.settings import checks, files
 from fppo.settings.component import bound
 from fppo.settings.learning import ActorSettings, CriticSettings
-from fppo.settings.modules import INNER, kernels_named
+from fppo.settings.modules import kernels_named
 from fppo.settings.placement import places_of, pools_of, ranks_without_gpus
 from fppo.settings.tables import VALUE_HEADS
 from fppo.settings.train import TrainSettings
@@ -35,7 +35,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import imported
 from fppo_kernels import table as tables
 from fppo_kernels.collectives import Axis
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 Role = Literal["actor", "critic", "ref", "reward model", "judge"]
 Offload = Literal["none", "moments", "all"]
@@ -281,7 +281,7 @@ def lacks_something(settings: TrainSettings) -> bool:
     section = settings.model
     table = kernel_table(settings)
     named = [table[op].get(getattr(section, op)) for op in ("attention", "decode_attention", "log_probs")]
-    inside = any(getattr(section, op) != own for op, own in INNER.items())
+    inside = any(getattr(section, op) != tables.DEFAULTS[op] for op in tables.INSIDE)
     return any(kernel is not None and kernel.lacks for kernel in named) or inside or section.compile_layers
 
 
@@ -293,7 +293,7 @@ def check_kernels(settings: TrainSettings, model: Model, role: str = "actor") ->
     mesh = pools_of(settings.placement).get(places_of(settings.placement).get(role, "")) or settings.mesh
     gathers = mesh.context > 1 and not mesh.ring
     attention = models.attention_needs(model) | ({"key_lengths"} if gathers else set())
-    needs = {"attention": attention, **dict.fromkeys(("decode_attention", "log_probs", *INNER), ())}
+    needs = {"attention": attention, **dict.fromkeys(("decode_attention", "log_probs", *tables.INSIDE), ())}
     for op, features in needs.items():
         tables.get(op, getattr(settings.model, op), needs={*features, dtype}, table=table)
     model.own_skeleton(inner_of(kernels_of(settings)), compiled=model.compile_layers)
@@ -312,19 +312,8 @@ def kernel_table(settings: TrainSettings) -> tables.Table:
 
 def kernels_of(settings: TrainSettings) -> Kernels:
     """The kernels that the settings name."""
-    section = settings.model
-    return Kernels.named(
-        attention=section.attention,
-        decode_attention=section.decode_attention,
-        log_probs=section.log_probs,
-        linear=section.linear,
-        rms_norm=section.rms_norm,
-        add_rms_norm=section.add_rms_norm,
-        rotary=section.rotary,
-        glu=section.glu,
-        gae=settings.algorithm.gae,
-        table=kernel_table(settings),
-    )
+    names = {setting.rpartition(".")[2]: name for setting, name in kernels_named(settings).items()}
+    return Kernels.named(**names, table=kernel_table(settings))
 
 
 def micro_batching_of(section: ActorSettings | CriticSettings) -> MicroBatching:

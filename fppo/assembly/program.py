@@ -47,7 +47,7 @@ from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
 from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import Params
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 # the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
 _EXACT_GAP, _COARSE_GAP = 1e-4, 0.05

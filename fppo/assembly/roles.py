@@ -61,7 +61,7 @@ from fppo.steps.recorded import Recorder, graphs, records
 from fppo.steps.train_state import Scale, TrainState, init_state
 from fppo.tree import state
 from fppo.workers.imports import search
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @attrs.frozen

@@ -55,7 +55,7 @@ from fppo.settings.rollout import RolloutSettings, TurnsSettings
 from fppo.settings.tables import ESTIMATORS
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.train_state import whole_shapes
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @attrs.frozen

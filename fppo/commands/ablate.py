@@ -17,7 +17,6 @@ from transformers.utils import logging as transformers_logging
 from fppo._errors import UsageError
 from fppo.ablate import ablate as run_all
 from fppo.ablate import operations, text
-from fppo.ablate.presets import sizes_of
 from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, kernels_of
 from fppo.assembly.run import assemble
@@ -33,13 +32,12 @@ from fppo.settings.ablate import AblateSettings
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels import table as tables
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation, Table
+from fppo_kernels.table import Implementation, Kernels, Table
 
 
 def ablate(settings: AblateSettings) -> int:
     """Prints the table, or where a replayed step parts, and writes what was asked for; 130 if it was interrupted."""
-    ops = list(operations.CASES) if settings.ops == ("all",) else [operations.case_of(op).op for op in settings.ops]
+    ops = list(operations.NAMES) if settings.ops == ("all",) else [operations.case_of(op).name for op in settings.ops]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if settings.replay is not None:
@@ -80,8 +78,8 @@ def _device(name: str) -> torch.device:
 
 
 def _shapes(settings: AblateSettings, ops: list[str]) -> list[dict[str, int]]:
-    names = {name for op in ops for name in operations.CASES[op].shape}
-    sizes = {} if settings.model is None else sizes_of(settings.model)
+    names = {name for op in ops for name in operations.case_of(op).shape}
+    sizes = {} if settings.model is None else operations.sizes_of(settings.model)
     default = {name: size for name, size in sizes.items() if name in names}
     return [default | shape for shape in settings.sizes or [{}]]
 

@@ -7,13 +7,10 @@ Begin with `losses.check_policy_loss`; `screening` has the laws that take no tim
 
 from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
-from fppo.laws.attention import check_attention
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
-from fppo.laws.decoding import check_decode_attention
 from fppo.laws.estimators import check_advantages, check_whiten
-from fppo.laws.kernels import check_log_probs
-from fppo.laws.layers import check_add_rms_norm, check_glu, check_linear, check_rms_norm, check_rotary
+from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
 from fppo.laws.padding import check_padding
@@ -28,27 +25,20 @@ from fppo.laws.updates import check_update, check_update_fn
 __all__ = [
     "LawViolation",
     "check_adamw",
-    "check_add_rms_norm",
     "check_advantages",
     "check_all_to_all",
-    "check_attention",
     "check_collective",
     "check_collectives",
     "check_context",
-    "check_decode_attention",
     "check_donation",
     "check_gae",
-    "check_glu",
+    "check_kernel",
     "check_layout",
     "check_layout_fn",
-    "check_linear",
-    "check_log_probs",
     "check_padding",
     "check_policy_loss",
     "check_purity",
     "check_resume",
-    "check_rms_norm",
-    "check_rotary",
     "check_schedule",
     "check_shared",
     "check_temporal",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fppo.laws._search import LawExample, differ
+from fppo.laws._search import Law, LawExample, differ
+from fppo_kernels.operation import Kernel, Operation
 
 # A result may differ from the float64 reference by this, relative to the larger of 1 and the tensor's largest number.
 # In bfloat16, which keeps 8 bits, logits may be rounded on their way.
@@ -68,3 +70,55 @@ def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
     if not dtypes or not set(dtypes) <= set(TOLERANCES):
         raise ValueError(f"dtypes must be some of {[words(x) for x in TOLERANCES]}, got {[str(x) for x in dtypes]}")
     return tuple(dtypes)
+
+
+def named(output: str) -> str:
+    """An output in words."""
+    return "the result" if output == "result" else output
+
+
+def results(
+    op: Operation, kernel: Kernel, example: LawExample, outputs: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """The outputs of a kernel on an example, by name: these, or all."""
+    return op.call(kernel, example.inputs, settings(example), op.outputs if outputs is None else outputs)
+
+
+def gradients(
+    op: Operation, kernel: Kernel, example: LawExample, by: Sequence[str] | None = None, of: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """The gradients by these leaves (all) of sum(weights * output), summed over the outputs `of` (all)."""
+    example, leaves = carry(example, op.leaves if by is None else by)
+    values, weights = results(op, kernel, example), op.cotangents(example.weights)
+    total = torch.stack([(weights[name] * values[name]).sum() for name in (op.sloped if of is None else of)]).sum()
+    return dict(zip(leaves, grads(total, list(leaves.values())), strict=True))
+
+
+def example_of(
+    op: Operation,
+    numbers: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | str,
+    wide: int | None,
+    rows: int,
+    width: int,
+    seed: int,
+) -> LawExample:
+    """The example of one of these numbers in one of these dtypes, by the seed."""
+    assert op.draw is not None
+    number, dtype = numbers[seed // len(dtypes)], dtypes[seed % len(dtypes)]
+    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)
+    return place(LawExample(*op.draw(generator, rows, width, number, wide)), dtype, device)
+
+
+class KernelLaw(NamedTuple):
+    """A law of the kernels of some operations: `breach` takes the operation before what that of a law takes."""
+
+    name: str
+    statement: str
+    breach: Callable[[Operation, Kernel, LawExample, torch.Generator], str | None]
+
+
+def bound(laws: Sequence[KernelLaw], op: Operation) -> list[Law]:
+    """The laws of an operation's kernels."""
+    return [Law(law.name, law.statement, partial(law.breach, op)) for law in laws]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +12,11 @@ from torch import Tensor
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
 SEEDS = 6
 PRINTED = 1000  # numbers of a tensor
-BOUND = 60  # characters of what is bound to a function
+WRITTEN = 100  # characters of a callable without a name
+_OBJECT = re.compile(r"<[\w.<>]*?(\w+) object at 0x\w+>")  # <module.Class object at 0x7f>
+_FUNCTION = re.compile(
+    r"<(?:built-in |bound )?(?:function|method) (?:[\w.]*<locals>\.)*([\w.]+)(?: of [\w. ]+)?(?: at 0x\w+)?>"
+)
 GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
@@ -172,18 +176,11 @@ def changed(reason: str | None, words: str, example: LawExample) -> Breach | Non
 
 
 def fn_name(fn: Callable) -> str:
-    """The name of a function; of a partial one with what is bound: partial(f, radius=0.1)."""
-    if isinstance(fn, functools.partial):
-        bound = [*map(_short_repr, fn.args), *(f"{name}={_short_repr(x)}" for name, x in fn.keywords.items())]
-        return f"partial({', '.join([fn_name(fn.func), *bound])})"
-    return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _short_repr(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"tensor({_digits(value)[0]})" if value.numel() <= 8 else f"<tensor {list(value.shape)}>"
-    text = fn_name(value) if callable(value) else repr(value)
-    return text if len(text) <= BOUND else f"<{type(value).__name__}>"
+    """The name of a function; of another callable how it is written, without addresses: partial(f, radius=0.1)."""
+    if (name := getattr(fn, "__name__", None)) is not None:
+        return name
+    text = _FUNCTION.sub(r"\1", _OBJECT.sub(r"\1", repr(fn))).removeprefix("functools.")
+    return text if len(text) <= WRITTEN else f"{text[:WRITTEN]}..."
 
 
 def _digits(x: Tensor) -> tuple[str, bool]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fppo.laws._kernels import DTYPES, apart, checked
 from fppo.laws._search import Law, LawExample, check, differ, normal
+from fppo_kernels.adamw import reference_
 
 SIZES = ((1, 1), (1, 2), (3, 2), (0, 3), (5, 130))
 STEPS = 3
@@ -82,31 +83,20 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScala
     )
 
 
-def _textbook(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, count: int, case: AdamWScalars
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2 of Loshchilov and Hutter (2019, arXiv:1711.05101) with the learning rate in the decay, float64."""
-    beta1, beta2 = case.betas
-    g = g if case.grad_scale is None else g / case.grad_scale
-    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
-    unbiased_m, unbiased_v = m / (1 - beta1**count), v / (1 - beta2**count)
-    return p - case.lr * (unbiased_m / (unbiased_v.sqrt() + case.eps) + case.weight_decay * p), m, v
-
-
 def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
     """What of some steps differs from the textbook's numbers."""
     state, names = _start(example), list(example.inputs)
-    expected = [tuple(x.double() for x in leaf) for leaf in zip(*state[:3], strict=True)]
+    expected = _State(*([x.double() for x in part] for part in state))
     for step in range(STEPS):
         grads = _grads(example, step)
         count = int(state.steps[0]) + 1
-        expected = [_textbook(p, g.double(), m, v, count, case) for (p, m, v), g in zip(expected, grads, strict=True)]
+        _step(reference_, expected, [g.double() for g in grads], case)
         _step(kernel, state, grads, case)
         if any(int(x) != count for x in state.steps):
             return f"after step {step + 1}, steps are {[x.item() for x in state.steps]}, expected {count}.0 of each"
         for i, name in enumerate(names):
-            for what, wanted, actual in zip(STATE, expected[i], (part[i] for part in state[:3]), strict=True):
-                if reason := apart(f"the {what} {name!r}", wanted, actual, actual.dtype):
+            for what, wanted, actual in zip(STATE, expected, state, strict=False):
+                if reason := apart(f"the {what} {name!r}", wanted[i], actual[i], actual[i].dtype):
                     return f"with {case}, after step {step + 1}, {reason}"
     return None
 

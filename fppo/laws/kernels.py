@@ -1,293 +1,192 @@
-"""Laws of log-prob kernels: the log-probs of labels and their gradient equal the float64 reference."""
+"""Laws of kernels: values and gradients equal the float64 reference, rows stay apart, arguments stay as they are."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 
-from fppo.laws._kernels import TOLERANCES, apart, carry, checked, exact, grads, place, settings, words
+from fppo.laws import attention, log_probs
+from fppo.laws._kernels import KernelLaw, apart, bound, checked, exact, example_of, gradients, named, results, words
 from fppo.laws._search import Law, LawExample, check, differ, normal, unchanged
-from fppo_kernels.log_probs.reference import reference
-
-OUTPUTS = ("log_probs", "entropy", "sum_squared")
-SIZES = ((0, 2), (1, 1), (1, 2), (2, 2), (1, 4), (3, 5), (5, 9), (33, 1100))  # tokens, vocabulary
-
-
-def _log_probs(kernel: Callable, example: LawExample, entropy: bool = True, sum_squared: bool = True) -> Any:
-    return kernel(*example.inputs.values(), **settings(example), entropy=entropy, sum_squared=sum_squared)
-
-
-def _log_probs_grads(
-    kernel: Callable, example: LawExample, outputs: Sequence[str], names: Sequence[str] = ("hidden", "weight", "bias")
-) -> dict[str, Tensor]:
-    """The gradients by these names of sum(weights * output), summed over the outputs."""
-    example, leaves = carry(example, names)
-    result = _log_probs(kernel, example)
-    sums = [(example.weights[OUTPUTS.index(output)] * getattr(result, output)).sum() for output in outputs]
-    return dict(zip(leaves, grads(torch.stack(sums).sum(), list(leaves.values())), strict=True))
+from fppo.laws.adamw import check_adamw
+from fppo.laws.collectives import check_all_to_all
+from fppo.laws.padding import check_padding
+from fppo.laws.temporal import check_gae
+from fppo_kernels import padding
+from fppo_kernels.operation import Kernel, Operation, operation_of
+from fppo_kernels.table import own
 
 
-def _log_probs_shape(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    hidden = example.inputs["hidden"]
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    both = _log_probs(kernel, example)
-    for name in OUTPUTS:
-        x = getattr(both, name, None)
+def _dtype(example: LawExample) -> torch.dtype:
+    return next(iter(example.inputs.values())).dtype
+
+
+def _shape(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+    expected = results(op, op.reference, example)
+    for name, x in results(op, kernel, example).items():
         if not isinstance(x, Tensor):
-            return f"{name} is {type(x).__name__}, expected a Tensor"
-        if x.shape != hidden.shape[:1] or x.dtype != wide:
-            return f"{name} is {words(x.dtype)} {list(x.shape)}, expected {words(wide)} [{len(hidden)}]"
+            return f"{named(name)} is {type(x).__name__}, expected a Tensor"
+        want = expected[name]
+        if x.shape != want.shape or x.dtype != want.dtype:
+            what = "it returned" if name == "result" else f"{name} is"
+            return f"{what} {words(x.dtype)} {list(x.shape)}, expected {words(want.dtype)} {list(want.shape)}"
         if not x.isfinite().all():
-            return f"{name} is not finite: {x.tolist()}"
+            return f"{named(name)} is not finite"
     return None
 
 
-def _outputs_requested(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    both, dtype = _log_probs(kernel, example), example.inputs["hidden"].dtype
-    for entropy, sum_squared in ((False, False), (True, False), (False, True)):
-        one = _log_probs(kernel, example, entropy, sum_squared)
-        for name, asked in zip(OUTPUTS, (True, entropy, sum_squared), strict=True):
-            if asked and (reason := apart(name, getattr(both, name), getattr(one, name), dtype)):
-                return f"with entropy={entropy} and sum_squared={sum_squared}, {reason}, as with both"
-    return None
-
-
-def _log_probs_purity(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    copy = example.map(torch.clone)
-    first = _log_probs(kernel, example)
-    _log_probs_grads(kernel, example, OUTPUTS)
+def _purity(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+    copy, first = example.map(torch.clone), results(op, kernel, example)
+    slopes = gradients(op, kernel, example) if op.sloped else {}
     if reason := unchanged(example, copy):
         return reason
-    second = _log_probs(kernel, example)
-    for name in OUTPUTS:
-        if reason := differ(name, getattr(first, name), getattr(second, name), 0.0):
+    for name, again in results(op, kernel, example).items():
+        if reason := differ(named(name), first[name], again, 0.0):
             return f"a second call gave another result: {reason}, as before"
+    for name, again in gradients(op, kernel, example).items() if op.rows else ():
+        if reason := differ(f"the gradient by {name}", slopes[name], again, 0.0):
+            return f"a second call gave another gradient: {reason}, as before"
     return None
 
 
-def _log_probs_range(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    result, vocab = _log_probs(kernel, example), len(example.inputs["weight"])
-    slack = TOLERANCES[result.log_probs.dtype]  # moments are sums, and round
-    for name, low, high in (
-        ("log_probs", -math.inf, 0.0),
-        ("entropy", -slack, math.log(vocab) + slack),
-        ("sum_squared", 1 / vocab - slack, 1 + slack),
-    ):
-        x = getattr(result, name).detach()
-        outside = ((x < low) | (x > high)).nonzero().flatten().tolist()
-        if outside:
-            return f"{name}[{outside[0]}] is {x[outside[0]].item():.9g}, with a vocabulary of {vocab}"
-    return None
-
-
-def _log_probs_values(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    actual, expected = _log_probs(kernel, example), _log_probs(reference, exact(example))
-    for name in OUTPUTS:
-        if reason := apart(name, getattr(expected, name), getattr(actual, name), example.inputs["hidden"].dtype):
+def _values(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+    expected, actual = results(op, op.reference, exact(example)), results(op, kernel, example)
+    for name, x in expected.items():
+        if reason := apart(named(name), x, actual[name], _dtype(example)):
             return reason
     return None
 
 
-def _log_probs_gradient(
-    kernel: Callable, example: LawExample, generator: torch.Generator, *, outputs: Sequence[str]
+def _gradients(
+    of: Sequence[str], op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator
 ) -> str | None:
-    actual, expected = (_log_probs_grads(fn, x, outputs) for fn, x in ((kernel, example), (reference, exact(example))))
+    actual, expected = gradients(op, kernel, example, of=of), gradients(op, op.reference, exact(example), of=of)
+    slack = op.slack(example.inputs, example.extras)
     for name, grad in expected.items():
-        if reason := apart(f"the gradient by {name}", grad, actual[name], example.inputs["hidden"].dtype):
+        if reason := apart(f"the gradient by {name}", grad, actual[name], _dtype(example), slack):
             return reason
     return None
 
 
-def _frozen_head(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    whole = _log_probs_grads(kernel, example, OUTPUTS)
-    for names in (("hidden",), ("weight",)):
-        for name, grad in _log_probs_grads(kernel, example, OUTPUTS, names).items():
-            if reason := apart(f"the gradient by {name} alone", whole[name], grad, grad.dtype):
-                return reason
+def _frozen(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+    for name, whole in gradients(op, kernel, example).items():
+        (alone,) = gradients(op, kernel, example, (name,)).values()
+        if reason := apart(f"the gradient by {name} alone", whole, alone, _dtype(example)):
+            return reason
     return None
 
 
-def _gradient_law(*outputs: str) -> Law:
+def _rows_apart(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
+    count = example.weights.shape[-2]
+    for cut in sorted({1, count // 2} - {0, count}):
+        readers = (torch.arange(count, device=example.weights.device) < cut)[:, None]
+        fresh = {n: normal(generator, *example.inputs[n].shape).to(example.inputs[n]) for n in op.rows}
+        changed = example.put(**{n: x.where(~readers, example.inputs[n]) for n, x in fresh.items()})
+        before, after = (results(op, kernel, x)["result"][..., :cut, :] for x in (example, changed))
+        if reason := differ("the result there", before, after, 0.0):
+            return f"rows before row {cut} see those from there on: {reason}, as before they changed"
+        of_readers = example._replace(weights=example.weights.where(readers, 0.0))
+        for name, grad in gradients(op, kernel, of_readers, op.rows).items():
+            if reason := differ("it", torch.zeros_like(grad[..., cut:, :]), grad[..., cut:, :], 0.0):
+                return f"the gradient of the rows before row {cut} reaches {name} of those from there on: {reason}"
+    return None
+
+
+def _gradient_law(op: Operation, outputs: Sequence[str]) -> KernelLaw:
     what = outputs[0] if len(outputs) == 1 else "all outputs"
-    statement = f"the gradient of {what} by hidden, weight and bias is that of the float64 reference"
-    return Law(f"gradient of {what}", statement, partial(_log_probs_gradient, outputs=outputs))
+    name = "gradients" if len(op.outputs) == 1 else f"gradient of {what}"
+    statement = f"the gradient of {named(what)} by every input is that of the float64 reference"
+    return KernelLaw(name, statement, partial(_gradients, outputs))
 
 
-_LOG_PROBS_LAWS = (
-    Law("shape", "every output is finite, [N], in the dtype of hidden or float32 if that is wider", _log_probs_shape),
-    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _log_probs_purity),
-    Law("outputs asked for", "an output does not depend on which others are asked for", _outputs_requested),
-    Law("range", "log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1", _log_probs_range),
-    Law("values", "values are those of the float64 reference", _log_probs_values),
-    *(_gradient_law(output) for output in OUTPUTS),
-    _gradient_law(*OUTPUTS),
-    Law("frozen head", "a gradient does not depend on which arguments take one", _frozen_head),
+# what an operation must do beside the laws of all
+_OTHERS = MappingProxyType(
+    {"log_probs": log_probs.LAWS, "attention": attention.LAWS, "decode_attention": attention.DECODING_LAWS}
 )
 
 
-SUM_TOLERANCES = MappingProxyType({**TOLERANCES, torch.bfloat16: 2**-8})
-
-
-def _sums_example(
-    dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int
-) -> LawExample:
-    """Every logit is 0, so that a term of a sum takes no rounding: hidden states are 0, or weights are."""
-    dtype, of_hidden = dtypes[seed // 2], seed % 2 == 0
-    generator = torch.Generator().manual_seed(seed)
-    rows, width = (1, rows) if of_hidden else (rows, width)
-    hidden, weight = (torch.randint(1, 4, (n, 2), generator=generator).double() for n in (rows, width))
-    labels = torch.zeros(rows, dtype=torch.int64)
-    weights = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)[:, None].expand(3, rows)
-    inputs = {"hidden": hidden * (not of_hidden), "weight": weight * of_hidden, "labels": labels}
-    return place(LawExample(inputs, {}, weights), dtype, device)
-
-
-def _long_sums(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    actual, expected = (
-        _log_probs_grads(fn, x, OUTPUTS[:1]) for fn, x in ((kernel, example), (reference, exact(example)))
-    )
-    for name, grad in expected.items():
-        slack = SUM_TOLERANCES[example.inputs["hidden"].dtype] * grad.abs().max().item()
-        if reason := differ(f"the gradient by {name}", grad, actual[name], slack, relative=0.0):
-            return reason
-    return None
-
-
-_SUM_LAWS = (Law("long sums", "gradients over many tokens and a large vocabulary are rounded once", _long_sums),)
-
-
-BITS = 14  # of the codes that tell columns apart: 2**14 is more than the columns
-LARGE = (1100, 8300)  # tokens, vocabulary: more than 1,024 and 8,192, and no multiple of a block
-PIECE = 100  # tokens that the reference is asked about at a time: its logits of all would take 70 MB, several times
-
-
-def _large_example(
-    dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
-) -> LawExample:
-    """Every token's probability lies on one column and those whose code differs from it in a bit or two.
-
-    These columns are the borders of blocks of 64, and others by chance; so a label or a logit at the wrong place shows.
-    Labels of tokens that are a power of two apart differ from their columns in different numbers of bits. Logits are
-    small whole numbers, which no dtype rounds.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    columns = torch.arange(width)
-    border = (columns % 64 == 0) | (columns % 64 == 63)
-    order = torch.randperm(width, generator=generator)
-    peaks = torch.cat([columns[border], order[~border[order]]])[:rows]
-    peaks = peaks[torch.randperm(rows, generator=generator)]
-    codes = torch.zeros(width, max(hidden_size, 16), dtype=torch.float64)
-    codes[:, :BITS] = 2.0 * ((columns[:, None] >> torch.arange(BITS)) % 2) - 1
-    labels = peaks ^ torch.tensor([0, 1, 3])[torch.arange(rows) % 3]
-    weights = torch.randint(-2, 3, (3, rows), generator=generator).double()
-    return place(
-        LawExample({"hidden": 2 * codes[peaks], "weight": codes, "labels": labels}, {}, weights), dtypes[0], device
-    )
-
-
-def _large(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    dtype, (hidden, weight, labels) = example.inputs["hidden"].dtype, example.inputs.values()
-    weight = weight.double().requires_grad_()
-    values, by_hidden, by_weight = [], [], torch.zeros_like(weight)
-    for rows in torch.arange(len(labels)).split(PIECE):
-        leaf = hidden[rows].double().requires_grad_()
-        out = reference(leaf, weight, labels[rows], entropy=True, sum_squared=True)
-        stacked = torch.stack([getattr(out, name) for name in OUTPUTS])
-        of_hidden, of_weight = torch.autograd.grad((example.weights[:, rows] * stacked).sum(), (leaf, weight))
-        values, by_hidden, by_weight = [*values, stacked.detach()], [*by_hidden, of_hidden], by_weight + of_weight
-    actual = _log_probs(kernel, example)
-    for name, expected in zip(OUTPUTS, torch.cat(values, 1), strict=True):
-        if reason := apart(name, expected, getattr(actual, name), dtype):
-            return reason
-    del actual
-    expected_grads = {"hidden": torch.cat(by_hidden), "weight": by_weight}
-    for name, grad in _log_probs_grads(kernel, example, OUTPUTS).items():
-        if reason := apart(f"the gradient by {name}", expected_grads[name], grad, dtype):
-            return reason
-    return None
-
-
-_LARGE_LAWS = (Law("large", "values and gradients are right over more tokens and columns than a block has", _large),)
-
-
-class _LogProbsCase(NamedTuple):
-    bias: bool = False
-    temperature: float | str | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    logits: str = "usual"  # or "flat", "extreme"
-
-
-_LOG_PROBS_CASES = (
-    _LogProbsCase(),
-    _LogProbsCase(bias=True),
-    _LogProbsCase(temperature=0.7),
-    _LogProbsCase(temperature="per token"),
-    _LogProbsCase(softcap=2.0),
-    _LogProbsCase(scale=0.5),
-    _LogProbsCase(True, "per token", 3.0, 1.5),
-    _LogProbsCase(logits="flat"),
-    _LogProbsCase(temperature="per token", logits="extreme"),
-    _LogProbsCase(True, 0.5, 30.0, 0.5, "extreme"),
+_COMMON = (
+    KernelLaw("shape", "results are finite, of the shape and the dtype that they should have", _shape),
+    KernelLaw("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
 )
+_VALUES = KernelLaw("values", "values are those of the float64 reference", _values)
+_APART = KernelLaw("rows apart", "other rows change nothing, and no gradient reaches them", _rows_apart)
+_FROZEN = KernelLaw("frozen", "a gradient does not depend on which arguments take one", _frozen)
 
 
-def _log_probs_example(
-    dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
-) -> LawExample:
-    """Numbers that float32 holds; extreme logits are whole, so that float32 makes no error in them."""
-    case, dtype = _LOG_PROBS_CASES[seed // len(dtypes)], dtypes[seed % len(dtypes)]
-    generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed // len(dtypes))
+def laws_of(op: Operation) -> list[Law]:
+    """The laws of an operation; log-probs have others of large examples."""
+    special = ((_APART,), (_FROZEN,)) if op.rows else (_OTHERS.get(op.name, ()), ())
+    outputs = [*((name,) for name in op.sloped), *([op.sloped] if len(op.sloped) > 1 else [])]
+    slopes = [_gradient_law(op, names) for names in outputs]
+    return bound([*_COMMON, *special[0], _VALUES, *slopes, *special[1]], op)
 
-    def draw(*shape: int, step: float = 1.0) -> Tensor:
-        if case.logits == "extreme":
-            return step * torch.randint(-2, 3, shape, generator=generator).double()
-        return normal(generator, *shape) * (case.logits != "flat")
 
-    inputs = {
-        "hidden": draw(rows, hidden_size, step=64.0),
-        "weight": draw(width, hidden_size),
-        "labels": torch.randint(width, (rows,), generator=generator),
+def _check_gae(kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device) -> bool:
+    if device.type == "cpu":
+        check_gae(kernel, dtypes=tuple({torch.float64, *dtypes}))
+    return device.type == "cpu"
+
+
+# operations of other kinds, with laws of their own
+_CHECKS: Mapping[str, Callable[[Kernel, Sequence[torch.dtype], torch.device], bool | None]] = MappingProxyType(
+    {
+        "gae": _check_gae,
+        "adamw": lambda kernel, dtypes, device: check_adamw(kernel, dtypes=dtypes, device=device),
+        "unpad": lambda kernel, dtypes, device: check_padding(kernel, padding.pad, device=device),
+        "pad": lambda kernel, dtypes, device: check_padding(padding.unpad, kernel, device=device),
+        "all_to_all": lambda kernel, dtypes, device: check_all_to_all(kernel, ranks=(1, 2)),
     }
-    numbers = {"temperature": case.temperature, "softcap": case.softcap, "scale": case.scale}
-    extras = {name: torch.tensor(x, dtype=torch.float64) for name, x in numbers.items() if isinstance(x, float)}
-    if case.temperature == "per token":
-        extras["temperature"] = 2.0 ** torch.randint(-1, 2, (rows,), generator=generator).double()
-    if case.bias:
-        extras["bias"] = draw(width, step=64.0)
-    return place(LawExample(inputs, extras, normal(generator, 3, rows)), dtype, device)
+)
 
 
-def check_log_probs(
-    kernel: Callable[..., Any],
+def check_kernel(
+    op: str | Operation,
+    kernel: Kernel,
     *,
-    dtypes: Sequence[torch.dtype] = tuple(TOLERANCES),
+    dtypes: Sequence[torch.dtype] | None = None,
     device: torch.device | str = "cpu",
-    hidden_size: int = 2,
-) -> None:
-    """Put a log-prob kernel through its laws: `laws.check_log_probs(my_kernel)`. LawViolation for the first that fails.
+    lacks: Collection[str] | None = None,
+    reference: Kernel | None = None,
+    wide: int | None = None,
+) -> bool:
+    """Put a kernel through the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. LawViolation for the
+    first that fails.
 
-    `kernel(hidden [N, H], weight [V, H], labels [N], *, bias, temperature, softcap, scale, entropy, sum_squared)`
-    returns a record with log_probs, entropy and sum_squared [N] (see `fppo_kernels.log_probs.reference`).
+    The operation is a name of `fppo_kernels.table.Kernels`, whose definition, as `fppo_kernels.log_probs.reference`,
+    has the signature, or a record of your own. Values, and the gradient of every output by every input, are those of
+    the definition in float64, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the larger of 1 and
+    the tensor's largest number; gradients of attention in bfloat16 to `scale` * sqrt(D / 2) times as much, where that
+    is above 1. What a row, a token or a sequence does not see changes no bit of its result, and gets no gradient;
+    arguments stay as they are, and equal arguments give equal bits. Examples are empty, small, steep, flat and large,
+    with and without each keyword.
 
-    log_probs <= 0, 0 <= entropy <= log V, 1 / V <= sum of squares <= 1; the values of every output and its gradient by
-    hidden, weight and bias are those of the float64 reference, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in
-    bfloat16 (relative to the larger of 1 and the tensor's largest number), for no token, one and more, with and without
-    bias, softcap and scale, a temperature for all or one per token, flat and extreme logits, and 1,100 tokens over a
-    vocabulary of 8,300; long sums are rounded once; arguments stay as they are. Kernels that compute in float32 alone
-    bind `dtypes=(torch.float32,)`. Raises ValueError for another dtype.
+    `dtypes` are all that the operation is for, unless given: a kernel that computes in float32 alone gives
+    `dtypes=(torch.float32,)`. `lacks` names keywords, features ("gqa") or activations that it does not have, without
+    which examples are drawn: none, but "key_lengths" for attention that does not name it. One that rounds its operands
+    gives the `reference` that it is held against, a differentiable function of the same arguments in float64, as
+    `fppo_kernels.linear.float8_reference.reference`. Heads and hidden states are `wide`, on GPUs 16.
+
+    Returns whether there were laws to try: there are none for a kernel that lacks what all examples have, nor for
+    "gae" on a GPU. Raises ValueError for another operation or dtype.
     """
-    dtypes = checked(dtypes)
-    examples = partial(_log_probs_example, dtypes, device, hidden_size)
-    seeds = len(_LOG_PROBS_CASES) * len(dtypes)
-    check(kernel, _LOG_PROBS_LAWS, examples, sizes=SIZES, seeds=seeds)
-    sums = partial(_sums_example, dtypes, device)
-    check(kernel, _SUM_LAWS, sums, sizes=((4096, 4),), seeds=2 * len(dtypes))
-    middle = torch.float32 if torch.float32 in dtypes else dtypes[0]  # what is wrong here is so in every dtype
-    check(kernel, _LARGE_LAWS, partial(_large_example, (middle,), device, hidden_size), sizes=(LARGE,), seeds=1)
+    op, device = operation_of(op) if isinstance(op, str) else op, torch.device(device)
+    dtypes = checked(op.dtypes if dtypes is None else dtypes)
+    if op.name in _CHECKS:
+        return _CHECKS[op.name](kernel, dtypes, device) is not False
+    lacks = own(op.name, kernel).lacks if lacks is None else frozenset(lacks)
+    if op.needed & lacks:
+        return False
+    op = op if reference is None else attrs.evolve(op, reference=reference)
+    wide = op.wide if wide is None and device.type != "cpu" else wide
+    numbers = [number for number, features in enumerate(op.features) if not features & lacks]
+    examples = partial(example_of, op, numbers, dtypes, device, wide)
+    check(kernel, laws_of(op), examples, sizes=op.sizes, seeds=len(numbers) * len(dtypes))
+    if op.name == "log_probs":
+        log_probs.check_large(op, kernel, dtypes, device, wide)
+    return True

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fppo.laws._kernels import apart, carry, checked, exact, grads, place, settings
 from fppo.laws._search import Law, LawExample, check, differ, normal
-from fppo.laws.attention import _CASES, FEATURES, _AttentionCase
+from fppo_kernels.attention import CASES, FEATURES, AttentionCase
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import make_lengths
@@ -18,7 +18,7 @@ from fppo_kernels.shared import Branch, SharedKeys, share, shared_attention
 
 SIZES = ((0, 0), (1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (3, 3), (5, 4), (8, 6))  # pieces, tokens of each at most
 LEAVES = ("query", "key", "value", "sinks")
-_SHARED_CASES = tuple(case for case in _CASES if not case.before and case.scale < 1.0)
+_SHARED_CASES = tuple(case for case in CASES if not case.before and case.scale < 1.0)
 
 
 def _pieces(example: LawExample) -> list[Branch]:
@@ -89,7 +89,7 @@ def _example(
     dtype: torch.dtype,
     device: torch.device | str,
     head_dim: int,
-    cases: Sequence[_AttentionCase],
+    cases: Sequence[AttentionCase],
     rows: int,
     width: int,
     seed: int,
@@ -132,7 +132,7 @@ def check_shared(
     `attention.eager` in float64, to 1e-10 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the larger of 1
     and the tensor's largest number; equal arguments give equal bits. LawViolation for the first that fails.
 
-    `features` are those that the kernel has, as of `check_attention`. Raises ValueError for other dtypes.
+    `features` are those that the kernel has, of `fppo_kernels.attention.FEATURES`. Raises ValueError for other dtypes.
     """
     attend = attend or partial(shared_attention, attention)
     cases = [case for case in _SHARED_CASES if case.features <= set(features)]

@@ -10,7 +10,8 @@ import copy
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,12 +24,10 @@ from fppo.models.adapted import taking_adapted
 from fppo.models.known import know_layers, known_layers
 from fppo.models.regions import BlockSeam, EmbeddingSeam, WidthSeam
 from fppo.models.seams import ATTENTION, LayerSeam, attention_seam, take_place
+from fppo_kernels import layer_norm, table
 from fppo_kernels.glu import eager as glus
-from fppo_kernels.linear import plain
-from fppo_kernels.record import Kernels
 from fppo_kernels.rms_norm import eager as norms
-from fppo_kernels.rotary import eager as rotaries
-from fppo_kernels.table import needs_compiler
+from fppo_kernels.table import Kernels, needs_compiler
 
 REGIONS = (BlockSeam, EmbeddingSeam, WidthSeam)  # seams around a module, which is replaced inside them
 APART = f"{ATTENTION}-apart"
@@ -39,22 +38,19 @@ _ROWS, _WIDTH, _INNER = 3, 5, 4  # sizes of a module's trial
 _LARGEST_EPS = 0.1
 
 
-class Inner(NamedTuple):
-    """The kernels used inside layers."""
-
-    linear: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-    glu: Callable[..., Tensor]
-    add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
-    rotary: Callable[..., tuple[Tensor, Tensor]]
-
-
-OWN = Inner(plain.plain, norms.eager, glus.eager, norms.add_eager, rotaries.eager)  # stand for the models' own code
+Inner = Mapping[str, Callable[..., Any]]  # the kernels of what stands inside the layers, by operation
+OWN: Inner = MappingProxyType({op: table.get(op, table.DEFAULTS[op]) for op in table.INSIDE})  # models' own code
 
 
 def inner_of(kernels: Kernels) -> Inner:
-    """Select the kernels used inside layers."""
-    return Inner(kernels.linear, kernels.rms_norm, kernels.glu, kernels.add_rms_norm, kernels.rotary)
+    """The kernels inside layers."""
+    return {op: getattr(kernels, op) for op in OWN}
+
+
+class LinearForm(NamedTuple):
+    """A linear layer, and whether its weight is stored as [in, out]."""
+
+    transposed: bool
 
 
 class NormForm(NamedTuple):
@@ -62,6 +58,12 @@ class NormForm(NamedTuple):
 
     eps: float
     offset: float
+
+
+class LayerNormForm(NamedTuple):
+    """A norm by mean and variance: (x - mean(x)) / sqrt(var(x) + eps) * weight + bias, or without a bias."""
+
+    eps: float
 
 
 class GluForm(NamedTuple):
@@ -77,10 +79,10 @@ class GluForm(NamedTuple):
 class LinearSeam(nn.Module):
     """Replaces a linear layer and calls a kernel for its product."""
 
-    def __init__(self, module: nn.Module, kernel: Callable[..., Tensor]) -> None:
+    def __init__(self, module: nn.Module, form: LinearForm, kernel: Callable[..., Tensor]) -> None:
         super().__init__()
         take_place(self, module)
-        self._kernel, self._transposed = taking_adapted(kernel), isinstance(module, Conv1D)
+        self._kernel, self._transposed = taking_adapted(kernel), form.transposed
 
     def forward(self, input: Tensor) -> Tensor:  # torch's name of the argument
         weight = cast(Tensor, self._parameters["weight"])
@@ -98,6 +100,19 @@ class NormSeam(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight = cast(Tensor, self._parameters["weight"])
         return self._kernel(hidden_states, weight, eps=self._form.eps, offset=self._form.offset)
+
+
+class LayerNormSeam(nn.Module):
+    """Stands in the place of a norm by mean and variance, and hands its numbers to a kernel."""
+
+    def __init__(self, module: nn.Module, form: LayerNormForm, kernel: Callable[..., Tensor]) -> None:
+        super().__init__()
+        take_place(self, module)
+        self._kernel, self._form = kernel, form
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = cast(Tensor, self._parameters["weight"])
+        return self._kernel(hidden_states, weight, self._parameters.get("bias"), eps=self._form.eps)
 
 
 class GluSeam(nn.Module):
@@ -157,21 +172,46 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is Conv1D or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
 
 
+def linear_form(module: nn.Module) -> LinearForm | None:
+    """What linear layer a module is; None if it is none."""
+    return LinearForm(type(module) is Conv1D) if is_linear(module) else None
+
+
 def norm_form(module: nn.Module) -> NormForm | None:
     """Recognise a root-mean-square norm in a module on meta; None for other modules."""
+    if len(module._parameters) > 1:
+        return None
+    forms, kernel = itertools.starmap(NormForm, itertools.product(_small(module), (0.0, 1.0))), norms.eager
+    return _form_of_rows(module, {form: functools.partial(kernel, **form._asdict()) for form in forms})
+
+
+def layer_norm_form(module: nn.Module) -> LayerNormForm | None:
+    """Recognise a norm by mean and variance in a module on meta; None for other modules."""
+    if list(module._parameters) not in (["weight"], ["weight", "bias"]):
+        return None
+    forms = map(LayerNormForm, _small(module))
+    return _form_of_rows(module, {form: functools.partial(layer_norm.eager, eps=form.eps) for form in forms})
+
+
+def _small(module: nn.Module) -> list[float]:
+    """The numbers of a module that may be an epsilon."""
+    return sorted({x for x in vars(module).values() if isinstance(x, float) and 0 <= x < _LARGEST_EPS})
+
+
+def _form_of_rows(module: nn.Module, forms: Mapping[Any, Callable[..., Tensor]]) -> Any:
+    """Recognise a module on meta by its results on rows of its weight's width; None for other modules."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.dim() != 1 or len(module._parameters) > 1 or _others(module) or not _one(module):
+    if weight is None or weight.dim() != 1 or _others(module) or not _one(module):
         return None
     trial = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = Key(0).fold("norm").generator()
-    trial._parameters["weight"] = nn.Parameter(torch.randn(weight.shape, generator=generator), requires_grad=False)
-    numbers = {x for x in vars(module).values() if isinstance(x, float) and 0 <= x < _LARGEST_EPS}
-    rows = torch.randn(_ROWS, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]])
+    for name, x in module._parameters.items():
+        if x is not None:
+            trial._parameters[name] = nn.Parameter(torch.randn(x.shape, generator=generator), requires_grad=False)
+    rows = torch.randn(1, _ROWS, len(weight), generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]])
     actual = _result(trial, rows)
-    for eps, offset in itertools.product(sorted(numbers), (0.0, 1.0)):
-        if actual is not None and _near(actual, norms.eager(rows, trial._parameters["weight"], eps=eps, offset=offset)):  # type: ignore[arg-type]
-            return NormForm(eps, offset)
-    return None
+    near = (form for form, fn in forms.items() if _near(actual, fn(rows, *trial._parameters.values())))
+    return None if actual is None else next(near, None)
 
 
 def glu_form(module: nn.Module) -> GluForm | None:
@@ -226,37 +266,50 @@ def _near(actual: Any, expected: Tensor) -> bool:
     return alike and torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+class KernelPlace(NamedTuple):
+    """What stands in the places of an operation's modules: `seam(module, form, kernel)`, where `form` knows one."""
+
+    what: str
+    form: Callable[[nn.Module], Any]
+    seam: Callable[[nn.Module, Any, Callable[..., Any]], nn.Module]
+
+    def seam_of(self, kernel: Callable[..., Any], module: nn.Module) -> nn.Module | None:
+        """The seam in the place of a module; None if it is of another kind."""
+        form = self.form(module)
+        return None if form is None else self.seam(module, form, kernel)
+
+
+# by operation, in the order in which modules are sought; other operations have places in layers of Llama's kind
+PLACES: Mapping[str, KernelPlace] = MappingProxyType(
+    {
+        "glu": KernelPlace("gated activation", glu_form, GluSeam),
+        "rms_norm": KernelPlace("RMSNorm", norm_form, NormSeam),
+        "layer_norm": KernelPlace("LayerNorm", layer_norm_form, LayerNormSeam),
+        "linear": KernelPlace("linear layer", linear_form, LinearSeam),
+    }
+)
+
+
 def put_kernels(skeleton: PreTrainedModel, inner: Inner) -> None:
     """Replace modules of a skeleton by seams that call the chosen kernels.
 
     Raises ValueError for a chosen kernel without a module to replace.
     """
-    sought: tuple[tuple[str, bool, Callable[[nn.Module], nn.Module | None], str], ...] = (
-        ("glu", inner.glu is not OWN.glu, lambda x: _glu_seam(x, inner.glu), "gated activation"),
-        ("rms_norm", inner.rms_norm is not OWN.rms_norm, lambda x: _norm_seam(x, inner.rms_norm), "RMSNorm"),
-        ("linear", inner.linear is not OWN.linear, lambda x: _linear_seam(x, inner.linear), "linear layer"),
-    )
-    for op, chosen, seam_of, what in sought:
-        if chosen and not _replace(skeleton, seam_of):
-            raise _no_place(skeleton, op, what)
-    added = None if inner.add_rms_norm is OWN.add_rms_norm else inner.add_rms_norm
-    chosen = [op for op in ("add_rms_norm", "rotary") if getattr(inner, op) is not getattr(OWN, op)]
-    if chosen and not know_layers(skeleton, inner.rotary, added):
-        raise _no_place(skeleton, " and ".join(chosen), "layer of Llama's kind")
+    chosen = [op for op, kernel in inner.items() if kernel is not OWN[op]]
+    for op, place in PLACES.items():
+        if op in chosen and not _replace(skeleton, functools.partial(place.seam_of, inner[op])):
+            raise _no_place(skeleton, op, place.what)
+    added = None if inner["add_rms_norm"] is OWN["add_rms_norm"] else inner["add_rms_norm"]
+    others = [op for op in chosen if op not in PLACES]
+    if others and not know_layers(skeleton, inner["rotary"], added):
+        raise _no_place(skeleton, " and ".join(others), "layer of Llama's kind")
 
 
 def has_place(skeleton: PreTrainedModel, op: str) -> bool:
     """Whether a model has modules that kernels of `op`, an operation inside layers, can replace."""
-    modules = list(skeleton.modules())
-    match op:
-        case "glu":
-            return any(glu_form(module) for module in modules)
-        case "rms_norm":
-            return any(norm_form(module) for module in modules)
-        case "linear":
-            return any(map(is_linear, modules))
-        case _:
-            return bool(known_layers(skeleton))
+    if op in PLACES:
+        return any(PLACES[op].form(module) is not None for module in skeleton.modules())
+    return bool(known_layers(skeleton))
 
 
 def _no_place(skeleton: PreTrainedModel, op: str, what: str) -> ValueError:
@@ -264,20 +317,6 @@ def _no_place(skeleton: PreTrainedModel, op: str, what: str) -> ValueError:
         f"model type {skeleton.config.model_type!r}: fppo knows no {what} in {type(skeleton).__name__} for the "
         f"kernel of {op}; leave {op} as it is by default"
     )
-
-
-def _linear_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
-    return LinearSeam(module, kernel) if is_linear(module) else None
-
-
-def _norm_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
-    form = norm_form(module)
-    return None if form is None else NormSeam(module, form, kernel)
-
-
-def _glu_seam(module: nn.Module, kernel: Callable[..., Tensor]) -> nn.Module | None:
-    form = glu_form(module)
-    return None if form is None else GluSeam(module, form, kernel)
 
 
 def _replace(skeleton: nn.Module, seam_of: Callable[[nn.Module], nn.Module | None]) -> int:

@@ -206,7 +206,7 @@ class Model:
                 f"model type {self.config.model_type!r} carries states along rows, and fppo does not compile such "
                 "layers: leave compile_layers out"
             )
-        if compiled and any(kernel.__module__.endswith((".cpp", ".triton")) for kernel in inner):
+        if compiled and any(kernel.__module__.endswith((".cpp", ".triton")) for kernel in inner.values()):
             raise ValueError(
                 "layers with kernels in C++ or Triton cannot be compiled: leave these or compile_layers out"
             )

@@ -23,7 +23,7 @@ from fppo.models.routing import Routes
 from fppo.models.seams import ApplyLayer, Attend, LayerSeam
 from fppo.models.spans import Relay, absent
 from fppo.models.vision_pass import Deep, Images, see
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 T = TypeVar("T")
 

@@ -18,10 +18,11 @@ from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.steps.actor import SelectiveLoss
 from fppo.steps.forward import Forward
+from fppo_kernels.table import INSIDE
 
 LIBRARY = ("fppo", "fppo_kernels")
 # the kernels of a forward pass and of decoding that are looked at
-SCREENED = ("attention", "decode_attention", "log_probs", "linear", "rms_norm", "add_rms_norm", "rotary", "glu")
+SCREENED = ("attention", "decode_attention", "log_probs", *INSIDE)
 
 
 def is_own(fn: Any) -> bool:

@@ -17,7 +17,7 @@ from fppo.metrics import Metrics
 from fppo.pipeline.program import Draw, Program, RolloutStage, RunState, ScoreStage, UpdateStage
 from fppo.pipeline.train import iterate
 from fppo.steps.train_state import TrainState
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 Leaves = list[tuple[str, Any]]
 ANNOTATIONS = (

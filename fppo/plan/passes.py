@@ -36,7 +36,7 @@ from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import TrainState, init_state
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.context import BLOCKS, deal
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))

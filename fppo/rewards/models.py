@@ -32,7 +32,7 @@ from fppo.steps.ranks import collect, shares
 from fppo.steps.scores import compute_reward_scores
 from fppo.tree import state
 from fppo.workers.sample import Sample
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @state

@@ -16,7 +16,7 @@ from fppo.models.model import Model, named_state
 from fppo.models.probe import Probe, compare, make_probe, probe_rows
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 _TOKENS = 4  # that are decoded
 _DRAWS = 20  # to have one without a certain token

@@ -40,7 +40,7 @@ from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.linear.float8 import float8
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.padding import Packed, make_lengths, unpad
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
 _COMPACT = 0.9  # finished rows leave when the live share falls below; 0.6 to 1 measured the same within 5 %

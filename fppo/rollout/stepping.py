@@ -27,7 +27,7 @@ from fppo.rollout.sampling import Columns
 from fppo.rollout.states import States
 from fppo.runtime.graphs import Record
 from fppo_kernels.collectives import all_gather
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 class Next(NamedTuple):

@@ -104,6 +104,8 @@ class ModelSettings:
     """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
     add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))
     """The kernel for RMSNorm of a sum: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
+    layer_norm: str = setting("auto", nonempty("give the name of a kernel for LayerNorm, as eager, or auto"))
+    """The kernel for LayerNorm: auto, eager (the model's own code), torch, liger; or module:function."""
     rotary: str = setting("auto", nonempty("give the name of a kernel for rotary positions, as eager, or auto"))
     """The kernel for rotary positions: auto, eager (the model's own code), cpp, liger, triton; or module:function."""
     glu: str = setting("auto", nonempty("give the name of a kernel for gated activations, as eager, or auto"))

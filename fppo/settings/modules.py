@@ -7,36 +7,34 @@ import os
 import re
 from pathlib import Path
 
+import attrs
+
 from fppo._errors import did_you_mean, nearest
 from fppo.fields import Problem
 from fppo.rewards.builtin import builtins
 from fppo.settings.component import parts, spec_of
+from fppo.settings.learning import AlgorithmSettings
+from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import AUTO
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import search
+from fppo_kernels.table import BUILTIN
 
-KERNELS = {  # by the settings that name one
-    "model.attention": (AUTO, "sdpa", "eager", "cpp", "flash", "varlen", "flex"),
-    "model.decode_attention": (AUTO, "sdpa", "eager", "cpp"),
-    "model.log_probs": (AUTO, "chunked", "cpp", "reference", "compiled", "liger", "triton"),
-    "model.linear": ("torch", "onednn", "float8"),
-    "model.rms_norm": (AUTO, "eager", "torch", "cpp", "liger", "triton"),
-    "model.add_rms_norm": (AUTO, "eager", "cpp", "liger", "triton"),
-    "model.rotary": (AUTO, "eager", "cpp", "liger", "triton"),
-    "model.glu": (AUTO, "eager", "cpp", "liger", "triton"),
-    "algorithm.gae": ("scan", "loop", "cpp"),
+_SECTIONS = {"model": ModelSettings, "algorithm": AlgorithmSettings}
+KERNELS = {  # by the settings that name one, what they may say
+    f"{section}.{field.name}": (*([AUTO] if field.default == AUTO else []), *BUILTIN[field.name])
+    for section, cls in _SECTIONS.items()
+    for field in attrs.fields(cls)
+    if field.name in BUILTIN
 }
-# of what stands inside the layers: the names for the model's own code
-INNER = {"linear": "torch", "rms_norm": "eager", "add_rms_norm": "eager", "rotary": "eager", "glu": "eager"}
 # what may give a module names that its file does not spell
 _INDIRECT = {"globals", "locals", "vars", "setattr", "exec", "eval", "__dict__", "__getattr__"}
 
 
 def kernels_named(settings: TrainSettings) -> dict[str, str]:
     """By the settings of `KERNELS`, the kernels that they name."""
-    sections = {"model": settings.model, "algorithm": settings.algorithm}
     paths = [path.split(".") for path in KERNELS]
-    return {f"{section}.{op}": getattr(sections[section], op) for section, op in paths}
+    return {f"{section}.{op}": getattr(getattr(settings, section), op) for section, op in paths}
 
 
 def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:

@@ -15,11 +15,14 @@ from typing import Any
 import attrs
 
 from fppo.settings.learning import OldLogProbs
+from fppo.settings.model import ModelSettings
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
+from fppo_kernels.table import BUILTIN, INSIDE
 
 AUTO = "auto"
-LAYERS = ("rms_norm", "add_rms_norm", "rotary", "glu")  # operations inside the layers
+# operations inside the layers whose setting may say auto
+LAYERS = tuple(op for op in INSIDE if getattr(attrs.fields(ModelSettings), op).default == AUTO)
 _PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
 _FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
 BY_DEVICE = ("varlen", "flash")  # attention that reads the lengths of rows on the device
@@ -65,7 +68,7 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
     """The kernel for an operation inside the layers, which may be `compiled` whole."""
     on_cpu = machine.device == "cpu"
     fast, unfit = ("cpp", "float16") if on_cpu else ("triton", "float32")
-    plain = compiled or unfit in dtypes or (on_cpu and not cpp)
+    plain = compiled or unfit in dtypes or (on_cpu and not cpp) or fast not in BUILTIN[op]
     return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 

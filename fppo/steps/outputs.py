@@ -15,9 +15,8 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.shapes import Outputs, Tokens
 from fppo.steps import experts
 from fppo.steps.experts import RouterSums
-from fppo_kernels.context import takes_key_lengths
-from fppo_kernels.record import Kernels
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.table import Kernels, takes_key_lengths
 
 OF_VALUE_HEADS = ("values", "outputs")
 OF_ROUTERS = ("routed", "loads", "router_sums")

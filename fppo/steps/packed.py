@@ -22,9 +22,9 @@ from fppo.steps.shared import PackedPieces, SortedRows, distinct_inputs, pack_ro
 from fppo_kernels.collectives import Axis
 from fppo_kernels.context import BLOCKS, Deal, deal, gathered_attention
 from fppo_kernels.padding import Packed, Places, find_places, sent
-from fppo_kernels.record import Kernels
 from fppo_kernels.ring import ring_attention
 from fppo_kernels.shared import Branch, Readings, SharedKeys, readings, share, shared_attention
+from fppo_kernels.table import Kernels
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 LEAST_SAVED = 0.1  # the share of tokens that rows which begin alike must save, for "auto" to let them

@@ -2,5 +2,5 @@
 
 In: tensors and the lengths of packed rows. Out: tensors, with gradients. Every implementation of an operation has one
 signature; `reference` or `eager` is the definition that laws hold the others to.
-Begin with `record.Kernels`, which holds one implementation of each; `table` names them all.
+Begin with `table.Kernels`, which holds one implementation of each; `table` names them all.
 """

@@ -5,19 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
-
-
-def needs_cpp() -> str | None:
-    """Why C++ cannot be compiled here, or None."""
-    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
-
 
 _HEADERS = ("_numbers.h", "_vectors.h")  # that every program begins with
 

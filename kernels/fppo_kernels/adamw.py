@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from fppo_kernels.operation import Arguments, Drawn, Kernel, Operation, OperationCost, Shape, normal
 from fppo_kernels.shapes import Float
+
+LEAF = 1 << 20  # numbers in one parameter of an ablation
 
 
 def adamw_(
@@ -81,3 +87,46 @@ def reference_(
         update = unbiased_first / (unbiased_second.sqrt() + eps) + weight_decay * param
         for old, new in ((param, param - lr * update), (mu, first), (nu, second), (step, count)):
             old.copy_(new if found_inf is None else torch.where(found_inf == 1, old, new))
+
+
+def _cloned(inputs: Arguments) -> dict[str, list[Tensor]]:
+    return {name: [x.clone() for x in xs] for name, xs in inputs.items() if name != "donated"}
+
+
+def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
+    """One step in place: of a copy, if `outputs` names what is returned, and without any of what is donated."""
+    donated = _cloned(x) if outputs else x["donated"]
+    kernel(*donated.values(), **keywords)
+    return {name: torch.cat(donated[name]) for name in outputs}
+
+
+def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    """Parameters of a million numbers each, and a rest, as they are after nine steps."""
+    generator, count = torch.Generator().manual_seed(0), shape["P"]
+    sizes = [LEAF] * (count // LEAF) + ([count % LEAF] if count % LEAF else [])
+    inputs: dict[str, Any] = {
+        name: [normal(generator, n, scale=scale).to(device, dtype) for n in sizes]
+        for name, scale in (("params", 0.02), ("grads", 1e-3), ("exp_avgs", 1e-3))
+    }
+    inputs["exp_avg_sqs"] = [(x.float() ** 2 + 1e-8).to(dtype) for x in inputs["grads"]]
+    inputs["steps"] = [torch.full((), 9.0, device=device) for _ in sizes]
+    extras = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    return Drawn(inputs | {"donated": _cloned(inputs)}, extras, torch.zeros(0))
+
+
+def _cost(shape: Shape, itemsize: int) -> OperationCost:
+    words = "bytes: parameters, gradients and two moments read, all but the gradients written"
+    return OperationCost(bytes_forward=7 * shape["P"] * itemsize, bytes_total=None, words=words)
+
+
+OPERATION = Operation(
+    name="adamw",
+    call=_call,
+    reference=reference_,
+    outputs=("params", "exp_avgs", "exp_avg_sqs"),
+    sloped=(),
+    shape={"P": 16_000_000},
+    sized=_sized,
+    cost=_cost,
+    timed=(),
+)

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fppo_kernels.operation import Arguments, Drawn, Exact, Kernel, Operation, OperationCost, Shape, filled
+
 # torch 2.13 renamed these two; the old names warn there
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
     dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
@@ -275,3 +277,42 @@ class _Same(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return (grads[0] if ctx.axis.rank == 0 else torch.zeros_like(grads[0])), None
+
+
+# from a slice of the tokens with all heads to all tokens with a slice of the heads
+
+
+def _call_all_to_all(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
+    return {"exchanged": kernel(x["x"], keywords["axis"], split_dim=1, concat_dim=0)}
+
+
+def _sized_all_to_all(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    size = shape["N"], shape["heads"], shape["head_dim"]
+    return filled(device, dtype, size, {}, x=size)
+
+
+def _exact_all_to_all(drawn: Drawn) -> Exact:
+    x: Tensor = drawn.inputs["x"]
+    return Exact({"exchanged": x.double()}, {("exchanged", "x"): drawn.weights.to(x.dtype).double()})
+
+
+def _cost_all_to_all(shape: Shape, itemsize: int) -> OperationCost:
+    size = 2 * shape["N"] * shape["heads"] * shape["head_dim"] * itemsize
+    words = f"bytes: all read and written once, by {OPERATION.ranks} ranks, threads here, whose start is in the time"
+    return OperationCost(bytes_forward=size, bytes_total=2 * size, words=words)
+
+
+OPERATION = Operation(
+    name="all_to_all",
+    call=_call_all_to_all,
+    reference=all_to_all,
+    outputs=("exchanged",),
+    leaves=("x",),
+    sloped=("exchanged",),
+    shape={"N": 4096, "heads": 16, "head_dim": 64},
+    sized=_sized_all_to_all,
+    cost=_cost_all_to_all,
+    multiples={"N": 2, "heads": 2},
+    ranks=2,
+    exact=_exact_all_to_all,
+)

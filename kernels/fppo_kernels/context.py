@@ -9,10 +9,9 @@ gradients of parameters are its share: their sum over the axis is the gradient.
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.table import own
 
 BLOCKS = (1, 2, 4, 8)  # of a rank, that `deal` tries
 EVEN = 1.05  # the most work of a rank over the mean that it is content with
@@ -118,11 +118,6 @@ def _work(pieces: Sequence[Piece], window: int | None) -> int:
     return sum(up_to(piece.stop) - up_to(piece.start) for piece in pieces)
 
 
-def takes_key_lengths(kernel: Callable[..., Any]) -> bool:
-    """Whether an attention kernel names the keyword `key_lengths`, which a context axis needs."""
-    return "key_lengths" in inspect.signature(kernel).parameters
-
-
 class _Seen(NamedTuple):
     """A run of a rank's tokens, and the keys that it sees: tokens `first` to `last` of the packed row."""
 
@@ -153,7 +148,7 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
     Its backward pass scatters their gradients. `kernel` is called once for each run of the rank's tokens. The result
     takes the lengths of the whole row. Raises ValueError for a kernel without `key_lengths`.
     """
-    if not takes_key_lengths(kernel):
+    if own("attention", kernel).lacks:
         name = getattr(kernel, "__name__", type(kernel).__name__)
         raise ValueError(
             f"the attention kernel {name} has no keyword key_lengths, which a context axis needs: a rank's queries are "

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fppo_kernels.operation import Arguments, Drawn, Exact, Kernel, Operation, OperationCost, Shape, normal
 from fppo_kernels.shapes import Bool, Int, Shaped
 
 IGNORE = -100  # the label of a token that nothing follows
@@ -120,3 +121,97 @@ def pad(x: Shaped[Tensor, " n *k"], index: Int[Tensor, " m"], shape: Sequence[in
         raise ValueError(f"{len(x)} rows do not fill the {len(index)} places of index; gather the packed row first")
     flat = x.new_zeros((batch * width, *x.shape[1:])).index_copy(0, index, x[: len(index)])
     return flat.view(batch, width, *x.shape[1:])
+
+
+def ragged(rows: int, width: int) -> Bool[Tensor, "b s"]:
+    """A mask [B, S] whose row i has its first S (i + 1) / B tokens."""
+    lengths = torch.arange(1, rows + 1)[:, None] * width // max(rows, 1)
+    return torch.arange(width) < lengths
+
+
+def _call_unpad(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
+    packed = kernel(x["tokens"], x["attention_mask"], columns={"column": x["column"]})
+    return {"tokens": packed.tokens, "labels": packed.labels, "column": packed.columns["column"]}
+
+
+def _sized_unpad(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    generator, mask = torch.Generator().manual_seed(0), ragged(shape["B"], shape["S"])
+    inputs = {
+        "tokens": torch.randint(1, 1000, mask.shape, generator=generator).to(device),
+        "attention_mask": mask.to(device),
+        "column": normal(generator, *mask.shape).to(device, dtype),
+    }
+    return Drawn(inputs, {}, normal(generator, int(mask.sum())).to(device))
+
+
+def _exact_unpad(drawn: Drawn) -> Exact:
+    tokens, mask, column = drawn.inputs.values()
+    following = torch.full_like(tokens, IGNORE)
+    following[:, :-1] = tokens[:, 1:].where(mask[:, 1:], IGNORE)
+    gradient = torch.zeros_like(column, dtype=torch.float64)
+    gradient[mask] = drawn.weights.to(column.dtype).double()
+    values = {"tokens": tokens[mask], "labels": following[mask], "column": column[mask].double()}
+    return Exact(values, {("column", "column"): gradient})
+
+
+def _cost_unpad(shape: Shape, itemsize: int) -> OperationCost:
+    padded, real = shape["B"] * shape["S"], int(ragged(shape["B"], shape["S"]).sum())
+    forward = padded * 9 + real * (4 * 8 + 2 * itemsize)
+    words = "bytes: tokens, mask and the column read; tokens, positions, labels, index and the column written"
+    return OperationCost(bytes_forward=forward, bytes_total=forward + (padded + real) * itemsize, words=words)
+
+
+UNPAD = Operation(
+    name="unpad",
+    call=_call_unpad,
+    reference=unpad,
+    outputs=("tokens", "labels", "column"),
+    leaves=("column",),
+    sloped=("column",),
+    shape={"B": 64, "S": 1024},
+    sized=_sized_unpad,
+    cost=_cost_unpad,
+    timed=("column",),
+    exact=_exact_unpad,
+)
+
+
+def _call_pad(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
+    return {"padded": kernel(*x.values(), keywords["shape"])}
+
+
+def _sized_pad(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
+    generator, mask = torch.Generator().manual_seed(0), ragged(shape["B"], shape["S"])
+    numbers = normal(generator, int(mask.sum()), shape["D"]).to(device, dtype)
+    inputs = {"x": numbers, "index": mask.flatten().nonzero().flatten().to(device)}
+    return Drawn(inputs, {"shape": tuple(mask.shape)}, normal(generator, *mask.shape, shape["D"]).to(device))
+
+
+def _exact_pad(drawn: Drawn) -> Exact:
+    (x, index), (rows, width) = drawn.inputs.values(), drawn.extras["shape"]
+    padded = torch.zeros(rows * width, x.shape[1], dtype=torch.float64, device=x.device)
+    padded[index] = x.double()
+    gradient = drawn.weights.flatten(0, 1)[index].to(x.dtype).double()
+    return Exact({"padded": padded.view(rows, width, -1)}, {("padded", "x"): gradient})
+
+
+def _cost_pad(shape: Shape, itemsize: int) -> OperationCost:
+    padded, real = shape["B"] * shape["S"], int(ragged(shape["B"], shape["S"]).sum())
+    forward = (padded + real) * shape["D"] * itemsize + 8 * real
+    words = "bytes: x and index read, the padded tensor written, with backward the real rows read and written"
+    total = forward + real * (2 * shape["D"] * itemsize + 8)
+    return OperationCost(bytes_forward=forward, bytes_total=total, words=words)
+
+
+PAD = Operation(
+    name="pad",
+    call=_call_pad,
+    reference=pad,
+    outputs=("padded",),
+    leaves=("x",),
+    sloped=("padded",),
+    shape={"B": 64, "S": 1024, "D": 64},
+    sized=_sized_pad,
+    cost=_cost_pad,
+    exact=_exact_pad,
+)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fppo_kernels.context import takes_key_lengths
 from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.table import takes_key_lengths
 
 
 class Branch(NamedTuple):

@@ -1,43 +1,50 @@
-"""Operations and their implementations, by name."""
+"""Operations and their implementations, by name, and `Kernels`, one of each, chosen once and handed down.
+
+An operation takes a line of `BUILTIN` for each implementation, and a field of `Kernels`. No torch is loaded here.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import shutil
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import attrs
-import torch
 
-from fppo_kernels import adamw, collectives, padding
-from fppo_kernels._cpp import needs_cpp
-from fppo_kernels.attention import eager, sdpa
-from fppo_kernels.context import takes_key_lengths
-from fppo_kernels.decode_attention import eager as decode_eager
-from fppo_kernels.decode_attention import sdpa as decode_sdpa
-from fppo_kernels.gae import loop, scan
-from fppo_kernels.glu import eager as glu
-from fppo_kernels.linear import plain
-from fppo_kernels.log_probs import chunked, reference
-from fppo_kernels.rms_norm import eager as rms_norm
-from fppo_kernels.rotary import eager as rotary
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fppo_kernels.log_probs.reference import LogProbs
+    from fppo_kernels.padding import Packed
 
 
 def _never() -> str | None:
     return None
 
 
+def _has_cuda() -> bool:
+    import torch  # in functions, here and below: settings read the names
+
+    return torch.cuda.is_available()
+
+
 def _needs_cuda() -> str | None:
-    return None if torch.cuda.is_available() else "needs CUDA"
+    return None if _has_cuda() else "needs CUDA"
 
 
 def _needs_onednn() -> str | None:
+    import torch
+
     return None if torch.backends.mkldnn.is_available() else "this torch was built without oneDNN"
 
 
 def _needs_float8() -> str | None:
+    import torch
+
     if not torch.cuda.is_available():
         return None
     able = torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9)
@@ -55,18 +62,21 @@ def _needs_flash() -> str | None:
 
 
 def _needs_flex() -> str | None:
-    return None if torch.cuda.is_available() else "needs CUDA: FlexAttention has no backward pass on CPUs"
+    return None if _has_cuda() else "needs CUDA: FlexAttention has no backward pass on CPUs"
 
 
 def needs_compiler() -> str | None:
     """Why torch.compile cannot run here: it wants a C++ compiler for the CPU, and Triton for a GPU; or None."""
-    if torch.cuda.is_available():
-        return _lacks("triton", "triton")
-    return needs_cpp()
+    return _lacks("triton", "triton") if _has_cuda() else needs_cpp()
+
+
+def needs_cpp() -> str | None:
+    """Why C++ cannot be compiled here, or None."""
+    return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
 def _needs_cpp() -> str | None:
-    return "runs on CPUs, and this machine has a GPU" if torch.cuda.is_available() else needs_cpp()
+    return "runs on CPUs, and this machine has a GPU" if _has_cuda() else needs_cpp()
 
 
 def _needs_liger() -> str | None:
@@ -80,7 +90,7 @@ def _needs_liger_cuda() -> str | None:
 def _needs_triton() -> str | None:
     if lacking := _lacks("triton", "triton"):
         return lacking
-    if torch.cuda.is_available():
+    if _has_cuda():
         return None
     from triton import knobs  # pyright: ignore[reportMissingTypeStubs]  # reads TRITON_INTERPRET
 
@@ -104,14 +114,19 @@ class Implementation:
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
-        return _found(self.fn)
+        return found(self.fn)
+
+    def is_of(self, fn: Callable[..., Any]) -> bool:
+        """Whether this is how a function computes the operation, which is not imported for that."""
+        return fn is self.fn or f"{getattr(fn, '__module__', '')}:{getattr(fn, '__name__', '')}" == self.fn
 
     def definition(self) -> Callable[..., Any] | None:
         """The reference itself; None where it is that of the operation."""
-        return None if self.reference is None else _found(self.reference)
+        return None if self.reference is None else found(self.reference)
 
 
-def _found(fn: Callable[..., Any] | str) -> Callable[..., Any]:
+def found(fn: Any) -> Any:
+    """What "module:name" names, which is imported; anything else as it is."""
     if not isinstance(fn, str):
         return fn
     module, _, name = fn.partition(":")
@@ -124,11 +139,11 @@ NO_HALF = frozenset({"float16"})
 
 BUILTIN: Table = MappingProxyType(
     {
-        "unpad": {"torch": Implementation(padding.unpad)},
-        "pad": {"torch": Implementation(padding.pad)},
+        "unpad": {"torch": Implementation("fppo_kernels.padding:unpad")},
+        "pad": {"torch": Implementation("fppo_kernels.padding:pad")},
         "attention": {
-            "sdpa": Implementation(sdpa.sdpa),
-            "eager": Implementation(eager.eager),
+            "sdpa": Implementation("fppo_kernels.attention.sdpa:sdpa"),
+            "eager": Implementation("fppo_kernels.attention.eager:eager"),
             "cpp": Implementation("fppo_kernels.attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "flash": Implementation(
                 "fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks", "float32", "float64"})
@@ -141,13 +156,13 @@ BUILTIN: Table = MappingProxyType(
             "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex, lacks=frozenset({"float64"})),
         },
         "decode_attention": {
-            "sdpa": Implementation(decode_sdpa.sdpa),
-            "eager": Implementation(decode_eager.eager),
+            "sdpa": Implementation("fppo_kernels.decode_attention.sdpa:sdpa"),
+            "eager": Implementation("fppo_kernels.decode_attention.eager:eager"),
             "cpp": Implementation("fppo_kernels.decode_attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
         },
         "log_probs": {
-            "reference": Implementation(reference.reference),
-            "chunked": Implementation(chunked.chunked),
+            "reference": Implementation("fppo_kernels.log_probs.reference:reference"),
+            "chunked": Implementation("fppo_kernels.log_probs.chunked:chunked"),
             "cpp": Implementation("fppo_kernels.log_probs.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "compiled": Implementation(
                 "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"})
@@ -160,7 +175,7 @@ BUILTIN: Table = MappingProxyType(
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton, lacks=NO_HALF),
         },
         "linear": {
-            "torch": Implementation(plain.plain),
+            "torch": Implementation("fppo_kernels.linear.plain:plain"),
             "onednn": Implementation("fppo_kernels.linear.onednn:onednn", _needs_onednn),
             "float8": Implementation(
                 "fppo_kernels.linear.float8:float8",
@@ -170,39 +185,52 @@ BUILTIN: Table = MappingProxyType(
             ),
         },
         "rms_norm": {
-            "eager": Implementation(rms_norm.eager),
+            "eager": Implementation("fppo_kernels.rms_norm.eager:eager"),
             "torch": Implementation("fppo_kernels.rms_norm.functional:functional"),
             "cpp": Implementation("fppo_kernels.rms_norm.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "add_rms_norm": {
-            "eager": Implementation(rms_norm.add_eager),
+            "eager": Implementation("fppo_kernels.rms_norm.eager:add_eager"),
             "cpp": Implementation("fppo_kernels.rms_norm.cpp:add_cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rms_norm.triton:add_triton", _needs_triton, lacks=NO_DOUBLE),
         },
+        "layer_norm": {
+            "eager": Implementation("fppo_kernels.layer_norm:eager"),
+            "torch": Implementation("fppo_kernels.layer_norm:functional"),
+            "liger": Implementation("fppo_kernels.layer_norm:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+        },
         "rotary": {
-            "eager": Implementation(rotary.eager),
+            "eager": Implementation("fppo_kernels.rotary.eager:eager"),
             "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.rotary.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
             "triton": Implementation("fppo_kernels.rotary.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "glu": {
-            "eager": Implementation(glu.eager),
+            "eager": Implementation("fppo_kernels.glu.eager:eager"),
             "cpp": Implementation("fppo_kernels.glu.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "liger": Implementation("fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}),
             "triton": Implementation("fppo_kernels.glu.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
-        "all_to_all": {"torch": Implementation(collectives.all_to_all)},
-        "adamw": {"torch": Implementation(adamw.adamw_), "reference": Implementation(adamw.reference_)},
+        "all_to_all": {"torch": Implementation("fppo_kernels.collectives:all_to_all")},
+        "adamw": {
+            "torch": Implementation("fppo_kernels.adamw:adamw_"),
+            "reference": Implementation("fppo_kernels.adamw:reference_"),
+        },
         "gae": {
-            "scan": Implementation(scan.scan),
-            "loop": Implementation(loop.loop),
+            "scan": Implementation("fppo_kernels.gae.scan:scan"),
+            "loop": Implementation("fppo_kernels.gae.loop:loop"),
             "cpp": Implementation("fppo_kernels.gae.cpp:cpp", _needs_cpp),
         },
     }
 )
+
+
+def takes_key_lengths(attention: Callable[..., Any]) -> bool:
+    """Whether an attention kernel names the keyword `key_lengths`, which a context axis and shared prompts need."""
+    return "key_lengths" in inspect.signature(attention).parameters
 
 
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
@@ -251,3 +279,40 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
     if reason is not None:
         raise ValueError(f"kernel {op}/{name} cannot run here: {reason}; there are {able}")
     raise ValueError(f"kernel {op}/{name} has no {' and no '.join(missing)}, which is needed; there are {able}")
+
+
+def chosen(operation: str, default: str, *, inside: bool = False) -> Any:
+    """A field of `Kernels`: where the operation's record is, as "module:name", and the implementation where none is
+    named; `inside` the layers that is the model's own code."""
+    return attrs.field(metadata={"operation": f"fppo_kernels.{operation}", "default": default, "inside": inside})
+
+
+@attrs.frozen(kw_only=True)
+class Kernels:
+    """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for another."""
+
+    log_probs: Callable[..., LogProbs] = chosen("log_probs:OPERATION", "chunked")
+    attention: Callable[..., Tensor] = chosen("attention:OPERATION", "sdpa")
+    decode_attention: Callable[..., Tensor] = chosen("decode_attention:OPERATION", "sdpa")
+    linear: Callable[..., Tensor] = chosen("linear:OPERATION", "torch", inside=True)
+    rms_norm: Callable[..., Tensor] = chosen("rms_norm:OPERATION", "eager", inside=True)
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = chosen("rms_norm:ADD_OPERATION", "eager", inside=True)
+    layer_norm: Callable[..., Tensor] = chosen("layer_norm:OPERATION", "eager", inside=True)
+    rotary: Callable[..., tuple[Tensor, Tensor]] = chosen("rotary:OPERATION", "eager", inside=True)
+    glu: Callable[..., Tensor] = chosen("glu:OPERATION", "eager", inside=True)
+    gae: Callable[..., tuple[Tensor, Tensor]] = chosen("gae:OPERATION", "scan")
+    adamw: Callable[..., None] = chosen("adamw:OPERATION", "torch")
+    unpad: Callable[..., Packed] = chosen("padding:UNPAD", "torch")
+    pad: Callable[..., Tensor] = chosen("padding:PAD", "torch")
+    all_to_all: Callable[..., Tensor] = chosen("collectives:OPERATION", "torch")
+
+    @classmethod
+    def named(cls, *, table: Table = BUILTIN, **names: str) -> Kernels:
+        """The kernels of these names, by operation. Raises ValueError if one does not exist or cannot run here."""
+        return cls(**{op: get(op, name, table=table) for op, name in {**DEFAULTS, **names}.items()})
+
+
+DEFAULTS: Mapping[str, str] = MappingProxyType(
+    {field.name: field.metadata["default"] for field in attrs.fields(Kernels)}
+)
+INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # the layers of a model

@@ -9,15 +9,16 @@ import attrs
 import pytest
 import torch
 
-from fppo.ablate import ablate, cases_around, chart, measure, operations, presets
+from fppo.ablate import ablate, chart, measure, operations
 from fppo.ablate import text as texts
+from fppo.ablate.evaluation import evaluate
 from fppo.ablate.group import check_contract
 from fppo.ablate.result import HostRates
-from fppo.laws import attention, collectives, kernels, temporal
+from fppo.laws import collectives, log_probs, temporal
 from fppo_kernels import table as tables
 from fppo_kernels.log_probs.reference import reference
-from fppo_kernels.record import Kernels
-from fppo_kernels.table import Implementation
+from fppo_kernels.operation import operation_of
+from fppo_kernels.table import Implementation, Kernels
 
 SIZES = {"N": 10, "H": 8, "V": 33, "R": 3, "L": 7, "heads": 4, "kv_heads": 2, "head_dim": 4}
 SIZES |= {"M": 12, "B": 3, "T": 8, "S": 6, "D": 2, "P": 100, "C": 9}
@@ -59,17 +60,21 @@ RATES = {"float64": 1e10, "float32": 1e10, "bfloat16": 1e10}
 MACHINE = HostRates(device="a machine", threads=1, torch="0", matmul=RATES, copy=1e10)
 
 
+def few_sizes(op):
+    """The operation with laws on small examples."""
+    found = operation_of(op)
+    return attrs.evolve(found, sizes=found.sizes[:3])
+
+
 def small(op, **keywords):
-    sizes = {name: SIZES[name] for name in operations.CASES[op].shape}
+    sizes = {name: SIZES[name] for name in operations.case_of(op).shape}
     keywords = {"defaults": Kernels.named(log_probs="reference"), "machine": MACHINE} | keywords
     return ablate(op, shapes=[sizes], repeats=2, **{"law_seconds": 1e6} | keywords)
 
 
 def few_examples(patch):
     """Has the laws of the operations whose examples are many and large tried on few and small ones."""
-    patch.setattr(kernels, "SIZES", kernels.SIZES[:3])
-    patch.setattr(kernels, "LARGE", (70, 200))
-    patch.setattr(attention, "SIZES", attention.SIZES[:3])
+    patch.setattr(log_probs, "LARGE", (70, 200))
     patch.setattr(temporal, "SIZES", temporal.SIZES[:2])
     patch.setattr(temporal, "_LONG", temporal._LONG[:1])
     patch.setattr(collectives, "CASES", 2)
@@ -85,7 +90,7 @@ def test_the_rates_are_measured():
 def ablation():
     with pytest.MonkeyPatch.context() as patch:
         few_examples(patch)
-        return small("log_probs", dtypes=["float32"], table=table(), law_seconds=60)
+        return small(few_sizes("log_probs"), dtypes=["float32"], table=table(), law_seconds=60)
 
 
 def row(ablation, name):
@@ -139,7 +144,7 @@ def test_errors_are_those_of_the_numbers():
     found = small("log_probs", dtypes=["float64"], table={"log_probs": two}, law_seconds=0)
     error = next(e for e in row(found, "shifted").errors if e.output == "log_probs" and e.by is None)
     assert error.max_abs == pytest.approx(0.25)
-    inputs = operations.CASES["log_probs"].draw(row(found, "shifted").shape, torch.float64, torch.device("cpu")).inputs
+    inputs = operation_of("log_probs").sized(row(found, "shifted").shape, torch.float64, torch.device("cpu")).inputs
     largest = reference(*inputs.values()).log_probs.abs().max().item()
     assert error.relative == pytest.approx(0.25 / largest)
     assert row(found, "reference").worst[0] < 1e-12
@@ -147,10 +152,10 @@ def test_errors_are_those_of_the_numbers():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", list(operations.CASES))
+@pytest.mark.parametrize("op", operations.NAMES)
 def test_every_operation_is_ablated_within_its_tolerance(op):
     names = PLAIN if op == "log_probs" else [n for n, reason in tables.available(op).items() if reason is None][:2]
-    found = small(op, implementations=names, dtypes=operations.CASES[op].dtypes, law_seconds=0)
+    found = small(op, implementations=names, dtypes=operation_of(op).dtypes, law_seconds=0)
     tolerances = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2}
     assert {r.status for r in found.rows} == {"ok"}, [r.reason for r in found.rows]
     for r in found.rows:
@@ -162,16 +167,16 @@ def test_every_operation_is_ablated_within_its_tolerance(op):
     assert [r.default for r in found.rows].count(True) == len({r.dtype for r in found.rows})
 
 
-@pytest.mark.parametrize("op", list(operations.CASES))
+@pytest.mark.parametrize("op", operations.NAMES)
 def test_every_operation_has_a_contract(op, monkeypatch):
     few_examples(monkeypatch)
     implementation = tables.BUILTIN[op]["reference" if op == "log_probs" else next(iter(tables.BUILTIN[op]))]
-    found = check_contract(operations.CASES[op], implementation, torch.float32, torch.device("cpu"), limit=math.inf)
+    found = check_contract(few_sizes(op), implementation, torch.float32, torch.device("cpu"), limit=math.inf)
     assert found == ("kept", None)
 
 
 def test_laws_that_take_too_long_are_cut_short():
-    case, slow = operations.CASES["log_probs"], Implementation(reference)
+    case, slow = operation_of("log_probs"), Implementation(reference)
     contract, reason = check_contract(case, slow, torch.float32, torch.device("cpu"), limit=1e-6)
     assert contract == "partly"
     assert "no law broken" in reason
@@ -253,27 +258,26 @@ def test_mistakes_name_what_there_is(keywords, message):
 
 def test_the_optimizer_is_measured_on_fresh_numbers():
     """The timed steps change what they are donated, and nothing of what errors are taken from."""
-    case = operations.CASES["adamw"]
-    drawn = case.draw({"P": 50}, torch.float32, torch.device("cpu"))
+    case = operation_of("adamw")
+    drawn = case.sized({"P": 50}, torch.float32, torch.device("cpu"))
     kept = [x.clone() for x in drawn.inputs["params"]]
     fn = tables.get("adamw", "torch")
-    case.evaluate(fn, drawn, (), ())
+    evaluate(case, fn, drawn, (), ())
     assert all(torch.equal(a, b) for a, b in zip(kept, drawn.inputs["params"], strict=True))
     assert not torch.equal(kept[0], drawn.inputs["donated"]["params"][0])
-    assert cases_around.LEAF == 1 << 20
 
 
 def test_models_give_sizes(tmp_path):
     (tmp_path / "config.json").write_text(
         json.dumps({"hidden_size": 12, "vocab_size": 30, "num_attention_heads": 3, "num_key_value_heads": 1})
     )
-    assert presets.sizes_of(str(tmp_path)) == {"H": 12, "V": 30, "heads": 3, "kv_heads": 1, "head_dim": 4}
-    assert presets.sizes_of("Qwen/Qwen2.5-0.5B-Instruct") == presets.sizes_of("qwen2.5-0.5b")
+    assert operations.sizes_of(str(tmp_path)) == {"H": 12, "V": 30, "heads": 3, "kv_heads": 1, "head_dim": 4}
+    assert operations.sizes_of("Qwen/Qwen2.5-0.5B-Instruct") == operations.sizes_of("qwen2.5-0.5b")
     with pytest.raises(ValueError, match=r"did you mean qwen2.5-7b\?"):
-        presets.sizes_of("qwen2.5-7")
+        operations.sizes_of("qwen2.5-7")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="does not say hidden_size"):
-        presets.sizes_of(str(tmp_path))
+        operations.sizes_of(str(tmp_path))
 
 
 def test_numbers_of_a_table_are_short():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from fppo_kernels.table import BUILTIN
+
 from .pages import PAGES, ROOT, blocks
 
 DOCS = ROOT / "docs"
@@ -33,3 +35,10 @@ def test_every_picture_says_what_it_shows():
     for page in PAGES:
         for shown in re.findall(r"!\[(.*?)\]\(", page.read_text()):
             assert len(shown.split()) > 3, f"{page.name}: a picture is described as {shown!r}"
+
+
+def test_the_page_of_kernels_lists_every_implementation():
+    rows = re.findall(r"^\| (`\w+`.*?) \| (.*) \|$", (DOCS / "tutorials" / "kernel.md").read_text(), flags=re.MULTILINE)
+    listed = {op: set(re.findall(r"`(\w+)`", names)) for ops, names in rows for op in re.findall(r"`(\w+)`", ops)}
+    assert listed.keys() == BUILTIN.keys()
+    assert all(set(BUILTIN[op]) <= names for op, names in listed.items())

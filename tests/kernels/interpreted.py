@@ -13,28 +13,23 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from fppo.laws import LawViolation, layers
+from fppo.laws import LawViolation
+from fppo.laws._kernels import bound, example_of
 from fppo.laws._search import check
-from fppo.laws.kernels import (
-    _LARGE_LAWS,
-    _LOG_PROBS_CASES,
-    _LOG_PROBS_LAWS,
-    _SUM_LAWS,
-    SIZES,
-    _large_example,
-    _log_probs_example,
-    _sums_example,
-)
+from fppo.laws.kernels import laws_of
+from fppo.laws.log_probs import LARGE_LAWS, SUM_LAWS, large_example, sums_example
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.glu import eager as plain_glus
 from fppo_kernels.glu import triton as glus
+from fppo_kernels.log_probs import OPERATION
 from fppo_kernels.log_probs import triton as module
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.log_probs.triton import Tiling, choose_tiling, triton
-from fppo_kernels.record import Kernels
+from fppo_kernels.operation import operation_of
 from fppo_kernels.rms_norm import eager as plain_norms
 from fppo_kernels.rms_norm import triton as norms
+from fppo_kernels.table import Kernels
 
 # at every launch the interpreter replaces what triton.language has, and puts it back: here once, and for good
 interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -42,39 +37,46 @@ interpreter._patch_lang = lambda fn: SimpleNamespace(restore=lambda: None)  # ty
 SMALL = Tiling(16, 16, 16, warps=4, stages=1, group=2, tiles=3, instances=1)
 
 
+COUNT = len(OPERATION.features)
+
+
+def log_probs_examples(numbers, dtype):
+    return partial(example_of, OPERATION, numbers, (dtype,), "cpu", None)
+
+
 def laws_in_float32():
-    """As `laws.check_log_probs`, in some of its sizes, others than `laws_in_bfloat16`, and over fewer tokens; the
+    """As `laws.check_kernel`, in some of its sizes, others than `laws_in_bfloat16`, and over fewer tokens; the
     smallest and the largest of them with the two cases alone that have all that the others have, the second with
     extreme logits."""
-    kernel, count = Kernels.named(log_probs="triton").log_probs, len(_LOG_PROBS_CASES)
-    full = (6, count - 1)
-    examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)
-    check(kernel, _LOG_PROBS_LAWS, examples, sizes=((3, 5),), seeds=count)
-    ends = lambda rows, width, seed: examples(rows, width, full[seed])  # noqa: E731
-    check(kernel, _LOG_PROBS_LAWS, ends, sizes=((1, 1), SIZES[-1]), seeds=len(full))
-    check(kernel, _SUM_LAWS, partial(_sums_example, (torch.float32,), "cpu"), sizes=((1100, 4),), seeds=2)
-    large = partial(_large_example, (torch.float32,), "cpu", 2)  # three by five tiles
-    check(kernel, _LARGE_LAWS, large, sizes=((150, 2100),), seeds=1)
+    kernel, laws = Kernels.named(log_probs="triton").log_probs, laws_of(OPERATION)
+    full = (6, COUNT - 1)
+    check(kernel, laws, log_probs_examples(range(COUNT), torch.float32), sizes=((3, 5),), seeds=COUNT)
+    ends = log_probs_examples(full, torch.float32)
+    check(kernel, laws, ends, sizes=((1, 1), OPERATION.sizes[-1]), seeds=len(full))
+    sums = bound(SUM_LAWS, OPERATION)
+    check(kernel, sums, partial(sums_example, (torch.float32,), "cpu"), sizes=((1100, 4),), seeds=2)
+    large = partial(large_example, (torch.float32,), "cpu", 2)  # three by five tiles
+    check(kernel, bound(LARGE_LAWS, OPERATION), large, sizes=((150, 2100),), seeds=1)
 
 
 def check_layer(name, dtype, numbers, small):
-    """As `laws.check_rms_norm`, with long rows in the last kind of example alone; few where each is an instance."""
-    kernel, op = getattr(Kernels.named(**{name: "triton"}), name), layers.OPERATIONS[name]
-    many, width = layers.SIZES[-1]
-    for sizes, kinds in ((small, numbers), (((many if name == "glu" else 5, width),), numbers[-1:])):
-        examples = partial(layers._example, op, kinds, (dtype,), "cpu")
-        check(kernel, layers.laws_of(op), examples, sizes=sizes, seeds=len(kinds))
+    """As `laws.check_kernel`, with long rows in the last kind of example alone; few where each is an instance."""
+    kernel, op = getattr(Kernels.named(**{name: "triton"}), name), operation_of(name)
+    many, width = op.sizes[-1]
+    for sizes, kinds in ((op.sizes[small], numbers), (((many if name == "glu" else 5, width),), numbers[-1:])):
+        examples = partial(example_of, op, kinds, (dtype,), "cpu", None)
+        check(kernel, laws_of(op), examples, sizes=sizes, seeds=len(kinds))
 
 
 def layers_in_float32():
     for name in ("rms_norm", "glu", "add_rms_norm", "rotary"):
-        check_layer(name, torch.float32, range(3 if name == "glu" else 4), layers.SIZES[:-1:4])
+        check_layer(name, torch.float32, range(3 if name == "glu" else 4), slice(None, -1, 4))
 
 
 def layers_in_bfloat16():
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
     for name in ("glu", "add_rms_norm", "rotary"):
-        check_layer(name, torch.bfloat16, range(3), layers.SIZES[5:-1])
+        check_layer(name, torch.bfloat16, range(3), slice(5, -1))
 
 
 def layers_of_other_layouts():
@@ -125,9 +127,8 @@ def laws_in_bfloat16():
     """The interpreter cannot multiply bfloat16, so the products are of the same numbers in float32; and where GPUs
     round to bfloat16, it cuts off, which is mended here."""
     InterpreterBuilder.create_fp_trunc = _cast  # type: ignore[method-assign]
-    examples = partial(_log_probs_example, (torch.bfloat16,), "cpu", 2)
-    kernel, count = table.get("log_probs", "triton"), len(_LOG_PROBS_CASES)
-    check(kernel, _LOG_PROBS_LAWS, examples, sizes=((0, 2), (5, 9)), seeds=count)
+    examples = log_probs_examples(range(COUNT), torch.bfloat16)
+    check(table.get("log_probs", "triton"), laws_of(OPERATION), examples, sizes=((0, 2), (5, 9)), seeds=COUNT)
 
 
 def problem(tokens, vocab, width, dtype=torch.float32):
@@ -246,8 +247,8 @@ class Wrong:
 
 def mistakes():
     """The laws of gradients see a backward program that drops an output's share, or forgets what is in the logits."""
-    right, gradients = module.backward_kernel, [x for x in _LOG_PROBS_LAWS if x.name == "gradient of all outputs"]
-    examples = partial(_log_probs_example, (torch.float32,), "cpu", 2)
+    right, gradients = module.backward_kernel, [x for x in laws_of(OPERATION) if x.name == "gradient of all outputs"]
+    examples = log_probs_examples(range(COUNT), torch.float32)
 
     def check_gradients():
         check(triton, gradients, examples, sizes=((3, 5),), seeds=10)

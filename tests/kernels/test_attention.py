@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -14,11 +15,11 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
 from fppo import laws
-from fppo.laws import attention
-from fppo.laws._kernels import TOLERANCES, words
+from fppo.laws._kernels import TOLERANCES, example_of, words
 from fppo.laws._search import check
-from fppo.laws.attention import _CASES, _LAWS, FEATURES, _example
+from fppo.laws.kernels import laws_of
 from fppo_kernels import table
+from fppo_kernels.attention import FEATURES, OPERATION
 from fppo_kernels.attention import flex as flex_file
 from fppo_kernels.attention import sdpa as sdpa_file
 from fppo_kernels.attention.eager import eager
@@ -42,20 +43,13 @@ def backward_on_cpus():
 
 
 def can(name):
-    """What the table says of a kernel, as `check_attention` asks it."""
+    """What the table says of a kernel, as `check_kernel` takes it."""
     lacks = KERNELS[name].lacks
-    return {
-        "features": [x for x in FEATURES if x not in lacks],
-        "dtypes": [x for x in TOLERANCES if words(x) not in lacks],
-    }
+    return {"lacks": lacks, "dtypes": [x for x in TOLERANCES if words(x) not in lacks]}
 
 
-FEW = ((0, 0), (2, 2), (4, 7), (2, 130))  # of SIZES: those between are for smaller counter-examples
-
-
-@pytest.fixture
-def few(monkeypatch):
-    monkeypatch.setattr(attention, "SIZES", FEW)
+# sizes between these are for smaller counter-examples
+FEW = attrs.evolve(OPERATION, sizes=((0, 0), (2, 2), (4, 7), (2, 130)))
 
 
 # of the plain one, which is slow, other tests here hold one query at a time
@@ -63,25 +57,26 @@ SLOW = ("eager",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in KERNELS])
-def test_kernels_keep_the_laws(name, few):
+def test_kernels_keep_the_laws(name):
     if reason := table.available("attention")[name]:
         pytest.skip(reason)
     kernel = table.get("attention", name)
     if name != "flex":
-        laws.check_attention(kernel, **can(name), device=DEVICE, head_dim=16)
+        laws.check_kernel(FEW, kernel, **can(name), device=DEVICE, wide=16)
         return
-    for dtype, cases in ((torch.float32, (_CASES[8], _CASES[11])), (torch.bfloat16, (_CASES[0], _CASES[9]))):
-        examples = partial(_example, (dtype,), DEVICE, 16, cases)  # it compiles for each: few, of several tokens
-        check(kernel, _LAWS, examples, sizes=FEW, seeds=len(cases))
+    for dtype, cases in ((torch.float32, (8, 11)), (torch.bfloat16, (0, 9))):
+        # it compiles for each: few, of several tokens
+        examples = partial(example_of, OPERATION, cases, (dtype,), DEVICE, 16)
+        check(kernel, laws_of(OPERATION), examples, sizes=FEW.sizes, seeds=len(cases))
 
 
 @pytest.mark.slow
 def test_flex_keeps_the_laws_where_it_has_a_backward_pass():
     with backward_on_cpus():
-        cases = _CASES[5::3]  # with the largest scores, and two that have all features between them
-        assert {name for case in cases for name in case.features} == set(FEATURES)
-        examples = partial(_example, (torch.float64,), "cpu", 2, cases)
-        check(flex, _LAWS, examples, sizes=FEW, seeds=len(cases))
+        cases = range(5, len(OPERATION.features), 3)  # the largest scores, and two that have all features between them
+        assert frozenset().union(*(OPERATION.features[case] for case in cases)) == set(FEATURES)
+        examples = partial(example_of, OPERATION, cases, (torch.float64,), "cpu", None)
+        check(flex, laws_of(OPERATION), examples, sizes=FEW.sizes, seeds=len(cases))
 
 
 def loop(query, key, value, *, lengths, scale, window, softcap, sinks):
@@ -211,7 +206,7 @@ def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, sca
     return eager(query, key, value, lengths=lengths, **settings)
 
 
-def test_flash_hands_its_arguments_on(monkeypatch, few):
+def test_flash_hands_its_arguments_on(monkeypatch):
     def flash_attn_varlen_func(*args, softmax_scale, **settings):
         return stand_in(*args, scale=softmax_scale, **settings)
 
@@ -219,7 +214,7 @@ def test_flash_hands_its_arguments_on(monkeypatch, few):
     monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash", raising=False)
     flash = table.BUILTIN["attention"]["flash"].load()
     monkeypatch.delitem(sys.modules, "fppo_kernels.attention.flash")  # it holds the stand-in
-    laws.check_attention(flash, **can("flash"))
+    laws.check_kernel(FEW, flash, **can("flash"))
     x = torch.ones(1, 1, 8)
     with pytest.raises(ValueError, match=r"not torch\.float32; attention/sdpa does"):
         flash(x, x, x, lengths=make_lengths([1]), scale=1.0)
@@ -231,11 +226,11 @@ def test_flash_hands_its_arguments_on(monkeypatch, few):
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_varlen_hands_its_arguments_on(monkeypatch, grouped, few):
+def test_varlen_hands_its_arguments_on(monkeypatch, grouped):
     module = pytest.importorskip("fppo_kernels.attention.varlen")
     monkeypatch.setattr(module, "varlen_attn", stand_in)
     monkeypatch.setattr(module, "GROUPED", grouped)
-    laws.check_attention(module.varlen, **can("varlen"))
+    laws.check_kernel(FEW, module.varlen, **can("varlen"))
     x = torch.ones(1, 1, 8, dtype=torch.bfloat16)
     for feature, told in (({"softcap": 1.0}, "soft cap"), ({"sinks": torch.zeros(1)}, "sinks")):
         with pytest.raises(ValueError, match=f"no {told}; attention/sdpa"):

@@ -9,7 +9,7 @@ from fppo.laws import LawViolation, check_all_to_all, check_collective, check_co
 from fppo.runtime.simulate import simulate
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
 """The compiled log-probs keep the laws that the others keep in tests/laws; they take a while to compile."""
 
+from functools import partial
+
 import pytest
 import torch
 
+from fppo.laws._kernels import example_of
 from fppo.laws._search import check
-from fppo.laws.kernels import _LOG_PROBS_LAWS, _log_probs_example
+from fppo.laws.kernels import laws_of
 from fppo_kernels import table
 from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs import OPERATION
 
 FEW = ((0, 2), (3, 5), (33, 1100))  # tokens, vocabulary: it compiles anew for many others
 REASON = table.available("log_probs")["compiled"]
@@ -16,11 +20,8 @@ REASON = table.available("log_probs")["compiled"]
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_compiled_log_probs_keep_the_laws_in_float32():
     cases = (0, 6)  # without anything and with everything: each is compiled anew
-
-    def example(rows, width, seed):
-        return _log_probs_example((torch.float32,), "cpu", 2, rows, width, cases[seed])
-
-    check(table.get("log_probs", "compiled"), _LOG_PROBS_LAWS, example, sizes=FEW, seeds=len(cases))
+    example = partial(example_of, OPERATION, cases, (torch.float32,), "cpu", None)
+    check(table.get("log_probs", "compiled"), laws_of(OPERATION), example, sizes=FEW, seeds=len(cases))
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))

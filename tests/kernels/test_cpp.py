@@ -11,8 +11,8 @@ import torch
 
 import fppo_kernels
 from fppo_kernels import table
-from fppo_kernels._cpp import needs_cpp
 from fppo_kernels.padding import make_lengths
+from fppo_kernels.table import needs_cpp
 
 FOLDER = Path(fppo_kernels.__file__).parent
 LOOP = """

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import laws
-from fppo.laws.decoding import _LAWS
+from fppo.laws.kernels import laws_of
 from fppo_kernels import table
+from fppo_kernels.decode_attention import OPERATION
 from fppo_kernels.decode_attention.eager import eager
 
 NAMES = [name for name, reason in table.available("decode_attention").items() if reason is None]
@@ -15,7 +16,7 @@ NAMES = [name for name, reason in table.available("decode_attention").items() if
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_keep_the_laws(name):
-    laws.check_decode_attention(table.get("decode_attention", name))
+    laws.check_kernel("decode_attention", table.get("decode_attention", name))
 
 
 def loop(query, keys, values, bias, *, start, end, scale, softcap, sinks):
@@ -104,12 +105,12 @@ MISTAKES = [
 @pytest.mark.parametrize(("mistake", "law"), MISTAKES, ids=lambda x: getattr(x, "__name__", ""))
 def test_each_mistake_breaks_its_law(mistake, law):
     with pytest.raises(laws.LawViolation) as caught:
-        laws.check_decode_attention(mistake, dtypes=(torch.float64,))
+        laws.check_kernel("decode_attention", mistake, dtypes=(torch.float64,))
     assert caught.value.law == law
 
 
 def test_every_law_is_broken_by_a_mistake():
-    assert {law.name for law in _LAWS} == {law for _, law in MISTAKES}
+    assert {law.name for law in laws_of(OPERATION)} == {law for _, law in MISTAKES}
 
 
 @pytest.mark.skipif("cpp" not in NAMES, reason="needs a C++ compiler")

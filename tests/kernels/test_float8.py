@@ -24,12 +24,12 @@ def said(x):
 
 
 def test_it_keeps_the_laws_of_its_definition():
-    laws.check_linear(float8, dtypes=(torch.float32, torch.bfloat16), reference=reference)
+    laws.check_kernel("linear", float8, dtypes=(torch.float32, torch.bfloat16), reference=reference)
 
 
 def test_it_is_no_plain_product():
     with pytest.raises(laws.LawViolation, match="values"):
-        laws.check_linear(float8, dtypes=(torch.float32,))
+        laws.check_kernel("linear", float8, dtypes=(torch.float32,))
 
 
 @given(st.integers(0, 99), st.integers(-140, 120), st.booleans())

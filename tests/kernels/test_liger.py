@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo import laws
-from fppo_kernels import table
+from fppo_kernels import layer_norm, table
 from fppo_kernels.collectives import Axis
 from fppo_kernels.glu.eager import eager as glu
 from fppo_kernels.log_probs.reference import LogProbs, reference
@@ -70,6 +70,9 @@ def test_what_it_lacks_is_refused(liger, asked, words):
         liger(torch.ones(1, 1), torch.ones(2, 1), torch.zeros(1, dtype=torch.int64), **asked)
 
 
+LAYERS = ("rms_norm", "add_rms_norm", "layer_norm", "rotary", "glu")
+
+
 def norm_stand_in(x, weight, eps, offset, casting, in_place):
     """What Liger is documented to compute; it would write the gradient over the result's."""
     assert casting == ("gemma" if offset else "llama")
@@ -81,6 +84,11 @@ def add_norm_stand_in(x, residual, weight, eps, offset, casting, in_place):
     assert casting == ("gemma" if offset else "llama")
     assert not in_place
     return add_rms_norm(x, residual, weight, eps=eps, offset=offset)
+
+
+def layer_norm_stand_in(x, weight, bias, eps):
+    """Liger takes a bias always."""
+    return layer_norm.eager(x, weight, bias, eps=eps)
 
 
 def rope_stand_in(query, key, cos, sin):
@@ -116,6 +124,7 @@ def liger_layers(monkeypatch):
     functions = {
         "rms_norm": {"LigerRMSNormFunction": norm_stand_in},
         "fused_add_rms_norm": {"LigerFusedAddRMSNormFunction": add_norm_stand_in},
+        "layer_norm": {"LigerLayerNormFunction": layer_norm_stand_in},
         "rope": {"LigerRopeFunction": rope_stand_in},
         "swiglu": {"LigerSiLUMulFunction": _WritesOver.apply},
         "geglu": {"LigerGELUMulFunction": lambda gate, up: glu(gate, up, activation="gelu_tanh")},
@@ -128,16 +137,14 @@ def liger_layers(monkeypatch):
     places = [f"fppo_kernels.{op}.liger" for op in ("rms_norm", "glu", "rotary")]
     for place in places:
         monkeypatch.delitem(sys.modules, place, raising=False)
-    yield [table.BUILTIN[op]["liger"].load() for op in ("rms_norm", "add_rms_norm", "rotary", "glu")]
+    yield [table.BUILTIN[op]["liger"].load() for op in LAYERS]
     for place in places:
         sys.modules.pop(place, None)
 
 
 def test_norms_and_gated_activations_keep_the_laws(liger_layers):
-    norm, add_norm, turn, gated = liger_layers
-    laws.check_rms_norm(norm, dtypes=(torch.float32,))
-    laws.check_add_rms_norm(add_norm, dtypes=(torch.float32,))
-    laws.check_rotary(turn, dtypes=(torch.float32,))
-    laws.check_glu(gated, activations=("silu", "gelu_tanh"), dtypes=(torch.float32,))
+    for op, kernel in zip(LAYERS, liger_layers, strict=True):
+        laws.check_kernel(op, kernel, lacks=table.BUILTIN[op]["liger"].lacks, dtypes=(torch.float32,))
+    gated = liger_layers[-1]
     with pytest.raises(ValueError, match="no gelu, only its approximation"):
         gated(torch.ones(1, 1), torch.ones(1, 1), activation="gelu")

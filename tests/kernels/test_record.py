@@ -4,7 +4,7 @@ import attrs
 import pytest
 
 from fppo_kernels import table
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 
 def test_named_kernels():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fppo_kernels import table
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")

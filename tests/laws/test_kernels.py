@@ -2,17 +2,26 @@
 
 import math
 
+import attrs
 import pytest
 import torch
 
 from fppo import laws
-from fppo.laws import attention, kernels
-from fppo.laws.attention import _CASES, _LAWS, FEATURES
-from fppo.laws.kernels import _LARGE_LAWS, _LOG_PROBS_LAWS, _SUM_LAWS
-from fppo_kernels import table
+from fppo.laws import log_probs
+from fppo.laws.kernels import laws_of
+from fppo.laws.log_probs import LARGE_LAWS, SUM_LAWS
+from fppo_kernels import attention, table
 from fppo_kernels.attention.eager import eager
+from fppo_kernels.log_probs import OPERATION
 from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.padding import make_lengths
+
+SIZES = OPERATION.sizes
+
+
+def of_sizes(*sizes):
+    return attrs.evolve(OPERATION, sizes=sizes)
+
 
 CPP = [] if table.available("log_probs")["cpp"] else ["cpp"]
 
@@ -20,10 +29,9 @@ CPP = [] if table.available("log_probs")["cpp"] else ["cpp"]
 @pytest.mark.parametrize("name", ["reference", *(pytest.param(x, marks=pytest.mark.slow) for x in ("chunked", *CPP))])
 def test_log_prob_kernels_keep_the_laws(name, monkeypatch):
     """In some sizes: those between are for smaller counter-examples."""
-    monkeypatch.setattr(kernels, "SIZES", (*kernels.SIZES[:-1:3], kernels.SIZES[-1]))
     if name == "reference":  # with which the law of large examples compares
-        monkeypatch.setattr(kernels, "LARGE", (70, 200))
-    laws.check_log_probs(table.get("log_probs", name))
+        monkeypatch.setattr(log_probs, "LARGE", (70, 200))
+    laws.check_kernel(of_sizes(*SIZES[:-1:3], SIZES[-1]), table.get("log_probs", name))
 
 
 class _Backward(torch.autograd.Function):
@@ -199,21 +207,19 @@ LOG_PROBS = [
 def test_each_mistake_in_log_probs_breaks_its_law(mistake, law, words, monkeypatch):
     """With small examples alone, unless the law is of large ones."""
     large = law in ("long sums", "large")
-    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES[:1] if large else kernels.SIZES[:-1])
-    monkeypatch.setattr(kernels, "LARGE", kernels.LARGE if large else (70, 200))
+    monkeypatch.setattr(log_probs, "LARGE", log_probs.LARGE if large else (70, 200))
     dtype = torch.bfloat16 if law == "long sums" else torch.float32
     with pytest.raises(laws.LawViolation, match=words) as caught:
-        laws.check_log_probs(mistake, dtypes=(dtype,))
+        laws.check_kernel(of_sizes(*SIZES[: 1 if large else -1]), mistake, dtypes=(dtype,))
     assert caught.value.law == law
     assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
     assert large or len(caught.value.example["labels"]) <= 2
 
 
 @pytest.mark.parametrize("mistake", [moves_a_label(64), drops_a_logit(8192, 8191)])
-def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake, monkeypatch):
-    monkeypatch.setattr(kernels, "SIZES", kernels.SIZES[:1])
+def test_labels_and_logits_that_are_lost_at_borders_of_blocks_show(mistake):
     with pytest.raises(laws.LawViolation, match="kernel breaks") as caught:
-        laws.check_log_probs(mistake, dtypes=(torch.float32,))
+        laws.check_kernel(of_sizes(SIZES[0]), mistake, dtypes=(torch.float32,))
     assert caught.value.law == "large"
 
 
@@ -289,10 +295,10 @@ ATTENTION = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mistake", "law", "tokens", "words"), ATTENTION, ids=lambda x: getattr(x, "__name__", ""))
-def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words, monkeypatch):
-    monkeypatch.setattr(attention, "SIZES", attention.SIZES[:-1])
+def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words):
+    few = attrs.evolve(attention.OPERATION, sizes=attention.OPERATION.sizes[:-1])
     with pytest.raises(laws.LawViolation, match=words) as caught:
-        laws.check_attention(mistake, dtypes=(torch.float64,))
+        laws.check_kernel(few, mistake, dtypes=(torch.float64,))
     assert caught.value.law == law
     assert f'{mistake.__name__} breaks the law "{law}"' in str(caught.value)
     assert len(caught.value.example["query"]) <= tokens
@@ -300,8 +306,8 @@ def test_each_mistake_in_attention_breaks_its_law(mistake, law, tokens, words, m
 
 def test_every_law_is_broken_by_a_mistake():
     broken = {getattr(mistake, "values", mistake)[1] for mistake in LOG_PROBS}
-    assert {law.name for law in (*_LOG_PROBS_LAWS, *_SUM_LAWS, *_LARGE_LAWS)} == broken
-    assert {law.name for law in _LAWS} == {law for _, law, _, _ in ATTENTION}
+    assert {law.name for law in (*laws_of(OPERATION), *SUM_LAWS, *LARGE_LAWS)} == broken
+    assert {law.name for law in laws_of(attention.OPERATION)} == {law for _, law, _, _ in ATTENTION}
 
 
 def test_features_and_dtypes_that_a_kernel_lacks_are_left_out():
@@ -309,9 +315,7 @@ def test_features_and_dtypes_that_a_kernel_lacks_are_left_out():
         assert query.dtype == torch.float32
         return eager(query, key, value, lengths=lengths, scale=scale)
 
-    laws.check_attention(plain, features=(), dtypes=(torch.float32,))
-    assert {name for case in _CASES for name in case.features} == set(FEATURES)
-    with pytest.raises(ValueError, match="features must be some of"):
-        laws.check_attention(eager, features=("alibi",))
+    laws.check_kernel("attention", plain, lacks=attention.FEATURES, dtypes=(torch.float32,))
+    assert frozenset().union(*attention.OPERATION.features) == set(attention.FEATURES)
     with pytest.raises(ValueError, match="dtypes must be some of"):
-        laws.check_log_probs(reference, dtypes=(torch.float16,))
+        laws.check_kernel("log_probs", reference, dtypes=(torch.float16,))

@@ -124,7 +124,13 @@ def wrong_scale(query, key, value, *, scale, **keywords):
 def test_kernels_are_screened_in_the_dtype_of_the_run(dtype):
     good = {"log_probs": ("reference", "chunked"), "attention": ("sdpa", "eager"), "linear": ("torch", "onednn")}
     good["decode_attention"] = tuple(name for name, reason in table.available("decode_attention").items() if not reason)
-    good |= {"rms_norm": ("eager", "torch"), "glu": ("eager",), "add_rms_norm": ("eager",), "rotary": ("eager",)}
+    good |= {
+        "rms_norm": ("eager", "torch"),
+        "glu": ("eager",),
+        "layer_norm": ("eager", "torch"),
+        "add_rms_norm": ("eager",),
+        "rotary": ("eager",),
+    }
     for op, names in good.items():
         for name in names:
             laws.screen_kernel(op, table.get(op, name), dtype=dtype)

@@ -17,7 +17,7 @@ from fppo.steps import optimizers
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import collectives
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make, skip_without_plan
 

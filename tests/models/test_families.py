@@ -7,7 +7,7 @@ import torch
 from fppo import models
 from fppo.grad import value_and_grad
 from fppo.models.precision import KeepDouble
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import CONFIGS, make, plain
 
 MASK = torch.tensor(

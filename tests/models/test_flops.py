@@ -12,7 +12,7 @@ from fppo import models
 from fppo.models import flops
 from fppo.runtime.simulate import simulate
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import CONFIGS, make
 
 

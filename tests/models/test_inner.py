@@ -1,6 +1,7 @@
 """Kernels inside the layers: their places are known by what modules compute, and what runs there changes no number."""
 
 from collections import Counter
+from functools import partial
 
 import attrs
 import pytest
@@ -10,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.models import inner
-from fppo.models.inner import OWN, glu_form, inner_of, norm_form
+from fppo.models.inner import OWN, glu_form, inner_of, layer_norm_form, norm_form
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -18,7 +19,7 @@ from fppo.steps import Forward, forward_micro_batch
 from fppo.steps.sharded import opened
 from fppo_kernels import table
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import CONFIGS, make
 
@@ -86,6 +87,22 @@ def test_every_place_of_a_kernel_is_known_and_computes_the_same(name):
     if absent is not None:
         with pytest.raises(ValueError, match=f"model type '{model.config.model_type}'.*leave {absent} as it is"):
             hidden(model, params, counting(calls, [absent]))
+
+
+LAYER_NORMS = {"gpt2": 5, "gpt_neox": 5, "opt": 5, "cohere": 3}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_norms_by_mean_and_variance_are_known_and_compute_the_same(name):
+    model, params = make(name)
+    calls = Counter()
+    kernels = counting(calls, ["layer_norm"])
+    if name not in LAYER_NORMS:
+        with pytest.raises(ValueError, match=r"no LayerNorm in .*; leave layer_norm as it is"):
+            hidden(model, params, kernels)
+        return
+    torch.testing.assert_close(gradients(model, params, kernels), gradients(model, params, PLAIN), rtol=1e-9, atol=1e-9)
+    assert calls["layer_norm"] == LAYER_NORMS[name]
 
 
 # norms of a pass that do not follow a sum within a layer
@@ -231,12 +248,21 @@ class Block(torch.nn.Module):
     [
         ("qwen2", {"glu", "rms_norm", "rotary", "add_rms_norm", "linear"}),
         ("gemma2", {"glu", "rms_norm", "linear"}),
-        ("gpt2", {"linear"}),
+        ("gpt2", {"linear", "layer_norm"}),
     ],
 )
 def test_what_a_model_has_a_place_for(name, expected):
     skeleton = make(name)[0].skeleton
-    assert {op for op in OWN._fields if models.has_place(skeleton, op)} == expected
+    assert {op for op in OWN if models.has_place(skeleton, op)} == expected
+
+
+def test_a_norm_by_mean_and_variance_is_known_by_what_it_computes():
+    made = partial(torch.nn.LayerNorm, device="meta")
+    for bias in (True, False):
+        assert layer_norm_form(made(5, eps=1e-4, bias=bias)).eps == 1e-4
+        assert norm_form(made(5, bias=bias)) is None
+    others = made((2, 5)), made(5, elementwise_affine=False), torch.nn.GroupNorm(1, 5, device="meta"), Norm()
+    assert all(layer_norm_form(module) is None for module in others)
 
 
 def test_a_gated_activation_is_known_by_what_it_computes():

@@ -19,7 +19,7 @@ from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis
 from fppo_kernels.linear.onednn import onednn
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models import families
 

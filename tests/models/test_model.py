@@ -15,7 +15,7 @@ from fppo.models.model import _has_shared
 from fppo.models.run import checkpointed_layers
 from fppo.models.seams import LayerSeam
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import CONFIGS, make, plain
 
 KERNELS = Kernels.named()

@@ -19,7 +19,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.models import probe as probes
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import CHANGED, COMMON, CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
 from tests.models.hybrids import MAMBA
 

@@ -22,7 +22,7 @@ from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels.collectives import Axis
 from fppo_kernels.linear.onednn import onednn
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models import families
 from tests.models.test_lora import logits, noisy, projections, weighed

@@ -14,7 +14,7 @@ from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.attention.eager import eager
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make
 from tests.models.hybrids import HYBRIDS

@@ -8,7 +8,7 @@ from fppo import models
 from fppo.grad import value_and_grad
 from fppo.models.routing import RouterSeam, Routes
 from fppo_kernels.padding import make_lengths
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import make, skip_without_plan
 
 KERNELS = Kernels.named()

@@ -11,7 +11,7 @@ from fppo.assembly.program import advantage_of
 from fppo.batch import Annotated, narrow
 from fppo.pipeline import OfRows
 from fppo.settings import files
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny, tiny_run
 from tests.parts import EVERY_ESTIMATOR
 

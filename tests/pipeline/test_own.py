@@ -17,7 +17,7 @@ from fppo_kernels import table
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.gae.loop import loop
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny, tiny_run
 from tests.models.families import OWN as OTHERS
 

@@ -33,7 +33,7 @@ from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL
 from fppo.runtime.simulate import simulate
 from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.plan.cases import case, mixture
 
 N = 2

@@ -22,7 +22,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.simulate import simulate
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.rewards import functions
 from tests.rewards.samples import Letters, rollout

@@ -26,7 +26,7 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.records import number_rows, rollout_of
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny_run
 from tests.rewards.samples import NONE, Letters, rollout, sample
 

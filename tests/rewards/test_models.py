@@ -25,7 +25,7 @@ from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.runtime.simulate import simulate
 from fppo.steps.micro_batching import MicroBatching
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny_run
 from tests.models.families import CONFIGS
 

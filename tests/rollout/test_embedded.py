@@ -22,7 +22,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import table
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import make, plain
 
 KERNELS = Kernels.named()

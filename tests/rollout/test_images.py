@@ -12,7 +12,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps import Forward, MicroBatching, compute_log_probs
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.vision import CONFIGS, make, prompt
 
 

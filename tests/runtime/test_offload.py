@@ -29,7 +29,7 @@ from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import adamw
 from fppo_kernels.collectives import Axis
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 
 KERNELS = Kernels.named()

@@ -350,7 +350,15 @@ def test_micro_batching_is_by_size_or_by_budget():
         *("actor.loss.name", "algorithm.advantage", "model.attention", "model.log_probs", "rollout.turns.respond"),
         "model.decode_attention",
         *("actor.optimizer.name", "critic.optimizer.name", "reward.functions"),
-        *("model.linear", "model.rms_norm", "model.add_rms_norm", "model.rotary", "model.glu", "algorithm.gae"),
+        *(
+            "model.linear",
+            "model.rms_norm",
+            "model.add_rms_norm",
+            "model.layer_norm",
+            "model.rotary",
+            "model.glu",
+            "algorithm.gae",
+        ),
     ],
 )
 def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_path, name):

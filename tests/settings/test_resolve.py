@@ -6,6 +6,7 @@ import pytest
 from fppo.settings import checks, files, resolve
 from fppo.settings.resolve import CPU, Machine
 from fppo.settings.train import TrainSettings
+from fppo_kernels.table import BUILTIN
 
 H100, T4 = Machine(device="cuda", capability=(9, 0)), Machine(device="cuda", capability=(7, 5))
 NOWHERE = {"attention/varlen": "has no softcap", "log_probs/triton": "triton is not installed"}
@@ -65,7 +66,7 @@ def test_operations_inside_the_layers(machine, changes, expected):
     settings, lines = resolve.resolved(files.replace(TrainSettings(), changes), machine)
     differ = {"rms_norm": changes["model.rms_norm"]} if "model.rms_norm" in changes else {}
     differ |= dict.fromkeys((key.partition("/")[0] for key in machine.refusals), "eager")
-    wanted = dict.fromkeys(resolve.LAYERS, expected) | differ
+    wanted = {op: expected if expected in BUILTIN[op] else "eager" for op in resolve.LAYERS} | differ
     assert {op: getattr(settings.model, op) for op in resolve.LAYERS} == wanted
     assert not lines
 
@@ -79,7 +80,7 @@ def test_a_cpu_takes_kernels_in_cpp_where_it_is_asked_to():
         assert not [x for x in checks.problems(settings) if x.path.startswith("model.decode")]
         return {op: getattr(settings.model, op) for op in ops}, lines
 
-    every = dict.fromkeys(ops, "cpp")
+    every = {op: "cpp" if "cpp" in BUILTIN[op] else "eager" for op in ops}
     assert kernels() == (every, [])
     assert kernels(**{"model.glu": "eager", "model.attention": "mine:fn"}) == (
         every | {"glu": "eager", "attention": "mine:fn"},
@@ -95,7 +96,8 @@ def test_a_cpu_takes_kernels_in_cpp_where_it_is_asked_to():
     assert lines[0] == "model.attention sdpa: cpp no C++ compiler is installed"
     assert len(lines) == 3
     on_gpu = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}
-    assert kernels(H100) == (on_gpu | dict.fromkeys(resolve.LAYERS, "triton"), [])
+    on_gpu |= {op: "triton" if "triton" in BUILTIN[op] else "eager" for op in resolve.LAYERS}
+    assert kernels(H100) == (on_gpu, [])
 
 
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])

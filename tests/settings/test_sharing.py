@@ -8,7 +8,7 @@ from fppo.assembly.announce import sharing_lines
 from fppo.settings import checks, files
 from fppo.settings.resolve import Machine, resolved
 from fppo.settings.train import TrainSettings
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.hybrids import HYBRIDS
 

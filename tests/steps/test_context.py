@@ -12,7 +12,7 @@ from fppo.steps import packed
 from fppo.steps.forward import Forward, compute_values, forward_micro_batch
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.scores import compute_reward_scores
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make
 from tests.steps.test_sequence import close

@@ -19,8 +19,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
-from fppo_kernels._cpp import needs_cpp
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels, needs_cpp
 from tests import tiny
 
 POLICY_LOSSES = {

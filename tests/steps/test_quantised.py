@@ -27,7 +27,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.train_state import init_state
 from fppo_kernels.collectives import Axis
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models import families
 from tests.rollout.test_embedded import make_prompts

@@ -21,7 +21,7 @@ from fppo.steps.packed import Masks, masks_of
 from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import init_state
 from fppo_kernels.attention.eager import masked_attention
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make
 from tests.rollout.test_stepping import Operations

@@ -28,7 +28,7 @@ from fppo.steps.packed import indexed, masks_of
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import init_state
 from fppo_kernels import table
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models import hybrids
 from tests.models.families import CONFIGS, EXPERTS, make

@@ -22,7 +22,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import sgd
 from fppo.steps.packed import indexed, masks_of
 from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.models.families import make
 from tests.steps.test_invariance import POLICY_LOSSES

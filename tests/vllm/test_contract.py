@@ -12,7 +12,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.sampling import process_logits
 from fppo.steps.forward import Forward, forward_micro_batch
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.models.families import plain
 from tests.rollout.test_embedded import PAD, STOPS, make_prompts
 from tests.vllm.conftest import start

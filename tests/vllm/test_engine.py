@@ -18,7 +18,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm import engine as vllm
 from fppo.rollout.vllm.engine import EngineFailure, VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import EngineDied
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 from tests.fleet.test_processes import running
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.conftest import process_of, start

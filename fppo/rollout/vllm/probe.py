@@ -17,7 +17,7 @@ from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm.vision import probe_row
 from fppo.runtime.mesh import Mesh, device_of
 from fppo.runtime.parts import dtypes_of
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob, by vLLM's dtype
 _TOKENS = 16

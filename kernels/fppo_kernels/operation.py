@@ -1,0 +1,143 @@
+"""Descriptions of operations, whoever computes them: one record of each, which laws, screening and ablations read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo_kernels import table
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+Shape = Mapping[str, int]
+Kernel = Callable[..., Any]
+Arguments = Mapping[str, Any]  # by name
+
+
+class Drawn(NamedTuple):
+    """Arguments of an operation: `inputs` by name, in their order, and `extras`, its keywords.
+
+    `weights` are cotangents: the gradient is that of sum(weights * output). Of several outputs they are stacked.
+    """
+
+    inputs: dict[str, Any]
+    extras: dict[str, Any]
+    weights: Tensor
+
+
+class Exact(NamedTuple):
+    """Outputs in float64 by name, and the gradient of each output by each leaf."""
+
+    values: dict[str, Tensor]
+    gradients: dict[tuple[str, str], Tensor]
+
+
+@attrs.frozen(kw_only=True)
+class OperationCost:
+    """What an operation must do at a shape, whoever computes it, and how that is counted.
+
+    Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
+    with the backward pass; None where there is none.
+    """
+
+    bytes_forward: int
+    bytes_total: int | None
+    flops_forward: int = 0
+    flops_total: int | None = None
+    words: str = ""
+
+
+@attrs.frozen(kw_only=True)
+class Operation:
+    """One operation of `fppo_kernels.table.Kernels`.
+
+    `call(kernel, inputs, keywords, outputs)` gives those outputs by name; `reference` is the kernel that defines it.
+    `leaves` are the inputs and keywords that take a gradient; `sloped` the outputs that have one.
+
+    Laws draw small examples, `draw(generator, rows, width, number, wide)` in float64, at each of `sizes` and for each
+    `number` of `features`, the keywords that an example needs beyond the plain ones; heads and hidden states are `wide`
+    where that is given, as on GPUs. `rows` names the inputs of an operation whose rows do not see each other. `needed`
+    are the keywords without which no law can be tried; gradients have `slack` times the tolerance. Screening draws
+    `screened`, (rows, width, number), and gives `usual` keywords as a run does.
+
+    Ablations draw `sized(shape, dtype, device)` and measure the outputs `timed` against `cost(shape, itemsize)`, on as
+    many simulated `ranks`. The reference in float64 is that of the pieces of `split`, whose gradients by the leaves
+    `shared` are summed; or `exact`.
+    """
+
+    name: str
+    call: Callable[[Kernel, Arguments, Arguments, Sequence[str]], dict[str, Tensor]]
+    reference: Kernel
+    outputs: tuple[str, ...] = ("result",)
+    leaves: tuple[str, ...] = ()
+    sloped: tuple[str, ...] = ("result",)
+    draw: Callable[[torch.Generator, int, int, int, int | None], Drawn] | None = None
+    sizes: tuple[tuple[int, int], ...] = ((0, 2), (1, 1), (1, 2), (2, 2), (3, 5), (5, 3), (33, 130))
+    features: tuple[frozenset[str], ...] = (frozenset[str](),) * 4
+    rows: tuple[str, ...] = ()
+    needed: frozenset[str] = frozenset()
+    wide: int | None = None
+    slack: Callable[[Arguments, Arguments], float] = lambda inputs, extras: 1.0
+    screened: tuple[tuple[int, int, int], ...] = ((4, 64, 0),)
+    usual: Arguments = attrs.field(factory=dict[str, Any])
+    shape: Shape
+    sized: Callable[[Shape, torch.dtype, torch.device], Drawn]
+    cost: Callable[[Shape, int], OperationCost]
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    bound: Literal["matmul", "copy"] = "copy"
+    timed: tuple[str, ...] = attrs.field(default=attrs.Factory(lambda self: self.outputs, takes_self=True))
+    multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # of a size or a number, by size
+    ranks: int = 1
+    exact: Callable[[Drawn], Exact] | None = None
+    split: Callable[[Drawn], Sequence[Drawn]] = lambda drawn: [drawn]
+    shared: tuple[str, ...] = ()
+
+    def cotangents(self, weights: Tensor) -> dict[str, Tensor]:
+        """The weights of each output that has a gradient."""
+        parts = weights if len(self.sloped) > 1 else [weights] * len(self.sloped)
+        return dict(zip(self.sloped, parts, strict=True))
+
+
+def operation_of(name: str) -> Operation:
+    """The record of an operation of `Kernels`. Raises ValueError if there is none of that name."""
+    places = {field.name: field.metadata["operation"] for field in attrs.fields(table.Kernels)}
+    if name not in places:
+        raise ValueError(f"no operation {name!r}; there are {sorted(places)}")
+    return table.found(places[name])
+
+
+def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
+    """Normal numbers in float32, on the CPU, so that they are the same for every device."""
+    return scale * torch.randn(shape, generator=generator)
+
+
+def normal64(generator: torch.Generator, *shape: int) -> Tensor:
+    """Standard normal numbers in float64."""
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def filled(
+    device: torch.device,
+    dtype: torch.dtype,
+    weights: tuple[int, ...],
+    extras: dict[str, Any],
+    **inputs: tuple[int, ...],
+) -> Drawn:
+    """Standard normal inputs of these shapes; a weight of two dimensions keeps the size of what it multiplies."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: normal(generator, *shape, scale=shape[1] ** -0.5 if name == "weight" and len(shape) == 2 else 1.0)
+        for name, shape in inputs.items()
+    }
+    moved: dict[str, Any] = {name: x.to(device, dtype) for name, x in tensors.items()}
+    return Drawn(moved, extras, normal(generator, *weights).to(device))
+
+
+def side_by_side(results: Any, *names: str) -> Tensor:
+    """Several results as one, side by side along the last dimension. Raises ValueError if there are not so many."""
+    if isinstance(results, tuple | list) and len(cast(list[Tensor], results)) == len(names):
+        return torch.cat(list(cast(list[Tensor], results)), -1)
+    raise ValueError(f"the kernel returned a {type(cast(object, results)).__name__}, expected ({', '.join(names)})")
