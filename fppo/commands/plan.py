@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,97 +11,101 @@ import attrs
 import torch
 from transformers.utils import logging as transformers_logging
 
-from fppo._errors import UsageError
+from fppo._errors import json_of
 from fppo.assembly.parts import bare_model
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
-from fppo.plan.case import Case, PlannedSampling, Role, balanced
+from fppo.plan.case import Case, PlannedSampling, Role, with_sequences
 from fppo.plan.columns import Batch, ColumnCall, column_calls
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import Plan, plan, plan_engines
 from fppo.plan.presets import config_of
-from fppo.plan.remedies import Remedy, remedies
+from fppo.plan.remedies import TOKENS, Remedy, remedies
 from fppo.plan.search import search
+from fppo.plan.standins import LOG_PROBS
 from fppo.plan.text import report, summary
 from fppo.plan.text_columns import columns_report, columns_summary
 from fppo.plan.text_rollout import engines_report, engines_summary
 from fppo.plan.text_search import found_report, found_summary
 from fppo.plan.values import GIB, plain
 from fppo.rollout.embedded import EmbeddedEngine
-from fppo.runtime.mesh import DATA_AXES, Sharding
-from fppo.settings import checks, old_log_probs, placement, resolve
+from fppo.runtime.mesh import Sharding
+from fppo.settings import checks, files, old_log_probs, placement, resolve
+from fppo.settings.checks_lora import uses_lora
 from fppo.settings.component import requires, value_of
-from fppo.settings.mesh import PlanMeshSettings
+from fppo.settings.critic import CriticSettings
+from fppo.settings.lora import LoraSettings
+from fppo.settings.mesh import MeshSettings
 from fppo.settings.placement import places_of, pools_of
-from fppo.settings.plan import PlanSettings, pools_of_run
-from fppo.settings.plan_rollout import PlanRolloutSettings
+from fppo.settings.plan import PlanSettings, pools_of_run, sizes_of
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
-from fppo.settings.train import TrainSettings
+from fppo.settings.train import ActorSettings, TrainSettings
+
+NUMBERS = ("flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # of the hardware, beside memory
 
 
-def run(settings: PlanSettings, of_run: TrainSettings | None = None) -> int:
-    """Prints the plan, of each of the pools if the run that it is of has any, or what a search has found, and writes
-    what was asked for; 1 if nothing fits."""
+def run(of: TrainSettings, options: PlanSettings) -> int:
+    """Prints the plan of a run, of each of its pools if it has any, or what a search has found, and writes JSON; 1 if
+    nothing fits."""
     transformers_logging.set_verbosity_error()
-    if of_run is not None and places_of(of_run.placement):
-        return _of_pools(settings, of_run)
-    case, width = case_of(settings), min(shutil.get_terminal_size((100, 24)).columns, 100)
-    if settings.search is not None:
-        found = search(case, settings.search)
-        _put(settings, found_report(found, width=width), found_summary(found))
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    if places_of(of.placement):
+        return _pools(of, options, width)
+    if options.search is not None:
+        found = search(_budgeted(of, options), options.search, files.mini_batch_size(of.actor, of.rollout.batch_size))
+        _put(options, found_report(found, width=width), found_summary(found))
         return 0 if found.best else 1
-    estimate = plan(case)
-    helping = _helping(settings, estimate)
-    _put(settings, report(estimate, helping, width=width), summary(estimate, helping))
+    estimate = plan(case_of(of, options))
+    helping = _helping(of, options, estimate)
+    _put(options, report(estimate, helping, width=width), summary(estimate, helping))
     return 0 if estimate.fits else 1
 
 
-def _of_pools(settings: PlanSettings, of_run: TrainSettings) -> int:
+def _pools(of: TrainSettings, options: PlanSettings, width: int) -> int:
     """Prints a plan of each pool of a run; 1 if one does not fit."""
-    if settings.search is not None:
-        raise UsageError(f"--search {settings.search}: it looks for one mesh, and the run has pools; leave it out")
-    pools, calls = pools_of_run(of_run), calls_of_run(of_run)
-    width, texts, numbers, fits = min(shutil.get_terminal_size((100, 24)).columns, 100), [], {}, True
+    pools, calls = pools_of_run(of), calls_of_run(of)
+    texts, numbers, fits = [], {}, True
     for name, (mesh, models) in pools.items():
         columns = max((sum(call.there.values()) for call in calls.get(name, ())), default=0)
         if models == ["rollout"]:
-            planned = plan_engines(engines_of(settings, of_run, name, columns))
+            planned = plan_engines(engines_of(of, options, name, columns))
             texts += [f"pool {name}: rollout", "", engines_report(planned, width=width), ""]
             texts += [columns_report(calls[name], width=width), ""]
             numbers[name] = engines_summary(planned) | {"columns": columns_summary(calls[name])}
             fits = fits and planned.fits
             continue
+        case = case_of(attrs.evolve(of, mesh=mesh), attrs.evolve(options, gpus=None))
+        apart = any(kinds == ["rollout"] for _, kinds in pools.values())  # engines have a pool of their own
         own = attrs.evolve(
-            settings,
-            mesh=mesh,
-            gpus=None,
+            case,
+            only=tuple(models),
             critic="critic" in models,
             reference="reference" in models,
-            reward_model=settings.reward_model if "reward model" in models else None,
+            reward_model=case.reward_model if "reward model" in models else None,
+            roles={role: own for role, own in case.roles.items() if role in models},
+            sampling=None if apart else case.sampling,
+            columns=float(columns),
         )
-        apart = any(kinds == ["rollout"] for _, kinds in pools.values())  # engines have a pool of their own
-        case = case_of(own)
-        sampling = None if apart else case.sampling
-        estimate = plan(attrs.evolve(case, only=tuple(models), sampling=sampling, columns=float(columns)))
-        helping = _helping(settings, estimate, None if name == placement.HERE else name)
+        estimate = plan(own)
+        helping = _helping(of, options, estimate, None if name == placement.HERE else name)
         texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, helping, width=width), ""]
         numbers[name] = summary(estimate, helping)
         if name in calls:
             texts += [columns_report(calls[name], width=width), ""]
             numbers[name]["columns"] = columns_summary(calls[name])
         fits = fits and estimate.fits
-    _put(settings, "\n".join(texts).rstrip(), numbers)
+    _put(options, "\n".join(texts).rstrip(), numbers)
     return 0 if fits else 1
 
 
-def engines_of(settings: PlanSettings, run: TrainSettings, pool: str, columns: float) -> Case:
+def engines_of(of: TrainSettings, options: PlanSettings, pool: str, columns: float) -> Case:
     """The case of a run's engines in a pool of their own, each of which answers requests as it is free."""
-    case = case_of(attrs.evolve(settings, mesh=PlanMeshSettings(shard=1), gpus=None))
-    assert case.sampling is not None
-    rows = run.placement.engines.rows if run.rollout.engine == "embedded" else case.sampling.max_rows
-    ranks = pools_of(run.placement)[pool].ranks
-    sampling = attrs.evolve(case.sampling, pool=ranks, max_rows=max(rows, case.sampling.n), shared=True)
+    case = case_of(attrs.evolve(of, mesh=MeshSettings(shard=1)), attrs.evolve(options, gpus=None))
+    sampling = _sampling(of)
+    rows = of.placement.engines.rows if of.rollout.engine == "embedded" else sampling.max_rows
+    ranks = pools_of(of.placement)[pool].ranks
+    sampling = attrs.evolve(sampling, pool=ranks, max_rows=max(rows, sampling.n), shared=True)
     return attrs.evolve(case, sampling=sampling, only=(), columns=float(columns))
 
 
@@ -144,125 +147,138 @@ def _batch(run: TrainSettings) -> Batch:
     )
 
 
-def _helping(settings: PlanSettings, estimate: Plan, pool: str | None = None) -> list[Remedy] | None:
+def _helping(of: TrainSettings, options: PlanSettings, estimate: Plan, pool: str | None = None) -> list[Remedy] | None:
     """What would make a plan fit, of a pool if it is one's; None if it does, or nothing is to be tried."""
-    if estimate.fits or not settings.tries:
+    if estimate.fits or not options.tries:
         return None
-    return [attrs.evolve(remedy, pool=pool) for remedy in remedies(estimate)]
+    return [attrs.evolve(remedy, pool=pool, flags=_flags(of, remedy)) for remedy in remedies(estimate)]
 
 
-def _put(settings: PlanSettings, table: str, numbers: dict[str, Any]) -> None:
+def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
+    """The settings of a remedy, passes by sequences where the run has them so, and the critic's as the actor's."""
+    flags, case = dict(remedy.flags), remedy.plan.case
+    if (tokens := flags.pop(TOKENS, None)) is None:
+        return flags
+    roles = ["actor", *["critic"] * (case.critic and case.roles.get("critic", Role()).tokens is None)]
+    for name, section in (("actor", of.actor), ("critic", of.critic)):
+        if name in roles:
+            by_rows = bool(section.micro_batch_size)
+            flags[f"{name}.{'micro-batch-size' if by_rows else 'token-budget'}"] = tokens // (
+                case.length if by_rows else 1
+            )
+    return flags
+
+
+def _put(options: PlanSettings, table: str, numbers: dict[str, Any]) -> None:
     """Prints a table, or numbers as JSON, and writes these to a file."""
     text = json.dumps(plain(numbers), indent=1)
-    print(text if settings.json == "-" else table)
-    if settings.json not in (None, "-"):
-        Path(settings.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(settings.json).write_text(text + "\n", encoding="utf-8")
+    print(text if options.json == "-" else table)
+    if options.json not in (None, "-"):
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 
-def case_of(settings: PlanSettings) -> Case:
-    """The case that the settings name. Raises ValueError for a model or a GPU that is not known."""
-    hardware = hardware_of(
-        settings.gpu,
-        memory=None if settings.memory is None else settings.memory * GIB,
-        flops=settings.flops,
-        bandwidth=settings.bandwidth,
-        node_bandwidth=settings.node_bandwidth,
-        network_bandwidth=settings.network_bandwidth,
-        per_node=settings.per_node,
-    )
-    name, config = config_of(settings.model)
+def case_of(of: TrainSettings, options: PlanSettings) -> Case:
+    """The case of a run. Raises ValueError for a model or a GPU that is not known."""
+    return with_sequences(_budgeted(of, options), files.mini_batch_size(of.actor, of.rollout.batch_size))
+
+
+def _budgeted(of: TrainSettings, options: PlanSettings) -> Case:
+    """The case of a run, with passes of as many tokens as the actor's may have."""
+    memory = None if options.memory is None else options.memory * GIB
+    hardware = hardware_of(options.gpu, memory=memory, **{name: getattr(options, name) for name in NUMBERS})
+    name, config = config_of(of.model.path)
     machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
-    dtype, log_probs = settings.compute_dtype, settings.log_probs
-    if dtype == resolve.AUTO:
-        dtype, _ = resolve.compute_dtype(machine)
-    if log_probs == resolve.AUTO:
-        log_probs, _ = resolve.kernel("log_probs", machine, {dtype})
-    records = settings.graphs
-    if records == resolve.AUTO:
-        records = settings.offload == "none" and not settings.offload_activations and dtype != "float32"
-    mesh, own = settings.mesh, settings.critic_lora
-    data_ranks = math.prod(size for axis, size in settings.sizes.items() if axis in DATA_AXES)
-    length = settings.length or min(4096, settings.tokens)
-    tokens, micro_batches = settings.tokens, settings.micro_batches
-    if settings.mini_batch is not None:
-        share = -(-settings.mini_batch // data_ranks)  # the sequences of a rank
-        rows, micro_batches = balanced(share, tokens // length)
-        tokens = max(rows * length, 2)
+    of, _ = resolve.resolved(of, machine)
+    model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens
+    own = lora.critic_rank if uses_lora(of) else 0
     return Case(
         name=name,
         config=config,
         hardware=hardware,
-        mesh=settings.sizes,
+        mesh=sizes_of(mesh, options.gpus),
         virtual_stages=mesh.virtual_stages,
         ring=mesh.ring,
-        load=settings.expert_load,
+        load=options.expert_load,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
-        tokens=tokens,
+        tokens=_tokens(of.actor, length),
         length=length,
-        response=settings.response,
-        micro_batches=micro_batches,
-        critic=settings.critic,
-        reference=settings.reference,
-        reward_model=None if settings.reward_model is None else config_of(settings.reward_model, "reward-model")[1],
-        lora=_lora(settings, settings.lora),
-        critic_lora=_lora(settings, settings.lora and (settings.lora if own is None else own)),
-        lora_base=None if settings.lora_base == "float" else settings.lora_base,
-        compute_dtype=None if dtype == "float32" else getattr(torch, dtype),
-        checkpoint_layers=settings.checkpoint_layers,
-        log_probs=log_probs,
-        graphs=records is True,
-        offload=settings.offload,
-        offload_activations=settings.offload_activations,
-        forward_tokens=settings.forward_tokens,
-        roles=_roles(settings),
-        sampling=_sampling(settings.rollout),
-        full=settings.full,
+        response=of.rollout.max_tokens / length,
+        critic=checks.uses_critic_model(of),
+        reference=checks.uses_reference(of),
+        reward_model=None if of.reward.model.path is None else config_of(of.reward.model.path, "reward.model.path")[1],
+        lora=_lora(lora, _rank(lora)),
+        critic_lora=_lora(lora, _rank(lora) if own is None else own),
+        lora_base=None if lora.base == "float" else lora.base,
+        compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
+        checkpoint_layers=model.checkpoint_layers,
+        log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
+        graphs=model.graphs is True,
+        offload=model.offload,
+        offload_activations=model.offload_activations,
+        forward_tokens=model.forward_token_budget,
+        roles=_roles(of, length),
+        sampling=_sampling(of) if options.sampling else None,
+        full=options.full,
     )
 
 
-def _sampling(rollout: PlanRolloutSettings) -> PlannedSampling | None:
-    if rollout.engine is None:
-        return None
-    share, vllm = rollout.memory_share, rollout.engine == "vllm"
+def _tokens(section: ActorSettings | CriticSettings, length: int) -> int:
+    """The most tokens of a pass of an update, whose rows have so many each."""
+    size, tokens = files.micro_batching(section)
+    return max(length, tokens or (size or 1) * length)
+
+
+def _sampling(of: TrainSettings) -> PlannedSampling:
+    rollout, vllm = of.rollout, of.rollout.vllm
+    own = rollout.engine == "vllm"
+    cache = vllm.cache_gb if own else rollout.cache_gb
     return PlannedSampling(
         engine=rollout.engine,
         sequences=rollout.batch_size,
         n=rollout.n,
-        max_rows=rollout.max_rows if vllm else attrs.fields(EmbeddedEngine).max_rows.default,
-        cache=None if rollout.cache_gb is None or share is not None else rollout.cache_gb * GIB,
-        share=share,
-        dtype=None if rollout.dtype is None else getattr(torch, rollout.dtype),
-        tensor=rollout.tensor_parallel,
-        apart=rollout.apart,
-        sleeps=rollout.sleep,
-        bucket=rollout.bucket_mb << 20,
-        shared=vllm and (rollout.host == "process" or rollout.tensor_parallel > 1),
+        max_rows=vllm.max_rows if own else attrs.fields(EmbeddedEngine).max_rows.default,
+        cache=None if cache is None or vllm.memory_share is not None else cache * GIB,
+        share=vllm.memory_share,
+        dtype=None if vllm.dtype is None else getattr(torch, vllm.dtype),
+        tensor=vllm.tensor_parallel,
+        apart=bool(vllm.devices) or vllm.tensor_parallel > 1 or vllm.transport == "nccl",
+        sleeps=vllm.sleep,
+        bucket=vllm.bucket_mb << 20,
+        shared=own and (vllm.host == "process" or vllm.tensor_parallel > 1),
     )
 
 
-def _lora(settings: PlanSettings, rank: int) -> Lora | None:
-    return Lora(rank, 1.0, settings.lora_targets) if rank else None
+def _rank(lora: LoraSettings) -> int:
+    """The rank of the policy's adapter; 0 without one."""
+    if lora.path is None:
+        return lora.rank
+    return json_of((Path(lora.path) / "adapter_config.json").read_text(encoding="utf-8"))["r"]
 
 
-def _roles(settings: PlanSettings) -> dict[str, Role]:
+def _lora(lora: LoraSettings, rank: int) -> Lora | None:
+    return Lora(rank, 1.0, lora.targets) if rank else None
+
+
+def _roles(of: TrainSettings, length: int) -> dict[str, Role]:
     """What differs for the models beside the actor."""
 
     def place(offload: bool | None) -> str | None:
         return None if offload is None else "all" if offload else "none"
 
+    critic, reward, tokens = of.critic, of.reward.model, _tokens(of.critic, length)
     roles = {}
-    if settings.critic:
+    if checks.uses_critic_model(of):
         roles["critic"] = Role(
-            tokens=settings.critic_tokens,
-            compute_dtype=settings.critic_compute_dtype,
-            checkpoint_layers=settings.critic_checkpoint_layers,
-            offload=settings.critic_offload,
+            tokens=None if tokens == _tokens(of.actor, length) else tokens,
+            compute_dtype=critic.compute_dtype,
+            checkpoint_layers=critic.checkpoint_layers,
+            offload=critic.offload,
         )
-    if settings.reference:
-        dtype = getattr(torch, settings.ref_dtype)
-        roles["reference"] = Role(offload=place(settings.ref_offload), dtype=dtype)
-    if settings.reward_model is not None:
-        dtype, offload = getattr(torch, settings.reward_dtype), place(settings.reward_offload)
-        roles["reward model"] = Role(tokens=settings.reward_tokens, offload=offload, dtype=dtype)
+    if checks.uses_reference(of):
+        roles["reference"] = Role(offload=place(of.model.ref_offload), dtype=getattr(torch, of.model.ref_dtype))
+    if reward.path is not None:
+        rows = reward.micro_batch_size
+        tokens = reward.token_budget if rows is None else rows * length
+        roles["reward model"] = Role(tokens=tokens, offload=place(reward.offload), dtype=getattr(torch, reward.dtype))
     return {name: role for name, role in roles.items() if role != Role()}

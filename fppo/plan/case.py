@@ -192,6 +192,13 @@ class Case:
         return self.rows * self.micro_batches * self.data_ranks
 
 
+def with_sequences(case: Case, sequences: int) -> Case:
+    """The case with so many sequences to an update, over all ranks, in as few passes of at most its tokens as there can
+    be, of equal sizes."""
+    rows, passes = balanced(-(-sequences // case.data_ranks), case.tokens // case.length)
+    return attrs.evolve(case, tokens=max(2, rows * case.length), micro_batches=passes)
+
+
 def balanced(sequences: int, most: int) -> tuple[int, int]:
     """Sequences of a pass, at most `most` where that is not 0, and passes: as few as there can be, of equal sizes."""
     passes = -(-sequences // min(max(1, most), sequences))
@@ -239,11 +246,11 @@ def problems(case: Case) -> list[str]:
         try:
             check_cuts(build(case.config), case.lora_base, Mesh({name: Axis(size) for name, size in case.mesh.items()}))
         except ValueError as error:
-            wrong.append(f"--lora-base {case.lora_base}: {error}")
+            wrong.append(f"--model.lora.base {case.lora_base}: {error}")
     if case.length > case.tokens:
-        wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
+        wrong.append(f"length {case.length}: a pass of {case.tokens} tokens holds no such sequence")
     if case.length < 2:
-        wrong.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
+        wrong.append(f"length {case.length}: a sequence has a token of prompt and one of response at least")
     return wrong
 
 

@@ -67,7 +67,7 @@ def process_bytes() -> int:
 
 
 def state_bytes(case: Case, built: Built) -> float:
-    """Bytes of parameters and moments that are on the host between uses (`--offload`)."""
+    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
     every: list[int] = []
     for name in filter(case.has, models_of(case)):
         at = case.at(name if name == REWARD else f"update {name}")
@@ -82,7 +82,7 @@ def state_bytes(case: Case, built: Built) -> float:
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
-    """Bytes of the activations that the fullest pass offloads (`--offload-activations`), and of those under way."""
+    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those under way."""
     passes_of_all = (phase for phases in stages.values() for phase in phases)
     most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
     return float(most * case.in_flight / case.virtual_stages)

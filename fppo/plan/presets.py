@@ -86,7 +86,7 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
 )
 
 
-def config_of(model: str, setting: str = "model") -> tuple[str, PreTrainedConfig]:
+def config_of(model: str, setting: str = "model.path") -> tuple[str, PreTrainedConfig]:
     """The name and config of a directory with a config.json, or of a name in PRESETS. Nothing is downloaded.
 
     An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither; `setting`

@@ -21,6 +21,8 @@ Flags = Mapping[str, Any]  # settings to change, by the names of the command lin
 MESH = tuple(f"mesh.{axis}" for axis in ORDER)
 ROWS = ("mesh.sequence", "mesh.context", "mesh.tensor")  # axes with fewer activations on each rank
 CUTS = ("mesh.context", "mesh.expert", "mesh.tensor")  # that a formula looks at first
+FIELDS = {f"model.{name.replace('_', '-')}": name for name in ("log_probs", "checkpoint_layers", "offload")}
+TOKENS = "actor.token-budget"
 MORE = (2, 4, 8, 16, 32, 64)  # times as many GPUs
 
 
@@ -77,24 +79,24 @@ def families(case: Case) -> list[list[Flags]]:
     """Changes of one kind each, the smallest first: kinds that cost little before those that cost more."""
     choices: list[list[Flags]] = []
     if case.log_probs == "reference":
-        choices.append([{"log-probs": "chunked"}])
+        choices.append([{"model.log-probs": "chunked"}])
     if case.compute_dtype is None and case.hardware.on_gpu:
-        choices.append([{"compute-dtype": "bfloat16"}])
+        choices.append([{"model.compute-dtype": "bfloat16"}])
     if case.shards > 1 and case.sharding.stage < 3:
         choices.append([{"mesh.stage": stage} for stage in range(case.sharding.stage + 1, 4)])
     if case.rows > 1:
-        choices.append([{"tokens": tokens} for tokens in _budgets(case)])
+        choices.append([{TOKENS: tokens} for tokens in _budgets(case)])
     replicate, shard = case.size("replicate"), case.size("shard")
     if replicate > 1:
         divisors = [n for n in range(2, replicate + 1) if replicate % n == 0]
         choices.append([{"mesh.replicate": replicate // n, "mesh.shard": shard * n} for n in divisors])
     if case.checkpoint_layers is not True:
         kinds = (True,) if case.checkpoint_layers else ("selective", True)
-        choices.append([{"checkpoint-layers": how} for how in kinds])
+        choices.append([{"model.checkpoint-layers": how} for how in kinds])
     choices += filter(None, (list(_longer_axes(case, axis)) for axis in ("sequence", "context", "expert", "tensor")))
     if case.hardware.on_gpu and case.offload != ("all" if case.lora is None else "moments"):
         places = ("moments", "all") if case.lora is None else ("moments",)  # the base of adapters stays
-        choices.append([{"offload": what} for what in places if what != case.offload])
+        choices.append([{"model.offload": what} for what in places if what != case.offload])
     if pipeline := list(_longer_axes(case, "pipeline")):
         choices.append(pipeline)
     return choices
@@ -102,20 +104,14 @@ def families(case: Case) -> list[list[Flags]]:
 
 def applied(case: Case, flags: Flags) -> Case:
     """The case with these settings."""
-    changes: dict[str, Any] = {}
-    if "log-probs" in flags:
-        changes["log_probs"] = flags["log-probs"]
-    if "offload" in flags:
-        changes["offload"] = flags["offload"]
-    if "compute-dtype" in flags:
+    changes: dict[str, Any] = {field: flags[name] for name, field in FIELDS.items() if name in flags}
+    if "model.compute-dtype" in flags:
         changes["compute_dtype"] = torch.bfloat16
-    if "checkpoint-layers" in flags:
-        changes["checkpoint_layers"] = flags["checkpoint-layers"]
     if "mesh.stage" in flags:
         changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
-    if "tokens" in flags:  # the same mini-batch, in more passes
-        rows = max(1, flags["tokens"] // case.length)
-        changes |= {"tokens": flags["tokens"], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
+    if TOKENS in flags:  # the same mini-batch, in more passes
+        rows = max(1, flags[TOKENS] // case.length)
+        changes |= {"tokens": flags[TOKENS], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
     sizes = {name.rpartition(".")[2]: flags[name] for name in MESH if name in flags}
     changed = attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
     if set(flags).isdisjoint(("mesh.pipeline", "mesh.context", "mesh.tensor")):
@@ -211,8 +207,8 @@ def _trimmed(case: Case, remedy: Remedy, built: Built) -> Remedy:
     for group in groups:
         rest = {name: value for name, value in remedy.flags.items() if name not in group}
         remedy = (_fitting(case, rest, built) if rest else None) or remedy
-    if "tokens" in remedy.flags:
+    if TOKENS in remedy.flags:
         for tokens in _budgets(case):
-            if better := _fitting(case, {**remedy.flags, "tokens": tokens}, built):
+            if better := _fitting(case, {**remedy.flags, TOKENS: tokens}, built):
                 return better
     return remedy

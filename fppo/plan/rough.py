@@ -191,10 +191,3 @@ def _over(case: Case, axis: str, size: float) -> float:
     """Seconds in which a ring over an axis gathers, or scatters, so many bytes of the whole."""
     ranks = case.shards if axis == DENSE else case.size(axis)
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (link(case, axis)[1] * LINK_SHARE)
-
-
-def with_sequences(case: Case, sequences: int) -> Case:
-    """The case with so many sequences to an update, over all ranks, in passes of as many tokens as it has."""
-    share = -(-sequences // case.data_ranks)
-    rows = min(case.rows, share)
-    return attrs.evolve(case, tokens=max(2, rows * case.length), micro_batches=-(-share // rows))

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from fppo.plan.built import Built, models_of
-from fppo.plan.case import Case, problems
+from fppo.plan.case import Case, problems, with_sequences
 from fppo.plan.estimate import ORDER
 from fppo.plan.plan import Plan, plan
-from fppo.plan.rough import ROOM, Facts, Rough, facts_of, rough, with_sequences
+from fppo.plan.rough import ROOM, Facts, Rough, facts_of, rough
 
 PLANNED = 5  # meshes that fit are planned
 TRIED = 12  # meshes at most
@@ -53,12 +53,12 @@ class SearchResult:
         return sum(map(len, mine)) + sum(self.refused.values())
 
 
-def search(case: Case, ranks: int) -> SearchResult:
+def search(case: Case, ranks: int, sequences: int) -> SearchResult:
     """Plans the meshes of `ranks` GPUs on which the formula has a step of the case fastest, among those that fit.
 
-    A step has as many sequences on each mesh: those of the case's passes on `ranks` data ranks, or of its mini-batch.
+    A step has `sequences` on each mesh, in passes of at most the case's tokens.
     """
-    sequences, built = case.mini_batch // case.data_ranks * ranks, Built()
+    built = Built()
     facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
     refused: Counter[str] = Counter()
     every: list[Candidate] = []

@@ -40,7 +40,7 @@ SPLITS = 64  # parts of the vocabulary with moments of their own: of 8 tiles eac
 def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
     """What stands for the kernel of this name. Raises ValueError for one that is not planned."""
     if name not in LOG_PROBS:
-        raise ValueError(f"--log-probs {name!r} is not planned; there are {', '.join(LOG_PROBS)}")
+        raise ValueError(f"--model.log-probs {name!r} is not planned; there are {', '.join(LOG_PROBS)}")
     if name == "triton":
         return triton_buffers
     if name == "chunked" and on_gpu:

@@ -42,7 +42,7 @@ _AS_IT_IS = (
     *("offload", "offload_activations", "forward_tokens"),
 )
 RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "layers recomputed but for attention"}
-NO_ROLLOUT = "Neither the rollout is planned (name its engine by --rollout.engine) nor a judge."
+NO_ROLLOUT = "Neither the rollout is planned (--no-sampling) nor a judge."
 
 
 def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:

@@ -10,8 +10,9 @@ from fppo.settings.fields import MOST_SECONDS, above, at_least, at_most, setting
 
 
 @attrs.frozen(kw_only=True)
-class PlanMeshSettings:
-    """How the run is spread over GPUs, as in `fppo train`."""
+class MeshSettings:
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
+    expert * sequence * context * tensor."""
 
     replicate: int = setting(1, at_least(1))
     """Groups of ranks with the same parameters and other rows."""
@@ -37,6 +38,8 @@ class PlanMeshSettings:
     """The dtype in which gradients are added up over ranks."""
     prefetch: bool = setting(True)
     """Gather the next layer while one runs, and embeddings and head once for all passes of a mini-batch."""
+    timeout: float = setting(600.0, above(0), at_most(MOST_SECONDS))
+    """Seconds that a collective waits for the other ranks before the run ends with an error."""
 
     @property
     def others(self) -> int:
@@ -47,15 +50,6 @@ class PlanMeshSettings:
         """Every axis and its size: ranks of the last axis are neighbours."""
         inside = {"expert": self.expert, "sequence": self.sequence, "context": self.context, "tensor": self.tensor}
         return {"pipeline": self.pipeline, "replicate": self.replicate, "shard": shard, **inside}
-
-
-@attrs.frozen(kw_only=True)
-class MeshSettings(PlanMeshSettings):
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
-    expert * sequence * context * tensor."""
-
-    timeout: float = setting(600.0, above(0), at_most(MOST_SECONDS))
-    """Seconds that a collective waits for the other ranks before the run ends with an error."""
 
     @property
     def least_ranks(self) -> int:

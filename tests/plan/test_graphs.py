@@ -6,13 +6,14 @@ import attrs
 import pytest
 import torch
 
+from fppo.commands.plan import case_of
 from fppo.plan import passes
 from fppo.plan.built import model_of
 from fppo.plan.estimate import LAUNCH, PASS_LAUNCH, busy_seconds, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _recorded, plan
 from fppo.plan.text import report
-from fppo.settings import plan as settings_plan
+from fppo.settings.plan import PlanSettings
 from fppo.steps import recorded
 from tests import tiny_run
 from tests.plan.cases import case
@@ -74,9 +75,8 @@ def test_a_runs_settings_say_whether_it_records(tmp_path):
 
     def planned(device="cuda", **changes):
         auto = {"compute_dtype": "auto", "attention": "auto", "graphs": "auto"}
-        return settings_plan.of_run(
-            attrs.evolve(run, device=device, model=attrs.evolve(run.model, **auto | changes))
-        ).graphs
+        own = attrs.evolve(run, device=device, model=attrs.evolve(run.model, path="quickstart", **auto | changes))
+        return case_of(own, PlanSettings(gpu="h100")).graphs
 
     assert planned() is True
     assert planned(graphs=False) is False

@@ -21,7 +21,7 @@ from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan import passes
 from fppo.plan.built import Built, model_of, models_of
-from fppo.plan.case import ROLES, Role
+from fppo.plan.case import ROLES, Role, with_sequences
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
@@ -34,11 +34,15 @@ from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
+from fppo.settings.mesh import MeshSettings
+from fppo.settings.plan import RENAMED, PlanSettings
+from fppo.settings.train import ModelSettings, TrainSettings
 from fppo.steps.micro_batching import fit
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
 from tests.plan.cases import case, config, mixture
 
+NAMED = ("--model.path", "quickstart")
 # as the models' cards have them
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -103,11 +107,11 @@ def test_what_does_not_fit_fits_with_each_remedy():
 
 
 def test_the_remedies_of_a_pool_name_its_own_axes():
-    flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "checkpoint-layers": True}
-    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --checkpoint-layers True"
+    flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "model.checkpoint-layers": True}
+    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --model.checkpoint-layers True"
     planned = plan(bare())
     assert Remedy(flags, planned, pool="p").words == own
-    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --checkpoint-layers True"
+    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --model.checkpoint-layers True"
 
 
 @pytest.mark.slow
@@ -215,7 +219,7 @@ def test_a_pipeline_is_planned_from_the_end_that_holds_more():
 
 @pytest.mark.slow
 def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_not(capsys):
-    given = ["--model", "quickstart", "--tokens", "64", "--length", "16", "--gpu", "h100", "--search", "4"]
+    given = [*of_rows(8, 64), "--actor.token-budget", "64", "--gpu", "h100", "--search", "4"]
     assert run(*given, "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     every = [mesh["mesh"] for what in ("best", "failed", "slower", "too_large") for mesh in read[what]]
@@ -239,14 +243,21 @@ def run(*arguments):
     return cli.main(["plan", *arguments])
 
 
+def of_rows(half, count):
+    """Flags of a run of the quickstart's policy alone, on so many rows of prompts and responses of one length."""
+    rows = {"data.max-prompt-tokens": half, "rollout.max-tokens": half, "rollout.batch-size": count}
+    words = [word for name, value in rows.items() for word in (f"--{name}", str(value))]
+    return [*NAMED, *words, "--algorithm.advantage", "reinforce_plus_plus", "--no-sampling"]
+
+
 def test_a_table_and_a_file(tmp_path, capsys):
     file = tmp_path / "out" / "plan.json"
-    given = ["--model", "quickstart", "--tokens", "512", "--length", "16", "--mesh.shard", "2", "--critic"]
+    given = [*of_rows(8, 256), "--algorithm.advantage", "gae", "--actor.token-budget", "512", "--mesh.shard", "2"]
     assert run(*given, "--json", str(file)) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
     for words in (
-        "name its engine by --rollout.engine",
+        "the rollout is planned (--no-sampling)",
         "actor's optimizer",
         "It fits",
         "activations",
@@ -363,7 +374,7 @@ def test_adapters_are_planned_over_one_base(tmp_path):
 
 
 def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
-    at = commands.case_of(settings_plan.PlanSettings(model="quickstart", tokens=320, length=32, mini_batch=16))
+    at = with_sequences(case(tokens=320, length=32), 16)
     assert (at.rows, at.micro_batches) == (8, 2)
     assert [len(group) for group in fit([32] * 16, 320)] == [8, 8]
     wide = attrs.evolve(at, forward_tokens=32 * 12, roles={"critic": Role(tokens=32 * 7)})
@@ -371,17 +382,17 @@ def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
 
 
 def cases_of(settings):
-    return commands.case_of(settings_plan.of_run(settings))
+    return commands.case_of(settings, PlanSettings())
 
 
 def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
     config(num_hidden_layers=1).save_pretrained(tmp_path)
-    given = ["--model", str(tmp_path), "--gpu", "h100", "--tokens", "4096", "--length", "256", "--memory", "0.77"]
-    given += ["--log-probs", "chunked"]
+    given = [*of_rows(128, 64), "--gpu", "h100", "--model.path", str(tmp_path), "--actor.token-budget", "4096"]
+    given += ["--model.log-probs", "chunked", "--memory", "0.77"]
     assert run(*given) == 1
     out = capsys.readouterr().out
     assert "It does not fit" in out
-    assert "--tokens" in out
+    assert "--actor.token-budget 2048" in out
     assert run(*given, "--no-tries", "--json", "-") == 1
     assert json.loads(capsys.readouterr().out)["remedies"] is None
 
@@ -389,37 +400,40 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "qwen2.5-7"], "did you mean qwen2.5-7b"),
-        (["--model", "quickstart", "--gpu", "h20"], "did you mean h200"),
-        (["--model", "quickstart", "--reward-model", "qwen2.5-7"], "--reward-model 'qwen2.5-7': there is no such"),
+        (["--model.path", "qwen2.5-7"], "did you mean qwen2.5-7b"),
+        ([*NAMED, "--gpu", "h20"], "did you mean h200"),
+        ([*NAMED, "--reward.model.path", "qwen2.5-7"], "--reward.model.path 'qwen2.5-7': there is no such"),
         (
-            ["--model", "llama-3.1-8b", "--mesh.sequence", "8", "--reward-model", "qwen2.5-7b"],
+            ["--model.path", "llama-3.1-8b", "--mesh.sequence", "8", "--reward.model.path", "qwen2.5-7b"],
             "--mesh.sequence 8: the reward model has 28 attention heads",
         ),
-        (["--model", "quickstart", "--gpu", "custom"], "--memory"),
-        (["--model", "quickstart", "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
-        (["--model", "quickstart", "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
-        (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
-        (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
-        (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
-        (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
-        (["--model", "quickstart", "--lora-base", "nf4"], "--lora-base: nothing reads it without --lora"),
+        ([*NAMED, "--gpu", "custom"], "--memory"),
+        ([*NAMED, "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
+        ([*NAMED, "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
+        ([*NAMED, "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
+        ([*NAMED, "--rollout.batch-size", "0"], "rollout.batch_size = 0: must be 1 or more"),
+        ([*NAMED, "--rollout.n", "3"], "rollout.batch_size = 64: must be a multiple of rollout.n = 3"),
+        ([*NAMED, "--actor.tokens", "4"], "did you mean actor.token_budget?"),
+        ([*NAMED, "--model.lora.rank", "4", "--search", "2"], "--search 2: it does not know adapters"),
+        ([*NAMED, "--model.lora.base", "nf4"], "model.lora.base = 'nf4': nothing reads it"),
         (
-            ["--model", "quickstart", "--lora", "4", "--lora-base", "nf4", "--mesh.tensor", "4"],
-            "--lora-base nf4: a tensor axis of 4 ranks does not go with nf4: ",
+            [*NAMED, "--model.lora.rank", "4", "--model.lora.base", "nf4", "--mesh.tensor", "4"],
+            "--model.lora.base nf4: a tensor axis of 4 ranks does not go with nf4: ",
         ),
-        (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
-        (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
+        ([*NAMED, "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
         (
-            ["--model", "qwen3-30b-a3b", "--mesh.expert", "3"],
+            ["--model.path", "qwen3-30b-a3b", "--mesh.expert", "3"],
             "has 128 experts, which it does not divide; these sizes do",
         ),
-        (["--model", "quickstart", "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
+        ([*NAMED, "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
         (
-            ["--model", "qwen3-30b-a3b", "--mesh.expert", "2", "--expert-load", "2.5"],
+            ["--model.path", "qwen3-30b-a3b", "--mesh.expert", "2", "--expert-load", "2.5"],
             "--expert-load 2.5: where one of the 2 ranks of --mesh.expert has all tokens, that is 2 times the mean",
         ),
-        ([], "give a directory with a config.json, or a name"),
+        ([], "model.path = '': is not set"),
+        (["--model", "quickstart", "--lora-base", "nf4"], "--model quickstart: it is --model.path now"),
+        ([*NAMED, "--lora-base", "nf4"], "--lora-base nf4: it is --model.lora.base now"),
+        ([*NAMED, "--rollout.max-rows", "4"], "--rollout.max-rows 4: it is --rollout.vllm.max-rows now"),
     ],
 )
 def test_mistakes_are_said(arguments, words, capsys):
@@ -428,11 +442,18 @@ def test_mistakes_are_said(arguments, words, capsys):
 
 
 def test_shards_are_what_the_other_axes_leave():
-    from fppo.settings.plan import PlanMeshSettings, PlanSettings
-
-    given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
     others = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 1}
-    assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4, **others}
+    sizes = settings_plan.sizes_of(MeshSettings(replicate=2, sequence=4), 64)
+    assert sizes == {"replicate": 2, "shard": 8, "sequence": 4, **others}
+
+
+def test_every_old_flag_has_a_new_one():
+    known = {f"--{path}" for path in files.paths()} | {"--algorithm.advantage"}
+    named = {
+        name: re.findall(r"--[a-z_.]+", text.replace("-", "_").replace("__", "--")) for name, text in RENAMED.items()
+    }
+    assert all(flags and known >= {*flags} for flags in named.values())
+    assert not set(RENAMED) & (known | set(files.paths(PlanSettings)))
 
 
 def test_a_custom_gpu_is_its_numbers():
@@ -451,10 +472,9 @@ def test_a_custom_gpu_is_its_numbers():
     ],
 )
 def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
-    from fppo.commands.plan import case_of
-    from fppo.settings.plan import PlanSettings
-
-    planned = case_of(PlanSettings(model="quickstart", gpu=gpu, compute_dtype=dtype))
+    planned = commands.case_of(
+        TrainSettings(model=ModelSettings(path="quickstart", compute_dtype=dtype)), PlanSettings(gpu=gpu)
+    )
     assert (planned.compute_dtype, planned.log_probs) == expected
 
 
@@ -536,7 +556,9 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     of_p, of_v = shown[shown.index("pool p: actor, reference") :].split("pool v: critic")
     assert needed["p"] < needed["v"]
     assert ("It fits" in of_p, "What would make it fit" in of_p) == (True, False)
-    assert re.search(r"It does not fit: update critic .*What would make it fit.* --tokens \d+\n", of_v, re.DOTALL)
+    assert re.search(
+        r"It does not fit: update critic .*What would make it fit.* --critic.token-budget \d+\n", of_v, re.DOTALL
+    )
     assert "pool e: rollout\n\nrollout by the embedded engine: each of 3 engines has 3 rows" in shown
     table = of_v[of_v.index("columns of a step's batch to this pool, MiB") :].splitlines()
     assert table[1].split() == ["values", "update_critic"]
