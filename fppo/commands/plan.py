@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +17,16 @@ from fppo.assembly.parts import bare_model
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
+from fppo.plan import text
 from fppo.plan.case import Case, PlannedSampling, Role, with_sequences
 from fppo.plan.columns import Batch, ColumnCall, column_calls
 from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import Plan, plan, plan_engines
+from fppo.plan.plan import plan, plan_engines
 from fppo.plan.presets import config_of
 from fppo.plan.remedies import TOKENS, Remedy, remedies
 from fppo.plan.search import search
 from fppo.plan.standins import LOG_PROBS
-from fppo.plan.text import report, summary
-from fppo.plan.text_columns import columns_report, columns_summary
-from fppo.plan.text_rollout import engines_report, engines_summary
-from fppo.plan.text_search import found_report, found_summary
-from fppo.plan.values import GIB, plain
+from fppo.plan.values import GIB
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import Sharding
 from fppo.settings import checks, files, old_log_probs, placement, resolve
@@ -44,59 +42,68 @@ from fppo.settings.train import ActorSettings, TrainSettings
 
 NUMBERS = ("flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # of the hardware, beside memory
 
+Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and whether it fits
+
 
 def run(of: TrainSettings, options: PlanSettings) -> int:
     """Prints the plan of a run, of each of its pools if it has any, or what a search has found, and writes JSON; 1 if
     nothing fits."""
     transformers_logging.set_verbosity_error()
-    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     if places_of(of.placement):
-        return _pools(of, options, width)
-    if options.search is not None:
-        found = search(_budgeted(of, options), options.search, files.mini_batch_size(of.actor, of.rollout.batch_size))
-        _put(options, found_report(found, width=width), found_summary(found))
-        return 0 if found.best else 1
-    estimate = plan(case_of(of, options))
-    helping = _helping(of, options, estimate)
-    _put(options, report(estimate, helping, width=width), summary(estimate, helping))
-    return 0 if estimate.fits else 1
+        sections, numbers, fits = _pools(of, options)
+    elif options.search is not None:
+        sequences = files.mini_batch_size(of.actor, of.rollout.batch_size)
+        found = search(_budgeted(of, options), options.search, sequences)
+        sections, numbers, fits = text.of_search(found), text.numbers_of_search(found), bool(found.best)
+    else:
+        sections, numbers, fits = _planned(of, options, case_of(of, options))
+    words = json.dumps(text.plain(numbers), indent=1)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+    print(words if options.json == "-" else text.rendered(sections, width))
+    if options.json not in (None, "-"):
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(words + "\n", encoding="utf-8")
+    return 0 if fits else 1
 
 
-def _pools(of: TrainSettings, options: PlanSettings, width: int) -> int:
-    """Prints a plan of each pool of a run; 1 if one does not fit."""
+def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | None = None) -> Shown:
+    """The plan of a case, of a pool if it is one's, and what would make it fit, if it does not."""
+    estimate, helping = plan(case), None
+    if options.tries and not estimate.fits:
+        helping = [attrs.evolve(x, pool=pool, flags=_flags(of, x)) for x in remedies(estimate)]
+    return text.of_plan(estimate, helping), text.numbers_of_plan(estimate, helping), estimate.fits
+
+
+def _pools(of: TrainSettings, options: PlanSettings) -> Shown:
+    """The plan of each pool of a run; it fits if all do."""
     pools, calls = pools_of_run(of), calls_of_run(of)
-    texts, numbers, fits = [], {}, True
+    engines = any(models == ["rollout"] for _, models in pools.values())
+    sections, numbers, fits = [], {}, True
     for name, (mesh, models) in pools.items():
         columns = max((sum(call.there.values()) for call in calls.get(name, ())), default=0)
         if models == ["rollout"]:
             planned = plan_engines(engines_of(of, options, name, columns))
-            texts += [f"pool {name}: rollout", "", engines_report(planned, width=width), ""]
-            texts += [columns_report(calls[name], width=width), ""]
-            numbers[name] = engines_summary(planned) | {"columns": columns_summary(calls[name])}
-            fits = fits and planned.fits
-            continue
-        case = case_of(attrs.evolve(of, mesh=mesh), attrs.evolve(options, gpus=None))
-        apart = any(kinds == ["rollout"] for _, kinds in pools.values())  # engines have a pool of their own
-        own = attrs.evolve(
-            case,
-            only=tuple(models),
-            critic="critic" in models,
-            reference="reference" in models,
-            reward_model=case.reward_model if "reward model" in models else None,
-            roles={role: own for role, own in case.roles.items() if role in models},
-            sampling=None if apart else case.sampling,
-            columns=float(columns),
-        )
-        estimate = plan(own)
-        helping = _helping(of, options, estimate, None if name == placement.HERE else name)
-        texts += [f"pool {name}: {', '.join(models)}", "", report(estimate, helping, width=width), ""]
-        numbers[name] = summary(estimate, helping)
-        if name in calls:
-            texts += [columns_report(calls[name], width=width), ""]
-            numbers[name]["columns"] = columns_summary(calls[name])
-        fits = fits and estimate.fits
-    _put(options, "\n".join(texts).rstrip(), numbers)
-    return 0 if fits else 1
+            shown = text.of_engines(planned), text.plain(planned), planned.fits
+        else:
+            case = _part(case_of(attrs.evolve(of, mesh=mesh), attrs.evolve(options, gpus=None)), models)
+            case = attrs.evolve(case, sampling=None if engines else case.sampling, columns=float(columns))
+            shown = _planned(of, options, case, None if name == placement.HERE else name)
+        sections += [[f"pool {name}: {', '.join(models)}"], *shown[0], *text.of_columns(calls.get(name, []))]
+        numbers[name] = {**shown[1], **({"columns": calls[name]} if name in calls else {})}
+        fits = fits and shown[2]
+    return sections, numbers, fits
+
+
+def _part(case: Case, models: Sequence[str]) -> Case:
+    """The case of a pool that has these models alone."""
+    return attrs.evolve(
+        case,
+        only=tuple(models),
+        critic="critic" in models,
+        reference="reference" in models,
+        reward_model=case.reward_model if "reward model" in models else None,
+        roles={name: role for name, role in case.roles.items() if name in models},
+    )
 
 
 def engines_of(of: TrainSettings, options: PlanSettings, pool: str, columns: float) -> Case:
@@ -147,13 +154,6 @@ def _batch(run: TrainSettings) -> Batch:
     )
 
 
-def _helping(of: TrainSettings, options: PlanSettings, estimate: Plan, pool: str | None = None) -> list[Remedy] | None:
-    """What would make a plan fit, of a pool if it is one's; None if it does, or nothing is to be tried."""
-    if estimate.fits or not options.tries:
-        return None
-    return [attrs.evolve(remedy, pool=pool, flags=_flags(of, remedy)) for remedy in remedies(estimate)]
-
-
 def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
     """The settings of a remedy, passes by sequences where the run has them so, and the critic's as the actor's."""
     flags, case = dict(remedy.flags), remedy.plan.case
@@ -167,15 +167,6 @@ def _flags(of: TrainSettings, remedy: Remedy) -> dict[str, Any]:
                 case.length if by_rows else 1
             )
     return flags
-
-
-def _put(options: PlanSettings, table: str, numbers: dict[str, Any]) -> None:
-    """Prints a table, or numbers as JSON, and writes these to a file."""
-    text = json.dumps(plain(numbers), indent=1)
-    print(text if options.json == "-" else table)
-    if options.json not in (None, "-"):
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
 
 
 def case_of(of: TrainSettings, options: PlanSettings) -> Case:

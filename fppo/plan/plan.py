@@ -107,6 +107,11 @@ class Engines:
         """Whether the accelerator holds it."""
         return self.rollout.total <= self.case.hardware.memory
 
+    @property
+    def sent(self) -> float:
+        """Bytes that the controller sends all of them after an update."""
+        return self.rollout.engines * self.rollout.sent
+
 
 def plan_engines(case: Case) -> Engines:
     """Plans the engines of a case whose sampling has a pool."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import attrs
 
@@ -64,16 +64,3 @@ class Phase(NamedTuple):
 def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:
     """Where most is held, and what."""
     return max(((p.name, s) for p in phases for s in p.segments), key=lambda pair: pair[1].total)
-
-
-def plain(value: Any) -> Any:
-    """Records, mappings and numbers as what JSON holds."""
-    if attrs.has(type(value)):
-        return {name: plain(x) for name, x in attrs.asdict(value, recurse=False).items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return {name: plain(x) for name, x in zip(value._fields, value, strict=True)}  # type: ignore[attr-defined]
-    if isinstance(value, Mapping):
-        return {str(name): plain(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(x) for x in value]
-    return value

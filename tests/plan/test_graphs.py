@@ -12,7 +12,7 @@ from fppo.plan.built import model_of
 from fppo.plan.estimate import LAUNCH, PASS_LAUNCH, busy_seconds, seconds_of
 from fppo.plan.hardware import hardware_of
 from fppo.plan.plan import _recorded, plan
-from fppo.plan.text import report
+from fppo.plan.text import of_plan, rendered
 from fppo.settings.plan import PlanSettings
 from fppo.steps import recorded
 from tests import tiny_run
@@ -38,17 +38,18 @@ def test_a_pass_takes_what_its_launches_take_where_these_take_longest_and_are_no
 def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     graphs = plan(FEW)
     assert {stage.name: stage.recorded for stage in graphs.stages} == {"log-probs": True, "update actor": True}
-    words = report(graphs, None)
+    words = rendered(of_plan(graphs, None))
     assert "Recorded as CUDA graphs (model.graphs): the passes of log-probs, update actor." in words
     slow = [
         attrs.evolve(stage, recorded=False, seconds=stage.seconds._replace(launching=1.0)) for stage in graphs.stages
     ]
-    words = report(attrs.evolve(graphs, stages=tuple(slow)), None)
+    words = rendered(of_plan(attrs.evolve(graphs, stages=tuple(slow)), None))
     assert "of that for launches" in words
     assert "the host launches operations more slowly than the GPU" in words
     assert "Recorded" not in words
     on_cpu = attrs.evolve(FEW, hardware=hardware_of("cpu"))
-    assert "launches" not in report(attrs.evolve(graphs, stages=tuple(slow), case=on_cpu), None)
+    again = attrs.evolve(graphs, stages=tuple(slow), case=on_cpu)
+    assert "launches" not in rendered(of_plan(again, None))
 
 
 @pytest.mark.parametrize(
