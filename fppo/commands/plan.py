@@ -18,15 +18,11 @@ from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.models.adapted import Lora
 from fppo.plan import text
-from fppo.plan.case import Case, PlannedSampling, Role, with_sequences
+from fppo.plan.case import GIB, Case, PlannedSampling, Role, config_of, hardware_of, with_sequences
 from fppo.plan.columns import Batch, ColumnCall, column_calls
-from fppo.plan.hardware import hardware_of
+from fppo.plan.passes import LOG_PROBS
 from fppo.plan.plan import plan, plan_engines
-from fppo.plan.presets import config_of
-from fppo.plan.remedies import TOKENS, Remedy, remedies
-from fppo.plan.search import search
-from fppo.plan.standins import LOG_PROBS
-from fppo.plan.values import GIB
+from fppo.plan.search import TOKENS, Remedy, remedies, search
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.runtime.mesh import Sharding
 from fppo.settings import checks, files, old_log_probs, placement, resolve

@@ -11,11 +11,9 @@ import torch
 
 from fppo import tree
 from fppo.plan import passes
-from fppo.plan.built import REWARD, Built, base_dtype, models_of
-from fppo.plan.case import Case
-from fppo.plan.hardware import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, pinned
-from fppo.plan.shapes import every_shape, shard_shapes
-from fppo.plan.values import Phase
+from fppo.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, pinned
+from fppo.plan.passes import REWARD, Built, base_dtype, every_shape, models_of, shard_shapes
+from fppo.plan.track import Phase
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES

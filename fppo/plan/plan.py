@@ -13,16 +13,13 @@ from fppo import tree
 from fppo.models import flops
 from fppo.models.model import Model, is_trained
 from fppo.plan import layers, passes
-from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
-from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
-from fppo.plan.case import Case, problems
+from fppo.plan.case import Case, overhead, problems
 from fppo.plan.estimate import Seconds, WireTraffic, seconds_of, wires
-from fppo.plan.hardware import overhead
 from fppo.plan.host import HostMemory, host_of, moments
-from fppo.plan.piped import SHORT, piped
+from fppo.plan.layers import SHORT, piped
+from fppo.plan.passes import REWARD, STAGES, Built, every_shape, models_of, own_layers, shard_shapes
 from fppo.plan.rollout import PlannedRollout, rollout_of
-from fppo.plan.shapes import every_shape, shard_shapes
-from fppo.plan.values import Phase, peak_of
+from fppo.plan.track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS, Phase, peak_of
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import recorded
 

@@ -10,21 +10,19 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
-from fppo.plan.case import Case
+from fppo.plan.case import GIB, Case
 from fppo.plan.columns import ColumnCall
 from fppo.plan.estimate import ORDER, link
 from fppo.plan.host import HostMemory
 from fppo.plan.plan import Engines, Plan
-from fppo.plan.remedies import Remedy, seconds_per_token
-from fppo.plan.search import Candidate, SearchResult
-from fppo.plan.values import GIB
+from fppo.plan.search import Candidate, Remedy, SearchResult, seconds_per_token
 from fppo.runtime.mesh import DENSE
 
 MIB = 1 << 20
 MEMORY = (
     "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
     "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, "
-    "and all seconds, are estimates from constants (fppo/plan/hardware.py, estimate.py)."
+    "and all seconds, are estimates from constants (fppo/plan/case.py, estimate.py)."
 )
 HEAP = (
     " A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps "

@@ -15,15 +15,12 @@ import torch
 from fppo import models
 from fppo.models.experts import expert_names
 from fppo.plan import host, passes
-from fppo.plan._track import Tracker
-from fppo.plan.built import model_of
-from fppo.plan.case import Role
+from fppo.plan.case import Role, config_of, hardware_of
 from fppo.plan.estimate import wires
-from fppo.plan.hardware import hardware_of
 from fppo.plan.measured import loads_of, measured, prepared
+from fppo.plan.passes import model_of
 from fppo.plan.plan import plan, shard_numbers
-from fppo.plan.presets import config_of
-from fppo.plan.values import peak_of
+from fppo.plan.track import Tracker, peak_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.runtime.watch import watched
@@ -292,11 +289,6 @@ from pathlib import Path
 import attrs
 import torch
 from fppo.plan import passes
-from fppo.plan._track import Tracker
-from fppo.plan.built import model_of
-from fppo.plan.case import Role
-from fppo.plan.measured import prepared
-from fppo.plan.values import peak_of
 from fppo.runtime.mesh import Mesh
 from tests.plan.cases import case, config, mixture
 

@@ -20,16 +20,13 @@ from fppo.commands import plan as commands
 from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan import passes
-from fppo.plan.built import Built, model_of, models_of
-from fppo.plan.case import ROLES, Role, with_sequences
-from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
-from fppo.plan.hardware import hardware_of
+from fppo.plan.case import GIB, PRESETS, ROLES, Role, config_of, hardware_of, with_sequences
+from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, facts_of, flops_of, link, rough, seconds_of
+from fppo.plan.passes import Built, model_of, models_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
-from fppo.plan.presets import PRESETS, config_of
-from fppo.plan.remedies import Remedy, _fitting, applied, families, remedies
-from fppo.plan.rough import facts_of, flops_of, rough
+from fppo.plan.search import Remedy, _fitting, applied, families, remedies
 from fppo.plan.text import of_plan, rendered
-from fppo.plan.values import GIB, Cost, Phase, Work
+from fppo.plan.track import Cost, Phase, Work
 from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
@@ -143,7 +140,7 @@ def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monke
     assert found.flags == flags
     assert found.plan.fits
     assert found.plan.tokens == plan(free).tokens
-    monkeypatch.setattr("fppo.plan.remedies.plan", None)
+    monkeypatch.setattr("fppo.plan.search.plan", None)
     assert (
         _fitting(attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.3 * needs)), flags, Built()) is None
     )

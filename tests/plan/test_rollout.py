@@ -15,15 +15,13 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models import flops
 from fppo.plan import host, passes
-from fppo.plan._track import STATE, Tracker
-from fppo.plan.built import Built, model_of
-from fppo.plan.case import PlannedSampling, Role
+from fppo.plan.case import GIB, PlannedSampling, Role, hardware_of, overhead
 from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, MATMUL_SHARE
-from fppo.plan.hardware import hardware_of, overhead
 from fppo.plan.measured import telling
+from fppo.plan.passes import Built, model_of
 from fppo.plan.plan import _at_rest, plan
 from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, met_weights, rollout_of
-from fppo.plan.values import GIB, peak_of
+from fppo.plan.track import STATE, Tracker, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
 from fppo.rollout.engine import Sampling as Drawn
