@@ -30,6 +30,7 @@ from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
 from fppo_kernels.collectives import Axis
 
 GIB = 1024**3
+NUMBERS = ("memory", "flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # of a Hardware to give
 
 
 @attrs.frozen
@@ -76,38 +77,21 @@ BUILT_FOR_GPUS = 295 << 20  # what a build of torch for GPUs has beside that in 
 CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries
 
 
-def hardware_of(
-    name: str,
-    *,
-    memory: float | None = None,
-    flops: float | None = None,
-    bandwidth: float | None = None,
-    node_bandwidth: float | None = None,
-    network_bandwidth: float | None = None,
-    per_node: int | None = None,
-) -> Hardware:
-    """A known accelerator, with these numbers in the place of its own; or "custom", of which all must be given.
+def hardware_of(name: str, numbers: Mapping[str, float | None] = MappingProxyType({})) -> Hardware:
+    """A known accelerator, with the numbers of `NUMBERS` that are given in the place of its own; or "custom", of which
+    all must be given.
 
     "cpu" has this machine's memory. Raises ValueError for a name that is not known, or a custom one that lacks numbers.
     """
-    numbers = {
-        "memory": memory,
-        "flops": flops,
-        "bandwidth": bandwidth,
-        "node_bandwidth": node_bandwidth,
-        "network_bandwidth": network_bandwidth,
-        "per_node": per_node,
-    }
     changes = {key: value for key, value in numbers.items() if value is not None}
     if name == "custom":
-        missing = [key.replace("_", "-") for key, value in numbers.items() if value is None and key != "per_node"]
+        missing = [f"--{key.replace('_', '-')}" for key in NUMBERS if key not in changes and key != "per_node"]
         if missing:
-            raise ValueError(f"--gpu custom needs all of its numbers; missing: {', '.join(f'--{n}' for n in missing)}")
-        return attrs.evolve(KNOWN["h100"], name=name, flops_float32=(flops or 0.0) / 15, **changes)
+            raise ValueError(f"--gpu custom needs all of its numbers; missing: {', '.join(missing)}")
+        return attrs.evolve(KNOWN["h100"], name=name, flops_float32=changes["flops"] / 15, **changes)
     if name == "cpu":
-        return attrs.evolve(
-            _CPU, **{"memory": float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), **changes}
-        )
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return attrs.evolve(_CPU, **{"memory": memory, **changes})
     if name not in KNOWN:
         raise ValueError(f"--gpu {name!r} is not known; {did_you_mean(name, [*KNOWN, 'cpu', 'custom'], cutoff=0.5)}")
     return attrs.evolve(KNOWN[name], **changes)
@@ -125,52 +109,29 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def _qwen(hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, tied: bool) -> PreTrainedConfig:
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        max_position_embeddings=32768,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=tied,
-    )
+def _config(
+    kind: Callable[..., PreTrainedConfig], sizes: tuple[int, ...], positions: int, theta: float, **more: Any
+) -> PreTrainedConfig:
+    """A config whose widths, layers, heads and vocabulary are `sizes`; `more` are other fields of its kind."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rotary = {"rope_type": "default", "rope_theta": theta}
+    named = dict(zip((*names, "vocab_size"), sizes, strict=True))
+    return kind(**named, max_position_embeddings=positions, rope_parameters=rotary, **more)
 
 
-def _llama(hidden: int, inner: int, layers: int, heads: int) -> PreTrainedConfig:
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        max_position_embeddings=131_072,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        tie_word_embeddings=False,
-    )
+def _qwen(*sizes: int, tied: bool = False) -> PreTrainedConfig:
+    return _config(Qwen2Config, sizes, 32_768, 1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+
+
+def _llama(*sizes: int) -> PreTrainedConfig:
+    return _config(LlamaConfig, (*sizes, 8, 128_256), 131_072, 5e5, tie_word_embeddings=False)
 
 
 def _qwen_of_experts(hidden: int, inner: int, layers: int, heads: int) -> PreTrainedConfig:
-    return Qwen3MoeConfig(
-        vocab_size=151_936,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        moe_intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=4,
-        head_dim=128,  # type: ignore[call-arg]
-        num_experts=128,
-        num_experts_per_tok=8,
-        norm_topk_prob=True,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=False,
-    )
+    of_experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    sizes = (hidden, 3 * hidden, layers, heads, 4, 151_936)
+    more = {"head_dim": 128, "tie_word_embeddings": False}
+    return _config(Qwen3MoeConfig, sizes, 40_960, 1e6, **of_experts, **more)
 
 
 def _quickstart() -> PreTrainedConfig:
@@ -181,11 +142,11 @@ def _quickstart() -> PreTrainedConfig:
 
 PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
     {
-        "qwen2.5-0.5b": lambda: _qwen(896, 4864, 24, 14, 2, 151_936, True),
-        "qwen2.5-1.5b": lambda: _qwen(1536, 8960, 28, 12, 2, 151_936, True),
-        "qwen2.5-7b": lambda: _qwen(3584, 18_944, 28, 28, 4, 152_064, False),
-        "qwen2.5-32b": lambda: _qwen(5120, 27_648, 64, 40, 8, 152_064, False),
-        "qwen2.5-72b": lambda: _qwen(8192, 29_568, 80, 64, 8, 152_064, False),
+        "qwen2.5-0.5b": lambda: _qwen(896, 4864, 24, 14, 2, 151_936, tied=True),
+        "qwen2.5-1.5b": lambda: _qwen(1536, 8960, 28, 12, 2, 151_936, tied=True),
+        "qwen2.5-7b": lambda: _qwen(3584, 18_944, 28, 28, 4, 152_064),
+        "qwen2.5-32b": lambda: _qwen(5120, 27_648, 64, 40, 8, 152_064),
+        "qwen2.5-72b": lambda: _qwen(8192, 29_568, 80, 64, 8, 152_064),
         "llama-3.1-8b": lambda: _llama(4096, 14_336, 32, 32),
         "llama-3.1-70b": lambda: _llama(8192, 28_672, 80, 64),
         "llama-3.1-405b": lambda: _llama(16_384, 53_248, 126, 128),

@@ -64,18 +64,26 @@ def process_bytes() -> int:
     return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
 
 
-def state_bytes(case: Case, built: Built) -> float:
-    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
-    every: list[int] = []
+def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
+    """The state of a rank between uses: by kind, whether it is on the host, and the bytes of each tensor; without the
+    base of adapters."""
+    found: dict[str, tuple[bool, list[int]]] = {}
     for name in filter(case.has, models_of(case)):
         at = case.at(name if name == REWARD else f"update {name}")
-        if at.offload == "all":
-            every += _nbytes(shard_shapes(at, name, built).values(), at.dtype)
-        if at.offload != "none" and name != REWARD:
-            every += moments(at, name, built)
+        sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+        found[f"{name}'s parameters"] = at.offload == "all", sizes
+        if name != REWARD:
+            found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
     if case.reference and case.lora is None and case.has("reference"):
         at = case.at("reference")
-        every += _nbytes(shard_shapes(at, "actor", built).values(), at.dtype) if at.offload == "all" else []
+        sizes = _nbytes(shard_shapes(at, "actor", built).values(), at.dtype)
+        found["reference's parameters"] = at.offload == "all", sizes
+    return found
+
+
+def state_bytes(case: Case, built: Built) -> float:
+    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
+    every = [size for away, sizes in state_of(case, built).values() if away for size in sizes]
     return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
 
 

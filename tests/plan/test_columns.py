@@ -10,10 +10,11 @@ import pytest
 from fppo import models
 from fppo.assembly import pools
 from fppo.assembly.run import assemble
-from fppo.commands.plan import calls_of_run, engines_of
 from fppo.key import Key
 from fppo.pipeline.train import iterate
+from fppo.plan.columns import column_calls
 from fppo.plan.plan import plan_engines
+from fppo.plan.run import case_of, engines_of
 from fppo.quickstart import small_model
 from fppo.settings.plan import PlanSettings
 from tests import tiny_run
@@ -91,7 +92,7 @@ def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, t
         placement__pools={pool: {"ranks": ranks.get(pool, 1)} for pool in roles.values()},
         **({"placement__engines__rows": 4} if "e" in ranks else {}),
     )
-    planned = calls_of_run(settings)
+    planned = column_calls(settings, case_of(settings, PlanSettings()))
     assert set(planned) == set(roles.values())
     there, back = traced(settings)
     seen = set()

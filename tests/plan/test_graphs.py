@@ -6,12 +6,12 @@ import attrs
 import pytest
 import torch
 
-from fppo.commands.plan import case_of
 from fppo.plan import passes
 from fppo.plan.case import hardware_of
 from fppo.plan.estimate import LAUNCH, PASS_LAUNCH, busy_seconds, seconds_of
 from fppo.plan.passes import model_of
 from fppo.plan.plan import _recorded, plan
+from fppo.plan.run import case_of
 from fppo.plan.text import of_plan, rendered
 from fppo.settings.plan import PlanSettings
 from fppo.steps import recorded

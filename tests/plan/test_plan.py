@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from fppo import models
 from fppo.commands import cli
-from fppo.commands import plan as commands
 from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan import passes
@@ -24,6 +23,7 @@ from fppo.plan.case import GIB, PRESETS, ROLES, Role, config_of, hardware_of, wi
 from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, facts_of, flops_of, link, rough, seconds_of
 from fppo.plan.passes import Built, model_of, models_of
 from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
+from fppo.plan.run import case_of
 from fppo.plan.search import Remedy, _fitting, applied, families, remedies
 from fppo.plan.text import of_plan, rendered
 from fppo.plan.track import Cost, Phase, Work
@@ -380,7 +380,7 @@ def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
 
 
 def cases_of(settings):
-    return commands.case_of(settings, PlanSettings())
+    return case_of(settings, PlanSettings())
 
 
 def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
@@ -455,9 +455,10 @@ def test_every_old_flag_has_a_new_one():
 
 
 def test_a_custom_gpu_is_its_numbers():
-    found = hardware_of("custom", memory=GIB, flops=1e14, bandwidth=1e12, node_bandwidth=1e11, network_bandwidth=1e10)
+    numbers = {"memory": GIB, "flops": 1e14, "bandwidth": 1e12, "node_bandwidth": 1e11, "network_bandwidth": 1e10}
+    found = hardware_of("custom", numbers)
     assert (found.memory, found.flops, found.network_bandwidth) == (GIB, 1e14, 1e10)
-    assert hardware_of("h100", memory=2 * GIB).memory == 2 * GIB
+    assert hardware_of("h100", {"memory": 2 * GIB}).memory == 2 * GIB
     assert Sharding().stage == 3
 
 
@@ -470,9 +471,7 @@ def test_a_custom_gpu_is_its_numbers():
     ],
 )
 def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
-    planned = commands.case_of(
-        TrainSettings(model=ModelSettings(path="quickstart", compute_dtype=dtype)), PlanSettings(gpu=gpu)
-    )
+    planned = case_of(TrainSettings(model=ModelSettings(path="quickstart", compute_dtype=dtype)), PlanSettings(gpu=gpu))
     assert (planned.compute_dtype, planned.log_probs) == expected
 
 

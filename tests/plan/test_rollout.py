@@ -124,7 +124,7 @@ def test_rows_meet_more_experts_the_more_they_are():
 
 
 def test_vllm_takes_its_share_of_the_memory_from_updates_unless_it_sleeps_or_is_elsewhere():
-    gpu = hardware_of("h100", memory=8 * GIB)
+    gpu = hardware_of("h100", {"memory": 8 * GIB})
     shared = PlannedSampling(engine="vllm", share=0.25, sequences=4096, n=4)
     what = case(layers=1, hardware=gpu, micro_batches=1, critic=False, reference=False, sampling=shared)
     found, rest = plan(what), _at_rest(what, Built())
