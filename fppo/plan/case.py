@@ -157,8 +157,11 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
 )
 
 
-def config_of(model: str, setting: str = "model.path") -> tuple[str, PreTrainedConfig]:
-    """The name and config of a directory with a config.json, or of a name in PRESETS. Nothing is downloaded.
+def config_of(
+    model: str, setting: str = "model.path", changes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, PreTrainedConfig]:
+    """The name and config, with `changes`, of a directory with a config.json, or of a name in PRESETS. Nothing is
+    downloaded.
 
     An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither; `setting`
     is what named it.
@@ -167,7 +170,7 @@ def config_of(model: str, setting: str = "model.path") -> tuple[str, PreTrainedC
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
-        config = read_config(directory)
+        config = read_config(directory, changes=changes)
         if takes_images(config):
             raise ValueError(
                 f"--{setting}: fppo plan does not count vision towers yet; {directory} ({config.model_type}) has one"
@@ -179,7 +182,10 @@ def config_of(model: str, setting: str = "model.path") -> tuple[str, PreTrainedC
             f"--{setting} {model!r}: there is no such directory, and no model of that name is known here; "
             f"{did_you_mean(name, PRESETS, cutoff=0.5)}; or give the directory of a model"
         )
-    return name, PRESETS[name]()
+    config = PRESETS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return name, config
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

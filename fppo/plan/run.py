@@ -33,7 +33,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     """The case of a run, with passes of as many tokens as the actor's may have."""
     numbers = {name: getattr(options, name) for name in NUMBERS}
     hardware = hardware_of(options.gpu, numbers | {"memory": options.memory and options.memory * GIB})
-    name, config = config_of(of.model.path)
+    name, config = config_of(of.model.path, changes=of.model.config)
     machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
     of, _ = resolve.resolved(of, machine)
     model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens

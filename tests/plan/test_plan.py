@@ -480,6 +480,13 @@ def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
     assert (planned.compute_dtype, planned.log_probs) == expected
 
 
+def test_a_plan_has_the_config_of_the_run(tmp_path):
+    config(num_hidden_layers=2).save_pretrained(tmp_path)
+    for path in ("quickstart", str(tmp_path)):
+        model = ModelSettings(path=path, config={"num_hidden_layers": 1})
+        assert len(model_of(case_of(TrainSettings(model=model), PlanSettings()), "actor").layers) == 1
+
+
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_the_formula_of_the_search_waits_as_a_pipeline_does(virtual):
     def seconds(micro_batches):
