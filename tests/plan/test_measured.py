@@ -291,6 +291,8 @@ from pathlib import Path
 import attrs
 import torch
 from fppo.plan import passes
+from fppo.plan.measured import prepared
+from fppo.plan.track import Tracker, peak_of
 from fppo.runtime.mesh import Mesh
 from tests.plan.cases import case, config, mixture
 
