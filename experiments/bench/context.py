@@ -24,8 +24,7 @@ from transformers import LlamaConfig
 
 from fppo import losses, models
 from fppo.key import Key
-from fppo.plan.case import Case
-from fppo.plan.hardware import hardware_of
+from fppo.plan.case import Case, hardware_of
 from fppo.plan.passes import rows_of
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate

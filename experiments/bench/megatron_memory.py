@@ -12,10 +12,9 @@ from bench_tools import header, row  # beside this file
 from transformers import PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from fppo.plan import passes
-from fppo.plan.case import Case, problems
-from fppo.plan.hardware import hardware_of
+from fppo.plan.case import Case, hardware_of, problems
 from fppo.plan.measured import loads_of, measured
-from fppo.plan.values import Phase, peak_of
+from fppo.plan.track import Phase, peak_of
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.collectives import Axis, all_gather
 

@@ -31,14 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config
 
 from fppo.plan import passes
-from fppo.plan._track import Tracker
-from fppo.plan.built import model_of
-from fppo.plan.case import Case
-from fppo.plan.hardware import hardware_of
+from fppo.plan.case import Case, config_of, hardware_of
 from fppo.plan.measured import prepared, telling
+from fppo.plan.passes import model_of
 from fppo.plan.plan import plan, shard_numbers
-from fppo.plan.presets import config_of
-from fppo.plan.values import peak_of
+from fppo.plan.track import Tracker, peak_of
 from fppo.runtime.mesh import Mesh, Sharding
 
 SIZES = {"17M": (384, 6), "50M": (640, 8)}  # width and layers

@@ -23,9 +23,8 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.models.recompute import Recompute
 from fppo.plan import passes
-from fppo.plan.case import Case
-from fppo.plan.hardware import hardware_of
-from fppo.plan.values import peak_of
+from fppo.plan.case import Case, hardware_of
+from fppo.plan.track import peak_of
 from fppo.steps.forward import Forward
 from fppo.steps.train_state import init_state
 

@@ -263,18 +263,14 @@ def _completion(rest: Sequence[str]) -> int | None:
 
 
 def _plan(rest: Sequence[str]) -> int | None:
-    """Estimate a run's memory and time in advance: fppo plan FILE.toml --gpu h200, or --model llama-3.1-70b ..."""
+    """Estimate a run's memory and time in advance: fppo plan FILE.toml --gpu h200, or --model.path qwen2.5-7b ..."""
     if helps.wanted(rest):
-        return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings)
-    file, own = file_and_overrides(rest, "plan")
-    of_file = None if file is None else files.load(file)
-    default = PlanSettings() if of_file is None else settings_plan.of_run(of_file)
-    options = tyro.cli(PlanSettings, args=own, default=default, prog="fppo plan [FILE.toml]")
-    if wrong := settings_plan.problems(options):
-        raise files.SettingsError(wrong)
+        more = "Every setting of fppo train may be given too: fppo train --help."
+        return helps.show("fppo plan [FILE.toml] [--OPTION VALUE ...]", PlanSettings, more)
+    of, options = settings_plan.load(*file_and_overrides(rest, "plan"))
     from fppo.commands import plan
 
-    return plan.run(options, of_file)
+    return plan.run(of, options)
 
 
 def _no_file(command: str) -> int:

@@ -30,7 +30,8 @@ _OWN = {
     "diff": DiffOptions,
 }
 _OWN |= {"ablate": AblateSettings, "compare": CompareSettings, "plan": PlanSettings}
-_SETTINGS, _LAUNCHED = ("train", "rollout", "eval", "compare"), ("quickstart", "train", "rollout", "eval", "compare")
+_SETTINGS = ("train", "rollout", "eval", "compare", "plan")
+_LAUNCHED = ("quickstart", "train", "rollout", "eval", "compare")
 
 
 def script(shell: str, commands: Sequence[str]) -> str:

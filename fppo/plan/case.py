@@ -1,27 +1,203 @@
-"""What is planned: a model on a mesh, with the numbers of a step."""
+"""What is planned: a model on a mesh, with the numbers of a step; models and accelerators by name."""
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from fppo._errors import did_you_mean
 from fppo.models.adapted import Lora
 from fppo.models.bases import check_cuts
 from fppo.models.experts import expert_count
+from fppo.models.flops import PEAKS
+from fppo.models.load import read_config
 from fppo.models.model import build
 from fppo.models.narrow import narrow
 from fppo.models.quantised import Kind
 from fppo.models.recompute import Recompute
 from fppo.models.states import check_rows_whole
-from fppo.plan.hardware import Hardware
+from fppo.models.vision import takes_images
 from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
 from fppo_kernels.collectives import Axis
+
+GIB = 1024**3
+NUMBERS = ("memory", "flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # of a Hardware to give
+
+
+@attrs.frozen
+class Hardware:
+    """One accelerator and its links; rates are peaks, in one direction."""
+
+    name: str
+    memory: float  # bytes that torch sees
+    flops: float  # dense bfloat16, per second
+    flops_float32: float
+    bandwidth: float  # of the memory, bytes per second
+    node_bandwidth: float  # bytes per second to the others of its node
+    network_bandwidth: float  # bytes per second to other nodes
+    host_bandwidth: float = 5.0e10  # bytes per second to or from the host's memory: PCIe 5 x16
+    per_node: int = 8
+    on_gpu: bool = True
+
+
+KNOWN: Mapping[str, Hardware] = MappingProxyType(
+    {
+        # NVIDIA A100 80GB SXM data sheet; NVLink 3: 600 GB/s both ways; DGX A100: 8 x 200 Gb/s
+        "a100-80": Hardware("a100-80", 79.2 * GIB, PEAKS["A100"], 1.95e13, 2.039e12, 3.0e11, 2.5e10, 2.5e10),
+        # NVIDIA H100 SXM data sheet; NVLink 4: 900 GB/s both ways; DGX H100: 8 x 400 Gb/s
+        "h100": Hardware("h100", 79.1 * GIB, PEAKS["H100"], 6.7e13, 3.35e12, 4.5e11, 5.0e10),
+        # NVIDIA H200 SXM data sheet; links as in H100
+        "h200": Hardware("h200", 139.8 * GIB, PEAKS["H200"], 6.7e13, 4.8e12, 4.5e11, 5.0e10),
+        # NVIDIA DGX B200 data sheet, an eighth of it; NVLink 5: 1.8 TB/s both ways; 8 x 400 Gb/s
+        "b200": Hardware("b200", 178.3 * GIB, PEAKS["B200"], 7.5e13, 7.7e12, 9.0e11, 5.0e10),
+    }
+)
+
+# a few cores of a server as this project has seen them: an order of magnitude, no more
+_CPU = Hardware("cpu", 0.0, 1.0e11, 1.0e11, 1.5e10, 1.0e9, 1.2e8, per_node=1 << 20, on_gpu=False)
+
+# What a GPU process takes beside tensors. The first three are usual sizes, not guarantees; the driver decides.
+CONTEXT = int(0.6 * GIB)  # CUDA context with the kernels of torch
+WORKSPACE = 96 << 20  # cuBLAS, which keeps one per stream: 32 MiB on Hopper and later
+COMMUNICATOR = 256 << 20  # NCCL's buffers of one axis: 4 MiB for each of 16 to 32 channels, and its protocols
+FRAGMENTS = 0.03  # of what comes and goes: blocks that torch's allocator holds and cannot use
+# What a process takes of the host's memory beside tensors. The first was measured (docs/measurements.md), the second is
+# a usual size.
+PROCESS = 450 << 20  # Python with torch (a build for CPUs), transformers and fppo
+BUILT_FOR_GPUS = 295 << 20  # what a build of torch for GPUs has beside that in a process without one
+CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries
+
+
+def hardware_of(name: str, numbers: Mapping[str, float | None] = MappingProxyType({})) -> Hardware:
+    """A known accelerator, with the numbers of `NUMBERS` that are given in the place of its own; or "custom", of which
+    all must be given.
+
+    "cpu" has this machine's memory. Raises ValueError for a name that is not known, or a custom one that lacks numbers.
+    """
+    changes = {key: value for key, value in numbers.items() if value is not None}
+    if name == "custom":
+        missing = [f"--{key.replace('_', '-')}" for key in NUMBERS if key not in changes and key != "per_node"]
+        if missing:
+            raise ValueError(f"--gpu custom needs all of its numbers; missing: {', '.join(missing)}")
+        return attrs.evolve(KNOWN["h100"], name=name, flops_float32=changes["flops"] / 15, **changes)
+    if name == "cpu":
+        memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return attrs.evolve(_CPU, **{"memory": memory, **changes})
+    if name not in KNOWN:
+        raise ValueError(f"--gpu {name!r} is not known; {did_you_mean(name, [*KNOWN, 'cpu', 'custom'], cutoff=0.5)}")
+    return attrs.evolve(KNOWN[name], **changes)
+
+
+def overhead(hardware: Hardware, axes: int, transient: float) -> float:
+    """Bytes that a process takes beside its tensors, with so many axes of several ranks and bytes that come and go."""
+    if not hardware.on_gpu:
+        return 0.0
+    return CONTEXT + WORKSPACE + COMMUNICATOR * axes + FRAGMENTS * transient
+
+
+def pinned(size: int) -> int:
+    """What torch takes for so many bytes of memory that a GPU copies from: the next power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def _config(
+    kind: Callable[..., PreTrainedConfig], sizes: tuple[int, ...], positions: int, theta: float, **more: Any
+) -> PreTrainedConfig:
+    """A config whose widths, layers, heads and vocabulary are `sizes`; `more` are other fields of its kind."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    rotary = {"rope_type": "default", "rope_theta": theta}
+    named = dict(zip((*names, "vocab_size"), sizes, strict=True))
+    return kind(**named, max_position_embeddings=positions, rope_parameters=rotary, **more)
+
+
+def _qwen(*sizes: int, tied: bool = False) -> PreTrainedConfig:
+    return _config(Qwen2Config, sizes, 32_768, 1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
+
+
+def _llama(*sizes: int) -> PreTrainedConfig:
+    return _config(LlamaConfig, (*sizes, 8, 128_256), 131_072, 5e5, tie_word_embeddings=False)
+
+
+def _qwen_of_experts(hidden: int, inner: int, layers: int, heads: int) -> PreTrainedConfig:
+    of_experts = {"moe_intermediate_size": inner, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    sizes = (hidden, 3 * hidden, layers, heads, 4, 151_936)
+    more = {"head_dim": 128, "tie_word_embeddings": False}
+    return _config(Qwen3MoeConfig, sizes, 40_960, 1e6, **of_experts, **more)
+
+
+def _quickstart() -> PreTrainedConfig:
+    from fppo import quickstart
+
+    return quickstart.small_model(len(quickstart.character_tokenizer())).config
+
+
+PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
+    {
+        "qwen2.5-0.5b": lambda: _qwen(896, 4864, 24, 14, 2, 151_936, tied=True),
+        "qwen2.5-1.5b": lambda: _qwen(1536, 8960, 28, 12, 2, 151_936, tied=True),
+        "qwen2.5-7b": lambda: _qwen(3584, 18_944, 28, 28, 4, 152_064),
+        "qwen2.5-32b": lambda: _qwen(5120, 27_648, 64, 40, 8, 152_064),
+        "qwen2.5-72b": lambda: _qwen(8192, 29_568, 80, 64, 8, 152_064),
+        "llama-3.1-8b": lambda: _llama(4096, 14_336, 32, 32),
+        "llama-3.1-70b": lambda: _llama(8192, 28_672, 80, 64),
+        "llama-3.1-405b": lambda: _llama(16_384, 53_248, 126, 128),
+        "qwen3-30b-a3b": lambda: _qwen_of_experts(2048, 768, 48, 32),
+        "qwen3-235b-a22b": lambda: _qwen_of_experts(4096, 1536, 94, 64),
+        "quickstart": _quickstart,
+    }
+)
+
+
+def config_of(
+    model: str, setting: str = "model.path", changes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[str, PreTrainedConfig]:
+    """The name and config, with `changes`, of a directory with a config.json, or of a name in PRESETS. Nothing is
+    downloaded.
+
+    An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither; `setting`
+    is what named it.
+    """
+    directory = Path(model)
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
+        config = read_config(directory, changes=changes)
+        if takes_images(config):
+            raise ValueError(
+                f"--{setting}: fppo plan does not count vision towers yet; {directory} ({config.model_type}) has one"
+            )
+        return directory.name, config
+    name = model.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
+    if name not in PRESETS:
+        raise ValueError(
+            f"--{setting} {model!r}: there is no such directory, and no model of that name is known here; "
+            f"{did_you_mean(name, PRESETS, cutoff=0.5)}; or give the directory of a model"
+        )
+    config = PRESETS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return name, config
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """The config of a model that has only the first `layers` layers."""
+    config = copy.deepcopy(config)
+    changes: dict[str, Any] = {"num_hidden_layers": layers}
+    if vars(config).get("layer_types"):  # those of Mamba follow from the number of layers
+        changes["layer_types"] = list(config.layer_types)[:layers]  # type: ignore[attr-defined]
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return config
+
 
 # whose model a stage runs, in the order of a step
 ROLES: Mapping[str, str] = MappingProxyType(
@@ -192,6 +368,13 @@ class Case:
         return self.rows * self.micro_batches * self.data_ranks
 
 
+def with_sequences(case: Case, sequences: int) -> Case:
+    """The case with so many sequences to an update, over all ranks, in as few passes of at most its tokens as there can
+    be, of equal sizes."""
+    rows, passes = balanced(-(-sequences // case.data_ranks), case.tokens // case.length)
+    return attrs.evolve(case, tokens=max(2, rows * case.length), micro_batches=passes)
+
+
 def balanced(sequences: int, most: int) -> tuple[int, int]:
     """Sequences of a pass, at most `most` where that is not 0, and passes: as few as there can be, of equal sizes."""
     passes = -(-sequences // min(max(1, most), sequences))
@@ -239,11 +422,11 @@ def problems(case: Case) -> list[str]:
         try:
             check_cuts(build(case.config), case.lora_base, Mesh({name: Axis(size) for name, size in case.mesh.items()}))
         except ValueError as error:
-            wrong.append(f"--lora-base {case.lora_base}: {error}")
+            wrong.append(f"--model.lora.base {case.lora_base}: {error}")
     if case.length > case.tokens:
-        wrong.append(f"--length {case.length}: a pass of --tokens {case.tokens} holds no such sequence")
+        wrong.append(f"length {case.length}: a pass of {case.tokens} tokens holds no such sequence")
     if case.length < 2:
-        wrong.append(f"--length {case.length}: a sequence has a token of prompt and one of response at least")
+        wrong.append(f"length {case.length}: a sequence has a token of prompt and one of response at least")
     return wrong
 
 

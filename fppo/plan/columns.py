@@ -10,58 +10,22 @@ import torch
 from torch import Tensor
 
 from fppo import batch as batches
-from fppo.batch import Annotated, Column, Experience, Rollout, Scored
+from fppo import tree
+from fppo.batch import Annotated, Experience, Rollout, Scored
+from fppo.data.privileged import TRUTH_SIGNS
+from fppo.models import hidden_width
 from fppo.pipeline.gap import COMPARED
-from fppo.pipeline.stages import RouterReplay
-from fppo.steps.actor import OldLogProbs
+from fppo.plan.case import Case
+from fppo.plan.passes import model_of, rows_of
+from fppo.settings.component import requires, value_of
+from fppo.settings.placement import places_of, pools_of
+from fppo.settings.resolve import old_log_probs_source
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS
+from fppo.settings.train import TrainSettings
 
 Bytes = dict[str, int]  # by the column's name
-Critic = Literal["model", "confidence", "hidden"]
-READS: Mapping[Critic, Sequence[str]] = {"model": (), "confidence": ("log_probs", "entropy"), "hidden": ("hidden",)}
-
-
-@attrs.frozen(kw_only=True)
-class Batch:
-    """What a step's rows are, as wide as they may become, and what is done with them as far as columns come of it."""
-
-    prompts: int
-    n: int = 1  # responses to each
-    prompt: int = 512  # tokens
-    response: int = 256
-    terms: Sequence[str] = ()  # of the reward, by name
-    sampled: bool = True  # by an engine; otherwise they are read
-    greedy: bool = False  # each prompt has a greedy response beside (ReMax)
-    old_log_probs: OldLogProbs = "pass"
-    sum_squared: bool = False  # of the probabilities, which the policy's pass gives
-    critic: Critic | None = None
-    members: int = 1  # of it
-    hidden: int = 0  # numbers of a state that it reads
-    truth_signs: int = 0  # numbers that it knows of the truth at each token
-    reference: bool = False
-    replay: RouterReplay = "none"
-    routed: int = 0  # bytes of the experts that a token has
-    weighed: bool = False  # for being off-policy
-    undisputed: bool = False  # the tokens that have an entropy bonus are chosen
-
-    @property
-    def rows(self) -> int:
-        """Sequences."""
-        return self.prompts * self.n
-
-    @property
-    def outputs(self) -> list[str]:
-        """What the policy's pass gives beside log-probs."""
-        read = [name for name in READS[self.critic or "model"] if name != "log_probs"]
-        whole = self.old_log_probs == "pass" or bool(read) or self.sum_squared
-        routed = whole if self.replay == "rollout" else self.replay != "none"
-        return [*read, *["sum_squared_probs"] * self.sum_squared, *["routed"] * routed]
-
-    @property
-    def passed(self) -> int:
-        """Rows of the policy's pass before the update, in a step behind a run's first."""
-        if self.old_log_probs == "pass" or self.outputs:
-            return self.rows
-        return -(-self.rows // COMPARED) if self.old_log_probs == "auto" else 0
+Critic = Literal["tokens", "confidence", "hidden"]
+READS: Mapping[Critic, Sequence[str]] = {"tokens": (), "confidence": ("log_probs", "entropy"), "hidden": ("hidden",)}
 
 
 class ColumnCall(NamedTuple):
@@ -74,106 +38,139 @@ class ColumnCall(NamedTuple):
     back: Bytes
 
 
-def column_calls(batch: Batch, places: Mapping[str, str], ranks: int = 1) -> list[ColumnCall]:
-    """The calls of a step that take columns or give some, to roles in pools (`places` has the pool of each role), in
-    the order of a step. `ranks` are those of the actor's pool.
+def column_calls(run: TrainSettings, case: Case) -> dict[str, list[ColumnCall]]:
+    """The calls to each pool of a run, planned as `case`, that take columns or give some, in the order of a step.
 
     They are counted as `Group.calls` counts them: once, however many ranks there are. Metrics, handles, the objects of
     rows, images and weights are not counted.
     """
-    calls = [call for each in (_before(batch), _passes(batch, ranks), _updates(batch)) for call in each]
+    places, pools = places_of(run.placement), pools_of(run.placement)
+    ranks = pools[places["actor"]].ranks if "actor" in places else 1
+    batch = _Batch(run, _row(run, case))
+    calls = [*_before(batch), *_passes(batch, ranks), *_updates(batch)]
     engine = "rollout" if "rollout" in places else "actor"
     calls = [call._replace(role=engine) if call.role == "rollout" else call for call in calls]
-    return [call for call in calls if call.role in places]
+    return {pool: [call for call in calls if places.get(call.role) == pool] for pool in sorted(set(places.values()))}
 
 
-def _before(batch: Batch) -> Iterator[ColumnCall]:
+@attrs.frozen
+class _Batch:
+    """The rows of a run's steps, as wide as they may become."""
+
+    run: TrainSettings
+    row: Experience  # one, with every column that it comes to have, without its numbers
+
+    @property
+    def rows(self) -> int:
+        """Sequences."""
+        return self.run.rollout.batch_size
+
+    @property
+    def numbers(self) -> int:
+        """Bytes of a number for each token of all responses."""
+        return self.rows * self.row.advantages.nbytes
+
+    @property
+    def critic(self) -> Critic | None:
+        """What the critic reads, if there is one."""
+        return self.run.critic.reads if self.run.algorithm.uses_critic else None
+
+    @property
+    def outputs(self) -> list[str]:
+        """What the policy's pass gives beside log-probs."""
+        read = [name for name in READS[self.critic or "tokens"] if name != "log_probs"]
+        squared, replay = self.row.sum_squared_probs is not None, self.run.algorithm.router_replay
+        whole = old_log_probs_source(self.run) == "pass" or bool(read) or squared
+        routed = whole if replay == "rollout" else replay != "none"
+        return [*read, *["sum_squared_probs"] * squared, *["routed"] * routed]
+
+    @property
+    def passed(self) -> int:
+        """Rows of the policy's pass before the update, in a step behind a run's first."""
+        source = old_log_probs_source(self.run)
+        if source == "pass" or self.outputs:
+            return self.rows
+        return -(-self.rows // COMPARED) if source == "auto" else 0
+
+    def sizes(self, cls: type, names: Sequence[str] | None = None) -> Bytes:
+        """Bytes of the columns that all rows have as a `cls`, or of those of these names."""
+        columns = batches.columns(batches.narrow(cls, self.row))
+        if self.run.algorithm.router_replay != "rollout" and not issubclass(cls, Annotated):
+            columns.pop("routed", None)  # the policy's pass is the first to tell of experts
+        sizes = {name: self.rows * x.nbytes for name, x in columns.items() if isinstance(x, Tensor)}
+        return {name: x for name, x in sizes.items() if names is None or name in names}
+
+
+def _before(batch: _Batch) -> Iterator[ColumnCall]:
     """What samples and scores."""
-    rollout = _rows(batch, Rollout, batch.rows)
-    for count in (batch.rows, batch.prompts) if batch.greedy else (batch.rows,):
+    rollout = batch.sizes(Rollout)
+    prompts = batch.rows // batch.run.rollout.n
+    for count in (batch.rows, prompts) if batch.row.baselines is not None else (batch.rows,):
         part = {name: size * count // batch.rows for name, size in rollout.items()}
-        if batch.sampled:
-            yield ColumnCall("rollout", "generate", _prompts(batch), part)
+        if batch.run.rollout.from_ is None:
+            yield ColumnCall("rollout", "generate", _prompts(prompts, batch.run.data.max_prompt_tokens), part)
         yield ColumnCall("reward", "reward_model", part, {"scores": 4 * count})
 
 
-def _passes(batch: Batch, ranks: int) -> Iterator[ColumnCall]:
+def _passes(batch: _Batch, ranks: int) -> Iterator[ColumnCall]:
     """What models say of the rows before they are updated."""
-    scored, numbers = _rows(batch, Scored, batch.rows), 4 * batch.rows * batch.response
-    found = {name: x for name, x in _rows(batch, Annotated, batch.rows).items() if name in batch.outputs}
+    scored, numbers, run = batch.sizes(Scored), batch.numbers, batch.run
+    found = batch.sizes(Annotated, batch.outputs)
     if batch.passed:
         part = {name: size * batch.passed // batch.rows for name, size in scored.items()}
-        found["log_probs"] = 4 * batch.passed * batch.response
+        found["log_probs"] = numbers * batch.passed // batch.rows
         yield ColumnCall("actor", "old_log_prob", part, found)
-    if batch.reference:
-        more = ("old_log_probs", "routed") if batch.replay == "all" else ()
-        again = {name: x for name, x in _rows(batch, Annotated, batch.rows).items() if name in more}
+    if run.uses_reference:
+        again = batch.sizes(Annotated, ("old_log_probs", "routed") if run.algorithm.router_replay == "all" else ())
         yield ColumnCall("reference", "ref", scored | again, {"log_probs": numbers})
     if batch.critic is not None:
-        read = {name: found[name] for name in READS[batch.critic]} | {"response_mask": batch.rows * batch.response}
-        read |= {"truth_signs": numbers * batch.truth_signs} if batch.truth_signs else {}
-        sent = scored if batch.critic == "model" else read
-        yield ColumnCall("critic", "values", sent, {"values": batch.members * numbers})
+        own = batch.sizes(Experience, ("response_mask", "truth_signs"))
+        read = {name: found[name] for name in READS[batch.critic]} | own
+        sent = scored if batch.critic == "tokens" else read
+        yield ColumnCall("critic", "values", sent, {"values": run.critic.ensemble * numbers})
     if ranks > 1:
         yield ColumnCall("actor", "balance", {}, {})  # lengths alone
 
 
-def _updates(batch: Batch) -> Iterator[ColumnCall]:
-    learned = _rows(batch, Experience, batch.rows)
+def _updates(batch: _Batch) -> Iterator[ColumnCall]:
+    learned = batch.sizes(Experience)
     if batch.critic is not None:
         yield ColumnCall("critic", "update_critic", learned, {})
     own = {name: x for name, x in learned.items() if name not in ("hidden", "truth_signs")}
     yield ColumnCall("actor", "update_actor", own, {})
 
 
-def _rows(batch: Batch, cls: type, count: int) -> Bytes:
-    """Bytes of the columns that so many rows have as a `cls`."""
-    columns = batches.columns(batches.narrow(cls, _row(batch)))
-    if batch.replay != "rollout" and not issubclass(cls, Annotated):
-        columns.pop("routed", None)  # the policy's pass is the first to tell of experts
-    return {name: count * x.nbytes for name, x in columns.items() if isinstance(x, Tensor)}
-
-
-def _prompts(batch: Batch) -> Bytes:
+def _prompts(count: int, length: int) -> Bytes:
     """Bytes of the prompts' columns."""
-    ids = torch.empty(batch.prompts, batch.prompt, dtype=torch.int64, device="meta")
+    ids = torch.empty(count, length, dtype=torch.int64, device="meta")
     return {"tokens": ids.nbytes, "attention_mask": ids.bool().nbytes, "row_ids": ids[:, 0].nbytes}
 
 
-def _row(batch: Batch) -> Experience:
+def _row(run: TrainSettings, case: Case) -> Experience:
     """One row with every column that it comes to have, without its numbers."""
-    ids = torch.empty(1, batch.prompt + batch.response, dtype=torch.int64, device="meta")
-    number, numbers = torch.empty(1, device="meta"), torch.empty(1, batch.response, device="meta")
-    object_ = Column([None])
-    return Experience(
-        tokens=ids,
-        attention_mask=ids.bool(),
-        response_mask=numbers.bool(),
-        rollout_log_probs=numbers,
-        sampling_log_probs=numbers,
-        row_ids=ids[:, 0],
-        groups=ids[:, 0],
-        versions=ids[:, 0],
-        finish=object_,
-        ids=object_,
-        ground_truth=object_,
-        source=object_,
-        extras=object_,
-        routed=ids.new_empty(*ids.shape, 1, batch.routed, dtype=torch.uint8) if batch.replay != "none" else None,
-        scores=number,
-        named_scores=dict.fromkeys(batch.terms, number),
-        baselines=number if batch.greedy else None,
-        old_log_probs=numbers,
-        ref_log_probs=numbers if batch.reference else None,
-        values=None if batch.critic is None else numbers,
-        disagreement=numbers if batch.members > 1 else None,
-        sum_squared_probs=numbers if batch.sum_squared else None,
-        entropy=numbers if batch.critic == "confidence" else None,
-        hidden=numbers.new_empty(*numbers.shape, batch.hidden) if batch.critic == "hidden" else None,
-        truth_signs=numbers.new_empty(*numbers.shape, batch.truth_signs) if batch.truth_signs else None,
-        token_rewards=numbers,
-        advantages=numbers,
-        returns=numbers,
-        correction_weights=numbers if batch.weighed else None,
-        entropy_mask=numbers.bool() if batch.undisputed else None,
+    algorithm, critic, reward, replay = run.algorithm, run.critic, run.reward, run.algorithm.router_replay
+    reader = critic.reads if run.algorithm.uses_critic else None
+    signs = TRUTH_SIGNS if critic.privileged and reader in ("confidence", "hidden") else 0
+    more = {"reward_model": reward.model.path, "judge": reward.judge.path}
+    with torch.device("meta"):
+        row = rows_of(case, 1)
+    numbers, routed, width = row.advantages, None, 0
+    if replay != "none" or reader == "hidden":
+        model = model_of(case, "actor").plain
+        chosen = sum(router.chosen * (1 if router.experts <= 1 << 8 else 4) for router in model.routers)
+        routed = row.tokens.new_empty(*row.tokens.shape, 1, chosen, dtype=torch.uint8) if replay != "none" else None
+        width = hidden_width(model)
+    return tree.replace(
+        row,
+        routed=routed,
+        named_scores=dict.fromkeys([*reward.functions, *(x for x in more if more[x] is not None)], row.scores),
+        baselines=row.scores if requires(algorithm.advantage, ESTIMATORS, "baselines") else None,
+        values=None if reader is None else numbers,
+        disagreement=numbers if critic.ensemble > 1 else None,
+        sum_squared_probs=numbers if requires(algorithm.advantage, ESTIMATORS, "sum_squared_probs") else None,
+        entropy=numbers if reader == "confidence" else None,
+        hidden=numbers.new_empty(*numbers.shape, width) if reader == "hidden" else None,
+        truth_signs=numbers.new_empty(*numbers.shape, signs) if signs else None,
+        correction_weights=numbers if value_of(algorithm.correction, CORRECTIONS, "level") is not None else None,
+        entropy_mask=numbers.bool() if critic.leave_disputed else None,
     )

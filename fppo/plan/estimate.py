@@ -1,16 +1,23 @@
-"""How long a stage takes, estimated from what it computes and sends."""
+"""How long a stage takes, estimated from what it computes and sends; and time and memory of a step by formulas alone,
+good enough to choose which of many meshes to plan."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fppo.plan.case import Case
-from fppo.plan.hardware import Hardware
-from fppo.plan.values import Cost, Phase
+import attrs
+
+from fppo.models import experts, flops
+from fppo.models.model import Model
+from fppo.plan import passes
+from fppo.plan.case import Case, Hardware, overhead
+from fppo.plan.passes import REWARD, STAGES
+from fppo.plan.track import Cost, Phase
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
+from fppo.runtime.offload import WINDOW
 
 # Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
 # hand.
@@ -93,9 +100,9 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
 def busy_seconds(cost: Cost, hardware: Hardware) -> float:
     """The `compute` of `seconds_of` without what launching takes."""
     busy = cost.other["traffic"] / (hardware.bandwidth * COPY_SHARE)
-    for kind, flops in cost.flops.items():
+    for kind, count in cost.flops.items():
         peak = hardware.flops if kind.endswith("float16") else hardware.flops_float32
-        busy += flops / (peak * (ATTENTION_SHARE if kind.startswith("attention") else MATMUL_SHARE))
+        busy += count / (peak * (ATTENTION_SHARE if kind.startswith("attention") else MATMUL_SHARE))
     return busy
 
 
@@ -161,3 +168,179 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
     ran = sum(phase.name.startswith("forward") for phase in phases) / case.virtual_stages
     once = (phases[0].name, *(phase.name for phase in phases[-1:] if phase.name.startswith("after")))
     return [(phase, 1 if phase.name in once else max(1.0, passes / ran)) for phase in phases]
+
+
+ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a case is taken for too large
+_STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
+_KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
+_KEPT_ROWS = 4.0  # and of each of its chosen experts
+ATTENTION_BACKWARD = 2.5  # the FLOPs of its backward pass, over those of its forward pass
+_LAUNCHES = 40  # operations of a layer's forward pass
+
+
+class Rough(NamedTuple):
+    """What a rank needs: seconds of a step without its rollout, and bytes where most is held."""
+
+    seconds: float
+    memory: float
+
+
+@attrs.frozen
+class Facts:
+    """What is the same of a model on every mesh."""
+
+    layers: int
+    dense: float  # numbers of the parameters of its layers, but for those of experts
+    experts: float  # of experts
+    outside: float  # of its embeddings or head, the larger
+    products: float  # FLOPs of a forward pass over one sequence in its layers, but for attention
+    last: float  # of these, what no backward pass computes again: the product that ends a layer
+    attention: float  # and in attention
+    head: float  # and in its head, over a response
+    hidden: int
+    inner: float  # elements of a token inside the MLP, or inside its chosen experts
+    chosen: int  # experts of a token; 0 without any
+    keys: float  # elements of a token's keys and values, over its width
+
+
+def facts_of(case: Case, model: Model) -> Facts:
+    """What there is to know of a model that no axis cuts."""
+    config, routed = model.config, frozenset(experts.expert_names(model))
+    inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
+    others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
+    chosen = (getattr(config, "num_experts_per_tok", None) or 1) if routed else 0
+    width = (
+        (getattr(config, "moe_intermediate_size", None) if routed else None)
+        or getattr(config, "intermediate_size", None)
+        or 0
+    )
+    heads = getattr(config, "num_attention_heads", None) or 1  # Mamba has none
+    responses = case.response_tokens
+    row = flops.forward_flops(model, [case.length], head_tokens=responses)
+    attention, head = flops.attention_flops(model, [case.length]), 2.0 * flops.head_weights(model) * responses
+    return Facts(
+        layers=len(model.layers),
+        dense=float(sum(count for name, count in inside.items() if name not in routed)),
+        experts=float(sum(inside[name] for name in routed)),
+        outside=float(max(others, default=0)),
+        products=row - attention - head,
+        last=0.0 if routed else 2.0 * width * config.hidden_size * case.length * len(model.layers),
+        attention=attention,
+        head=head,
+        hidden=config.hidden_size,
+        inner=float(width * max(1, chosen)),
+        chosen=chosen,
+        keys=2 * (getattr(config, "num_key_value_heads", None) or heads) / heads,
+    )
+
+
+def flops_of(case: Case, name: str, facts: Facts) -> tuple[float, float]:
+    """FLOPs of a stage's pass on all ranks that share its rows, what is computed again among them: those of attention,
+    and all others."""
+    if not name.startswith("update"):
+        return case.rows * facts.attention, case.rows * (facts.products + facts.head)
+    again = facts.products - facts.last if case.checkpoint_layers else 0.0
+    attention = facts.attention * (1.0 + ATTENTION_BACKWARD + (case.checkpoint_layers is True))
+    heads = 3 if case.log_probs == "reference" else 4  # others compute logits again
+    return case.rows * attention, case.rows * (3 * facts.products + again + heads * facts.head)
+
+
+def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
+    """An estimate of the whole step; `facts` are of the case's models, by `models_of`."""
+    seconds = sum(_seconds(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
+    rest = sum(_rest(case, name, each) for name, each in facts.items())
+    if case.reference:
+        rest += _own(case, facts["actor"]) * case.at("reference").dtype.itemsize
+    moving = max(_moving(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
+    return Rough(seconds, rest + moving + overhead(case.hardware, case.groups, moving))
+
+
+def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
+    """Numbers of the parameters on the rank that has most: on a pipeline, one that has its embeddings or head."""
+    tensor, expert, pipeline = (case.size(axis) for axis in ("tensor", "expert", "pipeline"))
+    dense = facts.dense / tensor / pipeline + (1 if pipeline > 1 else 2) * facts.outside / tensor
+    of_experts = facts.experts / (expert if expert > 1 else tensor) / pipeline
+    return dense / case.shards + of_experts / case.size("shard") if shards else dense + of_experts
+
+
+def _rest(case: Case, name: str, facts: Facts) -> float:
+    at = case.at(name if name == REWARD else f"update {name}")
+    trained = _STATE[at.offload] if name != REWARD else (0 if at.offload == "all" else at.dtype.itemsize)
+    return trained * _own(case, facts)
+
+
+def _moving(case: Case, name: str, facts: Facts) -> float:
+    """Bytes that come and go in a stage."""
+    width = 4 if case.compute_dtype is None else case.compute_dtype.itemsize
+    layers = facts.layers / case.size("pipeline")
+    whole = _own(case, facts, shards=False)
+    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
+    cut = (dense if case.shards > 1 else 0.0) + (whole - dense if case.size("shard") > 1 else 0.0)
+    copied = cut if case.compute_dtype is None else whole  # for passes: gathered, or cast
+    gathered = width * (copied if case.sharding.stage < 3 else copied * min(1.0, 3 / layers))
+    if not name.startswith("update"):
+        return gathered + 4 * width * _tokens(case) * facts.hidden
+    grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
+    grads += 8 * cut / layers  # a layer's, whole, and packed to be added up
+    inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
+    of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
+    again = facts.hidden * (1.0 + (case.checkpoint_layers == "selective") / case.size("tensor"))  # attention's output
+    kept = layers * (again if case.checkpoint_layers else of_layer) * case.in_flight / case.virtual_stages
+    waiting = width * _tokens(case) * kept
+    if case.offload_activations:
+        waiting = min(waiting, WINDOW)
+    return gathered + grads + waiting + width * _tokens(case) * (of_layer if case.checkpoint_layers else 0.0)
+
+
+def _tokens(case: Case) -> float:
+    """Tokens of a pass that a rank has between blocks before the tensor axis cuts them."""
+    return case.tokens / (case.size("sequence") * case.size("context"))
+
+
+def _seconds(case: Case, name: str, facts: Facts) -> float:
+    """Seconds of a stage with all of its passes."""
+    hardware, trains = case.hardware, name.startswith("update")
+    parts = case.world // case.data_ranks
+    times = (4 if case.checkpoint_layers else 3) if trains else 1
+    narrow = case.compute_dtype is not None
+    peak = hardware.flops if narrow else hardware.flops_float32
+    attention, others = flops_of(case, name, facts)
+    busy = (attention / ATTENTION_SHARE + others / MATMUL_SHARE) / parts / peak
+    launches = times * _LAUNCHES * facts.layers / case.size("pipeline")
+    compute = max(busy, launches * PASS_LAUNCH)
+    width = case.compute_dtype.itemsize if narrow and case.compute_dtype is not None else 4
+    dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
+    often = (1 / max(1, case.micro_batches)) if case.sharding.stage == 1 else 1.0
+    rounds = {1: 1, 2: 1, 3: 2}[case.sharding.stage] if trains else 1
+    of_experts, times_sent = _own(case, facts, shards=False) - dense, often * (rounds * width + 4 * trains)
+    gathers = _over(case, DENSE, dense * times_sent) + _over(case, "shard", of_experts * times_sent)
+    each = compute + max(0.0, gathers - compute) + _exchanges(case, facts, times if trains else 1, width)
+    return each * case.micro_batches * (1 + case.bubble) + (_sums(case, facts) if trains else 0.0)
+
+
+def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
+    """Seconds in which the ranks exchange tokens in a pass, which runs each layer forward and backward `times` in
+    all, its backward being two of these."""
+    tensor, layers = case.size("tensor"), facts.layers / case.size("pipeline")
+    hidden, blocks = _tokens(case) * facts.hidden * width, layers * min(2, times)
+    seconds = 4 * blocks * _over(case, "tensor", hidden)
+    seconds += 4 * blocks * _over(case, "sequence", hidden / tensor)
+    seconds += blocks * _over(case, "context", facts.keys * hidden * case.size("context") / tensor)
+    if (ranks := case.size("expert")) > 1:
+        sent = 2 * facts.chosen * hidden / tensor * (ranks - 1) / ranks * case.load
+        seconds += layers * max(1, times - 1) * sent / (link(case, "expert")[2] * LINK_SHARE)
+    if case.size("pipeline") > 1:
+        per_second = link(case, "pipeline")[2] * LINK_SHARE
+        seconds += min(2, times) * case.virtual_stages * hidden / tensor / per_second
+    return seconds
+
+
+def _sums(case: Case, facts: Facts) -> float:
+    """Seconds in which gradients are summed once for an update, over replicas."""
+    return 2 * _over(case, "replicate", 4 * _own(case, facts))
+
+
+def _over(case: Case, axis: str, size: float) -> float:
+    """Seconds in which a ring over an axis gathers, or scatters, so many bytes of the whole."""
+    ranks = case.shards if axis == DENSE else case.size(axis)
+    return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (link(case, axis)[1] * LINK_SHARE)

@@ -11,11 +11,9 @@ import torch
 
 from fppo import tree
 from fppo.plan import passes
-from fppo.plan.built import REWARD, Built, base_dtype, models_of
-from fppo.plan.case import Case
-from fppo.plan.hardware import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, pinned
-from fppo.plan.shapes import every_shape, shard_shapes
-from fppo.plan.values import Phase
+from fppo.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, pinned
+from fppo.plan.passes import REWARD, Built, base_dtype, every_shape, models_of, shard_shapes
+from fppo.plan.track import Phase
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
 from fppo.runtime.checkpoint import STAGE_BYTES
@@ -66,23 +64,31 @@ def process_bytes() -> int:
     return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
 
 
-def state_bytes(case: Case, built: Built) -> float:
-    """Bytes of parameters and moments that are on the host between uses (`--offload`)."""
-    every: list[int] = []
+def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
+    """The state of a rank between uses: by kind, whether it is on the host, and the bytes of each tensor; without the
+    base of adapters."""
+    found: dict[str, tuple[bool, list[int]]] = {}
     for name in filter(case.has, models_of(case)):
         at = case.at(name if name == REWARD else f"update {name}")
-        if at.offload == "all":
-            every += _nbytes(shard_shapes(at, name, built).values(), at.dtype)
-        if at.offload != "none" and name != REWARD:
-            every += moments(at, name, built)
+        sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
+        found[f"{name}'s parameters"] = at.offload == "all", sizes
+        if name != REWARD:
+            found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
     if case.reference and case.lora is None and case.has("reference"):
         at = case.at("reference")
-        every += _nbytes(shard_shapes(at, "actor", built).values(), at.dtype) if at.offload == "all" else []
+        sizes = _nbytes(shard_shapes(at, "actor", built).values(), at.dtype)
+        found["reference's parameters"] = at.offload == "all", sizes
+    return found
+
+
+def state_bytes(case: Case, built: Built) -> float:
+    """Bytes of parameters and moments that are on the host between uses (`model.offload`)."""
+    every = [size for away, sizes in state_of(case, built).values() if away for size in sizes]
     return float(sum(map(pinned, every)) if case.hardware.on_gpu else sum(every))
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
-    """Bytes of the activations that the fullest pass offloads (`--offload-activations`), and of those under way."""
+    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those under way."""
     passes_of_all = (phase for phases in stages.values() for phase in phases)
     most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
     return float(most * case.in_flight / case.virtual_stages)

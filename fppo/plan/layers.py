@@ -1,13 +1,20 @@
-"""From few layers to many: where all layers are alike, what each place of a pass holds is linear in their number."""
+"""From few layers to many, and from a short pipeline to a long one: where all layers are alike, what each place of a
+pass holds is linear in their number."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import attrs
+
 from fppo.models.model import Model
-from fppo.plan.values import Cost, Phase, Segment
+from fppo.plan import passes
+from fppo.plan.case import Case
+from fppo.plan.track import GATHERED, STATE, Cost, Phase, Segment
+from fppo.runtime.schedule import Action, all_forward, one_f_one_b
 
 FEW, MORE = 4, 5  # two at either end differ from those between: their neighbours are gathered otherwise
 
@@ -53,3 +60,92 @@ def _linear(few: Mapping[Any, float], more: Mapping[Any, float], layers: int) ->
         a, b = few.get(key, 0), more.get(key, 0)
         values[key] = a + (b - a) * (layers - FEW) / (MORE - FEW)
     return values
+
+
+SHORT = 3  # ranks that are run: one with the embeddings, one between, one with the head
+
+Run = Callable[[Case, int], list[Phase]]  # (case of a short pipeline, layers of a stage) -> its phases
+
+
+def piped(case: Case, name: str, own: Sequence[int], run: Run) -> list[Phase]:
+    """The phases of the planned rank, whose stages have `own` layers: those of the rank of a short pipeline that has
+    the same part of the model, in the order of the rank's schedule.
+
+    What an action holds at most, and what it leaves, does not depend on what else is held; only the first pass
+    backward through a stage differs from those after it, as it finds no gradients.
+    """
+    ranks = case.size("pipeline")
+    short = attrs.evolve(case, mesh={**case.mesh, "pipeline": SHORT}, virtual_stages=1, in_turn=True)
+    stages = {}
+    for stage, layers in zip(range(case.pipeline_rank, ranks * case.virtual_stages, ranks), own, strict=True):
+        place = 0 if stage == 0 else 2 if stage == ranks * case.virtual_stages - 1 else 1
+        stages[stage] = _Stage(run(attrs.evolve(short, pipeline_rank=place), layers))
+    schedule = one_f_one_b if name.startswith("update") else all_forward
+    count = passes.passes_of(case, name)
+    actions = schedule(ranks, count, case.virtual_stages).actions[case.pipeline_rank]
+    return _in_order(actions, stages, (STATE, GATHERED) if case.sharding.stage == 1 else (STATE,))
+
+
+class _Stage:
+    """What a stage of a short pipeline does, by the name of the phase."""
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        self.setup, first, *_, last = phases
+        self.begin = first.start
+        self.trains = last.name.startswith("after")
+        self._phases = {phase.name: phase for phase in phases}
+        before = self._phases["after 2"] if self.trains else first
+        cost = _difference(last.cost, before.cost)  # what is done after the last pass, and not after another
+        self.end = Phase("after", last.segments if self.trains else (), cost, last.start)
+        self._held = {phase.name: after.start for phase, after in pairwise(phases)}
+
+    def of(self, action: Action, again: bool) -> tuple[list[Phase], Mapping[str, float], Cost]:
+        """The phases of an action, what is held after it, and its cost, which is that of a later one; `again`: not the
+        first one of its kind."""
+        own, later = (self._named(action.kind, 1 + (more and self.trains)) for more in (again, True))
+        return own, self._held[own[-1].name], _sum([phase.cost for phase in later])
+
+    def _named(self, kind: str, number: int) -> list[Phase]:
+        names = [f"{kind} {number}"] if kind == "forward" else [f"{kind} {number}", f"after {number}"]
+        return [self._phases[name] for name in names]
+
+
+def _in_order(actions: Sequence[Action], stages: Mapping[int, _Stage], kinds: Sequence[str]) -> list[Phase]:
+    """The phases of a rank that has all these stages, of which each holds its own of these kinds from the start."""
+    first, *others = stages.values()
+    held = Counter(first.begin)
+    for stage in others:
+        held.update({kind: stage.begin.get(kind, 0) for kind in kinds})
+    start = _moved(Segment(held), first.begin, first.setup.start).peak
+    result = [_phase("setup", [first.setup], start, _sum([stage.setup.cost for stage in stages.values()]))]
+    seen: set[tuple[str, int]] = set()
+    for action in actions:
+        own, after, cost = stages[action.stage].of(action, (action.kind, action.stage) in seen)
+        seen.add((action.kind, action.stage))
+        result.append(_phase(action.kind, own, held, cost))
+        held.update(after)
+        held.subtract(own[0].start)
+    return [*result, _phase("after", [first.end], held, _sum([stage.end.cost for stage in stages.values()]))]
+
+
+def _phase(name: str, own: Sequence[Phase], held: Mapping[str, float], cost: Cost) -> Phase:
+    """One phase in place of several, which begins with `held`."""
+    segments = (segment for phase in own for segment in phase.segments)
+    return Phase(name, tuple(_moved(segment, own[0].start, held) for segment in segments), cost)
+
+
+def _moved(segment: Segment, start: Mapping[str, float], held: Mapping[str, float]) -> Segment:
+    """What is held at most where a phase that began with `start` begins with `held`."""
+    peak = Counter(segment.peak)
+    peak.update(held)
+    peak.subtract(start)
+    return Segment(peak)
+
+
+def _difference(cost: Cost, less: Cost) -> Cost:
+    return Cost(*(getattr(cost, name) - getattr(less, name) for name in Cost.__match_args__))
+
+
+def _sum(costs: Sequence[Cost]) -> Cost:
+    """The costs together."""
+    return Cost(*(sum((getattr(cost, name) for cost in costs), Counter()) for name in Cost.__match_args__))

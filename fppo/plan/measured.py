@@ -17,11 +17,9 @@ from fppo import models, tree
 from fppo.batch import Experience
 from fppo.key import Key
 from fppo.plan import passes
-from fppo.plan._group import Sent
-from fppo.plan._track import Tracker
-from fppo.plan.built import STAGES, model_of
 from fppo.plan.case import Case
-from fppo.plan.values import Phase
+from fppo.plan.passes import STAGES, model_of
+from fppo.plan.track import Phase, Sent, Tracker
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.watch import RelayGroup, wire_bytes, without_default
 from fppo.steps import experts

@@ -1,28 +1,46 @@
 """The stages of a step, run for the record: the real functions, on parameters without data, on one rank of a mesh whose
-other ranks are imagined. Tokens and masks are real numbers, as the steps read lengths from them."""
+other ranks are imagined. Tokens and masks are real numbers, as the steps read lengths from them.
 
+Kernels run where no GPU is, and hold what the real ones hold; only there a plan does not run the code of a step:
+
+- log_probs/triton cannot run on tensors without data: `triton_buffers` makes its buffers (see triton.py).
+- log_probs/chunked is run as it is, with the tiles it takes on a GPU. There a slab of float32 logits is made at once;
+  here it is in bfloat16 and widened block by block, which holds as much.
+- attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
+  backward pass is `track.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
+  has a mask, which `attention` leaves out.
+- which experts a token goes to is a number: `sizes_of_load` says how many rows each rank of an expert axis gets.
+- CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
+"""
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from fppo import losses, tree
+from fppo import losses, models, tree
 from fppo.batch import Column, Experience
-from fppo.models.model import Model
+from fppo.models import lora
+from fppo.models.bases import in_codes
+from fppo.models.codes import layout_in_codes
+from fppo.models.model import HeadKind, Model, is_trained
 from fppo.models.quantised import CODES, SCALES
-from fppo.plan import standins
-from fppo.plan._group import Sent, counting_mesh
-from fppo.plan._track import AWAY, BATCH, HOST, LOGITS, STATE, Tracker
-from fppo.plan.built import REWARD, STAGES, Built, base_dtype, models_of
-from fppo.plan.case import ROLES, Case
-from fppo.plan.values import Phase
+from fppo.models.regions import Sizes
+from fppo.models.spans import layer_spans
+from fppo.plan.case import ROLES, Case, with_layers
+from fppo.plan.track import AWAY, BATCH, HOST, LOGITS, STATE, Phase, Sent, Tracker, counting_mesh
 from fppo.runtime import fsdp
+from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, by_layer, offloaded_adamw
 from fppo.runtime.schedule import Action, Schedule, one_f_one_b
@@ -34,9 +52,218 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer, adamw
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.train_state import TrainState, init_state
+from fppo_kernels import table
 from fppo_kernels.adamw import adamw_
+from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.context import BLOCKS, deal
+from fppo_kernels.log_probs.chunked import CUDA_TILES, chunked
+from fppo_kernels.log_probs.reference import LogProbs
+from fppo_kernels.padding import Lengths
 from fppo_kernels.table import Kernels
+
+LOG_PROBS = ("reference", "chunked", "triton")
+SLAB, ROWS, COLUMNS, TILE = 512 << 20, 32768, 16384, 256  # of fppo_kernels.log_probs.triton.Tiling
+SPLITS = 64  # parts of the vocabulary with moments of their own: of 8 tiles each, 128k entries
+
+
+def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
+    """What stands for the kernel of this name. Raises ValueError for one that is not planned."""
+    if name not in LOG_PROBS:
+        raise ValueError(f"--model.log-probs {name!r} is not planned; there are {', '.join(LOG_PROBS)}")
+    if name == "triton":
+        return triton_buffers
+    if name == "chunked" and on_gpu:
+        return partial(chunked, tiles=CUDA_TILES)
+    return table.get("log_probs", name)
+
+
+def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> LogProbs:
+    """The shapes of log_probs/triton's results, through storages of the sizes of its own."""
+    out = _StandInTriton.apply(hidden, weight)
+    return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
+
+
+def sizes_of_load(load: float, rank: int) -> Sizes:
+    """The experts of this rank of an expert axis have `load` times the mean of the ranks, of each rank's tokens; those
+    of the others share the rest."""
+
+    def sizes(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
+        del others
+        ranks = len(counts)
+        own = min(rows, round(load * rows / ranks))
+        sent = [(rows - own + place) // (ranks - 1) for place in range(ranks - 1)]
+        return [*sent[:rank], own, *sent[rank:]], [own] * ranks
+
+    return sizes
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    lengths: Lengths,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_lengths: Lengths | None = None,
+) -> Tensor:
+    """attention/sdpa, or the shapes and the work of its results where a GPU's kernel has the mask built in."""
+    masked = window is not None or softcap is not None or sinks is not None
+    if masked or key_lengths is None or key_lengths.lengths == lengths.lengths:
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "key_lengths": key_lengths}
+        return sdpa(query, key, value, lengths=lengths, scale=scale, **options)
+    rows = [
+        [part.transpose(0, 1)[None] for part in x.split(sizes.lengths)]
+        for x, sizes in ((query, lengths), (key, key_lengths), (value, key_lengths))
+    ]
+    gqa = query.shape[1] != key.shape[1]
+    outputs = [
+        F.scaled_dot_product_attention(*row, is_causal=True, scale=scale, enable_gqa=gqa)[0].transpose(0, 1)
+        for row in zip(*rows, strict=True)
+    ]
+    return torch.cat(outputs)
+
+
+class _StandInTriton(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = len(hidden)
+        moments = hidden.new_empty(3, SPLITS, tokens, dtype=torch.float32)
+        total = moments.sum(1)
+        own = total[0].clone()
+        ctx.save_for_backward(hidden, weight, total, own)
+        return own - total[0], total[2].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, total, own = ctx.saved_tensors
+        rows_of = torch.cat([total, torch.stack(grads), own[None]])
+        d_hidden, d_weight = torch.zeros_like(hidden, dtype=torch.float32), torch.zeros_like(weight)
+        height = min(len(hidden), ROWS)
+        width = min(SLAB // max(1, height * weight.element_size()), COLUMNS, len(weight) + TILE - 1)
+        slab = weight.new_empty(height, max(1, width // TILE) * TILE)
+        for start in range(0, len(weight), slab.shape[1]):
+            part = weight[start : start + slab.shape[1]]
+            for begin in range(0, len(hidden), ROWS):
+                rows = hidden[begin : begin + ROWS]
+                used = slab[: len(rows), : len(part)]
+                d_hidden[begin : begin + ROWS] += (used @ part).float()
+                d_weight[start : start + slab.shape[1]] += used.T @ rows
+        del rows_of
+        return d_hidden.to(hidden.dtype), d_weight
+
+
+T = TypeVar("T")
+KEPT = 16  # runs
+REWARD = "reward model"
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
+# which of them each stage runs, in the order of a step
+STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
+
+
+def models_of(case: Case) -> list[str]:
+    """Which models of `HEADS` the case has."""
+    wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
+    return [name for name in HEADS if wanted.get(name, True)]
+
+
+def model_of(case: Case, name: str, layers: int | None = None) -> Model:
+    """One of `HEADS` as the case has it, with as many layers as it has or with `layers`."""
+    config = case.reward_model if name == REWARD else case.config
+    assert config is not None
+    config = config if layers is None else with_layers(config, layers)
+    again = case.checkpoint_layers
+    model = models.build(config, HEADS[name], compute_dtype=case.compute_dtype, checkpoint_layers=again)
+    return _adapted(model, case, name)
+
+
+def _adapted(model: Model, case: Case, name: str) -> Model:
+    """A model with the adapter that the case gives it, if any."""
+    spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
+    if spec is None:
+        return model
+    base = model if case.lora_base is None else in_codes(model, case.lora_base, base_dtype(case))
+    return lora.without_base(base, spec)
+
+
+def base_dtype(case: Case) -> torch.dtype:
+    """What the base of adapters is kept in: what it is computed with."""
+    return case.compute_dtype or torch.float32
+
+
+class Built:
+    """What takes long to make of a case's models, made once. The cases that ask have the same models."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, Any] = {}
+        self._runs: list[tuple[Case, str, int, list[Phase]]] = []
+
+    def model(self, case: Case, name: str, layers: int | None = None) -> Model:
+        """See `model_of`; in the dtype, and with the recomputation, of the first case that asked."""
+        return self.once(("model", name, layers), lambda: model_of(case, name, layers))
+
+    def cuts(self, case: Case, name: str) -> list[range]:
+        """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's."""
+        stages = case.size("pipeline") * case.virtual_stages
+        name = "actor" if name == "critic" and case.critic_lora is not None else name
+        return self.once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
+
+    def layout(self, case: Case, name: str, mesh: Mesh) -> Layout | None:
+        """How the parameters of a model, and those of the base of an adapted one, lie on a rank of the case's mesh."""
+        layout = self._prepared(case, name, None, mesh).layout(mesh, self.cuts(case, name))
+        model = self.model(case, name)
+        if layout is None or (frozen := model.frozen) is None:
+            return layout
+        return layout_in_codes(lora.with_factors(layout, frozen.places, frozen.lora.rank), model.forms)
+
+    def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
+        """What a rank of the case's mesh runs of a model; or of one with these numbers of layers in the rank's own
+        stages, and without others."""
+        cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
+        prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
+        placed = _adapted(prepared.on(mesh, cuts), case, name)
+        return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
+
+    def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
+        """What a stage of a case does with so many layers, of which the last few are kept."""
+        for known, stage, count, phases in self._runs:
+            if (stage, count) == (name, layers) and known == case:
+                return phases
+        self._runs = [(case, name, layers, make()), *self._runs[:KEPT]]
+        return self._runs[0][3]
+
+    def _prepared(self, case: Case, name: str, layers: int | None, mesh: Mesh) -> models.Prepared:
+        key = ("prepared", name, layers, case.size("tensor"), case.size("expert"))
+        prepared = self.once(key, lambda: models.prepare(self.model(case, name, layers).plain, mesh))
+        if prepared.dispatched is None:
+            return prepared
+        own = attrs.evolve(prepared.dispatched, sizes=sizes_of_load(case.load, mesh["expert"].rank))
+        return attrs.evolve(prepared, dispatched=own)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, made the first time that somebody asks for the key."""
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+
+def own_layers(case: Case, cuts: Sequence[range]) -> list[int]:
+    """How many layers each stage of the planned rank has."""
+    return [len(cut) for cut in cuts[case.pipeline_rank :: case.size("pipeline")]]
+
+
+def _stages_of(case: Case, own: Sequence[int]) -> list[range]:
+    """The layers of each stage, if the planned rank's have so many, one after the other, and those of others none."""
+    cuts, start = [], 0
+    for stage in range(case.size("pipeline") * len(own)):
+        count = own[stage // case.size("pipeline")] if stage % case.size("pipeline") == case.pipeline_rank else 0
+        cuts.append(range(start, start + count))
+        start += count
+    return cuts
+
 
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
@@ -86,7 +313,7 @@ def rows_of(case: Case, count: int) -> Experience:
 
 def kernels_of(case: Case, tracker: Tracker) -> Kernels:
     """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
-    log_probs = standins.log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
+    log_probs = log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
     kernels = Kernels.named()
 
     def unpad(*args: Any, **kwargs: Any) -> Any:
@@ -94,7 +321,7 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
         return kernels.unpad(*args, **kwargs)
 
     if case.hardware.on_gpu:
-        kernels = attrs.evolve(kernels, attention=standins.attention)
+        kernels = attrs.evolve(kernels, attention=attention)
     return attrs.evolve(kernels, unpad=unpad, log_probs=tracker.scoped(log_probs, LOGITS))
 
 
@@ -245,3 +472,17 @@ def _fullest(case: Case, places: Sequence[Tensor]) -> int:
     total, prompt = case.rows * case.length, case.length - case.response_tokens
     counts = [int(((own % case.length >= prompt) & (own < total)).sum()) for own in places]
     return max(range(len(counts)), key=lambda i: counts[i])
+
+
+def shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
+    """What the rank with most of a model has of each trained parameter."""
+    every, model = every_shape(case, name, built), built.model(case, name)
+    return every if model.frozen is None else {name: shape for name, shape in every.items() if is_trained(name)}
+
+
+def every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
+    """What it has of each parameter, and of the weights of a base."""
+    mesh = mesh_of(case, lambda *_: None)
+    layout = built.layout(case, name, mesh)
+    shapes = built.model(case, name).all_shapes if layout is None else layout.shapes
+    return fsdp.shard_shapes(shapes, mesh, {} if layout is None else layout.cuts)

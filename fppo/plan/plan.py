@@ -13,16 +13,13 @@ from fppo import tree
 from fppo.models import flops
 from fppo.models.model import Model, is_trained
 from fppo.plan import layers, passes
-from fppo.plan._track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS
-from fppo.plan.built import REWARD, STAGES, Built, models_of, own_layers
-from fppo.plan.case import Case, problems
+from fppo.plan.case import Case, overhead, problems
 from fppo.plan.estimate import Seconds, WireTraffic, seconds_of, wires
-from fppo.plan.hardware import overhead
-from fppo.plan.host import HostMemory, host_of, moments
-from fppo.plan.piped import SHORT, piped
+from fppo.plan.host import HostMemory, host_of, state_of
+from fppo.plan.layers import SHORT, piped
+from fppo.plan.passes import REWARD, STAGES, Built, every_shape, models_of, own_layers, shard_shapes
 from fppo.plan.rollout import PlannedRollout, rollout_of
-from fppo.plan.shapes import every_shape, shard_shapes
-from fppo.plan.values import Phase, peak_of
+from fppo.plan.track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, LOGITS, Phase, peak_of
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import recorded
 
@@ -106,6 +103,11 @@ class Engines:
     def fits(self) -> bool:
         """Whether the accelerator holds it."""
         return self.rollout.total <= self.case.hardware.memory
+
+    @property
+    def sent(self) -> float:
+        """Bytes that the controller sends all of them after an update."""
+        return self.rollout.engines * self.rollout.sent
 
 
 def plan_engines(case: Case) -> Engines:
@@ -210,11 +212,6 @@ def _numbers(shapes: Mapping[str, Sequence[int]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-def optimizer_bytes(case: Case, name: str, built: Built) -> int:
-    """How many bytes the tensors of the optimizer's state take on that rank, single numbers left out."""
-    return sum(moments(case, name, built))
-
-
 def _peak_flops(case: Case) -> float:
     """Per second, in the dtype that the case computes in."""
     narrow = case.compute_dtype is not None or case.dtype != torch.float32
@@ -250,27 +247,15 @@ def _recorded(case: Case, model: Model) -> bool:
     return case.graphs and able and case.tokens <= recorded.most_tokens(model)
 
 
-def _kept(case: Case, name: str, built: Built) -> float:
-    """Bytes of parameters on a rank between the stages."""
-    return 0 if case.offload == "all" else case.dtype.itemsize * shard_numbers(case, name, built)
-
-
 def _at_rest(case: Case, built: Built) -> dict[str, float]:
     """Bytes on a rank between the stages."""
-    rest: dict[str, float] = {}
-    for name in filter(case.has, models_of(case)):
-        at = case.at(name if name == REWARD else f"update {name}")
-        rest[f"{name}'s parameters"] = _kept(at, name, built)
-        if name != REWARD:
-            rest[f"{name}'s optimizer"] = optimizer_bytes(at, name, built) if at.offload == "none" else 0
+    rest: dict[str, float] = {kind: 0 if away else sum(sizes) for kind, (away, sizes) in state_of(case, built).items()}
     if case.lora is not None:  # the critic's and the reference's, too
         base = {n: shape for n, shape in every_shape(case, "actor", built).items() if not is_trained(n)}
         model = built.model(case, "actor")
         with torch.device("meta"):
             weights = passes.base_of(case, model, base)
         rest["base's weights"] = sum(x.nbytes for x in weights.values())
-    elif case.reference and case.has("reference"):
-        rest["reference's parameters"] = _kept(case.at("reference"), "actor", built)
     row = passes.rows_of(case, 1)
     size = sum(x.nbytes for x in tree.tensors(row))
     return rest | {BATCH: size * case.mini_batch}  # every rank holds all rows

@@ -1,31 +1,32 @@
-"""A plan as text, and as what JSON holds."""
+"""Plans for a terminal, as sections of sentences and tables; and for machines, as what JSON holds."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
+from transformers import PreTrainedConfig
 
-from fppo.plan.case import Case
+from fppo.plan.case import GIB, Case
+from fppo.plan.columns import ColumnCall
 from fppo.plan.estimate import ORDER, link
-from fppo.plan.plan import Plan
-from fppo.plan.remedies import Remedy, seconds_per_token
-from fppo.plan.text_rollout import host_lines, host_summary, rollout_lines, rollout_summary
-from fppo.plan.text_values import gib, seconds, table
-from fppo.plan.values import GIB
+from fppo.plan.host import HostMemory
+from fppo.plan.plan import Engines, Plan
+from fppo.plan.search import Candidate, Remedy, SearchResult, seconds_per_token
 from fppo.runtime.mesh import DENSE
 
+MIB = 1 << 20
 MEMORY = (
     "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
     "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, "
-    "and all seconds, are estimates from constants (fppo/plan/hardware.py, estimate.py)."
+    "and all seconds, are estimates from constants (fppo/plan/case.py, estimate.py)."
 )
 HEAP = (
-    "A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps freed "
-    "memory, up to 1.8 times as much where it was measured. "
+    " A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps "
+    "freed memory, up to 1.8 times as much where it was measured."
 )
 LAUNCHES = (
     "These passes have so few tokens that the host launches operations more slowly than the GPU runs them. Give passes "
@@ -35,34 +36,114 @@ GRAPHS = (
     "Recorded as CUDA graphs (model.graphs): the passes of {stages}. Their memory is planned as if they were not; what "
     "was measured was less."
 )
-JUDGE = "A judge is not planned."
-# of a case, what the JSON has by the same name
-_AS_IT_IS = (
-    *("tokens", "length", "micro_batches", "checkpoint_layers", "log_probs"),
-    *("offload", "offload_activations", "forward_tokens"),
+JUDGE, NO_ROLLOUT = "A judge is not planned.", "Neither the rollout is planned (--no-sampling) nor a judge."
+ROLLOUT = (
+    "All responses are as long as they may be, each step is launched at once, and decoding reads weights, keys and "
+    "values at the memory's rate: estimates."
+)
+HOST = (
+    "Weights on their way and copies for the checkpoint may be there together. The process itself is a usual size; a "
+    "node has as many as it has GPUs, and its controller a batch of columns more."
+)
+COLUMNS = (
+    "Columns are as wide as prompts and responses may become, and counted once, however many ranks read them; "
+    "`fppo trace` says of a run what went there and came back. Images, objects of rows, metrics and weights are not in "
+    "it, nor held-out prompts, nor those that are drawn again."
+)
+ROUGH = (
+    "Of every mesh a formula estimates time and memory (fppo/plan/estimate.py); those with the shortest steps that may "
+    "fit are planned as `fppo plan` plans a mesh."
 )
 RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "layers recomputed but for attention"}
-NO_ROLLOUT = "Neither the rollout is planned (name its engine by --rollout.engine) nor a judge."
 
 
-def report(plan: Plan, helping: Sequence[Remedy] | None, *, width: int = 100) -> str:
-    """Everything, for a terminal."""
-    lines = [*_head(plan, width), "", *_memory(plan, width), "", *_verdict(plan, helping, width), ""]
-    lines += [*_wire(plan), "", *_time(plan, width), ""]
-    for part in (rollout_lines(plan, width=width), host_lines(plan.host, width=width)):
-        lines += [*part, ""] if part else []
-    return "\n".join([*lines, *_notes(plan, width)])
+@attrs.frozen
+class Table:
+    """Cells in columns, to the right of what each row is called; the total below a line."""
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
+    total: Sequence[str] | None = None
 
 
-def _dtype_of_passes(case: Case) -> str:
-    return str(case.compute_dtype or torch.float32).removeprefix("torch.")
+Section = Sequence[str | Table]  # a text that begins with spaces is indented
 
 
-def _head(plan: Plan, width: int) -> list[str]:
-    case, hardware = plan.case, plan.case.hardware
-    models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in plan.parameters.items())
+def rendered(sections: Iterable[Section], width: int = 100) -> str:
+    """Sections with an empty line between them, texts in lines of `width`."""
+    return "\n\n".join(
+        "\n".join(line for part in section for line in _lines(part, width)) for section in sections if section
+    )
+
+
+def _lines(part: str | Table, width: int) -> list[str]:
+    if isinstance(part, str):
+        indent = " " * (len(part) - len(part.lstrip()))
+        return textwrap.wrap(
+            part.lstrip(), width, initial_indent=indent, subsequent_indent=indent * 2, break_on_hyphens=False
+        )
+    every = [*part.rows, *([] if part.total is None else [("together", part.total)])]
+    label = max((len(name) for name, _ in every), default=0)
+    widths = [max(len(head), *(len(cells[i]) for _, cells in every)) for i, head in enumerate(part.heads)]
+    lines = [
+        f"  {name:<{label}}{''.join(f'  {cell:>{size}}' for cell, size in zip(cells, widths, strict=True))}".rstrip()
+        for name, cells in [("", part.heads), *every]
+    ]
+    if part.total is not None:
+        lines.insert(-1, "  " + "-" * (label + sum(widths) + 2 * len(widths)))
+    return [part.title, *lines]
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB."""
+    value = size / GIB
+    if value >= 99.95:
+        return f"{value:,.0f}"
+    if value >= 0.01:
+        return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+    return "0" if size < 1 else f"{value:.1g}" if value >= 0.001 else "<0.001"
+
+
+def _mib(size: float) -> str:
+    value = size / MIB
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}" if value >= 0.001 else f"{value:.1g}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value >= 0.001 else f"{value:.1g}"
+
+
+def _sizes(
+    title: str,
+    columns: Sequence[tuple[str, Mapping[str, float]]],
+    form: Callable[[float], str] = gib,
+    kinds: Iterable[str] | None = None,
+) -> Table:
+    """A table of sizes by kind, added up; the kinds in their order in the columns if none is given."""
+    kinds = dict.fromkeys(kind for _, each in columns for kind in each) if kinds is None else kinds
+    rows = [(kind, [form(each[kind]) if kind in each else "" for _, each in columns]) for kind in kinds]
+    return Table(title, [name for name, _ in columns], rows, [form(sum(each.values())) for _, each in columns])
+
+
+def of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> list[Section]:
+    """A plan, and what would make it fit."""
+    title = "memory of a rank, GiB, at the peak of each stage"
+    memory = _sizes(title, [("at rest", plan.rest), *((stage.name, stage.memory) for stage in plan.stages)])
+    stages = [_head(plan.case, plan.parameters), [memory], _verdict(plan, helping), [_wire(plan)], _time(plan)]
+    sampled = plan.rollout is not None or plan.case.only is not None or not plan.case.has("actor")
+    heap = "" if plan.case.hardware.on_gpu else HEAP
+    return [*stages, _rollout(plan), _host(plan.host), [f"{MEMORY}{heap} {JUDGE if sampled else NO_ROLLOUT}"]]
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype or torch.float32).removeprefix("torch.")
+
+
+def _head(case: Case, parameters: Mapping[str, int]) -> Section:
+    hardware, passes = case.hardware, _name(case.compute_dtype)
+    models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in parameters.items())
     axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
-    passes = _dtype_of_passes(case)
     sharded = f", stage {case.sharding.stage}" if case.shards > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""
     again = f", {RECOMPUTED[case.checkpoint_layers]}" if case.checkpoint_layers else ""
@@ -71,21 +152,16 @@ def _head(plan: Plan, width: int) -> list[str]:
     base = passes if case.lora_base is None else f"{case.lora_base} and {passes}"
     nodes = f", {hardware.per_node} to a node" if case.world > 1 and hardware.on_gpu else ""
     return [
-        *textwrap.wrap(f"{case.name}: {models} parameters; {passes} passes on float32 state{again}", width),
-        *_own(case),
+        f"{case.name}: {models} parameters; {passes} passes on float32 state{again}",
+        *_differences(case),
         *([f"adapters of rank {case.lora.rank} on a frozen base in {base}"] if case.lora is not None else []),
-        *textwrap.wrap(
-            f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}", width
-        ),
-        *textwrap.wrap(
-            f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
-            f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
-            width,
-        ),
+        f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
+        f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
+        f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
     ]
 
 
-def _own(case: Case) -> list[str]:
+def _differences(case: Case) -> list[str]:
     """What differs between the roles, a line each."""
     places = {"none": "on the device", "moments": "moments on the host", "all": "on the host"}
     lines = []
@@ -103,169 +179,203 @@ def _own(case: Case) -> list[str]:
     return lines
 
 
-def _memory(plan: Plan, width: int) -> list[str]:
-    del width
-    kinds = list(plan.stages[0].memory)
-    rows = []
-    for kind in kinds:
-        cells = [gib(stage.memory[kind]) for stage in plan.stages]
-        rest = plan.rest.get(kind)
-        rows.append((kind, ["" if rest is None else gib(rest), *cells]))
-    totals = [gib(sum(plan.rest.values())), *(gib(stage.total) for stage in plan.stages)]
-    title = "memory of a rank, GiB, at the peak of each stage"
-    return [title, *table(["at rest", *(s.name for s in plan.stages)], rows, ("together", totals))]
-
-
-def _verdict(plan: Plan, helping: Sequence[Remedy] | None, width: int) -> list[str]:
-    memory = plan.case.hardware.memory
-    where, beside = _where(plan)
-    if plan.fits:
-        share = plan.needs / memory
-        return [f"It fits: {plan.needs / GIB:,.1f} of {memory / GIB:,.1f} GiB ({share:.0%}), in {where}."]
-    lines = textwrap.wrap(
-        f"It does not fit: {where} needs {plan.needs / GIB:,.1f} GiB{beside}, and there are {memory / GIB:,.1f}. "
-        f"Most of it: {_most(plan)}.",
-        width,
-    )
-    if helping is None:
-        return lines
-    if not helping:
-        return [*lines, "None of the settings tried makes it fit, together neither, on up to 64 times as many GPUs."]
-    lines += ["", "What would make it fit, by GPU time for a token:"]
-    base = seconds_per_token(plan)
-    for remedy in helping:
-        cost = remedy.seconds_per_token / base
-        total = remedy.plan.peak.total / GIB
-        lines.append(f"  {cost:>5.2f}x  {total:>7,.1f} GiB  {remedy.words}")
-    return lines
-
-
-def _where(plan: Plan) -> tuple[str, str]:
-    """Where most is held, and what of it an engine holds beside an update, in words."""
-    rollout = plan.rollout
+def _verdict(plan: Plan, helping: Sequence[Remedy] | None) -> Section:
+    have, rollout = plan.case.hardware.memory, plan.rollout
     if rollout is not None and rollout.total == plan.needs:
-        return "the rollout", ""
-    stays = 0.0 if rollout is None else rollout.stays
-    return plan.peak.name, f", with the {stays / GIB:,.1f} GiB that vLLM keeps" if stays else ""
-
-
-def _most(plan: Plan) -> str:
-    where = plan.rollout.memory if plan.rollout and _where(plan)[0] == "the rollout" else plan.peak.memory
-    kinds = sorted(where.items(), key=lambda item: -item[1])[:2]
-    return " and ".join(f"{kind} {size / GIB:,.1f}" for kind, size in kinds)
-
-
-def _wire(plan: Plan) -> list[str]:
-    axes = [axis for axis in ORDER if plan.case.size(axis) > 1]
-    axes += [DENSE] if plan.case.size("expert") > 1 else []
-    if not axes:
-        return ["one rank sends nothing"]
-    rows = []
-    for axis in axes:
-        spans, ring, _ = link(plan.case, axis)
-        name = f"{axis} ({'between' if spans else 'inside'} nodes, {ring / 1e9:,.3g} GB/s)"
-        rows.append((name, [gib(s.wire[axis].sent) if axis in s.wire else "" for s in plan.stages]))
-    totals = [gib(sum(w.sent for w in s.wire.values())) for s in plan.stages]
-    return ["a rank sends, GiB", *table([s.name for s in plan.stages], rows, ("together", totals))]
-
-
-def _time(plan: Plan, width: int) -> list[str]:
-    names, piped = [stage.name for stage in plan.stages], plan.case.size("pipeline") > 1
+        where, memory, beside = "the rollout", rollout.memory, ""
+    else:
+        where, memory, stays = plan.peak.name, plan.peak.memory, 0.0 if rollout is None else rollout.stays
+        beside = f", with the {stays / GIB:,.1f} GiB that vLLM keeps" if stays else ""
+    if plan.fits:
+        return [f"It fits: {plan.needs / GIB:,.1f} of {have / GIB:,.1f} GiB ({plan.needs / have:.0%}), in {where}."]
+    most = " and ".join(f"{k} {x / GIB:,.1f}" for k, x in sorted(memory.items(), key=lambda item: -item[1])[:2])
+    said = f"It does not fit: {where} needs {plan.needs / GIB:,.1f} GiB{beside}, and there are {have / GIB:,.1f}. "
+    said += f"Most of it: {most}."
+    if helping is None:
+        return [said]
+    if not helping:
+        return [said, "None of the settings tried makes it fit, together neither, on up to 64 times as many GPUs."]
+    base = seconds_per_token(plan)
     rows = [
-        ("computing", [seconds(s.seconds.compute) for s in plan.stages]),
-        *([("of that for launches", [seconds(s.seconds.launching) for s in plan.stages])] if _waits(plan) else []),
-        ("waiting for ranks and host", [seconds(s.seconds.exposed) for s in plan.stages]),
-        *([("waiting for other stages", [seconds(s.seconds.idle) for s in plan.stages])] if piped else []),
-        ("sent while computing", [seconds(s.seconds.communication - s.seconds.exposed) for s in plan.stages]),
-        ("PFLOPs a rank needs", [f"{s.model_flops / 1e15:,.3g}" for s in plan.stages]),
-        ("MFU", [f"{plan.mfu(s.name):.0%}" for s in plan.stages]),
+        (remedy.words, [f"{remedy.seconds_per_token / base:.2f}x", f"{remedy.plan.peak.total / GIB:,.1f}"])
+        for remedy in helping
     ]
-    updates = [name for name in names if name.startswith("update")]
-    speed = plan.tokens / plan.seconds / plan.case.world
-    mfu = f", MFU of the updates {plan.mfu(*updates):.0%}" if updates else ""
-    title = f"estimated: {seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu}"
-    lines = [title, *_pipeline(plan, width), "seconds", *table(names, rows, None)]
-    lines += textwrap.wrap(LAUNCHES, width) if _waits(plan) else []
-    if names := [stage.name for stage in plan.stages if stage.recorded]:
-        lines += textwrap.wrap(GRAPHS.format(stages=", ".join(names)), width)
-    return lines
+    return [said, Table("What would make it fit, by GPU time for a token:", ["time", "GiB"], rows)]
 
 
-def _waits(plan: Plan) -> bool:
-    """Whether passes wait for the host to launch their operations."""
-    return plan.case.hardware.on_gpu and sum(x.seconds.launching for x in plan.stages) > 0.01 * plan.seconds
-
-
-def _pipeline(plan: Plan, width: int) -> list[str]:
-    """What a pipeline costs, in words."""
+def _wire(plan: Plan) -> str | Table:
     case = plan.case
-    if case.size("pipeline") == 1:
+    axes = [axis for axis in ORDER if case.size(axis) > 1] + ([DENSE] if case.size("expert") > 1 else [])
+    if not axes:
+        return "one rank sends nothing"
+    names = {}
+    for axis in axes:
+        spans, ring, _ = link(case, axis)
+        names[axis] = f"{axis} ({'between' if spans else 'inside'} nodes, {ring / 1e9:,.3g} GB/s)"
+    sent = [(x.name, {names[axis]: wire.sent for axis, wire in x.wire.items()}) for x in plan.stages]
+    return _sizes("a rank sends, GiB", sent, kinds=names.values())
+
+
+def _time(plan: Plan) -> Section:
+    stages, case = plan.stages, plan.case
+    waits = case.hardware.on_gpu and sum(x.seconds.launching for x in stages) > 0.01 * plan.seconds
+    rows = {
+        "computing": [x.seconds.compute for x in stages],
+        **({"of that for launches": [x.seconds.launching for x in stages]} if waits else {}),
+        "waiting for ranks and host": [x.seconds.exposed for x in stages],
+        **({"waiting for other stages": [x.seconds.idle for x in stages]} if case.size("pipeline") > 1 else {}),
+        "sent while computing": [x.seconds.communication - x.seconds.exposed for x in stages],
+    }
+    cells = [(name, list(map(_seconds, values))) for name, values in rows.items()]
+    cells.append(("PFLOPs a rank needs", [f"{x.model_flops / 1e15:,.3g}" for x in stages]))
+    cells.append(("MFU", [f"{plan.mfu(x.name):.0%}" for x in stages]))
+    updates = [x.name for x in stages if x.name.startswith("update")]
+    speed, mfu = plan.tokens / plan.seconds / case.world, f", MFU of the updates {plan.mfu(*updates):.0%}"
+    section: list[str | Table] = [
+        f"estimated: {_seconds(plan.seconds)} s for a step, {speed:,.0f} tokens/s on each GPU{mfu if updates else ''}"
+    ]
+    if case.size("pipeline") > 1:
+        rank, bubble = "last" if case.pipeline_rank else "first", case.at("update actor").bubble
+        section.append(
+            f"the pipeline's {rank} rank is planned, which holds more; the actor's update has a bubble of "
+            f"{bubble:.0%}, and the rank with most work {plan.imbalance:.2f} of the mean"
+        )
+    section += [Table("seconds", [x.name for x in stages], cells), *([LAUNCHES] if waits else [])]
+    recorded = ", ".join(x.name for x in stages if x.recorded)
+    return [*section, GRAPHS.format(stages=recorded)] if recorded else section
+
+
+def _rollout(plan: Plan | Engines) -> Section:
+    """What an engine does and holds."""
+    sampling, rollout = plan.case.sampling, plan.rollout
+    if sampling is None or rollout is None:
         return []
-    rank, bubble = "last" if case.pipeline_rank else "first", case.at("update actor").bubble
-    return textwrap.wrap(
-        f"the pipeline's {rank} rank is planned, which holds more; the actor's update has a bubble of {bubble:.0%}, "
-        f"and the rank with most work {plan.imbalance:.2f} of the mean",
-        width,
-    )
+    kind = "vLLM" if sampling.engine == "vllm" else "the embedded engine"
+    gpus = f" on {rollout.gpus} GPUs each" if rollout.gpus > 1 else ""
+    each = "the engine has" if rollout.engines == 1 else f"each of {rollout.engines:,} engines{gpus} has"
+    gathered = f"a rank sends others {gib(rollout.gathered)} GiB" if rollout.gathered else ""
+    sent = f"an engine is sent {gib(rollout.sent)} GiB" if rollout.sent else ""
+    weights = " and ".join(x for x in (gathered, sent) if x) or "the engine has those that are trained"
+    took = f" ({_seconds(rollout.sending)} s)" if rollout.sending else ""
+    return [
+        f"rollout by {kind}: {each} {rollout.rows:,} rows, of which {rollout.together:,} decode together",
+        _sizes("memory of a GPU that samples, GiB", [("rollout", rollout.memory)]),
+        *([f"{gib(rollout.stays)} GiB of it stay beside updates"] if rollout.stays else []),
+        f"estimated: prompts {_seconds(rollout.prefill)} s, responses {_seconds(rollout.decode)} s; "
+        f"weights: {weights}{took}. {ROLLOUT}",
+    ]
 
 
-def _notes(plan: Plan, width: int) -> list[str]:
-    heap = "" if plan.case.hardware.on_gpu else HEAP
-    samples = plan.rollout is None and plan.case.only is None and plan.case.has("actor")
-    return textwrap.wrap(f"{MEMORY} {heap}{NO_ROLLOUT if samples else JUDGE}", width)
+def _host(host: HostMemory | None) -> Section:
+    if host is None:
+        return []
+    columns = {"at rest": {}, "starting": host.starting, "saving": host.meanwhile}
+    held = [(name, {k: size for k, size in {**host.rest, **more}.items() if size}) for name, more in columns.items()]
+    return [_sizes("host memory of a rank's process, GiB", held), HOST]
 
 
-def summary(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
-    """Everything, for machines: bytes and seconds."""
-    case, hardware = plan.case, plan.case.hardware
+def of_engines(engines: Engines) -> list[Section]:
+    """What the engines of a pool do and hold."""
+    rollout, memory = engines.rollout, engines.case.hardware.memory
+    fits = f"It {'fits' if engines.fits else 'does not fit'}: {rollout.total / GIB:,.1f} of {memory / GIB:,.1f} GiB."
+    sent = f"{rollout.engines:,} engines {engines.sent / GIB:,.1f} GiB."
+    sending = f"The controller sends the policy after each update: to {sent}"
+    return [[*_rollout(engines), fits, sending], _host(engines.host)]
+
+
+def of_columns(calls: Sequence[ColumnCall]) -> list[Section]:
+    """The columns that the calls of a step to one pool take and give."""
+    if not calls:
+        return []
+    sent, given = [(x.call, x.there) for x in calls], [(x.call, x.back) for x in calls if x.back]
+    tables = [[_sizes("columns of a step's batch to this pool, MiB", sent, _mib)]]
+    tables += [[_sizes("and from it", given, _mib)]] if given else []
+    return [*tables, [COLUMNS]]
+
+
+def of_search(found: SearchResult) -> list[Section]:
+    """The meshes that a search has found, and why the others are not among them."""
+    if not found.count:
+        return [["there is no mesh of so many GPUs"]]
+    rows = []
+    for candidate, plan in found.best:
+        updates = [stage.name for stage in plan.stages if stage.name.startswith("update")]
+        speed, memory = plan.tokens / plan.seconds / plan.case.world, plan.peak.total / GIB
+        cells = [f"{plan.seconds:,.4g}", f"{speed:,.0f}", f"{plan.mfu(*updates):.0%}", f"{memory:,.1f}"]
+        rows.append((candidate.words, cells))
+    best = Table("planned, and fit:", ["step s", "tokens/s each", "MFU", "GiB each"], rows)
+    head = best if rows else "None of those that were planned fits."
+    return [[f"{found.count:,} meshes"], [head], ["the others:", *_others(found)], [ROUGH]]
+
+
+def _others(found: SearchResult) -> list[str]:
+    lines = [
+        f"1 needs {plan.needs / GIB:,.1f} of {plan.case.hardware.memory / GIB:,.1f} GiB, planned: {candidate.words}"
+        for candidate, plan in found.failed
+    ]
+    if found.too_large:
+        smallest, count = found.too_large[0], len(found.too_large)
+        have, needs = smallest.case.hardware.memory / GIB, smallest.rough.memory / GIB
+        said = f"too large for {have:,.1f} GiB by the formula; the smallest takes {needs:,.1f}"
+        lines.append(f"{count:,} {said}: {smallest.words}")
+    if found.slower:
+        first, took = found.slower[0], found.slower[0].rough.seconds
+        times = f"{took:,.3g} s"
+        if found.best:
+            times = f"{took / found.best[0][0].rough.seconds:.2f} times the best one's time"
+        said = "slower by the formula, not planned; the next takes"
+        lines.append(f"{len(found.slower):,} {said} {times}: {first.words}")
+    lines += [f"{count:,} impossible: {reason}" for reason, count in found.refused.items()]
+    return [f"  {line}" for line in lines]
+
+
+def numbers_of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
+    """A plan, and what would make it fit, for machines: bytes and seconds."""
+    base = seconds_per_token(plan)
+    helps = [
+        {"flags": x.flags, "total": x.plan.peak.total, "relative_cost": x.seconds_per_token / base}
+        for x in helping or ()
+    ]
+    mfu = {stage.name: plan.mfu(stage.name) for stage in plan.stages} | {"step": plan.mfu()}
+    more = {"peak_stage": plan.peak.name, "mfu": mfu, "remedies": None if helping is None else helps}
+    return {"estimate": True, **plain(plan), **more}
+
+
+def numbers_of_search(found: SearchResult) -> dict[str, Any]:
+    """What a search has found, for machines: bytes and seconds."""
+
+    def rough(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
+        return [{"mesh": c.case.mesh, "virtual_stages": c.case.virtual_stages, "rough": c.rough} for c in candidates]
+
+    def planned(pairs: Sequence[tuple[Candidate, Plan]]) -> list[dict[str, Any]]:
+        return [
+            {**rough([c])[0], "needs": p.needs, **({"seconds": p.seconds, "mfu": p.mfu()} if p.fits else {})}
+            for c, p in pairs
+        ]
+
     return {
         "estimate": True,
-        "model": case.name,
-        "parameters": plan.parameters,
-        "gpu": hardware,
-        "mesh": {axis: case.size(axis) for axis in ORDER},
-        "virtual_stages": case.virtual_stages,
-        "pipeline_rank": case.pipeline_rank,
-        "pipeline_imbalance": plan.imbalance,
-        "stage": case.sharding.stage,
-        "expert_load": case.load,
-        **{name: getattr(case, name) for name in _AS_IT_IS},
-        "mini_batch_size": case.mini_batch,
-        "compute_dtype": _dtype_of_passes(case),
-        "roles": {
-            name: {**attrs.asdict(role), "dtype": str(role.dtype).removeprefix("torch.")}
-            for name, role in case.roles.items()
-        },
-        "fits": plan.fits,
-        "peak_bytes": plan.peak.total,
-        "peak_stage": plan.peak.name,
-        "rest_bytes": plan.rest,
-        "stages": [
-            {
-                "name": s.name,
-                "where": s.where,
-                "memory_bytes": s.memory,
-                "total_bytes": s.total,
-                "wire": s.wire,
-                "seconds": {**s.seconds._asdict(), "total": s.seconds.total},
-                "model_flops": s.model_flops,
-                "mfu": plan.mfu(s.name),
-                "recorded": s.recorded,
-            }
-            for s in plan.stages
-        ],
-        "rollout": rollout_summary(plan.rollout),
-        "host": host_summary(plan.host),
-        "seconds": plan.seconds,
-        "mfu": plan.mfu(),
-        "remedies": None
-        if helping is None
-        else [
-            {
-                "flags": r.flags,
-                "peak_bytes": r.plan.peak.total,
-                "relative_cost": r.seconds_per_token / seconds_per_token(plan),
-            }
-            for r in helping
-        ],
+        "meshes": found.count,
+        "best": planned(found.best),
+        "failed": planned(found.failed),
+        "slower": rough(found.slower),
+        "too_large": rough(found.too_large),
+        "impossible": found.refused,
     }
+
+
+def plain(value: Any) -> Any:
+    """Records as JSON has them: each with its fields, and the numbers that follow from them; a config by its kind."""
+    cls = type(value)
+    if attrs.has(cls) or hasattr(value, "_fields"):
+        names = [field.name for field in attrs.fields(cls)] if attrs.has(cls) else value._fields
+        follow = {name: getattr(value, name) for name, x in vars(cls).items() if isinstance(x, property)}
+        numbers = {name: x for name, x in follow.items() if isinstance(x, int | float)}
+        return {name: plain(getattr(value, name)) for name in names} | numbers
+    if isinstance(value, Mapping):
+        return {str(name): plain(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, torch.dtype):
+        return _name(value)
+    return value.model_type if isinstance(value, PreTrainedConfig) else value

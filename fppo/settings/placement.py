@@ -64,8 +64,9 @@ class AxesSettings:
 
 
 @attrs.frozen(kw_only=True)
-class PlanMeshSettings(AxesSettings):
-    """How the run is spread over GPUs, as in `fppo train`."""
+class MeshSettings(AxesSettings):
+    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
+    expert * sequence * context * tensor."""
 
     stage: Literal[1, 2, 3] = setting(3)
     """When layers are gathered: 3, for each use; 2, kept until the backward pass; 1, once for a mini-batch."""
@@ -73,13 +74,6 @@ class PlanMeshSettings(AxesSettings):
     """The dtype in which gradients are added up over ranks."""
     prefetch: bool = setting(True)
     """Gather the next layer while one runs, and embeddings and head once for all passes of a mini-batch."""
-
-
-@attrs.frozen(kw_only=True)
-class MeshSettings(PlanMeshSettings):
-    """How a run is spread over processes: `fppo train --nproc N` or torchrun starts pipeline * replicate * shard *
-    expert * sequence * context * tensor."""
-
     timeout: float = setting(600.0, above(0), at_most(MOST_SECONDS))
     """Seconds that a collective waits for the other ranks before the run ends with an error."""
 

@@ -662,5 +662,5 @@ def test_files_of_a_model_with_values_of_other_kinds(task, capsys, file, content
 def test_a_plan_of_a_config_with_values_of_other_kinds(task, capsys):
     path = task / "start" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
-    assert cli.main(["plan", "--model", str(task / "start")]) == 2
+    assert cli.main(["plan", "--model.path", str(task / "start")]) == 2
     assert "of config.json cannot be read" in capsys.readouterr().err

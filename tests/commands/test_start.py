@@ -29,7 +29,7 @@ def pressed(program, *arguments):
 
 @pytest.mark.parametrize("module", ["fppo.commands.cli", "tyro", "torch"])
 def test_it_ends_with_one_line_while_it_is_loaded(module):
-    assert pressed(PRESSING + START, "plan", "--model", "quickstart", module) == (130, "fppo plan: interrupted\n")
+    assert pressed(PRESSING + START, "plan", "--model.path", "quickstart", module) == (130, "fppo plan: interrupted\n")
 
 
 def test_what_would_catch_it_amid_an_import_does_not(tmp_path):

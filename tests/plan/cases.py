@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import Qwen2Config, Qwen3MoeConfig
 
-from fppo.plan.case import Case
-from fppo.plan.hardware import hardware_of
+from fppo.plan.case import Case, hardware_of
 from fppo.runtime.mesh import Sharding
 
 SIZES: dict[str, Any] = dict(

@@ -10,12 +10,13 @@ import pytest
 from fppo import models
 from fppo.assembly import pools
 from fppo.assembly.run import assemble
-from fppo.commands.plan import calls_of_run, engines_of
 from fppo.key import Key
 from fppo.pipeline.train import iterate
+from fppo.plan.columns import column_calls
 from fppo.plan.plan import plan_engines
+from fppo.plan.run import case_of, engines_of
 from fppo.quickstart import small_model
-from fppo.settings.plan import of_run
+from fppo.settings.plan import PlanSettings
 from tests import tiny_run
 from tests.runs.test_placed import Here
 
@@ -91,7 +92,7 @@ def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, t
         placement__pools={pool: {"ranks": ranks.get(pool, 1)} for pool in roles.values()},
         **({"placement__engines__rows": 4} if "e" in ranks else {}),
     )
-    planned = calls_of_run(settings)
+    planned = column_calls(settings, case_of(settings, PlanSettings()))
     assert set(planned) == set(roles.values())
     there, back = traced(settings)
     seen = set()
@@ -103,7 +104,7 @@ def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, t
             assert back[pool, name] == columns if columns else back[pool, name] < 2000, (pool, name)  # metrics
             seen.add((pool, name))
     if "e" in ranks:
-        engines = plan_engines(engines_of(of_run(settings), settings, "e", 0))
+        engines = plan_engines(engines_of(settings, PlanSettings(), "e", 0))
         assert there["e", "take weights"] == engines.rollout.engines * engines.rollout.sent == 2 * back["a", WEIGHTS[0]]
     besides = {at: size for at, size in there.items() if at not in seen and at[1] not in WEIGHTS}
     assert sum(besides.values()) == 0, besides

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from fppo.plan import passes
-from fppo.plan.built import model_of
+from fppo.plan.case import hardware_of
 from fppo.plan.estimate import LAUNCH, PASS_LAUNCH, busy_seconds, seconds_of
-from fppo.plan.hardware import hardware_of
+from fppo.plan.passes import model_of
 from fppo.plan.plan import _recorded, plan
-from fppo.plan.text import report
-from fppo.settings import plan as settings_plan
+from fppo.plan.run import case_of
+from fppo.plan.text import of_plan, rendered
+from fppo.settings.plan import PlanSettings
 from fppo.steps import recorded
 from tests import tiny_run
 from tests.plan.cases import case
@@ -37,17 +38,18 @@ def test_a_pass_takes_what_its_launches_take_where_these_take_longest_and_are_no
 def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     graphs = plan(FEW)
     assert {stage.name: stage.recorded for stage in graphs.stages} == {"log-probs": True, "update actor": True}
-    words = report(graphs, None)
+    words = rendered(of_plan(graphs, None))
     assert "Recorded as CUDA graphs (model.graphs): the passes of log-probs, update actor." in words
     slow = [
         attrs.evolve(stage, recorded=False, seconds=stage.seconds._replace(launching=1.0)) for stage in graphs.stages
     ]
-    words = report(attrs.evolve(graphs, stages=tuple(slow)), None)
+    words = rendered(of_plan(attrs.evolve(graphs, stages=tuple(slow)), None))
     assert "of that for launches" in words
     assert "the host launches operations more slowly than the GPU" in words
     assert "Recorded" not in words
     on_cpu = attrs.evolve(FEW, hardware=hardware_of("cpu"))
-    assert "launches" not in report(attrs.evolve(graphs, stages=tuple(slow), case=on_cpu), None)
+    again = attrs.evolve(graphs, stages=tuple(slow), case=on_cpu)
+    assert "launches" not in rendered(of_plan(again, None))
 
 
 @pytest.mark.parametrize(
@@ -74,9 +76,8 @@ def test_a_runs_settings_say_whether_it_records(tmp_path):
 
     def planned(device="cuda", **changes):
         auto = {"compute_dtype": "auto", "attention": "auto", "graphs": "auto"}
-        return settings_plan.of_run(
-            attrs.evolve(run, device=device, model=attrs.evolve(run.model, **auto | changes))
-        ).graphs
+        own = attrs.evolve(run, device=device, model=attrs.evolve(run.model, path="quickstart", **auto | changes))
+        return case_of(own, PlanSettings(gpu="h100")).graphs
 
     assert planned() is True
     assert planned(graphs=False) is False

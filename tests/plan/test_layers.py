@@ -9,11 +9,10 @@ import attrs
 import pytest
 
 from fppo.plan import layers
-from fppo.plan._track import ACTIVATIONS, GATHERED, GRADIENTS
-from fppo.plan.built import Built, model_of
 from fppo.plan.estimate import seconds_of, wires
+from fppo.plan.passes import Built, model_of
 from fppo.plan.plan import phases_of
-from fppo.plan.values import Cost, Phase, peak_of
+from fppo.plan.track import ACTIVATIONS, GATHERED, GRADIENTS, Cost, Phase, peak_of
 from tests.plan.cases import case, config
 
 CASES = [

@@ -16,29 +16,31 @@ from hypothesis import strategies as st
 
 from fppo import models
 from fppo.commands import cli
-from fppo.commands import plan as commands
 from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan import passes
-from fppo.plan.built import Built, model_of, models_of
-from fppo.plan.case import ROLES, Role
-from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, link, seconds_of
-from fppo.plan.hardware import hardware_of
-from fppo.plan.plan import _at_rest, _plan, pipeline_work, plan
-from fppo.plan.presets import PRESETS, config_of
-from fppo.plan.remedies import Remedy, _fitting, applied, families, remedies
-from fppo.plan.rough import facts_of, flops_of, rough
-from fppo.plan.text import report
-from fppo.plan.values import GIB, Cost, Phase, Work
+from fppo.plan.case import GIB, PRESETS, ROLES, Role, config_of, hardware_of, with_sequences
+from fppo.plan.estimate import LINK_SHARE, ORDER, _collective, facts_of, flops_of, link, rough, seconds_of
+from fppo.plan.passes import Built, model_of, models_of
+from fppo.plan.plan import Plan, _at_rest, _plan, pipeline_work, plan
+from fppo.plan.run import case_of
+from fppo.plan.search import Remedy, _fitting, applied, families, remedies
+from fppo.plan.text import of_plan, rendered
+from fppo.plan.track import Cost, Phase, Work
 from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
 from fppo.settings import plan as settings_plan
+from fppo.settings.model import ModelSettings
+from fppo.settings.placement import MeshSettings
+from fppo.settings.plan import RENAMED, PlanSettings
+from fppo.settings.train import TrainSettings
 from fppo.steps.micro_batching import fit
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
 from tests.plan.cases import case, config, mixture
 
+NAMED = ("--model.path", "quickstart")
 # as the models' cards have them
 PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
@@ -85,37 +87,42 @@ def bare(**changes):
     return case(**{"layers": 1, "micro_batches": 1, "critic": False, "reference": False, **changes})
 
 
+def with_memory(planned, memory):
+    """The same plan on a machine with so much memory."""
+    case = attrs.evolve(planned.case, hardware=attrs.evolve(planned.case.hardware, memory=memory))
+    return attrs.evolve(planned, case=case)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_fits_with_each_remedy():
-    free = bare(mesh={"replicate": 2, "shard": 2}, stage=1, tokens=128)
-    peak = plan(free).peak.total
-    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.93 * peak))
-    assert not plan(tight).fits
-    found = remedies(plan(tight))
+    free = plan(bare(mesh={"replicate": 2, "shard": 2}, stage=1, tokens=128))
+    tight = with_memory(free, 0.93 * free.peak.total)
+    assert free.fits > tight.fits
+    found = remedies(tight)
     costs = [remedy.seconds_per_token for remedy in found]
     assert costs == sorted(costs)
     assert {"mesh.stage"} in [set(remedy.flags) for remedy in found]
     for remedy in found:
-        again = plan(applied(tight, remedy.flags))
-        assert again.fits
-        assert again.peak.total == remedy.plan.peak.total
-        assert again.tokens == plan(tight).tokens or "mesh.sequence" in remedy.flags
+        assert remedy.plan.fits
+        assert remedy.plan.case == applied(tight.case, remedy.flags)
+        assert remedy.plan.tokens == tight.tokens or "mesh.sequence" in remedy.flags
+    for remedy in (found[0], found[-1]):  # what they were planned with does not depend on what was planned before
+        assert plan(remedy.plan.case).stages == remedy.plan.stages
 
 
 def test_the_remedies_of_a_pool_name_its_own_axes():
-    flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "checkpoint-layers": True}
-    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --checkpoint-layers True"
-    planned = plan(bare())
+    flags = {"mesh.shard": 4, "gpus": 8, "mesh.stage": 3, "model.checkpoint-layers": True}
+    own = "placement.pools.p.shard=4 placement.pools.p.ranks=8 --mesh.stage 3 --model.checkpoint-layers True"
+    planned = Plan(bare(), {}, {}, ())
     assert Remedy(flags, planned, pool="p").words == own
-    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --checkpoint-layers True"
+    assert Remedy(flags, planned).words == "--mesh.shard 4 --gpus 8 --mesh.stage 3 --model.checkpoint-layers True"
 
 
 @pytest.mark.slow
 def test_changes_are_put_together_where_none_is_enough():
     free = bare(layers=2, log_probs="reference", tokens=512, micro_batches=2)
     alone = min(plan(applied(free, family[-1]), only_if_fits=True).peak.total for family in families(free))
-    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.98 * alone))
-    (found,) = remedies(plan(tight))
+    (found,) = remedies(with_memory(plan(free), 0.98 * alone))
     assert len(found.flags) > 1
     assert found.plan.fits
 
@@ -134,12 +141,12 @@ def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monke
     free = bare(**{"mesh": {taken: 2}, "checkpoint_layers": True, "tokens": 64, **changes})
     flags = {f"mesh.{taken}": 1, f"mesh.{axis}": 2}
     needs = plan(applied(free, flags)).peak.total
-    tight = attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=1.02 * needs))
-    (found,) = remedies(plan(tight))
+    planned = plan(free)
+    (found,) = remedies(with_memory(planned, 1.02 * needs))
     assert found.flags == flags
     assert found.plan.fits
-    assert found.plan.tokens == plan(free).tokens
-    monkeypatch.setattr("fppo.plan.remedies.plan", None)
+    assert found.plan.tokens == planned.tokens
+    monkeypatch.setattr("fppo.plan.search.plan", None)
     assert (
         _fitting(attrs.evolve(free, hardware=attrs.evolve(free.hardware, memory=0.3 * needs)), flags, Built()) is None
     )
@@ -148,12 +155,12 @@ def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monke
 @pytest.mark.slow
 def test_more_gpus_are_thought_of_last_and_nothing_is_said_if_nothing_helps():
     small = bare(tokens=64, checkpoint_layers=True)
-    peak = plan(small).peak.total
+    planned = plan(small)
     assert families(small) == []
-    found = remedies(plan(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=0.7 * peak))))
+    found = remedies(with_memory(planned, 0.7 * planned.peak.total))
     assert found
     assert all(remedy.plan.case.world > 1 and remedy.flags["gpus"] == remedy.plan.case.world for remedy in found)
-    assert remedies(plan(attrs.evolve(small, hardware=attrs.evolve(small.hardware, memory=100.0)))) == []
+    assert remedies(with_memory(planned, 100.0)) == []
 
 
 def test_a_link_is_as_fast_as_the_ranks_that_share_it():
@@ -215,7 +222,7 @@ def test_a_pipeline_is_planned_from_the_end_that_holds_more():
 
 @pytest.mark.slow
 def test_the_meshes_that_fit_are_told_by_their_time_and_the_others_why_they_are_not(capsys):
-    given = ["--model", "quickstart", "--tokens", "64", "--length", "16", "--gpu", "h100", "--search", "4"]
+    given = [*of_rows(8, 64), "--actor.token-budget", "64", "--gpu", "h100", "--search", "4"]
     assert run(*given, "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
     every = [mesh["mesh"] for what in ("best", "failed", "slower", "too_large") for mesh in read[what]]
@@ -239,14 +246,21 @@ def run(*arguments):
     return cli.main(["plan", *arguments])
 
 
+def of_rows(half, count):
+    """Flags of a run of the quickstart's policy alone, on so many rows of prompts and responses of one length."""
+    rows = {"data.max-prompt-tokens": half, "rollout.max-tokens": half, "rollout.batch-size": count}
+    words = [word for name, value in rows.items() for word in (f"--{name}", str(value))]
+    return [*NAMED, *words, "--algorithm.advantage", "reinforce_plus_plus", "--no-sampling"]
+
+
 def test_a_table_and_a_file(tmp_path, capsys):
     file = tmp_path / "out" / "plan.json"
-    given = ["--model", "quickstart", "--tokens", "512", "--length", "16", "--mesh.shard", "2", "--critic"]
+    given = [*of_rows(8, 256), "--algorithm.advantage", "gae", "--actor.token-budget", "512", "--mesh.shard", "2"]
     assert run(*given, "--json", str(file)) == 0
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
     for words in (
-        "name its engine by --rollout.engine",
+        "the rollout is planned (--no-sampling)",
         "actor's optimizer",
         "It fits",
         "activations",
@@ -257,11 +271,11 @@ def test_a_table_and_a_file(tmp_path, capsys):
         assert words in out
     read = json.loads(file.read_text())
     assert read["fits"]
-    assert read["mesh"] == dict.fromkeys(ORDER, 1) | {"shard": 2}
+    assert read["case"]["mesh"] == dict.fromkeys(ORDER, 1) | {"shard": 2}
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "values", "update critic", "update actor"]
-    assert read["peak_bytes"] == max(stage["total_bytes"] for stage in read["stages"])
+    assert read["needs"] == max(stage["total"] for stage in read["stages"])
     for stage in read["stages"]:
-        assert sum(stage["memory_bytes"].values()) == pytest.approx(stage["total_bytes"])
+        assert sum(stage["memory"].values()) == pytest.approx(stage["total"])
 
 
 def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
@@ -289,10 +303,11 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
     files.save(settings, tmp_path / "run.toml")
     assert run(str(tmp_path / "run.toml"), "--gpu", "cpu", "--json", "-") == 0
     read = json.loads(capsys.readouterr().out)
-    assert (read["tokens"], read["length"], read["micro_batches"], read["mini_batch_size"]) == (128, 32, 4, 32)
+    numbers = [read["case"][name] for name in ("tokens", "length", "micro_batches", "mini_batch")]
+    assert numbers == [128, 32, 4, 32]
     weights = {role: 4 * count / 2 for role, count in read["parameters"].items()}  # of a rank of two
     assert weights["reward model"] == pytest.approx(weights["critic"])
-    rest = {name: size for name, size in read["rest_bytes"].items() if name != "rows of the batch"}
+    rest = {name: size for name, size in read["rest"].items() if name != "rows of the batch"}
     expected = {
         "reward model's parameters": weights["reward model"] / 2,
         "actor's parameters": weights["actor"],
@@ -345,7 +360,7 @@ def test_adapters_are_planned_over_one_base(tmp_path):
         assert _at_rest(quantised, Built())["base's weights"] == size + others
     with_codes = plan(quantised)
     assert with_codes.peak.memory["base's weights"] == size + others < planned.peak.memory["base's weights"]
-    assert f"in {kind} and bfloat16" in report(with_codes, None)
+    assert f"in {kind} and bfloat16" in rendered(of_plan(with_codes, None))
     halves = _at_rest(attrs.evolve(quantised, mesh={"shard": 2}), Built())
     assert halves["base's weights"] == pytest.approx((size + others) / 2, rel=0.01)
     for axes, rank in (({"tensor": 2, "pipeline": 2}, 1), ({"tensor": 2, "shard": 2}, 0)):
@@ -363,7 +378,7 @@ def test_adapters_are_planned_over_one_base(tmp_path):
 
 
 def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
-    at = commands.case_of(settings_plan.PlanSettings(model="quickstart", tokens=320, length=32, mini_batch=16))
+    at = with_sequences(case(tokens=320, length=32), 16)
     assert (at.rows, at.micro_batches) == (8, 2)
     assert [len(group) for group in fit([32] * 16, 320)] == [8, 8]
     wide = attrs.evolve(at, forward_tokens=32 * 12, roles={"critic": Role(tokens=32 * 7)})
@@ -371,17 +386,17 @@ def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
 
 
 def cases_of(settings):
-    return commands.case_of(settings_plan.of_run(settings))
+    return case_of(settings, PlanSettings())
 
 
 def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
     config(num_hidden_layers=1).save_pretrained(tmp_path)
-    given = ["--model", str(tmp_path), "--gpu", "h100", "--tokens", "4096", "--length", "256", "--memory", "0.77"]
-    given += ["--log-probs", "chunked"]
+    given = [*of_rows(128, 64), "--gpu", "h100", "--model.path", str(tmp_path), "--actor.token-budget", "4096"]
+    given += ["--model.log-probs", "chunked", "--memory", "0.77"]
     assert run(*given) == 1
     out = capsys.readouterr().out
     assert "It does not fit" in out
-    assert "--tokens" in out
+    assert "--actor.token-budget 2048" in out
     assert run(*given, "--no-tries", "--json", "-") == 1
     assert json.loads(capsys.readouterr().out)["remedies"] is None
 
@@ -389,37 +404,40 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--model", "qwen2.5-7"], "did you mean qwen2.5-7b"),
-        (["--model", "quickstart", "--gpu", "h20"], "did you mean h200"),
-        (["--model", "quickstart", "--reward-model", "qwen2.5-7"], "--reward-model 'qwen2.5-7': there is no such"),
+        (["--model.path", "qwen2.5-7"], "did you mean qwen2.5-7b"),
+        ([*NAMED, "--gpu", "h20"], "did you mean h200"),
+        ([*NAMED, "--reward.model.path", "qwen2.5-7"], "--reward.model.path 'qwen2.5-7': there is no such"),
         (
-            ["--model", "llama-3.1-8b", "--mesh.sequence", "8", "--reward-model", "qwen2.5-7b"],
+            ["--model.path", "llama-3.1-8b", "--mesh.sequence", "8", "--reward.model.path", "qwen2.5-7b"],
             "--mesh.sequence 8: the reward model has 28 attention heads",
         ),
-        (["--model", "quickstart", "--gpu", "custom"], "--memory"),
-        (["--model", "quickstart", "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
-        (["--model", "quickstart", "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
-        (["--model", "quickstart", "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
-        (["--model", "quickstart", "--tokens", "64", "--length", "128"], "holds no such sequence"),
-        (["--model", "quickstart", "--micro-batches", "0"], "--micro-batches 0: must be 1 or more"),
-        (["--model", "quickstart", "--lora", "4", "--search", "2"], "--search 2: it does not know adapters"),
-        (["--model", "quickstart", "--lora-base", "nf4"], "--lora-base: nothing reads it without --lora"),
+        ([*NAMED, "--gpu", "custom"], "--memory"),
+        ([*NAMED, "--mesh.sequence", "3"], "these sizes do: 1, 2, 4"),
+        ([*NAMED, "--gpus", "8", "--mesh.shard", "3"], "the mesh has 3 ranks"),
+        ([*NAMED, "--gpus", "9", "--mesh.replicate", "2"], "the mesh has 8 ranks"),
+        ([*NAMED, "--rollout.batch-size", "0"], "rollout.batch_size = 0: must be 1 or more"),
+        ([*NAMED, "--rollout.n", "3"], "rollout.batch_size = 64: must be a multiple of rollout.n = 3"),
+        ([*NAMED, "--actor.tokens", "4"], "did you mean actor.token_budget?"),
+        ([*NAMED, "--model.lora.rank", "4", "--search", "2"], "--search 2: it does not know adapters"),
+        ([*NAMED, "--model.lora.base", "nf4"], "model.lora.base = 'nf4': nothing reads it"),
         (
-            ["--model", "quickstart", "--lora", "4", "--lora-base", "nf4", "--mesh.tensor", "4"],
-            "--lora-base nf4: a tensor axis of 4 ranks does not go with nf4: ",
+            [*NAMED, "--model.lora.rank", "4", "--model.lora.base", "nf4", "--mesh.tensor", "4"],
+            "--model.lora.base nf4: a tensor axis of 4 ranks does not go with nf4: ",
         ),
-        (["--model", "quickstart", "--critic-lora", "4"], "--critic-lora: nothing reads it without --lora"),
-        (["--model", "quickstart", "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
+        ([*NAMED, "--mesh.expert", "2"], "quickstart is 'qwen2', which has no experts to cut"),
         (
-            ["--model", "qwen3-30b-a3b", "--mesh.expert", "3"],
+            ["--model.path", "qwen3-30b-a3b", "--mesh.expert", "3"],
             "has 128 experts, which it does not divide; these sizes do",
         ),
-        (["--model", "quickstart", "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
+        ([*NAMED, "--expert-load", "0.5"], "--expert-load 0.5: must be 1 or more"),
         (
-            ["--model", "qwen3-30b-a3b", "--mesh.expert", "2", "--expert-load", "2.5"],
+            ["--model.path", "qwen3-30b-a3b", "--mesh.expert", "2", "--expert-load", "2.5"],
             "--expert-load 2.5: where one of the 2 ranks of --mesh.expert has all tokens, that is 2 times the mean",
         ),
-        ([], "give a directory with a config.json, or a name"),
+        ([], "model.path = '': is not set"),
+        (["--model", "quickstart", "--lora-base", "nf4"], "--model quickstart: it is --model.path now"),
+        ([*NAMED, "--lora-base", "nf4"], "--lora-base nf4: it is --model.lora.base now"),
+        ([*NAMED, "--rollout.max-rows", "4"], "--rollout.max-rows 4: it is --rollout.vllm.max-rows now"),
     ],
 )
 def test_mistakes_are_said(arguments, words, capsys):
@@ -428,17 +446,25 @@ def test_mistakes_are_said(arguments, words, capsys):
 
 
 def test_shards_are_what_the_other_axes_leave():
-    from fppo.settings.plan import PlanMeshSettings, PlanSettings
-
-    given = PlanSettings(model="quickstart", gpus=64, mesh=PlanMeshSettings(replicate=2, sequence=4))
     others = {"pipeline": 1, "expert": 1, "context": 1, "tensor": 1}
-    assert given.sizes == {"replicate": 2, "shard": 8, "sequence": 4, **others}
+    sizes = settings_plan.sizes_of(MeshSettings(replicate=2, sequence=4), 64)
+    assert sizes == {"replicate": 2, "shard": 8, "sequence": 4, **others}
+
+
+def test_every_old_flag_has_a_new_one():
+    known = {f"--{path}" for path in files.paths()} | {"--algorithm.advantage"}
+    named = {
+        name: re.findall(r"--[a-z_.]+", text.replace("-", "_").replace("__", "--")) for name, text in RENAMED.items()
+    }
+    assert all(flags and known >= {*flags} for flags in named.values())
+    assert not set(RENAMED) & (known | set(files.paths(PlanSettings)))
 
 
 def test_a_custom_gpu_is_its_numbers():
-    found = hardware_of("custom", memory=GIB, flops=1e14, bandwidth=1e12, node_bandwidth=1e11, network_bandwidth=1e10)
+    numbers = {"memory": GIB, "flops": 1e14, "bandwidth": 1e12, "node_bandwidth": 1e11, "network_bandwidth": 1e10}
+    found = hardware_of("custom", numbers)
     assert (found.memory, found.flops, found.network_bandwidth) == (GIB, 1e14, 1e10)
-    assert hardware_of("h100", memory=2 * GIB).memory == 2 * GIB
+    assert hardware_of("h100", {"memory": 2 * GIB}).memory == 2 * GIB
     assert Sharding().stage == 3
 
 
@@ -451,11 +477,15 @@ def test_a_custom_gpu_is_its_numbers():
     ],
 )
 def test_a_plan_is_of_what_would_run_there(gpu, dtype, expected):
-    from fppo.commands.plan import case_of
-    from fppo.settings.plan import PlanSettings
-
-    planned = case_of(PlanSettings(model="quickstart", gpu=gpu, compute_dtype=dtype))
+    planned = case_of(TrainSettings(model=ModelSettings(path="quickstart", compute_dtype=dtype)), PlanSettings(gpu=gpu))
     assert (planned.compute_dtype, planned.log_probs) == expected
+
+
+def test_a_plan_has_the_config_of_the_run(tmp_path):
+    config(num_hidden_layers=2).save_pretrained(tmp_path)
+    for path in ("quickstart", str(tmp_path)):
+        model = ModelSettings(path=path, config={"num_hidden_layers": 1})
+        assert len(model_of(case_of(TrainSettings(model=model), PlanSettings()), "actor").layers) == 1
 
 
 @pytest.mark.parametrize("virtual", [1, 2])
@@ -512,31 +542,33 @@ def test_the_plan_of_a_run_with_pools_is_one_of_each(tmp_path, capsys):
     assert (there["tokens"], there["advantages"], back) == (8 * 515 * 8, 8 * 3 * 4, {"values": 8 * 3 * 4})
     assert {"ref_log_probs", "old_log_probs", "returns"} <= set(there) - set(columns["v"]["values"]["there"])
     engines = pools.pop("e")
-    assert engines["parameter_bytes"] == (size := 4 * alone["parameters"]["actor"])
-    assert engines["sent_bytes"] == 3 * size
+    assert engines["rollout"]["sent"] == 4 * alone["parameters"]["actor"]
+    assert engines["sent"] == 3 * engines["rollout"]["sent"]
     assert pools["p"]["rollout"] is pools["v"]["rollout"] is None
     assert alone["rollout"]["engines"] == 1
-    assert pools["v"]["host"]["rest_bytes"]["columns of the batch"] == sum(there.values())
+    assert pools["v"]["host"]["rest"]["columns of the batch"] == sum(there.values())
     assert {name: list(pool["parameters"]) for name, pool in pools.items()} == {
         "p": ["actor", "reference"],
         "v": ["critic"],
     }
-    assert pools["p"]["mesh"]["shard"] == 2
+    assert pools["p"]["case"]["mesh"]["shard"] == 2
     whole = {stage["name"]: stage for stage in alone["stages"]}
     assert [stage["name"] for stage in pools["v"]["stages"]] == ["values", "update critic"]
-    elsewhere = sum(size for kind, size in alone["rest_bytes"].items() if kind.startswith(("actor's", "reference's")))
+    elsewhere = sum(size for kind, size in alone["rest"].items() if kind.startswith(("actor's", "reference's")))
     assert elsewhere > 0
     for stage in pools["v"]["stages"]:
-        assert stage["total_bytes"] == pytest.approx(whole[stage["name"]]["total_bytes"] - elsewhere, rel=1e-3)
+        assert stage["total"] == pytest.approx(whole[stage["name"]]["total"] - elsewhere, rel=1e-3)
         assert stage["seconds"]["total"] == pytest.approx(whole[stage["name"]]["seconds"]["total"], rel=0.02)
-    needed = {name: max(stage["total_bytes"] for stage in pool["stages"]) for name, pool in pools.items()}
+    needed = {name: max(stage["total"] for stage in pool["stages"]) for name, pool in pools.items()}
     memory = (needed["p"] + needed["v"]) / 2 / GIB
     assert run(str(tmp_path / "placed.toml"), "--gpu", "cpu", "--memory", str(memory)) == 1
     shown = capsys.readouterr().out
     of_p, of_v = shown[shown.index("pool p: actor, reference") :].split("pool v: critic")
     assert needed["p"] < needed["v"]
     assert ("It fits" in of_p, "What would make it fit" in of_p) == (True, False)
-    assert re.search(r"It does not fit: update critic .*What would make it fit.* --tokens \d+\n", of_v, re.DOTALL)
+    assert re.search(
+        r"It does not fit: update critic .*What would make it fit.* --critic.token-budget \d+ ", of_v, re.DOTALL
+    )
     assert "pool e: rollout\n\nrollout by the embedded engine: each of 3 engines has 3 rows" in shown
     table = of_v[of_v.index("columns of a step's batch to this pool, MiB") :].splitlines()
     assert table[1].split() == ["values", "update_critic"]

@@ -15,15 +15,13 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models import flops
 from fppo.plan import host, passes
-from fppo.plan._track import STATE, Tracker
-from fppo.plan.built import Built, model_of
-from fppo.plan.case import PlannedSampling, Role
+from fppo.plan.case import GIB, PlannedSampling, Role, hardware_of, overhead
 from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, MATMUL_SHARE
-from fppo.plan.hardware import hardware_of, overhead
 from fppo.plan.measured import telling
+from fppo.plan.passes import Built, model_of
 from fppo.plan.plan import _at_rest, plan
 from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, met_weights, rollout_of
-from fppo.plan.values import GIB, peak_of
+from fppo.plan.track import STATE, Tracker, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
 from fppo.rollout.engine import Sampling as Drawn
@@ -126,7 +124,7 @@ def test_rows_meet_more_experts_the_more_they_are():
 
 
 def test_vllm_takes_its_share_of_the_memory_from_updates_unless_it_sleeps_or_is_elsewhere():
-    gpu = hardware_of("h100", memory=8 * GIB)
+    gpu = hardware_of("h100", {"memory": 8 * GIB})
     shared = PlannedSampling(engine="vllm", share=0.25, sequences=4096, n=4)
     what = case(layers=1, hardware=gpu, micro_batches=1, critic=False, reference=False, sampling=shared)
     found, rest = plan(what), _at_rest(what, Built())

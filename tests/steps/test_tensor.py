@@ -13,7 +13,7 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import narrow as narrowing
 from fppo.models import regions
-from fppo.plan._group import counting_mesh
+from fppo.plan.track import counting_mesh
 from fppo.runtime import mesh as meshes
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, gradient_sum

@@ -2,28 +2,283 @@
 
 A storage lives from the operation that makes it until its last owner lets go, as with torch's own allocators. What it
 is for shows only later, sometimes at the end of a backward pass, so events are noted as they come and read afterwards.
+Process groups send nothing: they count, and answer as if every other rank did what this one does.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stubs name the parameters of its C++ classes otherwise than torch calls them
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import _DISPATCH_META_HANDLERS as _OF_SIZES
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fppo.plan._ops import attention_workspace, dispatched, grouped_product, work_of
-from fppo.plan.hardware import pinned
-from fppo.plan.values import Cost, Phase, Segment
-from fppo.runtime.mesh import DENSE, SHARD_AXES
+from fppo.plan.case import pinned
+from fppo.runtime.mesh import DENSE, SHARD_AXES, Mesh, Sharding, place_on, ranks_on
 from fppo.runtime.schedule import Action
+from fppo.runtime.watch import wire_bytes
+from fppo_kernels.collectives import Axis
+
+
+class Work(NamedTuple):
+    """What one operation does."""
+
+    kind: str  # "matmul" or "attention", with the dtype; "" for others
+    flops: float
+    traffic: int  # bytes read and written by what is no matmul
+
+
+@attrs.frozen
+class Cost:
+    """Counters of what is done between two moments."""
+
+    flops: Counter[str] = attrs.field(factory=Counter)  # by the kind of Work
+    # bytes of "traffic", to or from the "host", and of the memory there of activations put "away"; "launches"
+    other: Counter[str] = attrs.field(factory=Counter)
+    sent: Counter[tuple[str, str, bool]] = attrs.field(
+        factory=Counter
+    )  # bytes by axis, collective and whether waited for
+    calls: Counter[tuple[str, str, bool]] = attrs.field(factory=Counter)
+
+    def add(self, work: Work) -> None:
+        """Counts one operation."""
+        if work.kind:
+            self.flops[work.kind] += work.flops  # type: ignore[assignment]
+        self.other["traffic"] += work.traffic
+        self.other["launches"] += 1
+
+
+@attrs.frozen
+class Segment:
+    """Bytes by kind at the moment, between two layers, when most is held."""
+
+    peak: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.peak.values())
+
+
+class Phase(NamedTuple):
+    """A forward pass, a backward pass, or what lies between: its segments, one per layer and one more, and its cost;
+    and the bytes by kind that are held when it begins."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    cost: Cost
+    start: Mapping[str, float] = MappingProxyType({})
+
+
+def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:
+    """Where most is held, and what."""
+    return max(((p.name, s) for p in phases for s in p.segments), key=lambda pair: pair[1].total)
+
+
+_NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias")
+_PICKS = ("embedding", "index", "index_select", "gather")  # read as much as they write, not all of their first argument
+_MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
+ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the gradients written
+
+
+class DispatchCounter(NamedTuple):
+    """What is asked of an operation again and again."""
+
+    name: str
+    marks: bool  # of which each layer has its own
+    attention: bool
+    writes: bool  # in place, or to an argument
+
+
+@functools.cache
+def dispatched(func: Any) -> DispatchCounter:
+    """The operation by its plain name, and what it is."""
+    name = func._schema.name.rpartition("::")[2]
+    attention = "attention" in name and "fused_sdp_choice" not in name
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    return DispatchCounter(name, attention, attention, writes)
+
+
+def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
+    """What experts' matrix product gives, of tensors without data in a dtype for which torch does not know its shape,
+    though it computes it; None for anything else."""
+    if dispatched(func).name != "_grouped_mm" or args[0].dtype == torch.bfloat16:
+        return None
+    left, right, offsets = args[:3]
+    shape = (left.shape[-2], right.shape[-1])
+    return left.new_empty((len(offsets), *shape) if left.dim() == right.dim() == 2 else shape)
+
+
+def work_of(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fresh: bool) -> Work | None:
+    """FLOPs and bytes of an operation; None for views and empty tensors. `fresh`: it has made storage."""
+    name, _, attention, writes = dispatched(func)
+    if name in _NO_WORK or not (fresh or writes) or not inputs:
+        return None
+    if name in _MATMULS:
+        return Work(f"matmul {_dtype(inputs[0])}", _matmul_flops(name, inputs, outputs), 0)
+    if attention:
+        return Work(f"attention {_dtype(inputs[0])}", _attention_flops(name, inputs), 0)
+    if name in _PICKS:
+        return Work("", 0.0, 2 * _bytes(outputs))
+    if name == "_fused_adamw_":
+        return Work("", 0.0, int(ADAMW_TRAFFIC * _bytes(inputs)))
+    return Work("", 0.0, _bytes(inputs) + _bytes(outputs))
+
+
+def attention_workspace(name: str, inputs: Sequence[Tensor]) -> int:
+    """Bytes that a GPU's flash attention takes inside its backward pass, which runs elsewhere show nothing of.
+
+    FlashAttention-2 adds up the query's gradient in float32 and, where several query heads share a key head, writes
+    gradients of keys and values for each query head first (torch: aten/.../flash_attn/flash_api.cpp, mha_bwd).
+    """
+    if "attention" not in name or not name.endswith("backward"):
+        return 0
+    query, key = inputs[1], inputs[2]
+    expanded = 2 * query.numel() * query.element_size() if query.shape[1] != key.shape[1] else 0
+    return 4 * query.numel() + expanded
+
+
+def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
+    left, (out, *_) = inputs[1] if name in ("addmm", "baddbmm") else inputs[0], outputs
+    groups = len(out) if left.dim() < out.dim() else 1  # matrices of which each has rows of its own, summed over
+    return 2.0 * math.prod(out.shape) / groups * left.shape[-1]
+
+
+def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
+    """FLOPs of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: of the pairs
+    that see one another; 2 matmuls forward, 5 backward."""
+    query, key = inputs[1:3] if name.endswith("backward") else inputs[:2]
+    rows, heads, length, width = query.shape
+    forward = 4.0 * rows * heads * width * (length * key.shape[2] - length * (length - 1) / 2)
+    return 2.5 * forward if name.endswith("backward") else forward
+
+
+def _bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
+
+
+# (axis, collective, bytes this rank sends, inputs, outputs, whether the caller waits)
+Sent = Callable[[str, str, int, Sequence[Tensor], Sequence[Tensor], bool], None]
+
+
+class CountingGroup(dist.ProcessGroup):
+    """One rank's end of an axis whose other ranks are only imagined: equal to this one.
+
+    Real tensors get what equal ranks would give; tensors without data get nothing.
+    """
+
+    def __init__(self, axis: str, size: int, rank: int, sent: Sent) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._axis, self._size, self._rank, self._sent = axis, size, rank, sent
+
+    def __deepcopy__(self, memo: dict) -> CountingGroup:
+        return self
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def _count(
+        self, op: str, whole: Sequence[Tensor], inputs: Any, outputs: Any, opts: Any, *, sent: int | None = None
+    ) -> Any:
+        if sent is None:
+            sent = wire_bytes(op, sum(x.numel() * x.element_size() for x in whole), self._size)
+        waits = not getattr(opts, "asyncOp", False)
+        self._sent(self._axis, op, sent, list(inputs), list(outputs), waits)
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result([])
+        return _create_work_from_future(future)
+
+    @torch.no_grad()
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        for x in tensors:
+            if op == dist.ReduceOp.SUM and not isinstance(x, FakeTensor):
+                x.mul_(self._size)
+        return self._count("all_reduce", tensors, tensors, tensors, opts)
+
+    @torch.no_grad()
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.view(self._size, -1).copy_(input.reshape(1, -1))
+        return self._count("all_gather", [output], [input], [output], opts)
+
+    @torch.no_grad()
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.view(-1).copy_(input.reshape(self._size, -1)[self._rank] * self._size)
+        return self._count("reduce_scatter", [input], [input], [output], opts)
+
+    @torch.no_grad()
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
+    ) -> Any:
+        if not isinstance(output, FakeTensor):
+            output.copy_(input)
+        size = None
+        if len(sent):
+            size = (len(input) - sent[self._rank]) * math.prod(input.shape[1:]) * input.element_size()
+        return self._count("all_to_all", [input], [input], [output], opts, sent=size)
+
+    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        return self._count("broadcast", tensors, tensors, tensors, opts)
+
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> Any:
+        del target, tag
+        return self._count("send", tensors, tensors, [], None)
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
+        del source, tag
+        return self._count("receive", tensors, [], tensors, None)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._count("barrier", [], [], [], opts)
+
+    # the names before torch 2.13
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+
+
+def counting_mesh(
+    sizes: Mapping[str, int],
+    ranks: Mapping[str, int],
+    sharding: Sharding | None,
+    sent: Sent,
+    *,
+    virtual_stages: int = 1,
+) -> Mesh:
+    """The mesh of these sizes as the rank at these places sees it; a rank that is not given is 0."""
+    axes = {
+        name: Axis(size, ranks.get(name, 0), CountingGroup(name, size, ranks.get(name, 0), sent) if size > 1 else None)
+        for name, size in sizes.items()
+    }
+    mesh = Mesh(axes, sharding=sharding, virtual_stages=virtual_stages)
+    if mesh["expert"].size == 1:
+        return mesh
+    size, rank = ranks_on(mesh, SHARD_AXES), place_on(mesh, SHARD_AXES)
+    return attrs.evolve(mesh, axes={**axes, DENSE: Axis(size, rank, CountingGroup(DENSE, size, rank, sent))})
+
 
 STATE, BATCH = "state", "batch"
 HOST, AWAY = "host", "away"  # no memory of the accelerator: state there between uses, and activations put away
