@@ -169,9 +169,9 @@ class Group:
         are on the rank's device, or `on_host`. `fn` must be one that pickles, and leave the tensors that it is sent as
         they are; its first call sees to that.
 
-        With `on_item` what `fn` gives is an iterator, and each item is passed to that as it comes; so nothing is left
-        of what the group does when it raises, the group ends. `patience` are the seconds that the call may take, or
-        each of its items, in place of the group's.
+        With `on_item`, `fn` gives an iterator, and each item is passed on as it comes. An error in that ends the group,
+        whose rank is in the middle of the call. `patience` are the seconds that the call may take, or each of its
+        items, in place of the group's.
 
         Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
         rank is lost, if the call takes too long, and for a handle that an earlier start has left.

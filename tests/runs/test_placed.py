@@ -46,8 +46,8 @@ def engines(count, *, beside=MappingProxyType({}), rows=4, restarts=3):
 class Here:
     """A cluster of this process' threads."""
 
-    def ranks(self, count, *, sizes, **_):
-        return Threads(**(sizes if count > 1 else {}))
+    def ranks(self, spec):
+        return Threads(**(spec.sizes if spec.count > 1 else {}))
 
 
 @pytest.fixture(autouse=True)
