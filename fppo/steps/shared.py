@@ -46,7 +46,7 @@ class SortedRows(NamedTuple):
         return self._replace(depths=[0] * len(self.depths))
 
     def part(self, rows: Sequence[int]) -> SortedRows:
-        """Those of some numbers, which share no more than the rows between them do."""
+        """Select the rows of some numbers, which share no more than the rows between them do."""
         chosen, own, depth = {*rows}, list[tuple[int, int, int]](), 0
         for row, length, shared in zip(*self, strict=True):
             depth = min(depth, shared)
