@@ -55,9 +55,9 @@ from fppo.steps.hidden import hidden_values
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
-from fppo.steps.packed import Masks
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.recorded import Recorder, graphs, records
+from fppo.steps.shared import SortedRows
 from fppo.steps.train_state import Scale, TrainState, init_state
 from fppo.tree import state
 from fppo.workers.imports import search
@@ -79,7 +79,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyFn
-    balance: Callable[[Masks], Metrics]
+    balance: Callable[[SortedRows], Metrics]
     model: Model
 
 

@@ -19,9 +19,10 @@ from fppo.steps.critic import as_it_is
 from fppo.steps.forward import compute_outputs, compute_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward, Rows, TokenOutputs
-from fppo.steps.packed import Masks, masks_of, worth
+from fppo.steps.packed import masks_of, saves_enough
 from fppo.steps.ranks import collect, imbalance, shares
 from fppo.steps.recorded import Recorder
+from fppo.steps.shared import SortedRows
 from fppo.steps.train_state import Params
 
 R = TypeVar("R", bound=Rows)
@@ -46,7 +47,7 @@ class Passes:
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it,
     truth_signs: TruthSigns | None = None  # and how responses agree with the truth
-    balance: Callable[[Masks], Metrics] = lambda masks: {}  # how its ranks share the work
+    balance: Callable[[SortedRows], Metrics] = lambda rows: {}  # how its ranks share the work
 
     @property
     def read(self) -> tuple[str, ...]:
@@ -173,13 +174,14 @@ def share_of(rows: R, forward: Forward) -> Share[R]:
     return Share(own, places, mesh)
 
 
-def balance_of(masks: Masks, forward: Forward) -> Metrics:
-    """How unequal the ranks' work is on rows with these masks, and tokens, where there are several."""
+def balance_of(rows: SortedRows, forward: Forward) -> Metrics:
+    """How unequal the ranks' work is on these rows, where there are several ranks."""
     if ranks_on(forward.mesh, DATA_AXES) == 1:
         return {}
-    masks = worth(masks, forward)
-    places = shares(forward.model, masks.lengths, forward.mesh, masks.sorted())
-    return {"perf/imbalance": metrics.mean(imbalance(forward.model, masks, places))}
+    alike = saves_enough(rows, forward)
+    lengths = [length for _, length in sorted(zip(rows.order, rows.lengths, strict=True))]
+    places = shares(forward.model, lengths, forward.mesh, rows if alike else None)
+    return {"perf/imbalance": metrics.mean(imbalance(forward.model, rows if alike else rows.apart(), places))}
 
 
 def required(x: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from fppo.rollout.engine import Ask, Engine, Newer, OnFinished, Sampling
 from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.experts import rerouted
 from fppo.steps.outputs import TokenOutputs
-from fppo.steps.packed import masks_and_tokens
+from fppo.steps.packed import sorted_rows
 from fppo.steps.train_state import Params
 from fppo.tree import replace
 
@@ -140,7 +140,7 @@ class Annotate:
             values, apart, signs = read_values(passes, run.critic.params, old, found, scored)
         if apart is not None:
             report["critic/ensemble/std"] = metrics.masked_mean(apart, scored.response_mask)
-        report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(masks_and_tokens(scored))
+        report |= {f"training/old_log_probs/{source}": metrics.mean(1.0)} | passes.balance(sorted_rows(scored))
         if replay == "rollout" and routed is not None and found.routed is not None:
             report |= rerouted(routed, found.routed, scored.attention_mask)
         columns = {"values": values, "disagreement": apart, "sum_squared_probs": found.sum_squared_probs}

@@ -66,7 +66,7 @@ def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params,
     model = models.place(model_of(case, STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
     words = torch.arange(batch.tokens.numel()).view_as(batch.tokens) % model.config.vocab_size
-    forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh)
+    forward = Forward(model, kernels=passes.kernels_of(case, tracker), mesh=mesh, share_prompts=False)
     shards = tree.map(lambda x: x.to(case.dtype), models.own_params(model, models.init_params(model, Key(0)), mesh))
     return shards, forward, tree.replace(batch, tokens=words)
 

@@ -415,7 +415,7 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         shapes = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
         params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
-    forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh)
+    forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh, share_prompts=False)
     stage = stage_of(case, name, batch, forward=forward, shelf=Shelf(tracker), began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 

@@ -88,8 +88,8 @@ class MiniBatch(NamedTuple):
     shares: list[list[int]]  # the numbers of the rows that each data rank takes
     micro_batches: list[list[int]]  # of this rank's rows
     passes: int  # that this rank makes: as many as its micro-batches, or more, to keep up with others
-    alike: bool  # whether rows of the batch share tokens; all ranks say the same
     key: Key  # for draws over its rows
+    alike: bool = False  # whether rows of the batch share tokens; all ranks say the same
 
 
 @attrs.frozen(kw_only=True)
@@ -263,8 +263,8 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
                 shared[number],
                 cuts[number],
                 passes[number],
-                masks.tokens is not None,
                 place.fold("select", epoch, number),
+                masks.tokens is not None,
             )
 
 

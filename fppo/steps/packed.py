@@ -88,12 +88,24 @@ def masks_and_tokens(rows: Masked) -> Masks:
     return masks._replace(tokens=distinct_inputs(tokens.cpu(), getattr(rows, "inputs", None)))
 
 
+def sorted_rows(rows: Masked) -> SortedRows:
+    """Rows with tokens, in an order in which those that begin alike stand together. Waits for the device."""
+    found = masks_and_tokens(rows).sorted()
+    assert found is not None
+    return found
+
+
 def worth(masks: Masks, forward: Forward) -> Masks:
     """The masks, with the rows' tokens only where it pays that passes share them, as `Forward.share_prompts` has it."""
     if masks.tokens is None or not _shares(forward):
         return masks._replace(tokens=None)
-    rows, least = masks.sorted(), LEAST_SAVED if forward.share_prompts == "auto" else 0.0
-    return masks if rows is not None and rows.saved > least else masks._replace(tokens=None)
+    rows = masks.sorted()
+    return masks if rows is not None and saves_enough(rows, forward) else masks._replace(tokens=None)
+
+
+def saves_enough(rows: SortedRows, forward: Forward) -> bool:
+    """Whether it pays that passes of a forward let these rows share tokens."""
+    return _shares(forward) and rows.saved > (LEAST_SAVED if forward.share_prompts == "auto" else 0.0)
 
 
 def _shares(forward: Forward) -> bool:

@@ -51,9 +51,9 @@ def deal(count: int, mesh: Mesh) -> list[list[int]]:
     return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
-def imbalance(model: Model, masks: Masks, shared: Sequence[Sequence[int]]) -> float:
-    """The work of the rank that has most of rows with these masks, over the mean of all ranks: 1 is ideal."""
-    parts = [batches.rows(masks, part) for part in shared]
+def imbalance(model: Model, rows: SortedRows, shared: Sequence[Sequence[int]]) -> float:
+    """The work of the rank that has most of these rows, over the mean of all ranks: 1 is ideal."""
+    parts = [rows.part(part) for part in shared]
     work = [flops.forward_flops(model, part.lengths, shared=part.depths) for part in parts]
     return max(work) * len(work) / max(sum(work), 1.0)
 

@@ -41,6 +41,20 @@ class SortedRows(NamedTuple):
         """The share of tokens that need not be computed."""
         return sum(self.depths) / max(sum(self.lengths), 1)
 
+    def apart(self) -> SortedRows:
+        """These rows, each with tokens of its own."""
+        return self._replace(depths=[0] * len(self.depths))
+
+    def part(self, rows: Sequence[int]) -> SortedRows:
+        """Select the rows of some numbers, which share no more than the rows between them do."""
+        chosen, own, depth = {*rows}, list[tuple[int, int, int]](), 0
+        for row, length, shared in zip(*self, strict=True):
+            depth = min(depth, shared)
+            if row in chosen:
+                own.append((row, length, depth))
+                depth = length
+        return SortedRows(*([each[i] for each in own] for i in range(3)))
+
     def split(self, start: int, stop: int, depth: int) -> list[tuple[int, int]]:
         """Places `start` to `stop`, whose rows share at least `depth` tokens, as runs that share more than that."""
         cuts = (place for place in range(start + 1, stop) if self.depths[place] == depth)

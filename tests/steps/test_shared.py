@@ -85,6 +85,16 @@ def test_each_row_is_the_pieces_on_the_way_to_its_last_token(rows, step):
         assert not len(own) or own.tolist() == next(x for x in whole.values() if int(own[-1]) in x)[: len(own)]
 
 
+@given(ROWS, st.sets(st.integers(0, 8)))
+def test_some_of_the_rows_share_what_those_between_them_do(rows, chosen):
+    found = made(rows)
+    chosen = sorted(row for row in chosen if row < len(rows))
+    part = found.part(chosen)
+    assert sorted(part.order) == chosen
+    assert part.tokens == len(trie([rows[row] for row in chosen]))
+    assert found.apart().tokens == sum(found.lengths)
+
+
 @given(ROWS)
 def test_pieces_that_follow_none_come_first(rows):
     _, mask = padded(rows)
