@@ -22,7 +22,7 @@ from fppo.steps import Forward, Loop, MicroBatching, UpdateActor, adamw
 from fppo.steps.forward import compute_log_probs
 from fppo.steps.packed import masks_of
 from fppo.steps.train_state import init_state
-from fppo_kernels.record import Kernels
+from fppo_kernels.table import Kernels
 
 # width, inner width, layers, tokens of the vocabulary
 SIZES = {"1M": (128, 384, 5, 512), "13M": (384, 1024, 8, 1024)}

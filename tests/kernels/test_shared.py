@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from fppo.laws import LawViolation, check_shared
 from fppo.laws._kernels import words
-from fppo.laws.attention import FEATURES
 from fppo_kernels import shared, table
+from fppo_kernels.attention import FEATURES
 from fppo_kernels.attention.eager import eager
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.shared import Branch, read, readings, share, shared_attention

@@ -1,6 +1,8 @@
 """The short way in gives the run that wiring by hand gives, and its pieces can be rearranged."""
 
+import traceback
 from functools import partial
+from pathlib import Path
 
 import attrs
 import pytest
@@ -147,3 +149,19 @@ def test_each_step_has_keys_of_its_own(task):
     for _ in range(2):
         run, *_ = ppo_step(run, program=program, draw=wired.draw)
     assert keys == [wired.run.key.fold("step", number).fold("actor") for number in range(2)]
+
+
+def test_few_frames_stand_between_a_step_and_a_loss(task):
+    """Who debugs a loss of their own reads a short traceback."""
+    seen = []
+
+    def loss(log_probs, old_log_probs, advantages, mask):
+        names = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()[:-1]]
+        start = max(i for i, (_, name) in enumerate(names) if name == "ppo_step")
+        seen.append([name for path, name in names[start + 1 :] if "fppo" in path.parts])
+        return losses.ppo_clip(log_probs, old_log_probs, advantages, mask)
+
+    wired = _wired(task, advantage=advantages.grpo)
+    update = attrs.evolve(wired.program.update_actor, loss_fn=loss)
+    ppo_step(wired.run, program=attrs.evolve(wired.program, update_actor=update, check=False), draw=wired.draw)
+    assert all(len(frames) <= 7 for frames in seen), seen[0]
