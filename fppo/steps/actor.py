@@ -172,7 +172,7 @@ class UpdateActor:
         )
 
     def objective(self) -> Objective:
-        """What an update of this stage makes smaller."""
+        """The objective that an update of this stage minimises."""
         terms, prepares = self.terms, self.terms.nll_coef != 0 or isinstance(self.loss_fn, SelectiveLoss)
         return Objective(
             loss=PolicyObjective(loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs),

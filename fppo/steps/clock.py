@@ -12,7 +12,7 @@ from fppo.tree import replace, state
 
 @state
 class Clock:
-    """What a schedule goes by beside the number of updates: plain numbers, a part of the state.
+    """The counts that a schedule goes by, beside the number of updates: plain numbers, a part of the state.
 
     The warm-up counts the updates that were made, so that skipped ones do not use it up. What follows is measured in
     steps of the run, from the end of the warm-up to the last step: a run that begins its updates earlier than settings

@@ -34,12 +34,13 @@ def init_confidence(
 
 
 def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t f"]:
-    """What shows how sure the policy is before each response token, [B, T, SIGNS] in the dtype of `log_probs`.
+    """Signs of how sure the policy is before each response token, [B, T, SIGNS] in the dtype of `log_probs`.
 
-    `log_probs` and `entropy` [B, T] are the policy's; of the row's tokens in the mask before t it reads the sum of the
-    log-probs, the least of them and the last one, as they are (over 5, from -2 on) and as probabilities; of the token
-    at t the entropy of its distribution, which does not depend on which one was sampled; and how many tokens came
-    before, as 1 - 1 / (1 + count). Tokens outside the mask are bridged as if they were not there.
+    `log_probs` and `entropy` [B, T] are the policy's. Of the row's tokens in the mask before t the signs are the sum
+    of the log-probs and the least of them, as they are (over 5, from -2 on) and as probabilities, and the probability
+    of the last one. Of the token at t they are the entropy of its distribution, as it is and as exp(-entropy): it does
+    not depend on the token sampled. The last sign is the number of tokens before, as 1 - 1 / (1 + count). Tokens
+    outside the mask are bridged as if they were not there.
     """
     said = log_probs.detach().where(mask, 0.0)
     before = F.pad(said, (1, 0))[:, :-1]

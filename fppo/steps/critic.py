@@ -80,7 +80,7 @@ class UpdateCritic:
         )
 
     def objective(self) -> Objective:
-        """What an update of this stage makes smaller."""
+        """The objective that an update of this stage minimises."""
         wanted = ("values",) if self.forward.model.outputs == 1 else ("values", "outputs")
         return Objective(loss=ValueObjective(loss_fn=self.loss_fn), outputs=wanted)
 

@@ -27,7 +27,7 @@ LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # the names o
 
 
 class _RoutedRows(Protocol):
-    """What routers' parts of passes read of a record."""
+    """The columns of a record that routers' parts of passes read."""
 
     @property
     def attention_mask(self) -> Tensor: ...  # [B, S] bool
@@ -133,7 +133,7 @@ def check_biases(model: Model, what: str) -> None:
 
 
 def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
-    """What the routers' part of a pass reads of the rows, [B, S, ...]; nothing if they neither tell nor replay."""
+    """The columns of the rows for the routers' part of a pass, [B, S, ...]; none if these neither report nor replay."""
     if not (tells or replay):
         return {}
     found = {"counted": counted(rows.attention_mask, rows.response_mask)}
@@ -217,7 +217,7 @@ def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l 
 
 
 def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
-    """What the routers' losses are made of; zeros for routers of other stages of a pipeline."""
+    """The sums that the routers' losses are made of; zeros for routers of other stages of a pipeline."""
     probs, squares = dict[int, Tensor](), []
     for number in own_routers(model):
         logits = routed.routes.routed[number].logits
@@ -259,7 +259,7 @@ def router_totals(rows: Annotated, model: Model) -> RouterTotals:
 def router_terms(
     loads: Tensor | None, sums: RouterSums | None, losses: RouterLosses | None, prefix: str
 ) -> tuple[list[Tensor], Metrics]:
-    """What the routers of a pass add to its loss, 0-d tensors; and their metrics."""
+    """The terms that the routers of a pass add to its loss, 0-d tensors; and their metrics."""
     report: Metrics = {} if loads is None else {f"{prefix}/{LOAD}": Sum(loads)}
     terms = {} if losses is None or sums is None else losses.of(sums)
     return [*terms.values()], report | {f"{prefix}/{name}": metrics.term(x) for name, x in terms.items()}
@@ -296,8 +296,8 @@ def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tupl
 
 
 def rank_loads(loads: Float[Tensor, "l e"], ranks: int) -> Float[Tensor, " r"]:
-    """What the experts of each of so many ranks of an expert axis have of the loads, all layers together, over the mean
-    of the ranks: 1 where all have as much."""
+    """The load of the experts on each of `ranks` ranks of an expert axis, all layers together, over the mean of the
+    ranks: 1 where all have as much."""
     own = loads.view(len(loads), ranks, -1).sum((0, 2))
     return own / own.mean().clamp(min=1e-9)
 

@@ -44,7 +44,7 @@ from fppo_kernels.shapes import Float
 
 
 class TrainRows(Rows, Protocol):
-    """What the loop reads of a record."""
+    """The columns of a record that the loop reads."""
 
     @property
     def row_ids(self) -> Tensor: ...  # [B] int64
@@ -94,7 +94,7 @@ class MiniBatch(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class Objective:
-    """What an update makes smaller, as a function of what the model says of some rows.
+    """The quantity that an update minimises, as a function of a model's outputs for some rows.
 
     `loss(out, rows, weights)` gives the part of the loss, 0-d, that rows [b, ...] of a mini-batch add, by these
     `outputs` of a pass at this `temperature` and by the rows' weights [b, T] of the whole mini-batch (`weighted_sum`),
@@ -136,7 +136,7 @@ class _Passes:
         forward: Forward | None = None,
         received: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """What is made smaller, 0-d, and the metrics, of rows with their weights [b, T]."""
+        """The loss to minimise, 0-d, and the metrics, of rows with their weights [b, T]."""
         objective, forward = self.objective, forward or self.forward
         out = forward_micro_batch(
             params,
@@ -158,8 +158,8 @@ class _Passes:
     def stage(
         self, params: Params | Gathered, micro: MicroBatch, *, forward: Forward, received: Tensor | None
     ) -> tuple[Any, Metrics]:
-        """What a stage of a pipeline before the last hands on, with the loss of its routers if it has one, and their
-        metrics."""
+        """The hidden states that a stage of a pipeline before the last hands on, with the loss of its routers if it has
+        one, and their metrics."""
         outputs = self._outputs(self.objective.outputs)
         states, out = stage_states(params, micro, forward=forward, received=received, outputs=outputs)
         added, report = router_terms(out.loads, out.router_sums, self.routers, self.prefix)
@@ -347,7 +347,7 @@ def _inputs(params: Params, forward: Forward, record: Recorder | None) -> Params
 def _stage_gradients(
     params: Params, mini: MiniBatch, passes: _Passes, *, make_schedule: MakeSchedule
 ) -> tuple[Params, Metrics]:
-    """What `_gradients` gives, where a pipeline axis has the layers."""
+    """The results of `_gradients`, where a pipeline axis has the layers."""
     forward, mesh, kinds = passes.forward, passes.forward.mesh, [x.dtype for x in params.values()]
     inputs, given = _inputs(params, forward, None), list(micro_batches(mini, forward))
     others: list[Metrics] = []

@@ -52,7 +52,7 @@ class Optimizer(NamedTuple):
 
 
 class UpdateCall(NamedTuple):
-    """What an update knows beside its trees."""
+    """The arguments of an update beside its trees."""
 
     step: float
     mesh: Mesh

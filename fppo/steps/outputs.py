@@ -25,7 +25,7 @@ OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEAD
 
 @runtime_checkable
 class Rows(Protocol):
-    """What a pass reads of a record: a Rollout or any later stage."""
+    """The columns that a pass reads of a record: a Rollout or any later stage."""
 
     @property
     def tokens(self) -> Tensor: ...  # [B, S] int64
@@ -37,12 +37,12 @@ class Rows(Protocol):
 
 @attrs.frozen
 class Forward:
-    """What runs a model: its code, the kernels it runs with and the mesh it runs on.
+    """A model bound to the kernels and the mesh of its passes.
 
     `remove_padding` packs the rows of a pass; without it the padded rows run as they are. With `share_prompts` the
     tokens that rows begin with alike are computed once; "auto": where that saves a tenth of the tokens, and all can.
-    `read` makes values [...] of what a value head gives, [..., K]. With `replay` the routers of experts choose what the
-    rows' `routed` [B, S, L, k] says.
+    `read` makes values [...] of what a value head gives, [..., K]. With `replay` the routers of experts take their
+    choices from the rows' `routed` [B, S, L, k].
     """
 
     model: Model

@@ -39,7 +39,7 @@ class Slice(NamedTuple):
 
 
 class Masked(Protocol):
-    """What is read of a record to know where its tokens are."""
+    """The masks of a record that give the places of its tokens."""
 
     @property
     def attention_mask(self) -> Tensor: ...  # [B, S] bool
@@ -126,8 +126,8 @@ def blank_masks(masks: Masks) -> Masks:
 
 
 def multiple(mesh: Mesh) -> int:
-    """What a packed row is filled up to a multiple of, so that ranks have slices, or blocks, of equal size, which the
-    tensor axis divides."""
+    """The divisor of the length that a packed row is filled up to: ranks then have slices, or blocks, of equal size,
+    divisible by the size of the tensor axis."""
     context = mesh["context"].size
     return mesh["sequence"].size * mesh["tensor"].size * (context * BLOCKS[-1] if context > 1 else 1)
 
@@ -217,7 +217,10 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
 
 
 def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Axis, device: torch.device) -> SharedRow:
-    """What passes over pieces need beside the indices: `own` are the tokens that responses follow on, of `length`."""
+    """The shared row, which passes over pieces need beside the indices.
+
+    `own` are the tokens that responses follow on, of the `length` tokens of a rank.
+    """
     fill = length * axis.size - len(pieces.index)
     return SharedRow(
         keys=share([*pieces.pieces, *([Branch(fill)] if fill else [])], device),

@@ -62,7 +62,7 @@ def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*
 
 
 def beside(seen: Float[Tensor, "b t f"], truth_signs: Float[Tensor, "b t g"] | None) -> Float[Tensor, "b t h"]:
-    """What a critic reads, with what a privileged one knows of the truth behind it."""
+    """The input of a critic: `seen`, and behind it the `truth_signs` of a privileged one."""
     return seen if truth_signs is None else torch.cat([seen, truth_signs.to(seen)], -1)
 
 

@@ -72,7 +72,7 @@ def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]
 
 
 def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:
-    """What each rank computed of its rows [b, ...], on all ranks and in the order of the rows [B, ...].
+    """The results of all ranks for their rows [b, ...], on every rank and in the order of the rows [B, ...].
 
     `shared` are the rows of each rank of `axes`, in their order, on all ranks the same. No gradients.
     """

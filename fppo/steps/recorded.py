@@ -231,7 +231,7 @@ def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
 
 
 def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
-    """What `numbers_of` gave, on the device of `rows`, for a pass over these."""
+    """The indices of a pass over `rows`, made of the result of `numbers_of` on their device."""
     parts = [sizes.tokens, sizes.responses, sizes.responses, sizes.rows + 1]
     index, responses, before, ends = numbers.split(parts)
     untold = typed("tuple[int, ...]", _Untold())
@@ -280,8 +280,10 @@ def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> Non
 
 
 def _value(x: Any) -> Any:
-    """What a pass is recorded with, and recorded anew for another one: a value that is no tensor. A replay cannot know
-    the objects of rows, so it has none."""
+    """The value of a leaf that is no tensor, as a pass is recorded with it: for another value it is recorded anew.
+
+    A replay cannot know the objects of rows, so their columns are empty.
+    """
     return Column() if isinstance(x, Column) else x
 
 

@@ -33,7 +33,7 @@ class Whole:
 
 
 class _Root:
-    """What is outside the layers, which is being gathered: waited for when it is first used, and kept."""
+    """The parameters outside the layers, while they are gathered: waited for when they are first used, and kept."""
 
     def __init__(self, finish: fsdp.Finish) -> None:
         self._finish = finish
@@ -162,7 +162,8 @@ def _groups(model: Model, params: Params) -> list[Params]:
 
 
 def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """What parameters are cast to before they are used: outside the base model, only a vocabulary head's weight is."""
+    """The dtypes that parameters are cast to before they are used: outside the base model, only a vocabulary head's
+    weight is cast."""
     return {
         name: model.compute_dtype
         for name, x in params.items()

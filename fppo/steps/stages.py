@@ -36,7 +36,7 @@ def stage_outputs(
     lengths: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """What the last stage gives for each micro-batch, of these `shapes`, on all ranks; without gradients.
+    """The outputs of the last stage for each micro-batch, of these `shapes`, on all ranks; without gradients.
 
     Of each micro-batch `lengths` tokens pass from stage to stage. Results are float32, or float64 where hidden states
     are.
@@ -91,7 +91,7 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
 
 
 def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
-    """What passes between stages of micro-batches: hidden states [N, H] of so many tokens."""
+    """The wires between stages, one for each micro-batch: hidden states [N, H] of so many tokens."""
     model = forward.model
     tensors = model.joined(params if isinstance(params, dict) else params.params)
     x = next(x for name, x in tensors.items() if name.startswith(model.prefix) and not is_coded(name))

@@ -1,4 +1,4 @@
-"""What one model's training is, whole: saving it saves everything; and one step of it."""
+"""The whole state of one model's training: saving it saves everything; and one step of it."""
 
 from __future__ import annotations
 
