@@ -199,7 +199,7 @@ def keep(
 
 
 class AheadSampler:
-    """What samples beside the steps of a run that is `ahead` by so many."""
+    """A sampler beside the steps of a run, `ahead` of them by so many."""
 
     def __init__(self, ahead: int, *, program: Program, draw: Draw, stream: torch.cuda.Stream | None = None) -> None:
         self._ahead, self._program, self._draw, self._stream = ahead, program, draw, stream

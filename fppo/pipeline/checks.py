@@ -1,4 +1,4 @@
-"""What is looked at before a program runs: its own functions by the laws that take no time, its stages side by side."""
+"""Checks of a program before it runs: its own functions by the laws that take no time, its stages side by side."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def screened(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> dict[str, LawViolation]:
-    """What is wrong, by the names of the arguments and of the kernels, with those of them that are not this library's.
+    """Violations of laws by the functions that are not this library's, under the names of the arguments and kernels.
 
-    `group` is the number of responses to a prompt; `dtype` and `device` are what kernels run in and on.
+    `group` is the number of responses to a prompt; kernels run in `dtype` and on `device`.
     """
     checks: dict[str, Callable[[], None]] = {}
     if isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn.loss_fn):
@@ -129,8 +129,8 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
 
 
 def disagreements(*, rollout: Any, annotate: Any, estimate: Any, update_actor: Any) -> list[str]:
-    """What fields of stages do not go together, one line each: settings that a script can give to one and forget for
-    another."""
+    """Fields of stages that do not go together, one line each: a script can give a setting to one stage and forget it
+    for another."""
     sampling, terms, correct = field(rollout, "sampling"), field(update_actor, "terms"), field(estimate, "correct")
     temperatures = {
         # a correction may weigh what another temperature sampled; nothing makes up for the rest

@@ -122,7 +122,7 @@ def of_values(fn: Estimator) -> Callable[[Tensor, Tensor, Tensor], Advantages]:
 
 
 def name_of(fn: Any) -> str:
-    """What messages call an estimator."""
+    """The name of an estimator in messages."""
     fn = fn.func if isinstance(fn, partial) else fn
     return getattr(fn, "__name__", None) or type(fn).__name__
 

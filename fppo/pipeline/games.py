@@ -89,7 +89,7 @@ def spellings(tokenizer: Any, sampling: Sampling) -> Spell:
 
 
 class _Path(NamedTuple):
-    """What a response has come to: its prompt, its tokens, and which of them the policy chose."""
+    """A response so far: its prompt, its tokens, and which of them the policy chose."""
 
     prompt: Ids
     said: Ids = ()
@@ -212,7 +212,7 @@ class Ways:
         return place
 
     def _finished(self, path: _Path, edge: int, states: States, number: int) -> None:
-        """What a turn leads to that ends here."""
+        """Records the outcome of a turn that ends here: the weighted scores of ends, and links to further turns."""
         nodes, whole = self._game.outlook(states), sum(w for w, _ in states)
         self._ends[edge] = sum(w * node.score for w, node in nodes if isinstance(node, End)) / whole
         shown: dict[Ids, list[tuple[float, Turn]]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What the models of a run say of rows, each in a pass of its own: none needs what another one finds."""
+"""The outputs of a run's models for rows, each from a pass of its own: none needs the results of another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Passes:
 
     @property
     def read(self) -> tuple[str, ...]:
-        """What a critic without a model reads of the policy's pass, beside the log-probs."""
+        """The outputs of the policy's pass that a critic without a model reads, beside the log-probs."""
         return ("entropy",) if self.confidence is not None else ("hidden",) if self.hidden is not None else ()
 
 
@@ -65,7 +65,7 @@ class ReadValues(NamedTuple):
 
 
 def read_values(passes: Passes, params: Params, log_probs: Tensor, out: TokenOutputs, rows: Rows) -> ReadValues:
-    """What a critic without a model makes of the log-probs [B, T] and what else it reads of the policy's pass."""
+    """The values of a critic without a model, from the log-probs [B, T] and what else it reads of the policy's pass."""
     mask, signs = rows.response_mask, passes.truth_signs and passes.truth_signs(rows)
     if passes.confidence is not None:
         values = passes.confidence(params, log_probs, required(out.entropy), mask, signs)
@@ -161,7 +161,7 @@ class Share(NamedTuple, Generic[R]):
     mesh: Mesh
 
     def collected(self, x: Tensor) -> Tensor:
-        """What each rank computed of its rows, on all ranks and in order."""
+        """The results of all ranks for their rows, on every rank and in order."""
         return collect(x, self.places, self.mesh)
 
 
@@ -185,6 +185,6 @@ def balance_of(rows: SortedRows, forward: Forward) -> Metrics:
 
 
 def required(x: Tensor | None) -> Tensor:
-    """What a pass was asked for, and gave."""
+    """A requested output of a pass, asserted to be there."""
     assert x is not None
     return x

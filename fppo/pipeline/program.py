@@ -1,4 +1,4 @@
-"""What a run is, and what does not change in it: its stages, each of which extends the record of the one before."""
+"""The state of a run, and its unchanging program: stages, each of which extends the record of the one before."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fppo.tree import copy, state
 
 @state
 class Base:
-    """What adapters stand on, which a checkpoint does not hold, and what they are."""
+    """The base of an adapter, which a checkpoint does not hold, and the adapter in words."""
 
     source: str
     digest: str  # of its weights, as they are kept
@@ -33,7 +33,7 @@ class Base:
 
 @state
 class RunState:
-    """What a run is, whole: saving it saves everything, and two runs from equal states are equal."""
+    """The whole state of a run: saving it saves everything, and two runs from equal states are equal."""
 
     actor: TrainState
     key: Key
@@ -53,7 +53,7 @@ Together = Callable[[Work], dict[str, Any]]
 
 
 def in_turn(work: Work) -> dict[str, Any]:
-    """What each of these gives, one after the other. Any other order, or all at once, gives the same."""
+    """The results of pieces of work, done one after the other. Any other order, or all at once, gives the same."""
     done = {}
     for name, do in work.items():
         done[name] = do()

@@ -68,8 +68,7 @@ def record_line(
     kind: Kind | None = None,
     of_state: OfState | None = None,
 ) -> dict[str, Any]:
-    """What the digests file holds of a step: one digest of the state, that of each leaf, and their kind unless it is
-    blake2b."""
+    """A step's line of the digests file: one digest of the state, that of each leaf, and their kind unless blake2b."""
     assert record.experience is not None
     device = device or device_of(record.run.actor.params)
     kind = kind or digests.kind_of(device, mesh)

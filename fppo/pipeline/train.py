@@ -26,8 +26,8 @@ from fppo.tree import replace
 
 @attrs.frozen(kw_only=True)
 class StepRecord:
-    """What one step was: the state after it, its batch (None for the evaluation before the first), its numbers, and
-    when its stages ran, with all of it as "step"."""
+    """The result of one step: the state after it, its batch (None for the evaluation before the first), its numbers,
+    and when its stages ran, with all of it as "step"."""
 
     run: RunState
     experience: Experience | None
@@ -41,7 +41,7 @@ Evaluate = Callable[[RunState], Metrics]
 
 @attrs.frozen
 class Evaluation:
-    """What measures the policy beside its training, and when."""
+    """A measurement of the policy beside its training, and the steps at which it is made."""
 
     evaluate: Evaluate
     every: int = 0  # steps from one to the next; 0: only before the first step and after the last
@@ -138,7 +138,7 @@ def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
 
 
 class _Left(NamedTuple):
-    """What the last observer of a step returned, and when it ran: the next step's."""
+    """The numbers from the last observer of a step, and when it ran: both are recorded with the next step."""
 
     numbers: Mapping[str, float] = MappingProxyType({})
     spans: tuple[StageSpan, ...] = ()

@@ -29,7 +29,7 @@ LEAST = 1e-3  # of an exact advantage that has a direction
 
 @state
 class Continued:
-    """What a pass reads of prompts with responses."""
+    """The columns of prompts with responses that a pass reads."""
 
     tokens: Tensor  # [B, S] int64
     attention_mask: Tensor  # [B, S] bool
@@ -66,7 +66,7 @@ PolicyOf = Callable[[Rows], TokenOutputs]
 
 @attrs.frozen(kw_only=True)
 class Known:
-    """What is known of a task: the truth about prompts with their rollout and what the policy says of rows, such as
+    """The known truth of a task, a function of prompts, their rollout and the policy's outputs for rows, such as
     `one_answer`'s; and the estimator of the run's advantages, of token rewards, values and mask."""
 
     exact: Callable[[Prompts, Rollout, PolicyOf], Iterable[Truth]]

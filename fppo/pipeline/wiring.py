@@ -27,7 +27,7 @@ from fppo.steps.train_state import init_state
 
 @attrs.frozen(kw_only=True)
 class Pieces:
-    """What a run is made of. The stages of `program` are frozen values: `attrs.evolve(program, update_actor=
+    """The parts of a run. The stages of `program` are frozen values: `attrs.evolve(program, update_actor=
     attrs.evolve(program.update_actor, loss_fn=mine))` changes one field of one, and a function of one's own takes the
     place of a stage in the same way."""
 
