@@ -56,7 +56,7 @@ def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tu
 def _as_base(
     kind: Literal["float", "int8", "nf4"], model: Model, params: Params, mesh: Mesh, device: torch.device
 ) -> tuple[Model, Params]:
-    """What adapters stand on, of a model that was loaded: quantised before it goes to a device, if that is asked."""
+    """The base of an adapter from a loaded model: quantised before it goes to a device, unless `kind` is "float"."""
     return (model, params) if kind == "float" else bases.quantise(model, params, kind, mesh=mesh, device=device)
 
 
@@ -118,7 +118,7 @@ def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> M
 
 
 def base_of_role(section: ModelSettings, role: str, model: Model | None) -> Base | None:
-    """What a checkpoint says of what the adapter of the actor or the critic stands on; None without one."""
+    """A checkpoint's description of the base under the actor's or the critic's adapter; None without an adapter."""
     if model is None or (frozen := model.frozen) is None:
         return None
     path = section.path if role == "actor" else section.critic_path or section.path

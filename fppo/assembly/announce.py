@@ -1,4 +1,4 @@
-"""What is loaded, in lines for whoever waits for it."""
+"""Lines on what is loaded, for whoever waits for it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _several(count: int, what: str) -> str:
 
 
 def _old_log_probs(settings: TrainSettings) -> str:
-    """What algorithm.old_log_probs = "auto" comes to."""
+    """The source that algorithm.old_log_probs = "auto" comes to, with the reason."""
     match old_log_probs_source(settings):
         case "update":
             return "update: a batch has one update, whose own pass gives them"

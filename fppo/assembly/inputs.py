@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 @attrs.frozen(kw_only=True)
 class EvalInputs:
-    """What an evaluation needs of what the settings name, opened."""
+    """The inputs of an evaluation, opened as the settings name them."""
 
     device: torch.device
     kernels: Kernels
@@ -72,7 +72,7 @@ class EvalInputs:
 
 @attrs.frozen(kw_only=True)
 class Inputs:
-    """What the settings name, opened."""
+    """The inputs of a run, opened as the settings name them."""
 
     device: torch.device
     kernels: Kernels
@@ -140,7 +140,7 @@ def read_inputs(
 
 
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
-    """What an evaluation needs, and nothing that is for training. Raises SettingsError that names all that is wrong."""
+    """The inputs of an evaluation, and none for training alone. Raises SettingsError with everything that is wrong."""
     search(settings.module_dirs)
     tried = _Tried()
     device = device or tried(lambda: device_of(settings))
@@ -164,13 +164,13 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
 
 
 class _Tried:
-    """What went wrong where several things were tried."""
+    """The problems of several attempts, collected."""
 
     def __init__(self) -> None:
         self.problems: list[Exception] = []
 
     def __call__(self, act: Callable[[], T]) -> T | None:
-        """What `act` returns; None, and its error noted, if it fails in a way that a user can mend."""
+        """The result of `act`; None, and its error noted, if it fails in a way that a user can mend."""
         try:
             return act()
         except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What a run is made of, as its settings name it: device, kernels, tokenizer, prompts, models, engine."""
+"""The parts of a run, as its settings name them: device, mesh, models, kernels, micro-batching."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _as_set(model: Model, settings: TrainSettings) -> Model:
 
 
 def base_dtype(settings: TrainSettings) -> torch.dtype:
-    """What the base of the policy's adapter is kept in: nobody updates it, so it is no wider than its passes."""
+    """The dtype of the base under the policy's adapter: no update changes it, so it is no wider than the passes."""
     names = {settings.model.compute_dtype}
     names |= {settings.critic.compute_dtype or settings.model.compute_dtype} if settings.model.shares_base else set()
     return getattr(torch, names.pop()) if len(names) == 1 else torch.float32
@@ -160,7 +160,7 @@ def _loader(settings: TrainSettings, mesh: Mesh) -> Callable[..., tuple[Model, P
 
 
 def value_head_of(settings: TrainSettings) -> ValueHead:
-    """What the critic's outputs mean, and its loss. Raises ValueError for a function that makes no value head."""
+    """The meaning of the critic's outputs, and its loss. Raises ValueError for a function that makes no value head."""
     (make,) = bound(settings.critic.loss, VALUE_HEADS, "critic.loss")
     head = make()
     if not isinstance(head, ValueHead):
@@ -170,7 +170,7 @@ def value_head_of(settings: TrainSettings) -> ValueHead:
 
 
 def offload_of(settings: TrainSettings, role: Role) -> Offload:
-    """What of a role is on the host between uses: nothing, the optimizer's moments, or all of it."""
+    """The part of a role on the host between uses: nothing, the optimizer's moments, or all of it."""
     common = settings.model.offload
     match role:
         case "actor":

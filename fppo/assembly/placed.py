@@ -146,7 +146,7 @@ def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.
 
 
 def _written(run: RunState, remote: Mapping[str, _Part], draft: Path) -> list[Contents]:
-    """What the groups have written of the fields of a run that are there."""
+    """Writes the fields of a run that are in groups, each by its own group; the contents of their files."""
     work, first = dict[str, _LaterCall](), 0
     for field, part in remote.items():
         args = (HERE, getattr(run, field), part.model, field, draft, first)

@@ -57,7 +57,7 @@ ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 @attrs.frozen(kw_only=True)
 class Resources:
-    """What the stages of a run work with."""
+    """The passes, updates, engine and rewards that the stages of a run work with."""
 
     passes: Passes
     update_actor: UpdateStage
@@ -238,7 +238,7 @@ def _by_row_if_needed(settings: TrainSettings) -> Correct | None:
 
 
 def _dropped(section: FilterSettings) -> list[Callable[[Annotated], Tensor]]:
-    """What says which rows are not trained on."""
+    """The functions that mark rows to be left out of training."""
     groups = [partial(equal_groups, by=section.by)] if section.groups else []
     return [*groups, *([truncated] if section.truncated else [])]
 

@@ -31,7 +31,7 @@ def reader_params(settings: TrainSettings, key: Key) -> Params:
 
 
 def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
-    """What a privileged one knows of the ground truth; None if it knows nothing, or is a model."""
+    """The function from rows to signs of the truth, for a privileged critic; None for another one, or for a model."""
     limit = critic.privileged
     if not limit or critic.reads == "tokens":
         return None

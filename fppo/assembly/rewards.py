@@ -1,4 +1,4 @@
-"""What scores the responses of a run, as its settings name it: functions, a reward model, a judge."""
+"""Scorers of the responses of a run, as its settings name them: functions, a reward model, a judge."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) ->
 def _judge_engine(
     settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
 ) -> Iterator[tuple[Engine, Params, tuple[str, ...]]]:
-    """What generates the judge's answers, the parameters to hand to it, this rank's part for the embedded engine, and
+    """The engine of the judge's answers, the parameters to hand to it, this rank's part for the embedded engine, and
     the axes whose ranks answer together.
 
     A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.

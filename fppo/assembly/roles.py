@@ -1,4 +1,4 @@
-"""What the roles of a run are, each made where it runs: its state, and its stages bound to model, kernels and mesh."""
+"""The roles of a run, each made where it runs: its state, and its stages bound to model, kernels and mesh."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from fppo_kernels.table import Kernels
 
 @attrs.frozen
 class Tools:
-    """What all roles of one process use."""
+    """The kernels and the lane of copies that all roles of one process use."""
 
     kernels: Kernels
     lane: Lane
@@ -94,7 +94,7 @@ class Reference:
 
 @state
 class Critic:
-    """What is trained beside it: a model, or without one a reading of the policy's confidence or hidden states."""
+    """The critic trained beside the policy: a model, or a reading of the policy's confidence or hidden states."""
 
     state: TrainState
     update: UpdateStage
@@ -171,7 +171,7 @@ def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None,
 
 
 def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
-    """What generates on a rank, by the model of the policy there, with the policy's own parameters."""
+    """The function that generates on a rank, by the model of the policy there, with the policy's own parameters."""
     tools = tools or _tools(here, settings)
     lane = tools.lane if offload_of(settings, "actor") == "all" else None
     size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
@@ -179,7 +179,7 @@ def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model:
 
 
 def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
-    """What generates on a rank that does nothing else, with parameters that it is given."""
+    """The function that generates on a rank reserved for generation, with parameters passed to it."""
     tools, vllm = _tools(here, settings), settings.rollout.engine == "vllm"
     model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
     if vllm:
@@ -199,7 +199,7 @@ class Roles:
 
     @property
     def others(self) -> list[str]:
-        """What there is beside the actor."""
+        """The names of the roles beside the actor."""
         return [name for name in ("critic", "reference") if getattr(self, name) is not None]
 
     @property
@@ -236,7 +236,7 @@ class Roles:
         return self.critic and self._on("critic", self.critic.update, "update_critic", stays=(0,))
 
     def bases(self, settings: TrainSettings) -> dict[str, Base | None]:
-        """What the adapters of actor and critic stand on."""
+        """The bases under the adapters of actor and critic."""
         models = (
             {"actor": self.actor.model, "critic": self.critic and self.critic.model} if settings.model.lora.used else {}
         )
@@ -290,7 +290,7 @@ def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
 
 
 def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
-    """What runs a model. Passes that are recorded share no prompts, unless the settings insist."""
+    """A model bound to the kernels and the mesh of its passes. Recorded ones share prompts only if settings insist."""
     share = settings.model.share_prompts
     return Forward(
         model,
@@ -321,7 +321,7 @@ def _policy_pass(settings: TrainSettings, forward: Forward, fetch: Fetch, record
 
 
 def _view(settings: TrainSettings) -> View:
-    """What the critic sees of rows."""
+    """The function from rows to the critic's view of them."""
     if not settings.critic.privileged:
         return lambda rows: rows
     tokenizer, vocabulary = load_tokenizer(settings.model, settings.data), vocabulary_size_of(settings.model)

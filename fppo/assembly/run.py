@@ -160,7 +160,7 @@ def _resources(
     mesh: Mesh,
     device: torch.device,
 ) -> Resources:
-    """What the stages of the run work with."""
+    """The resources that the stages of the run work with."""
     return Resources(
         passes=roles.passes(truth_signs_of(settings.critic, inputs.tokenizer)),
         update_actor=roles.update_actor(),
@@ -222,7 +222,7 @@ def _engine(
 
 @attrs.frozen(kw_only=True)
 class Evaluator:
-    """What answers and scores held-out prompts with parameters of the policy, of which it holds none."""
+    """An evaluation on held-out prompts with parameters of the policy, of which it holds none."""
 
     evaluate: EvaluateRun
     tokenizer: PreTrainedTokenizerBase
@@ -235,7 +235,7 @@ class Evaluator:
 def assemble_evaluation(
     settings: TrainSettings, *, mesh: Mesh = LOCAL, device: torch.device | None = None
 ) -> Iterator[Evaluator]:
-    """What evaluates a policy, and nothing that trains one: no other data, no parameters, no critic.
+    """The evaluator of a policy, and no part for training alone: no other data, no parameters, no critic.
 
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
     base. Raises ValueError for settings without held-out prompts.
@@ -256,7 +256,7 @@ def assemble_evaluation(
 
 @attrs.frozen(kw_only=True)
 class _Answering:
-    """What answers prompts and scores the responses."""
+    """The engine that answers prompts, and the scoring of its responses."""
 
     engine: Engine
     bring: Callable[[Params], None]  # weights that it will be asked with

@@ -1,4 +1,4 @@
-"""What a run reads and writes text with, as its settings name it: tokenizer, chat template, ends of a response."""
+"""Tools for the text of a run, as its settings name them: tokenizer, chat template, ends of a response."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def load_tokenizer(model: ModelSettings, rows: DataSettings) -> PreTrainedTokeni
 
 
 def open_processor(section: ModelSettings, rows: DataSettings) -> tuple[Any, Vision]:
-    """What reads images and videos for the policy, and what is known of how it sees. Raises ValueError if there is no
-    such processor, and for a model that takes no images, or no videos where there are any."""
+    """The processor of images and videos for the policy, and the policy's handling of them. Raises ValueError
+    without such a processor, and for a model that takes no images, or no videos if the rows have any."""
     directory, name = config_place(section.path, "model.path"), _named(rows.seen)
     config = config_of(section, directory)
     if not takes_images(config):
@@ -116,7 +116,7 @@ def _check_videos(field: str, processor: Any, vision: Vision) -> None:
 def load_images(
     model: ModelSettings, rows: DataSettings, tokenizer: PreTrainedTokenizerBase
 ) -> data.ImageReader | None:
-    """What reads prompts with images and videos, with the tokenizer's chat template; None without any."""
+    """The reader of prompts with images and videos, with the tokenizer's chat template; None without any."""
     if not rows.seen:
         return None
     processor, vision = open_processor(model, rows)
@@ -126,7 +126,7 @@ def load_images(
 
 
 def chat_options(rows: DataSettings) -> ChatOptions:
-    """What the settings give the chat template beside messages."""
+    """The arguments and tools of the settings for the chat template, beside messages."""
     path = rows.tools
     tools: Any = [] if path is None else json_of(Path(path).read_text(encoding="utf-8-sig"))
     return ChatOptions(arguments=rows.chat_arguments, tools=tools, row_tools=rows.row_tools is not None)

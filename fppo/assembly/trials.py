@@ -23,7 +23,7 @@ from fppo.steps.actor import LossFn, SelectiveLoss
 
 
 def value_problems(settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
-    """What the functions of parts say of the keywords that settings give them; not of parts with `known` problems."""
+    """Problems of the functions of parts with their keywords in the settings; none of parts with `known` problems."""
     trials: dict[str, Callable[[], Any]] = {
         "actor.loss": lambda: _loss(policy_loss(settings.actor)),
         "algorithm.advantage": lambda: _advantage(settings.algorithm.advantage),
