@@ -1,4 +1,4 @@
-"""What the laws of kernels share: examples in a dtype, and the distance from a float64 reference."""
+"""Helpers of all laws of kernels: examples in a dtype, and the distance from a float64 reference."""
 
 from __future__ import annotations
 

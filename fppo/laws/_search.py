@@ -42,7 +42,7 @@ class Law(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """What is wrong, and the example with which the function was called, where a law has changed it."""
+    """A violation of a law in words, and the example of the call, where the law has changed it."""
 
     reason: str
     example: LawExample
@@ -150,7 +150,7 @@ def _apart(a: float, b: float) -> tuple[str, str]:
 
 
 def unchanged(example: LawExample, copy: LawExample) -> str | None:
-    """What of the example differs from a copy of it, in words; None if nothing."""
+    """The first argument in the example that differs from the one in `copy`, in words; None if none does."""
     before = {**copy.inputs, **copy.extras}
     for name, x in {**example.inputs, **example.extras}.items():
         if not torch.equal(x, before[name]):
@@ -159,7 +159,7 @@ def unchanged(example: LawExample, copy: LawExample) -> str | None:
 
 
 def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
-    """What a function, called twice on the example by `call`, does beside its results, or how these `differ`."""
+    """A side effect of a function, or how the results of two calls by `call` `differ`; None without either."""
     copy, state = example.map(torch.clone), torch.get_rng_state()
     first = call()
     if not torch.equal(state, torch.get_rng_state()):

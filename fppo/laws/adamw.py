@@ -84,7 +84,7 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScala
 
 
 def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
-    """What of some steps differs from the textbook's numbers."""
+    """The first difference of some steps from the textbook's numbers, in words; None if there is none."""
     state, names = _start(example), list(example.inputs)
     expected = _State(*([x.double() for x in part] for part in state))
     for step in range(STEPS):
@@ -104,7 +104,7 @@ def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generato
 def keeps_skipped(
     kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars
 ) -> str | None:
-    """What a step changes whose gradients were not finite."""
+    """The first change by a step whose gradients were not finite, in words; None if there is none."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
     grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]

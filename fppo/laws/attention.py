@@ -25,8 +25,8 @@ def _places(example: LawExample) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 def _unseen(
     op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator, readers: Tensor, unseen: Tensor
 ) -> str | None:
-    """What the queries `readers` [N] get from the other ones and the keys `unseen` [M], in value or in gradient; None
-    if nothing."""
+    """How the queries `readers` [N] depend on the other ones and on the keys `unseen` [M], in value or in gradient;
+    None if they do not."""
     fresh = {name: normal(generator, *x.shape).to(x) for name, x in example.inputs.items()}
     others = {"query": ~readers, "key": unseen, "value": unseen}
     changed = example.put(**{k: fresh[k].where(others[k][:, None, None], x) for k, x in example.inputs.items()})

@@ -31,7 +31,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def call(fn: Callable, example: LawExample) -> Tensors:
-    """What `fn` returns for the example's inputs, as a tuple of [B, T]."""
+    """The results of `fn` for the example's inputs, as a tuple of [B, T]."""
     result = fn(*example.inputs.values())
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
@@ -235,7 +235,7 @@ def token_example(
 
 
 class _Whitening(NamedTuple):
-    """What a whitening is meant to do: keep the mean or make it 0, and what it adds to the variance."""
+    """The specification of a whitening: keep the mean or make it 0, and a number to add to the variance."""
 
     shift_mean: bool
     eps: float
