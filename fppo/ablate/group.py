@@ -33,7 +33,7 @@ class _OutOfTime(BaseException):
 
 @attrs.frozen(kw_only=True)
 class MeasuredGroup:
-    """What is measured together: every implementation at one shape in one dtype."""
+    """Every implementation of an operation at one shape in one dtype, to be measured together."""
 
     case: Operation
     shape: dict[str, int]
@@ -46,7 +46,7 @@ class MeasuredGroup:
 
 @attrs.frozen(kw_only=True)
 class _Examined:
-    """What is known of an implementation before its times; without `fn` it is not timed."""
+    """The findings on an implementation before its times; without `fn` it is not timed."""
 
     fn: Callable | None = None
     status: Any = "ok"

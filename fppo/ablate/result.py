@@ -1,4 +1,4 @@
-"""What an ablation found, as values: rows, the machine they were measured on, and their JSON."""
+"""The findings of an ablation, as values: rows, the machine they were measured on, and their JSON."""
 
 from __future__ import annotations
 
