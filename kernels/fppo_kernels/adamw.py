@@ -75,7 +75,7 @@ def reference_(
     grad_scale: Float[Tensor, ""] | None = None,
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """What `adamw_` computes, as the paper writes it, in the dtype of the parameters."""
+    """The update of `adamw_`, as the paper writes it, in the dtype of the parameters."""
     for param, grad, mu, nu, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
         if grad_scale is not None:
             grad.div_(grad_scale)

@@ -37,10 +37,10 @@ class Exact(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class OperationCost:
-    """What an operation must do at a shape, whoever computes it, and how that is counted.
+    """The work that an operation requires at a shape, whatever the implementation, and how it is counted.
 
     Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
-    with the backward pass; None where there is none.
+    with the backward pass; None without one.
     """
 
     bytes_forward: int

@@ -62,7 +62,7 @@ def _tiles(deal: Deal, rank: int, source: int, window: int | None, size: int) ->
 
 
 class _How(NamedTuple):
-    """What a ring computes, beside its tensors."""
+    """The arguments of a ring's computation, beside its tensors."""
 
     tiles: Callable[[int], list[_Tile]]  # of this rank's queries and the keys of another
     axis: Axis

@@ -126,7 +126,7 @@ class Implementation:
 
 
 def found(fn: Any) -> Any:
-    """What "module:name" names, which is imported; anything else as it is."""
+    """The object that "module:name" names, imported; anything else as it is."""
     if not isinstance(fn, str):
         return fn
     module, _, name = fn.partition(":")

@@ -18,7 +18,7 @@ FEATURES = ("gqa", "window", "softcap", "sinks", "key_lengths")
 
 
 class AttentionCase(NamedTuple):
-    """What attention is drawn with for the laws: heads, and the keywords that it is called with."""
+    """One case of attention for the laws: heads, and the keywords of the call."""
 
     kv_heads: int = 1
     groups: int = 1
@@ -80,7 +80,8 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _slack(inputs: Arguments, extras: Arguments) -> float:
-    """What a rounded result is wrong by, in its product with a gradient: it grows with the root of the terms."""
+    """The factor on tolerances for the error of a rounded result, in its product with a gradient: it grows with the
+    root of the number of terms."""
     query, scale = inputs["query"], extras["scale"]
     return max(1.0, scale.item() * (query.shape[2] / 2) ** 0.5) if query.dtype == torch.bfloat16 else 1.0
 

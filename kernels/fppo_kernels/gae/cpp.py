@@ -17,7 +17,7 @@ def cpp(
     gamma: float | Float[Tensor, ""] = 1.0,
     lam: float | Float[Tensor, ""] = 1.0,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """What `fppo_kernels.gae.loop.loop` computes, on a CPU. Raises ValueError for tensors elsewhere.
+    """Advantages and returns as of `fppo_kernels.gae.loop.loop`, on a CPU. Raises ValueError for tensors elsewhere.
 
     It is the reverse scan of `fppo_kernels.gae.scan`, by doubling within 16 tokens.
     """

@@ -39,7 +39,7 @@ def scan(
     gamma: float | Float[Tensor, ""] = 1.0,
     lam: float | Float[Tensor, ""] = 1.0,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """What `fppo_kernels.gae.loop.loop` computes, by one reverse scan.
+    """Advantages and returns as of `fppo_kernels.gae.loop.loop`, by one reverse scan.
 
     With s the row's next token in the mask, the returns are G_t = r_t + gamma ((1 - lam) V_s + lam G_s): a scan that
     holes in the mask hand on as it is. A = G - V.

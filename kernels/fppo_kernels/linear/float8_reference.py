@@ -1,4 +1,4 @@
-"""What linear/float8 computes, in float64, by the definition of its numbers and not by torch's casts."""
+"""The layer of linear/float8 in float64, by the definition of its numbers and not by torch's casts."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
 class SlabWork(NamedTuple):
-    """What is done with the numbers of a slab of raw logits [n, v], which it may overwrite."""
+    """The work on the numbers of a slab of raw logits [n, v], which it may overwrite."""
 
     # (inputs, slab, tokens, vocab, moments, split): writes the moments of a split of the vocabulary
     measure: Callable[[PassInputs, Tensor, slice, slice, Moments, int], None]
@@ -41,7 +41,7 @@ class SlabWork(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """What the outputs are, besides the tensors, and how it is done."""
+    """The options of the outputs, besides the tensors, and how they are computed."""
 
     softcap: float | None
     scale: float
@@ -53,7 +53,7 @@ class Rule(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """What both passes read."""
+    """The inputs of both passes."""
 
     rule: Rule
     hidden: Tensor  # [N, H]

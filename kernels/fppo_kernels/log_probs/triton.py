@@ -41,7 +41,7 @@ class Tiling(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What the outputs are, besides the tensors, and how the work is cut."""
+    """The options of the outputs, besides the tensors, and how the work is cut."""
 
     softcap: float | None
     scale: float
@@ -51,7 +51,7 @@ class _Rule(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """What both passes read."""
+    """The inputs of both passes."""
 
     rule: _Rule
     hidden: Tensor  # [N, H]
@@ -61,7 +61,7 @@ class _Inputs(NamedTuple):
     temperature: Tensor  # float32 [N]
 
     def arguments(self, rows: slice, entropy: bool, sum_squared: bool) -> dict[str, Any]:
-        """What both kernels take, for some of the tokens."""
+        """The arguments of both kernels, for some of the tokens."""
         hidden, weight, rule, tiling = self.hidden[rows], self.weight, self.rule, self.rule.tiling
         sizes = {"tokens": len(hidden), "vocab": len(weight), "width": hidden.shape[1]}
         if tiling.descriptors:
