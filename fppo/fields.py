@@ -23,7 +23,7 @@ Table = dict[str, Any]  # names and values that are another library's: a table i
 
 
 class Problem(NamedTuple):
-    """What is wrong with one setting, and what to do: as text "section.setting = value: text"."""
+    """A problem of one setting, and what to do: as text "section.setting = value: text"."""
 
     path: str
     value: Any  # NOTHING where no single value is wrong
@@ -69,7 +69,7 @@ def kept(default: Any) -> Any:
 
 
 def name_of(field: attrs.Attribute) -> str:
-    """What files and the command line call a setting."""
+    """Name of a setting in files and on the command line."""
     return field.metadata.get("name") or field.name
 
 
@@ -128,7 +128,7 @@ def cluster_problems(settings: Any, path: str, words: tuple[str, ...]) -> Proble
 
 
 def wrong_values(section: Any, prefix: str = "") -> Problems:
-    """What fails a check of its field, through all sections."""
+    """Yield a problem for each failed check of a field, through all sections."""
     for field in fields_of(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{name_of(field)}"
         if attrs.has(type(value)):
@@ -182,12 +182,12 @@ def _finite(value: Any) -> str | None:
 
 
 def number_problem(value: Any) -> str | None:
-    """What is wrong with a number, or numbers, that may be infinite; None if nothing is."""
+    """The problem of a number, or numbers, that may be infinite; None if there is none."""
     return "must be a number or inf" if any(map(math.isnan, _numbers(value))) else _in_range(value)
 
 
 def _in_range(value: Any) -> str | None:
-    """What is wrong with numbers that float32 and int64 do not hold, which what computes with them does."""
+    """The problem of numbers that do not fit float32 or 64 bits, as computations need; None if there is none."""
     values = value if isinstance(value, tuple) else (value,)
     whole = [x for x in values if isinstance(x, int) and not isinstance(x, bool)]
     if any(abs(x) >= 2**64 for x in whole):

@@ -1,4 +1,4 @@
-"""What `fppo ablate` does, once its arguments are read."""
+"""The work of `fppo ablate`, after its arguments are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `fppo plan` does, once its arguments are read."""
+"""The work of `fppo plan`, after its arguments are read."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fppo.fleet.shared import put
 
 
 class Cluster(Protocol):
-    """What has room for ranks."""
+    """Protocol of places that start ranks."""
 
     def ranks(self, spec: RankSpec | None = None) -> Ranks:
         """The ranks that the spec describes; one on the CPU without it."""

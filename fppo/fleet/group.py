@@ -49,7 +49,7 @@ class GroupDied(RuntimeError):
 
 @attrs.frozen
 class Call:
-    """What a call took, on the clock of `time.perf_counter` here, and the bytes of its arguments and results."""
+    """Times of a call, on the clock of `time.perf_counter` here, and the bytes of its arguments and results."""
 
     group: str
     label: str
@@ -96,7 +96,7 @@ class LocalGroup:
         on_item: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What `fn` gives."""
+        """Call `fn` in this process and return its result, or None where `on_item` gets each item."""
         del stays, label, on_host, patience
         named = {name: self.here if x is HERE else x for name, x in kwargs.items()}
         value = fn(*(self.here if x is HERE else x for x in args), **named)
@@ -161,7 +161,7 @@ class Group:
         on_item: Callable[[Any], None] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What `fn(*args, **kwargs)` gives on the ranks, each of which runs it.
+        """Call `fn(*args, **kwargs)` on every rank and return the result.
 
         Results whose numbers `stays` has, or all with True, stay there: the caller gets their trees with a `Held` for
         each leaf, but for plain values. The rest comes from the first rank. A `Held` of this group among the
@@ -212,7 +212,7 @@ class Group:
         return value
 
     def calls(self) -> list[Call]:
-        """What is known of the calls since this was asked the last time."""
+        """The calls since the last query, in order."""
         return [self._made.popleft() for _ in range(len(self._made))]
 
     def _check_held(self, lease: Lease, label: str) -> None:
@@ -311,7 +311,7 @@ def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Calla
 
 
 def at_once(work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """What each of these gives, all at the same time. The first error is raised once all have ended."""
+    """Run all functions at the same time and return their results by name; raises the first error after all ended."""
     if len(work) < 2:
         return {name: do() for name, do in work.items()}
     grad = torch.is_grad_enabled()

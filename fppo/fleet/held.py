@@ -80,8 +80,8 @@ def handles(lease: Lease, count: int) -> list[Held]:
 
 
 class Apart(dict[str, Any]):
-    """What stands for a mapping of which each rank has entries of its own, as of a pipeline's stages: one handle of all
-    that a rank has, under no name."""
+    """Stand-in for a mapping with entries of each rank's own, as of a pipeline's stages: one handle of all that a rank
+    has, under no name."""
 
 
 class _Unnamed:

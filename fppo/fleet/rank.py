@@ -35,7 +35,7 @@ Stays = tuple[int, ...] | bool
 
 @attrs.frozen
 class Stayed:
-    """What stands in a reply for a result that stays: its tree, whose leaves are `plain` or are to be handles."""
+    """Stand-in in a reply for a result that stays: its tree, with leaves that are `plain` or are to be handles."""
 
     part: int
     outline: Outline
@@ -65,8 +65,8 @@ class RankRequest:
 
 @attrs.frozen
 class Reply:
-    """What became of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, to
-    which its reader gets the `rest`: the next reply."""
+    """Outcome of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, and its
+    reader gets the `rest`: the next reply."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
@@ -111,7 +111,7 @@ class RankSpec:
 
 @attrs.frozen(kw_only=True)
 class Membership:
-    """What a rank joins."""
+    """A rank's number in its group, with the spec and the token of the group."""
 
     rank: int
     spec: RankSpec
@@ -119,7 +119,7 @@ class Membership:
 
 
 class Rank:
-    """What a process of a group is made of."""
+    """A process of a group, with its held results, its mesh and its store."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], list[Any]] = {}
@@ -217,7 +217,7 @@ class Rank:
         return value
 
     def _values(self, held: Iterable[Run]) -> Iterator[Any]:
-        """What handles stand for."""
+        """Yield the values behind the runs of handles."""
         for call, part, leaves in held:
             own = self._held[call, part]
             yield from (own[leaf] for leaf in leaves)

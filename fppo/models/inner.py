@@ -173,7 +173,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def linear_form(module: nn.Module) -> LinearForm | None:
-    """What linear layer a module is; None if it is none."""
+    """The form of a linear layer; None if the module is none."""
     return LinearForm(type(module) is Conv1D) if is_linear(module) else None
 
 
@@ -267,7 +267,7 @@ def _near(actual: Any, expected: Tensor) -> bool:
 
 
 class KernelPlace(NamedTuple):
-    """What stands in the places of an operation's modules: `seam(module, form, kernel)`, where `form` knows one."""
+    """Replacement for an operation's modules: `seam(module, form, kernel)`, where `form` knows one."""
 
     what: str
     form: Callable[[nn.Module], Any]

@@ -1,4 +1,4 @@
-"""What is planned: a model on a mesh, with the numbers of a step; models and accelerators by name."""
+"""The case to plan: a model on a mesh, with the numbers of a step; models and accelerators by name."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def overhead(hardware: Hardware, axes: int, transient: float) -> float:
 
 
 def pinned(size: int) -> int:
-    """What torch takes for so many bytes of memory that a GPU copies from: the next power of two."""
+    """Bytes of pinned host memory that torch allocates for `size` bytes: the next power of two."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
@@ -214,7 +214,7 @@ ROLES: Mapping[str, str] = MappingProxyType(
 
 @attrs.frozen(kw_only=True)
 class Role:
-    """What differs for one model of a case; None: as the case has it."""
+    """Overrides for one model of a case; None: as the case has it."""
 
     tokens: int | None = None  # of a pass: the critic's of its update, the reward model's of its only one
     compute_dtype: str | None = None
@@ -382,7 +382,7 @@ def balanced(sequences: int, most: int) -> tuple[int, int]:
 
 
 def problems(case: Case) -> list[str]:
-    """What is wrong with the case, one line for each thing."""
+    """List the problems of a case, one line each."""
     wrong, sequence, tensor = [], case.size("sequence"), case.size("tensor")
     for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
         if config is None:
@@ -431,7 +431,7 @@ def problems(case: Case) -> list[str]:
 
 
 def _expert_problems(case: Case) -> list[str]:
-    """What is wrong with the expert axis."""
+    """List the problems of the expert axis, one line each."""
     ranks, wrong = case.size("expert"), []
     if ranks == 1:
         return []

@@ -72,12 +72,12 @@ class _Batch:
 
     @property
     def critic(self) -> Critic | None:
-        """What the critic reads, if there is one."""
+        """The critic's input; None without a critic."""
         return self.run.critic.reads if self.run.algorithm.uses_critic else None
 
     @property
     def outputs(self) -> list[str]:
-        """What the policy's pass gives beside log-probs."""
+        """Names of the outputs of the policy's pass beside log-probs."""
         read = [name for name in READS[self.critic or "tokens"] if name != "log_probs"]
         squared, replay = self.row.sum_squared_probs is not None, self.run.algorithm.router_replay
         whole = old_log_probs_source(self.run) == "pass" or bool(read) or squared
@@ -102,7 +102,7 @@ class _Batch:
 
 
 def _before(batch: _Batch) -> Iterator[ColumnCall]:
-    """What samples and scores."""
+    """Yield the calls that sample and score."""
     rollout = batch.sizes(Rollout)
     prompts = batch.rows // batch.run.rollout.n
     for count in (batch.rows, prompts) if batch.row.baselines is not None else (batch.rows,):
@@ -113,7 +113,7 @@ def _before(batch: _Batch) -> Iterator[ColumnCall]:
 
 
 def _passes(batch: _Batch, ranks: int) -> Iterator[ColumnCall]:
-    """What models say of the rows before they are updated."""
+    """Yield the calls between sampling and update: the models' passes over the rows, and the balance of lengths."""
     scored, numbers, run = batch.sizes(Scored), batch.numbers, batch.run
     found = batch.sizes(Annotated, batch.outputs)
     if batch.passed:

@@ -34,7 +34,7 @@ ORDER = AXES  # ranks of the last axis are neighbours
 
 
 class Seconds(NamedTuple):
-    """What a stage's time consists of."""
+    """The parts of a stage's time, in seconds."""
 
     compute: float
     communication: float  # all of it
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
 
 
 class WireTraffic(NamedTuple):
-    """What a rank sends over an axis."""
+    """Traffic of one rank over one axis."""
 
     sent: float  # bytes
     calls: float
@@ -107,7 +107,7 @@ def busy_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def wires(phases: Sequence[Phase], case: Case) -> dict[str, WireTraffic]:
-    """What a rank sends in a stage with all of its passes, by axis."""
+    """Traffic of a rank in a stage with all of its passes, by axis."""
     by_axis: dict[str, Counter] = {}
     for phase, times in _repeated(phases, case):
         for (axis, op, wait), calls in phase.cost.calls.items():
@@ -179,7 +179,7 @@ _LAUNCHES = 40  # operations of a layer's forward pass
 
 
 class Rough(NamedTuple):
-    """What a rank needs: seconds of a step without its rollout, and bytes where most is held."""
+    """Needs of a rank by the formula: seconds of a step without its rollout, and peak bytes."""
 
     seconds: float
     memory: float
@@ -187,7 +187,7 @@ class Rough(NamedTuple):
 
 @attrs.frozen
 class Facts:
-    """What is the same of a model on every mesh."""
+    """Sizes of a model that are equal on every mesh."""
 
     layers: int
     dense: float  # numbers of the parameters of its layers, but for those of experts
@@ -204,7 +204,7 @@ class Facts:
 
 
 def facts_of(case: Case, model: Model) -> Facts:
-    """What there is to know of a model that no axis cuts."""
+    """The `Facts` of a model that no axis cuts."""
     config, routed = model.config, frozenset(experts.expert_names(model))
     inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]

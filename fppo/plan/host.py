@@ -1,4 +1,4 @@
-"""What the host's memory holds of a rank's process, beside what is on its device."""
+"""Host memory of a rank's process, beside the memory of its device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HostMemory:
 
 
 def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
-    """What the process of a rank holds, whose stages are those."""
+    """Host memory of the process of a rank with these stages."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
@@ -60,7 +60,7 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
 
 
 def process_bytes() -> int:
-    """What a process without a GPU takes with the torch that is installed here, beside tensors."""
+    """Bytes of a process without a GPU, beside tensors, with the torch that is installed here."""
     return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
 
 

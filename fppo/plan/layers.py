@@ -87,7 +87,7 @@ def piped(case: Case, name: str, own: Sequence[int], run: Run) -> list[Phase]:
 
 
 class _Stage:
-    """What a stage of a short pipeline does, by the name of the phase."""
+    """Phases of a stage of a short pipeline by name, with the bytes held after each."""
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.setup, first, *_, last = phases
@@ -135,7 +135,7 @@ def _phase(name: str, own: Sequence[Phase], held: Mapping[str, float], cost: Cos
 
 
 def _moved(segment: Segment, start: Mapping[str, float], held: Mapping[str, float]) -> Segment:
-    """What is held at most where a phase that began with `start` begins with `held`."""
+    """The peak of a segment if its phase began with `held` in place of `start`."""
     peak = Counter(segment.peak)
     peak.update(held)
     peak.subtract(start)

@@ -30,7 +30,7 @@ from fppo_kernels.collectives import Axis
 
 
 def measured(case: Case, name: str, mesh: Mesh) -> list[Phase]:
-    """What the stage holds, computes and sends on this rank of `mesh`, whose sizes are the case's.
+    """Measure memory, FLOPs and traffic of the stage on this rank of `mesh`, whose sizes are the case's.
 
     It runs on the CPU, in as many passes as a plan runs.
     """
@@ -49,8 +49,8 @@ def prepared(
 
 
 def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
-    """What the routers of the stage's model give the experts of each rank of an expert axis, over the mean of the
-    ranks: of all rows of the stage. Every rank of `mesh` must call."""
+    """Loads of the ranks of an expert axis, over their mean, as the routers of the stage's model choose for all rows of
+    the stage. Every rank of `mesh` must call."""
     params, forward, batch = _parts(case, name, mesh, Tracker())
     passed = MicroBatching(token_budget=case.tokens)
     routed = compute_outputs(params, batch, forward=forward, micro_batching=passed, outputs=("routed",)).routed

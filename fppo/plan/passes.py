@@ -67,7 +67,7 @@ SPLITS = 64  # parts of the vocabulary with moments of their own: of 8 tiles eac
 
 
 def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
-    """What stands for the kernel of this name. Raises ValueError for one that is not planned."""
+    """The planned function for the log-probs kernel of this name. Raises ValueError for one that is not planned."""
     if name not in LOG_PROBS:
         raise ValueError(f"--model.log-probs {name!r} is not planned; there are {', '.join(LOG_PROBS)}")
     if name == "triton":
@@ -190,12 +190,12 @@ def _adapted(model: Model, case: Case, name: str) -> Model:
 
 
 def base_dtype(case: Case) -> torch.dtype:
-    """What the base of adapters is kept in: what it is computed with."""
+    """The dtype in which the base of adapters is kept: its compute dtype."""
     return case.compute_dtype or torch.float32
 
 
 class Built:
-    """What takes long to make of a case's models, made once. The cases that ask have the same models."""
+    """Cache of the slow parts of building models, each made once. All cases that use it have the same models."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
@@ -220,15 +220,15 @@ class Built:
         return layout_in_codes(lora.with_factors(layout, frozen.places, frozen.lora.rank), model.forms)
 
     def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
-        """What a rank of the case's mesh runs of a model; or of one with these numbers of layers in the rank's own
-        stages, and without others."""
+        """The part of a model that a rank of the case's mesh runs; with `own`, of a model with these numbers of layers
+        in the rank's own stages and none in others."""
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
         placed = _adapted(prepared.on(mesh, cuts), case, name)
         return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
 
     def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
-        """What a stage of a case does with so many layers, of which the last few are kept."""
+        """The phases of a stage of a case with so many layers; the last few results are cached."""
         for known, stage, count, phases in self._runs:
             if (stage, count) == (name, layers) and known == case:
                 return phases
@@ -244,7 +244,7 @@ class Built:
         return attrs.evolve(prepared, dispatched=own)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made the first time that somebody asks for the key."""
+        """The result of `make`, which runs on the first request for the key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -402,8 +402,8 @@ def passes_of(case: Case, name: str) -> int:
 
 
 def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built: Built | None = None) -> list[Phase]:
-    """What the stage of a case (`Case.at`) holds, computes and sends on the rank that has most, in few passes; or on
-    one whose stages have `own` layers."""
+    """Track memory, FLOPs and traffic of the stage of a case (`Case.at`) on the rank that has most, in few passes; or
+    on one whose stages have `own` layers."""
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     mesh = mesh_of(case, tracker.sent)
@@ -430,7 +430,7 @@ def base_of(case: Case, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> 
 def tracked(
     case: Case, tracker: Tracker, stage: Callable[[TrainState], Any], state: TrainState, batch: Any
 ) -> list[Phase]:
-    """What `stage` does with a state, which it may use up."""
+    """Track the phases of `stage` on a state, which it may use up."""
     tracker.hold(state.params.values(), HOST if case.offload == "all" else STATE)
     tracker.hold(tree.tensors(state.opt), STATE if case.offload == "none" else HOST)
     tracker.hold(tree.tensors(batch), BATCH)
@@ -475,13 +475,13 @@ def _fullest(case: Case, places: Sequence[Tensor]) -> int:
 
 
 def shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """What the rank with most of a model has of each trained parameter."""
+    """Shapes of the shard of each trained parameter on the rank with most of a model."""
     every, model = every_shape(case, name, built), built.model(case, name)
     return every if model.frozen is None else {name: shape for name, shape in every.items() if is_trained(name)}
 
 
 def every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """What it has of each parameter, and of the weights of a base."""
+    """Shapes of the shard of each parameter, and of the weights of a base, on the rank with most of a model."""
     mesh = mesh_of(case, lambda *_: None)
     layout = built.layout(case, name, mesh)
     shapes = built.model(case, name).all_shapes if layout is None else layout.shapes

@@ -1,4 +1,4 @@
-"""What sampling a step's responses takes: memory of an engine, its time, and the weights that it is sent; prompts go
+"""The cost of sampling a step's responses: memory of an engine, its time, and the weights that it is sent. Prompts go
 through the embedded engine's own code, on parameters without data."""
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Prefill(NamedTuple):
 
 
 def prefill_of(case: Case, built: Built, *, prompts: int, length: int) -> Prefill:
-    """What a pass over so many prompts of one length keeps and holds on a rank, by the model that no axis cuts; from
-    few layers, where all are alike. A tensor axis shares it out."""
+    """Bytes of a pass over so many prompts of one length on a rank, by the model that no axis cuts; from few layers,
+    where all are alike. A tensor axis shares it out."""
     key = ("prefill", case.compute_dtype, case.hardware.on_gpu, prompts, length)
     return built.once(key, lambda: _of_all(case, built, prompts, length))
 
@@ -116,7 +116,7 @@ class PlannedRollout:
 
 @attrs.frozen
 class _Engine:
-    """What an engine is on each of its GPUs."""
+    """An engine, as it is on each of its GPUs."""
 
     model: Model  # whole
     dtype: torch.dtype  # that it computes in
@@ -252,7 +252,7 @@ def _kept(case: Case) -> torch.dtype:
 
 
 def _narrow(case: Case, engine: _Engine) -> torch.dtype:
-    """What parts are cast to before they are gathered: codes are not."""
+    """The dtype to which shards are cast before they are gathered; codes are not cast."""
     return engine.dtype if case.lora_base is None else base_dtype(case)
 
 

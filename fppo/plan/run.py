@@ -105,7 +105,7 @@ def _lora(lora: LoraSettings, rank: int) -> Lora | None:
 
 
 def _roles(of: TrainSettings, length: int) -> dict[str, Role]:
-    """What differs for the models beside the actor."""
+    """Overrides for the models beside the actor, by role."""
 
     def place(offload: bool | None) -> str | None:
         return None if offload is None else "all" if offload else "none"

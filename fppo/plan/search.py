@@ -1,4 +1,4 @@
-"""What would make a case fit: settings tried one by one, then together; and the best of all meshes of some GPUs."""
+"""Search for settings that make a case fit: one by one, then together; and for the best mesh of some GPUs."""
 
 from __future__ import annotations
 
@@ -238,8 +238,8 @@ class Candidate:
 
 @attrs.frozen
 class SearchResult:
-    """What a search has found: the plans that fit, the fastest first; those that turned out not to; and of all others
-    why not."""
+    """The result of a search: the plans that fit, the fastest first; those that turned out not to; and the reasons
+    against all others."""
 
     best: tuple[tuple[Candidate, Plan], ...]
     failed: tuple[tuple[Candidate, Plan], ...]
@@ -327,7 +327,7 @@ def _unused(case: Case, sequences: int, facts: Mapping[str, Facts]) -> str | Non
 
 
 def _undivided(case: Case, *sizes: int) -> str | None:
-    """What axes of `DIVIDING`, of these sizes, do not divide."""
+    """The first problem of the case on a mesh with the axes of `DIVIDING` in these sizes, or None."""
     mesh = dict(zip(DIVIDING, sizes, strict=True))
     wrong = problems(attrs.evolve(case, mesh=mesh, virtual_stages=1))
     return wrong[0] if wrong else None

@@ -162,7 +162,7 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
 
 
 def _differences(case: Case) -> list[str]:
-    """What differs between the roles, a line each."""
+    """Lines on the overrides of the roles, the load of experts, and passes without a gradient."""
     places = {"none": "on the device", "moments": "moments on the host", "all": "on the host"}
     lines = []
     for name, role in case.roles.items():
@@ -246,7 +246,7 @@ def _time(plan: Plan) -> Section:
 
 
 def _rollout(plan: Plan | Engines) -> Section:
-    """What an engine does and holds."""
+    """The section on an engine: its rows, memory, time and weights."""
     sampling, rollout = plan.case.sampling, plan.rollout
     if sampling is None or rollout is None:
         return []
@@ -275,7 +275,7 @@ def _host(host: HostMemory | None) -> Section:
 
 
 def of_engines(engines: Engines) -> list[Section]:
-    """What the engines of a pool do and hold."""
+    """The sections on the engines of a pool: rows, memory, time and weights; and the memory of their host."""
     rollout, memory = engines.rollout, engines.case.hardware.memory
     fits = f"It {'fits' if engines.fits else 'does not fit'}: {rollout.total / GIB:,.1f} of {memory / GIB:,.1f} GiB."
     sent = f"{rollout.engines:,} engines {engines.sent / GIB:,.1f} GiB."
@@ -342,7 +342,7 @@ def numbers_of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, A
 
 
 def numbers_of_search(found: SearchResult) -> dict[str, Any]:
-    """What a search has found, for machines: bytes and seconds."""
+    """The result of a search, for machines: bytes and seconds."""
 
     def rough(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         return [{"mesh": c.case.mesh, "virtual_stages": c.case.virtual_stages, "rough": c.rough} for c in candidates]

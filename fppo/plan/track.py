@@ -1,4 +1,4 @@
-"""What a piece of code allocates, computes and sends, operation by operation: of real tensors, or of ones with no data.
+"""Tracking of allocations, compute and traffic, operation by operation: of real tensors, or of ones with no data.
 
 A storage lives from the operation that makes it until its last owner lets go, as with torch's own allocators. What it
 is for shows only later, sometimes at the end of a backward pass, so events are noted as they come and read afterwards.
@@ -36,7 +36,7 @@ from fppo_kernels.collectives import Axis
 
 
 class Work(NamedTuple):
-    """What one operation does."""
+    """Work of one operation."""
 
     kind: str  # "matmul" or "attention", with the dtype; "" for others
     flops: float
@@ -96,7 +96,7 @@ ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the
 
 
 class DispatchCounter(NamedTuple):
-    """What is asked of an operation again and again."""
+    """Facts about an operation that each of its calls needs."""
 
     name: str
     marks: bool  # of which each layer has its own
@@ -114,8 +114,8 @@ def dispatched(func: Any) -> DispatchCounter:
 
 
 def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """What experts' matrix product gives, of tensors without data in a dtype for which torch does not know its shape,
-    though it computes it; None for anything else."""
+    """The experts' grouped matrix product of tensors without data, in a dtype that torch multiplies without knowing the
+    shape of the result; None for anything else."""
     if dispatched(func).name != "_grouped_mm" or args[0].dtype == torch.bfloat16:
         return None
     left, right, offsets = args[:3]
@@ -486,7 +486,7 @@ class Tracker(TorchDispatchMode):
         return phases
 
     def _segment(self, live: Counter[str], start: int, end: int) -> Segment:
-        """What lives where most does; `live` is brought up to the end."""
+        """Bytes by kind at the peak of the events from `start` to `end`; `live` is brought up to the end."""
         total = sum(live.values())
         most, peak = total, dict(live)
         for sign, block in self._events[start:end]:

@@ -107,7 +107,7 @@ def as_packed(attend: Attend, rows: int) -> Attend:
 
 
 def bias_of(hidden: Tensor, cache: Layers) -> Tensor:
-    """What attention adds to scores [R, C]: -inf where `hidden`, bool [R, C], in the dtype of the cache."""
+    """The bias of attention scores [R, C]: -inf where `hidden`, bool [R, C], else 0; in the dtype of the cache."""
     kind = next((keys.dtype for keys, _ in cache.values()), torch.float32)  # without attention, nothing reads it
     return torch.zeros(hidden.shape, dtype=kind, device=hidden.device).masked_fill_(hidden, -torch.inf)
 

@@ -67,9 +67,9 @@ class _Layer(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """What `hidden` computes with: the parameters that a skeleton has while they are bound to it.
+    """Inputs of `hidden`: the parameters that a skeleton has while they are bound to it.
 
-    On a tensor axis they are cut, and each rank computes its share of what attention and MLP add to all rows.
+    On a tensor axis they are cut, and each rank computes its share of the output of attention and MLP for all rows.
     """
 
     embedding: nn.Module

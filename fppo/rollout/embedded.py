@@ -138,7 +138,7 @@ class EmbeddedEngine:
             return assemble(steps, fed, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
-        """What records steps, if anything: those of other code may wait for the device, and a collective is not
+        """The recorder of steps, or None: steps of other code may wait for the device, and collectives are not
         replayed."""
         able = decoder is not None and axis.size == 1
         if self.graphs and not able:
@@ -194,7 +194,7 @@ class _Wave(NamedTuple):
     inputs: Sequence[RowInputs | None] | None
 
     def each(self, x: Tensor) -> Tensor:
-        """What a row of each prompt [B, ...] is for its draws [B * n, ...]."""
+        """Values of each prompt [B, ...], repeated for its draws [B * n, ...]."""
         return x.repeat_interleave(len(self.rows) // len(self.lengths), 0)
 
 

@@ -1,4 +1,4 @@
-"""What an engine is, and how responses are sampled."""
+"""Interface of engines, and the settings of sampling."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Newer = Callable[
 
 @attrs.frozen(eq=False)
 class Ask:
-    """What is asked of an engine: `sampling.n` responses to each of B prompts, drawn by the key.
+    """A request to an engine: `sampling.n` responses to each of B prompts, drawn by the key.
 
     `version` is the number of the policy that samples. `limits` [B] are the most tokens of each prompt's responses,
     where they are fewer than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is done, once for

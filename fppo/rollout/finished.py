@@ -1,4 +1,4 @@
-"""What the embedded engine's steps come to: rows that finish, said while others go on, and the rollout."""
+"""Results of the embedded engine's steps: rows, reported as they finish, and the rollout."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _within(ask: Ask, most: int) -> Ask:
 
 
 def _continued(ask: Ask, rows: _ResponseRows, live: Tensor, limits: Tensor) -> Ask:
-    """What asks for more of the rows `live`, which have had the same number of tokens each."""
+    """The request for more tokens of the rows `live`, which have the same number of tokens each."""
     n, had, where = ask.sampling.n, rows.drawn.shape[1], live.to(rows.tokens.device)
     prompts = batches.rows(ask.prompts, live // n)
     tokens = torch.cat([prompts.tokens.to(rows.tokens), rows.tokens[where]], 1)

@@ -192,7 +192,7 @@ class EnginePool:
             raise GroupDied(self._groups[0].name, f"{text}{self._deaths[-1]}")
 
     def _live(self, replica: _Replica) -> None:
-        """What the thread of an engine does."""
+        """Run the loop of an engine's thread."""
         while self._next(replica):
             pass
 

@@ -1,4 +1,4 @@
-"""What every engine does around its sampling: the prompts' checks, and the record of the responses."""
+"""Steps around sampling that all engines share: the prompts' checks, and the record of the responses."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class States:
         self._cache = DynamicCache(config=model.config if model.stateful else None)
 
     def __call__(self, mixer: Mixer, hidden: Tensor) -> Any:
-        """What a mixer gives for rows of tokens [R, S, H] that go on from here."""
+        """Run a mixer on rows of tokens [R, S, H] that go on from these states."""
         return mixer(hidden, self._cache)
 
     def take_(self, index: Tensor) -> States:

@@ -42,7 +42,7 @@ Advance = Callable[[Tensor, int], Next]
 
 
 class DecodingPolicy(NamedTuple):
-    """What a forward pass needs, inside `bind`."""
+    """Inputs of a forward pass, inside `bind`."""
 
     model: Model
     skeleton: PreTrainedModel
@@ -61,7 +61,7 @@ class DecodingPolicy(NamedTuple):
         return self.model.text_of(self.skeleton)
 
     def routes(self) -> Routes | None:
-        """What routers tell in one pass."""
+        """A record of the routers' choices in one pass; None without routers."""
         return Routes() if self.routers else None
 
 

@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 
 class CopyOrigin(NamedTuple):
-    """What a copy of parameters was made of: the leaves themselves, tensors or handles, under a version."""
+    """Sources of a copy of parameters: the leaves themselves, tensors or handles, under a version."""
 
     version: int
     leaves: dict[str, weakref.ref[Any]]
@@ -77,7 +77,7 @@ def digest(x: Tensor, how: How | None = None) -> str:
 
 
 def how_of(tensors: Iterable[Tensor]) -> How:
-    """What digests of these tensors are computed from: their bytes, if all of them are on the host."""
+    """The method of these tensors' digests: "bytes" if all of them are on the host, else "sums"."""
     return "bytes" if all(x.device.type == "cpu" for x in tensors) else "sums"
 
 
@@ -115,7 +115,7 @@ def reshard(
 
 
 def sent_dtype(name: str, own: torch.dtype, dtype: torch.dtype | None, exact: Collection[str]) -> torch.dtype:
-    """What a parameter is sent in, of the dtype `own`: floating ones in `dtype`, if they need not be `exact`."""
+    """The dtype in which a parameter of dtype `own` is sent: `dtype` for a floating one that need not be `exact`."""
     return dtype if dtype is not None and own.is_floating_point and name not in exact else own
 
 

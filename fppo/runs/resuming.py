@@ -1,4 +1,4 @@
-"""What a run goes on with from a checkpoint: the bases of its adapters, its prompts, the clocks of its schedules."""
+"""Resuming a run from a checkpoint: the bases of its adapters, its prompts, the clocks of its schedules."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def step_in(path: Path) -> int:
 
 
 def misnamed(directory: Path) -> list[str]:
-    """What to say of checkpoints that are called by another step than their manifests say."""
+    """Warnings about checkpoints whose names give another step than their manifests."""
     other = [(path, step) for path, step in _entries(directory) if path != path_of(directory, step)]
     return [
         f"{path} holds the checkpoint of step {step}, as its manifest says; its name is wrong" for path, step in other
@@ -167,7 +167,7 @@ class Attempt:
         return f"is {self.directory} one directory for all nodes?"
 
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
-        """What `look` finds. CheckpointError once nothing in the draft has changed for the time to wait."""
+        """Wait for a result of `look`. CheckpointError once nothing in the draft has changed for the time to wait."""
         clock, unchanged, pause = ProcessClock(2 * LONGEST_PAUSE), Unchanged(), 0.005
         while (seen := look()) is None:
             if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:

@@ -55,7 +55,7 @@ class DamagedError(CheckpointError):
 
 @attrs.frozen
 class Contents:
-    """What a checkpoint holds of all ranks, as its manifest has it; every rank has the same."""
+    """Contents of a checkpoint over all ranks, as its manifest has them; every rank has the same."""
 
     plain: Mapping[str, Any]
     structure: str | None
@@ -95,7 +95,7 @@ def contents(
     mesh: Mesh,
     device: torch.device,
 ) -> Contents:
-    """What all ranks hold, from what this one does: a collective of the ranks of the pipeline axis."""
+    """The contents over all ranks, from this rank's: a collective of the ranks of the pipeline axis."""
     leaves = {
         path: {
             "dtype": str(tensors[path].dtype),
@@ -115,7 +115,7 @@ def contents(
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """What parts of a state hold together, whose leaves say which files they are in; the last is the rest of it."""
+    """Join the contents of a state's parts, whose leaves say which files they are in; the last part is the rest."""
     return Contents(
         plain={path: x for part in parts for path, x in part.plain.items()},
         structure=parts[-1].structure,

@@ -177,7 +177,7 @@ def write_part(
 
 @attrs.frozen
 class _Share:
-    """What this rank holds of a tree."""
+    """This rank's share of a tree."""
 
     contents: Contents  # of all ranks
     number: int | None  # this rank's among those that write
@@ -231,7 +231,7 @@ def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: 
 
 @attrs.frozen
 class _Job:
-    """What a rank's thread does."""
+    """Work of a rank's thread: write its shard, if any, then commit or wait for the commit."""
 
     attempt: Attempt
     shard: int | None  # this rank's number among those that write
@@ -280,7 +280,7 @@ class _Job:
 
 
 def _written(parts: RemoteParts, attempt: Attempt) -> Sequence[Contents]:
-    """What the ranks of the parts have written into the attempt's draft, which goes if one of them fails."""
+    """Contents that the ranks of the parts have written into the attempt's draft. The draft goes if one fails."""
     try:
         return parts.write(attempt.draft.absolute())
     except BaseException as error:
@@ -393,8 +393,8 @@ def _mismatches(
     others: tuple[str, ...],
     away: Collection[str],
 ) -> list[str]:
-    """What is wrong with what is stored; leaves with the names of `others` are those of other stages, and `away` are
-    leaves that are elsewhere, or trees of such."""
+    """List the problems of stored leaves. Leaves with names of `others` are those of other stages; `away` are leaves
+    that are elsewhere, or trees of such."""
     saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
     elsewhere = {*away, *(name for path in away if path not in saved for name in inside(path, saved))}
     stored = {name: saved[name] for name in inside(part, saved) if name not in elsewhere}

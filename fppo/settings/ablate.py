@@ -85,7 +85,7 @@ def _split(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def problems(settings: AblateSettings) -> list[str]:
-    """What is wrong with the settings, one line for each thing."""
+    """List the problems of the settings, one line each."""
     lines = [
         f"--{name.rstrip('_').replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)
     ]

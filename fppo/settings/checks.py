@@ -1,4 +1,4 @@
-"""What is wrong with a run's settings: every problem at once, each with its place, its value, and what to do."""
+"""Checks of a run's settings: every problem at once, each with its place, its value, and what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def problems(settings: TrainSettings) -> list[Problem]:
 
 
 def mesh_problems(settings: TrainSettings, world: int) -> list[Problem]:
-    """What keeps the settings from running as `world` processes."""
+    """List the problems of running the settings as `world` processes."""
     mesh = settings.mesh
     others = mesh.others
     if others < 1 or (mesh.shard is not None and mesh.shard < 1):  # a size that its own check refuses
@@ -159,7 +159,7 @@ def _experts(s: TrainSettings) -> Problems:
 
 
 def _lora(s: TrainSettings) -> Problems:
-    """What does not go together with adapters."""
+    """Yield the conflicts of other settings with adapters."""
     lora, critic = s.model.lora, s.uses_critic_model
     if not lora.used:
         names = ("alpha", "scaling", "targets", "reference", "send", "base", "critic_rank")
@@ -196,7 +196,7 @@ def _lora(s: TrainSettings) -> Problems:
 
 
 def _critic(s: TrainSettings) -> Problems:
-    """What does not go together in how the critic learns, if there is one."""
+    """Yield the conflicts among the settings of the critic's training, if there is a critic."""
     critic, signature = s.critic, signature_of(s.critic.loss.name, VALUE_HEADS)
     if not s.algorithm.uses_critic:
         return

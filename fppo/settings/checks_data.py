@@ -1,4 +1,4 @@
-"""What is wrong with where a run's prompts come from, and with how responses to them are scored."""
+"""Checks of the source of a run's prompts, and of the scoring of responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def data_problems(s: TrainSettings) -> Problems:
 
 
 def _truth(s: TrainSettings) -> Problems:
-    """What compares with a ground truth, where there is none."""
+    """Yield a problem if readers of the ground truth are set without one."""
     readers = [f"reward {name}" for name in s.reward.functions if name in COMPARING]
     readers += ["critic.privileged"] if s.critic.privileged else []
     readers += ["eval.exact_values"] if s.eval.exact_values else []
@@ -60,7 +60,7 @@ def _truth(s: TrainSettings) -> Problems:
 
 
 def _images(s: TrainSettings) -> Problems:
-    """What images and videos do not go with, or not yet."""
+    """Yield the conflicts of other settings with images and videos."""
     names = " and ".join(name.removeprefix("data.") for name in s.data.seen)
     if not s.data.chat:
         for name in s.data.seen:
@@ -79,7 +79,7 @@ def _template_fields(text: str) -> list[str]:
 
 
 def eval_problems(s: TrainSettings) -> Problems:
-    """What is wrong with how held-out prompts are answered."""
+    """Yield the problems of the settings of held-out prompts."""
     section = s.eval
     if section.every and not s.data.has_held_out:
         yield wrong(s, "eval.every", "there are no held-out prompts; give data.eval_path")
@@ -96,7 +96,8 @@ def eval_problems(s: TrainSettings) -> Problems:
 
 
 def _lacks_of_exact_values(s: TrainSettings) -> list[str]:
-    """What keeps the value of a prompt from being the probability of its one right answer, or that of a game."""
+    """List the unmet requirements of exact values. With all met, the value of a prompt is the probability of its one
+    right answer, or that of a game."""
     used, respond = ("functions", "weights", "overlong_buffer", "model", "judge"), s.rollout.turns.respond
     score = "exact_match" if respond is None else f"{respond}.score"
     bare = RewardSettings(functions=(score,))

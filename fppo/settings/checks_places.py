@@ -1,4 +1,4 @@
-"""What is wrong with settings on a mesh, and with where roles run."""
+"""Checks of settings on a mesh, and of the places of roles."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN = {"actor": ("actor.", "rollout."), "critic": ("critic.",)}  # settings of 
 
 
 def mesh_rules(s: TrainSettings, world: int) -> Problems:
-    """What is wrong with settings on `world` ranks, which make a mesh of theirs."""
+    """Yield the problems of the settings on `world` ranks, which make a mesh of theirs."""
     mesh, critic = s.mesh, s.algorithm.uses_critic
     if mesh.sequence > 1 and not s.model.remove_padding:
         yield wrong(s, "mesh.sequence", "a sequence axis cuts packed rows; set model.remove_padding")
@@ -49,7 +49,7 @@ def mesh_rules(s: TrainSettings, world: int) -> Problems:
 
 
 def _context_axis(s: TrainSettings) -> Problems:
-    """What does not go with a context axis, and what does nothing without one."""
+    """Yield the conflicts with a context axis, and the settings that do nothing without one."""
     context, sequence = s.mesh.context, s.mesh.sequence
     if context == 1:
         yield from unread(s, ["mesh.ring"], "mesh.context > 1")
@@ -62,7 +62,7 @@ def _context_axis(s: TrainSettings) -> Problems:
 
 
 def _cutting_axis(s: TrainSettings, axis: str) -> Problems:
-    """What does not go with an axis that cuts parameters inside layers."""
+    """Yield the conflicts with an axis that cuts parameters inside layers."""
     if s.model.compile_layers:
         yield wrong(s, axis, "its layers exchange tokens, which torch.compile does not; leave out model.compile_layers")
     for name in ("actor", "critic") if s.algorithm.uses_critic else ("actor",):
@@ -72,7 +72,7 @@ def _cutting_axis(s: TrainSettings, axis: str) -> Problems:
 
 
 def placement_problems(s: TrainSettings) -> Problems:
-    """What keeps roles from running where the settings want them."""
+    """Yield the problems of the placement of roles in pools."""
     placement = s.placement
     places = places_of(placement)
     broken = [*_broken(placement.pools)]
@@ -108,7 +108,7 @@ def placement_problems(s: TrainSettings) -> Problems:
 
 
 def _engines(s: TrainSettings, places: Mapping[str, str]) -> Problems:
-    """What is wrong with who samples."""
+    """Yield the problems of the placement of engines."""
     roles, name, path = s.placement.roles, places.get("rollout"), "placement.roles.rollout"
     if name is None:
         if roles.rollout is not None and roles.actor not in (roles.rollout, HERE):
@@ -149,7 +149,7 @@ def _broken(pools: Mapping[str, object]) -> Problems:
 
 
 def _pools(s: TrainSettings, places: Mapping[str, str]) -> Problems:
-    """What is wrong with pools, and with what runs on their meshes."""
+    """Yield the problems of pools, and of settings on their meshes."""
     pools = pools_of(s.placement)
     if "rollout" in places:  # others' ranks run no vLLM
         s = attrs.evolve(s, rollout=attrs.evolve(s.rollout, engine="embedded"))

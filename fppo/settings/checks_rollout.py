@@ -1,4 +1,4 @@
-"""What is wrong with how a run samples responses: by which engine, in how many turns, ahead, or from files."""
+"""Checks of the sampling of responses: by which engine, in how many turns, ahead, or from files."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _turns(s: TrainSettings) -> Problems:
 
 
 def _sampling(s: TrainSettings) -> Problems:
-    """What is sampled ahead, filtered, or read from files."""
+    """Yield the problems of responses sampled ahead, filtered, or read from files."""
     rollout, estimator = s.rollout, s.algorithm.advantage.name
     if not rollout.filter.groups:
         yield from unread(s, ["rollout.filter.by", "rollout.filter.max_draws"], "rollout.filter.groups")
@@ -98,7 +98,7 @@ def _sampling(s: TrainSettings) -> Problems:
 
 
 def _uninterrupted(s: TrainSettings) -> list[str]:
-    """What newer weights do not get into."""
+    """List the reasons why newer weights cannot enter a rollout under way."""
     texts = []
     if not s.rollout.ahead:
         texts.append("rollout.ahead = 0: nothing is sampled while weights change; give rollout.ahead = 1 or more")
@@ -141,7 +141,7 @@ def too_short(s: TrainSettings, path: str, needed: int, names: str) -> Problems:
 
 
 def vllm_on_ranks(s: TrainSettings, path: str, world: int) -> Problems:
-    """What keeps the vLLM at `path` from running beside each of `world` ranks."""
+    """Yield the problem of running the vLLM at `path` beside each of `world` ranks."""
     if world > 1 and value_at(s, path).host == "local":
         text = 'in a process of several ranks vLLM does not start; give "process", for one of its own, or "ray"'
         yield wrong(s, f"{path}.host", text)

@@ -86,7 +86,7 @@ class Variant:
 
 
 def problems(settings: CompareSettings) -> list[str]:
-    """What is wrong with the arguments themselves, one line for each thing."""
+    """List the problems of the arguments themselves, one line each."""
     return [f"--{name} {value!r}: {text}" for name, value, text in wrong_values(settings)]
 
 

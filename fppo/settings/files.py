@@ -153,7 +153,7 @@ def override(settings: TrainSettings, arguments: Sequence[str]) -> tuple[TrainSe
 
 
 def unescaped(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    r"""What the command line changed of `ESCAPED`, by path, with a new line for \n and a tab for \t; \\n stays \n.
+    r"""Values of `ESCAPED` that the command line changed, by path: \n is a new line and \t a tab; \\n stays \n.
 
     Raises WrongSetting for a command of LaTeX that begins so, which may be meant.
     """
@@ -258,7 +258,7 @@ def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, 
 
 
 def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """What changes in the values, by their paths, of a run that stands in `directory` now."""
+    """New values, by their paths, of the settings of a run that stands in `directory` now."""
     new, old = os.fspath(directory), os.path.abspath(values.get("output_dir", directory))
 
     def moved(path: str) -> str:

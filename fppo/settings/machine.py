@@ -1,4 +1,4 @@
-"""What settings ask of this machine that it has not, as far as can be seen without torch."""
+"""Checks for the GPUs and packages that settings need and this machine lacks, as far as can be seen without torch."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def module_problems(settings: TrainSettings) -> list[Problem]:
 
 
 def _wrong(module: str, path: str) -> str | None:
-    """What is wrong with "module:path", as far as the module's file tells; None if nothing is."""
+    """The problem of "module:path", as far as the module's file tells; None if there is none."""
     try:
         spec = spec_of(module)
     except (ImportError, ValueError):  # of a finder of the user's, or a module without a spec: importing it will tell

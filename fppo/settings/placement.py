@@ -150,7 +150,7 @@ class Pool(AxesSettings):
 
     @property
     def problem(self) -> str | None:
-        """What is wrong with its axes."""
+        """The problem of the pool's axes, or None."""
         if math.prod(self.axes.values()) == self.ranks:
             return None
         axes = ", ".join(f"{name} {getattr(self, name) or 'unset'}" for name in AXES)
@@ -201,7 +201,7 @@ def threads_of(placement: PlacementSettings, cores: int) -> dict[str, int]:
 
 
 def pool_problems(table: Mapping[str, Any], prefix: str = "") -> Problems:
-    """What a pool's table holds that it cannot, and lacks."""
+    """Yield the problems of a pool's table: wrong or missing entries."""
     pool, problems = read_section(Pool, table, prefix)
     yield from problems
     yield from wrong_values(pool, prefix)

@@ -1,5 +1,5 @@
-"""What is wrong with the files and directories that settings name, and inside of these: seen without torch and
-without the tokenizers' library, before anything is loaded."""
+"""Checks of the files and directories that settings name, and of their contents: without torch and without the
+tokenizers' library, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def place_problems(settings: TrainSettings) -> list[Problem]:
 
 
 def output_problems(settings: TrainSettings) -> Problems:
-    """What keeps a run from writing to its output_dir, which is not made yet."""
+    """Yield the reason why a run cannot write to its output_dir, which is not made yet."""
     path, name = Path(settings.output_dir), settings.output_dir
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -82,7 +82,7 @@ def foreign_files(directory: Path, *, inputs: Iterable[Path] = ()) -> list[str]:
 
 
 def _inputs(settings: TrainSettings) -> list[Path]:
-    """What settings name inside of their output_dir."""
+    """Paths that settings name inside of their output_dir."""
     values, root = files.flat(files.to_dict(settings)), Path(settings.output_dir).absolute()
     named = [values[name] for name in files.PATHS]
     paths = [Path(path).absolute() for each in named for path in ([each] if isinstance(each, str) else each or [])]
@@ -95,8 +95,8 @@ def some(names: Sequence[str]) -> str:
 
 
 def target_problem(settings: TrainSettings, target: Path) -> str | None:
-    """What is wrong with exporting a model to `target`: it would replace what is not an export, or what the run
-    reads; None if nothing is."""
+    """The problem of exporting a model to `target`: it would replace what is not an export, or an input of the run;
+    None if there is none."""
     try:
         check_replaceable(target)
     except ValueError as error:
@@ -115,7 +115,7 @@ def is_local(path: str) -> bool:
 
 
 def weights_problem(file: Path) -> str | None:
-    """What keeps a file from being a whole one of safetensors, by its header and its size; None if nothing does."""
+    """The reason why a file is no whole safetensors file, by its header and its size; None if it is one."""
     try:
         size = file.stat().st_size
         with file.open("rb") as opened:
@@ -136,7 +136,7 @@ def weights_problem(file: Path) -> str | None:
 
 
 def _start(settings: TrainSettings) -> Problems:
-    """What is wrong with what a run goes on from, and with whose rollouts it trains on."""
+    """Yield the problems of the checkpoint to resume from, and of the directory of saved rollouts."""
     resume, checkpoints = settings.resume, Path(settings.output_dir) / "checkpoints"
     if resume == "must" and not any(checkpoints.glob("step_*")):
         yield Problem("resume", resume, f"there is no checkpoint in {checkpoints}")
@@ -197,7 +197,7 @@ def _tokenizers(settings: TrainSettings) -> Problems:
 
 
 def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
-    """What is wrong with the tokenizer of a directory, which is to have a chat `template`."""
+    """Yield the problems of the tokenizer of a directory; with `template` it must have a chat template."""
     directory, of_model = Path(path), name.endswith(".path")
     if not path or not is_local(path):
         return
@@ -257,7 +257,7 @@ def _text(name: str, path: str, *, schemas: bool) -> Problems:
 
 
 def _missing(place: Path) -> str:
-    """What is there instead of a place that is not."""
+    """The text on a missing place: it begins with ~, is a file, or lacks a parent."""
     if str(place).startswith("~"):
         return f"~ is not replaced here; give {place.expanduser()}"
     if place.exists():

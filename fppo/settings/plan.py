@@ -113,7 +113,7 @@ def sizes_of(mesh: MeshSettings, gpus: int | None = None) -> dict[str, int]:
 
 
 def problems(run: TrainSettings, options: PlanSettings) -> list[str]:
-    """What is wrong with a plan of a run, one line for each thing."""
+    """List the problems of a plan of a run, one line each."""
     lines = [f"--{name.replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(options)]
     search, gpus, sizes = options.search, options.gpus, sizes_of(run.mesh, options.gpus)
     if search is not None:

@@ -1,4 +1,4 @@
-"""What the settings that say "auto" come to on a machine: one place, and a pure function of what the machine is.
+"""Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
 On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code (with `model.cpp` kernels in C++ instead,
 where the model has places for them), and a vLLM that starts at once. On a GPU
@@ -31,7 +31,7 @@ _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bflo
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """What decides: the kind of device, a GPU's compute capability, and why kernels do not serve here, by "op/name"."""
+    """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name"."""
 
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)

@@ -27,7 +27,7 @@ def _ids(values: tuple[int, ...]) -> str | None:
 
 
 def _extra_last(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
-    """What is vLLM's own comes last."""
+    """Put the field `extra`, vLLM's own arguments, last."""
     return sorted(fields, key=lambda field: field.name == "extra")
 
 

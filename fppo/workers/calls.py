@@ -52,12 +52,12 @@ class Patience:
         return self.lost >= 2 * self.batch_limit
 
     def overdue(self, limit: float) -> Outcome:
-        """What becomes of a sample whose call took longer than `limit`, which is lost."""
+        """The outcome of a sample whose call took longer than `limit`; these seconds are lost."""
         self.lost += limit
         return Outcome("timeout", text=f"no result within {limit:g} s")
 
     def given_up(self) -> Outcome:
-        """What becomes of a sample that is not called any more."""
+        """The outcome of a sample that is not called any more."""
         return Outcome("timeout", text=f"not called: others of its batch have run out of time for {self.lost:g} s")
 
 
@@ -80,7 +80,7 @@ def call(
 
 
 def _settled(result: Any, loop: asyncio.Runner) -> Any:
-    """What a function returned, after waiting for it if it has to be awaited."""
+    """The result of a function, awaited if it is awaitable."""
     if not inspect.isawaitable(result):
         return result
 
@@ -158,7 +158,7 @@ async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome:
 
 
 async def _within(waited: Awaitable[Any], limit: float) -> Any:
-    """What is waited for; TimeoutError after `limit` seconds in which this process was not stopped."""
+    """The result of the awaitable; TimeoutError after `limit` seconds in which this process was not stopped."""
     task, clock = asyncio.ensure_future(waited), ProcessClock(2 * _LOOK)
     try:
         while not task.done() and (left := limit - clock.now()) > 0:

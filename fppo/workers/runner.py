@@ -83,13 +83,13 @@ class FunctionRunner:
         self.close()
 
     def patience(self) -> Patience:
-        """What the processes may lose on one batch that comes in parts, fresh."""
+        """A fresh `Patience`: the seconds that processes may lose on one batch in parts."""
         return Patience(self._time_limit, self._batch_limit * self._workers)
 
     def outcomes_of(
         self, function: Function, samples: Sequence[Sample], patience: Patience | None = None
     ) -> list[Outcome]:
-        """What became of every sample with one of the functions. Without `patience` they are a batch of their own."""
+        """Call a function on samples and return their outcomes; without `patience` they are a batch of their own."""
         limits = self._time_limit, self._batch_limit, self._concurrency
         mode = Mode(function.kind, function.asynchronous, *limits)
         if not samples:

@@ -1,4 +1,4 @@
-"""What a user function is called on, and what became of the call."""
+"""Samples, the arguments of user functions, and the outcomes of calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
+    """Outcome of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
 
     kind: Literal["value", "error", "timeout", "bad"]
     score: float = 0.0

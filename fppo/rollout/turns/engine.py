@@ -192,7 +192,7 @@ class TurnsEngine:
         return [ToolResult(*every[number % ranks][number // ranks]) for number in range(len(conversations))]
 
     def _episode(self, conversation: _Conversation, ids: list[int], sampling: Sampling) -> dict[str, Any]:
-        """What extras hold of a conversation whose last turn has these tokens."""
+        """The extras of a conversation whose last turn has these tokens: opening, draws and the policy's turns."""
         opening, later = conversation.messages[conversation.opening - 1], conversation.messages[conversation.opening :]
         last = [self._turn(ids, sampling)] if ids else []  # none where there was no room for what came after a turn
         turns = [message["content"] for message in [*later, *last] if message["role"] == "assistant"]

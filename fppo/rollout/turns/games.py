@@ -61,7 +61,7 @@ class Game:
     draws: int = 0
 
     def __call__(self, conversation: Sequence[Mapping[str, Any]]) -> list[Message] | None:
-        """What the policy is shown next; None where the game is over, or the turn said nothing that is allowed."""
+        """The messages that the policy is shown next; None if the game is over or the turn held no allowed text."""
         start = next(i for i, message in enumerate(conversation) if DRAWS in message)
         opening, later = conversation[start], conversation[start + 1 :]
         said = [str(message["content"]) for message in later if message["role"] == "assistant"]

@@ -22,7 +22,7 @@ class ToolResult(NamedTuple):
 
 
 class Responder(Protocol):
-    """What answers the policy's turns."""
+    """Protocol of objects that answer the policy's turns."""
 
     def respond(self, conversations: Sequence[list[Message]]) -> list[ToolResult]: ...
 

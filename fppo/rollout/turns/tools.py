@@ -118,7 +118,7 @@ def _packed(result: Any) -> dict[str, Any]:
 
 
 def _problem(result: Any) -> str | None:
-    """What keeps a tool's result from being messages, or None."""
+    """The reason why a tool's result is no list of messages, or None."""
     if result is None:
         return None
     if not isinstance(result, (list, tuple)):

@@ -117,5 +117,5 @@ def share_of_free(memory: GpuMemory) -> float:
 
 
 def buffer_bytes(bucket: int, tensors: Sequence[int]) -> int:
-    """What a transfer's buffer must hold: a bucket, and the largest tensor, which no transport cuts."""
+    """Bytes of a transfer's buffer: the larger of a bucket and the largest tensor, which no transport cuts."""
     return max([bucket, *tensors])

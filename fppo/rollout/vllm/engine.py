@@ -171,8 +171,8 @@ class VllmEngine:
     def log_probs(
         self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0, inputs: Inputs = None
     ) -> Tensor:
-        """What the engine gives tokens of rows of one length, from `start` on, after those before and the images among
-        them: float32 [B, T]."""
+        """Log-probs by the engine of tokens of rows of one length, from `start` on, given those before and the images
+        among them: float32 [B, T]."""
         whole = torch.tensor(rows)
         sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
         prompts, ids = [row[:start] for row in rows], torch.arange(len(rows))
@@ -223,8 +223,8 @@ class VllmEngine:
     def _load(
         self, only: list[str], buckets: Iterator[Bucket], params: Mapping[str, Tensor], factors: Mapping[str, Tensor]
     ) -> tuple[dict[str, str], list[str]]:
-        """What `Host.end_load` returns for these buckets, with an adapter's digests. A rank whose vLLM fails still
-        gathers what others send."""
+        """Load these buckets and return the result of `Host.end_load`, with an adapter's digests. A rank whose
+        vLLM fails still gathers the others' buckets."""
         result: tuple[dict[str, str], list[str]] = ({}, [])
         wrong, died = self._readied(only), None
         if self._info is not None and self._any(wrong is not None, params):

@@ -1,4 +1,4 @@
-"""What a host of vLLM is: what it is asked, how it fails."""
+"""Interface of vLLM hosts: requests, answers and failures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Request:
 
 
 class Synced(NamedTuple):
-    """What a sync did: the version that the engine holds now, and what was sent for it."""
+    """Result of a sync: the version that the engine holds now, the tensors and bytes sent, and the seconds it took."""
 
     version: int
     tensors: int
@@ -81,7 +81,7 @@ class Synced(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a row got: tokens int64, log-probs float32 [T], under the whole distribution and the one drawn from."""
+    """Response of a row: tokens int64, log-probs float32 [T], under the whole distribution and the one drawn from."""
 
     tokens: np.ndarray
     log_probs: np.ndarray

@@ -40,8 +40,8 @@ def take_processed(config: PreTrainedConfig) -> None:
 
 
 def with_images(config: PreTrainedConfig, dtype: torch.dtype, prompt: Sequence[int], inputs: RowInputs) -> Any:
-    """What vLLM answers: the prompt, whose ids it takes as they are, and its images and videos, each by the digest of
-    the row's pixels and its number."""
+    """Input for vLLM: the prompt, whose ids it takes as they are, and its images and videos, each by the digest of the
+    row's pixels and its number."""
     placed = placed_images(config, prompt, inputs)
     kinds = {kind: [one for one in placed if one.kind == kind] for kind in ("image", "video")}
     kinds = {kind: own for kind, own in kinds.items() if own}

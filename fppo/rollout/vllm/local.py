@@ -57,7 +57,7 @@ class LocalHost:
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """What the method of vLLM's worker returns, on every worker. Raises EngineDied if one of them is gone."""
+        """Run a method on each of vLLM's workers and return the results. Raises EngineDied if one of them is gone."""
         with self._death_noticed():
             return self._llm.collective_rpc(method, args=arguments)
 

@@ -1,4 +1,4 @@
-"""What vLLM's modules are loaded from, and which parameters must go for that."""
+"""Checkpoint names of vLLM's modules, and the parameters to send for them."""
 
 from __future__ import annotations
 

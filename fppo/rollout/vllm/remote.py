@@ -129,12 +129,12 @@ class RemoteHost:
         fn: Callable[..., Any] | None = None,
         on_item: Callable[[Any], None] | None = None,
     ) -> Any:
-        """What a method of `LocalHost` gives on the rank, or a function of it by that name."""
+        """Run a method of `LocalHost` on the rank, or `fn` under that name, and return the result."""
         call = partial(self._group.call, label=method, patience=getattr(self._options, wait), on_item=on_item)
         return self._call(method, partial(call, fn or getattr(LocalHost, method), self._host, *arguments), wait)
 
     def _call(self, what: str, call: Callable[[], Any], wait: str = "start_patience") -> Any:
-        """What a call gives; its errors are those of a host."""
+        """Run a call and return the result; its errors become those of a host."""
         try:
             return call()
         except GroupDied as error:
@@ -183,7 +183,7 @@ def _end(group: Group, memories: Sequence[SharedMemory]) -> None:
 
 
 def _begun(do: Callable[[], None]) -> Future[None]:
-    """What becomes of work in a thread that nobody has to wait for."""
+    """The future of work in a daemon thread."""
     result: Future[None] = Future()
 
     def run() -> None:

@@ -23,7 +23,7 @@ MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend,
 
 
 class Meta(NamedTuple):
-    """What a tensor will be, before it exists."""
+    """Name, dtype and shape of a tensor to come."""
 
     name: str
     dtype: torch.dtype
@@ -42,8 +42,8 @@ def metadata(
     dtype: torch.dtype,
     exact: Collection[str] = (),
 ) -> list[Meta]:
-    """What `sync.reshard` and `sync.renamed` will yield, tensor by tensor, of parameters of whole `shapes` that have
-    `dtypes`."""
+    """The metadata of each tensor that `sync.reshard` and `sync.renamed` will yield, for parameters of whole `shapes`
+    and `dtypes`."""
     wanted = set(only)
     metas = []
     for name, shape in shapes.items():
@@ -104,7 +104,7 @@ class WeightTransfer:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
     def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
-        """What `Host.end_load` returns for these tensors."""
+        """Send these tensors and return the result of `Host.end_load`."""
         self._source.metas, self._source.buckets = metas, buckets
         self._client.how, self._client.died = how, None
         try:
@@ -123,7 +123,7 @@ class WeightTransfer:
 
 
 class _Source:
-    """What vLLM asks for the weights (its `WeightSource`), once for each sync."""
+    """Iterable of the weights for vLLM (its `WeightSource`), read once for each sync."""
 
     def __init__(self) -> None:
         self.metas: list[Meta] = []
@@ -138,8 +138,8 @@ class _Source:
 
 
 class _Client:
-    """What vLLM tells its workers through (its `VLLMWeightSyncClient`). With `in_step` a death is kept until all is
-    sent: the other ranks go on, and wait for this one between chunks."""
+    """Client through which vLLM's trainer engine calls its workers (its `VLLMWeightSyncClient`). With `in_step` a death
+    is kept until all is sent: the other ranks go on, and wait for this one between chunks."""
 
     def __init__(self, host: Host, *, in_step: bool) -> None:
         self._host, self._in_step = host, in_step

@@ -1,4 +1,4 @@
-"""What fppo adds inside vLLM: drawing tokens by keys, and taking in weights with proof. Imports vllm."""
+"""Extension of fppo inside vLLM: drawing tokens by keys, and taking in weights with proof. Imports vllm."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class KeyedDraws(LogitsProcessor):
         return logits
 
     def take(self, row: int, length: int) -> Answer:
-        """What a row got, which has ended after `length` tokens."""
+        """The answer of a row that has ended after `length` tokens."""
         assert self._job is not None
         if self._steps:  # later steps win: a chunk of a prompt is followed by a draw too, which counts for nothing
             places = np.concatenate([step.places for step in self._steps])
@@ -132,7 +132,7 @@ def _forced(logits: Tensor, tokens: Tensor, sampling: Sampling) -> Draws:
 
 
 class _Loading(NamedTuple):
-    """What has come so far."""
+    """Progress of a load: digests of tensors, names of filled parameters, and whether vLLM transfers the weights."""
 
     got: dict[str, str]  # digests
     filled: set[str]
@@ -155,7 +155,7 @@ class Extension:
         self._draws().begin(job)
 
     def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
-        """What rows got that have ended after so many tokens; all workers have drawn it, the first one returns it."""
+        """The answers of rows that have ended, each with its length; all workers drew them, the first returns them."""
         draws = self._draws()
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
