@@ -213,7 +213,7 @@ def test_state_on_the_host_is_planned(offload, name):
 def test_activations_on_the_host_are_planned(monkeypatch, again):
     """A window of them is on the device, and as much on the host as goes there."""
     small = {"minimum_bytes": 1 << 12, "window_bytes": 1 << 18}
-    monkeypatch.setattr(passes, "activations_on_host", partial(passes.activations_on_host, **small))
+    monkeypatch.setattr(passes, "HostActivations", partial(passes.HostActivations, **small))
     what = case(offload_activations=True, checkpoint_layers=again, critic=False, reference=False)
     phases = holds(what, UPDATE)
     plain = passes.run_stage(attrs.evolve(what, offload_activations=False), UPDATE)

@@ -260,7 +260,7 @@ def test_a_table_and_a_file(tmp_path, capsys):
     out = capsys.readouterr().out
     assert all(len(line) <= 100 for line in out.splitlines())
     for words in (
-        "the rollout is planned (--no-sampling)",
+        "rollout is planned (--no-sampling)",
         "actor's optimizer",
         "It fits",
         "activations",

@@ -133,7 +133,7 @@ def test_it_writes_what_one_process_writes(task, whole, tmp_path, capsys):
 
 
 def test_the_controller_of_pools_is_one_process(task):
-    with pytest.raises(ValueError, match="placement: its pools start their own processes, and the controller is one"):
+    with pytest.raises(ValueError, match="placement: pools start their own processes, and the controller is one"):
         distributed.run(lambda *_: 0, tiny_run.settings(task, **APART), [], 2)
 
 

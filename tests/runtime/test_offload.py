@@ -169,15 +169,16 @@ def test_parameters_that_are_not_contiguous_are_not_cut():
 
 
 def cases(dtype, **changes):
-    """An update of the actor and one of the critic, their states and their keywords."""
-    shared = {"loop": Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2), epochs=2), "key": Key(5)}
+    """An update of the actor and one of the critic, each as a function of its optimizer, and their states."""
+    loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=2), epochs=2)
     for head, update, keywords in (
         ("lm", UpdateActor, {"loss_fn": losses.ppo_clip, "terms": PolicyTerms(entropy_coef=0.01, kl_coef=0.1)}),
         ("value", UpdateCritic, {}),
     ):
         model, params = tiny.model_and_params(head, dtype=dtype)
         forward = Forward(attrs.evolve(model, **changes))
-        yield partial(update, forward=forward, **shared, **keywords), init_state(params, OPTIMIZER)
+        make = partial(update, forward=forward, loop=loop, **keywords)
+        yield lambda optimizer, make=make: partial(make(optimizer=optimizer), key=Key(5)), init_state(params, OPTIMIZER)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -186,14 +187,14 @@ def cases(dtype, **changes):
 )
 def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, checkpoint_layers, late, donate):
     batch = tiny.experience(3, 7, dtype=dtype)
-    for update, state in cases(dtype, checkpoint_layers=checkpoint_layers):
-        expected, wanted = update(optimizer=OPTIMIZER)(state, batch)
+    for make, state in cases(dtype, checkpoint_layers=checkpoint_layers):
+        expected, wanted = make(OPTIMIZER)(state, batch)
         lane = Watched(late)
         home = offload.to_host(state)
         before, memory = tree.digest(home), [x.data_ptr() for x in (*home.params.values(), *home.opt.nu.values())]
+        update = make(by_buckets(lane, 9000))
         spilling = offload.HostActivations(update, lane, minimum_bytes=500, window_bytes=3000)
-        optimizer = by_buckets(lane, 9000)
-        after, report = offload.Offloaded(spilling, lane)(home, batch, optimizer=optimizer, donate=donate)
+        after, report = offload.Offloaded(spilling, lane)(home, batch, donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert metrics.report(report) == metrics.report(wanted)
         assert alive(lane.fetched) == 0
@@ -210,11 +211,11 @@ def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, che
 def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
     batch, lane = tiny.experience(3, 7, dtype=torch.float32), Watched(late)
     away = optimizers.kept_on_host(optimizer, lane)
-    for update, state in cases(torch.float32):
-        expected, wanted = update(optimizer=optimizer)(init_state(state.params, optimizer), batch)
+    for make, state in cases(torch.float32):
+        expected, wanted = make(optimizer)(init_state(state.params, optimizer), batch)
         home = offload.to_host(init_state(state.params, away))
         before = tree.digest(home)
-        after, report = offload.Offloaded(update, lane)(home, batch, optimizer=away, donate=donate)
+        after, report = offload.Offloaded(make(away), lane)(home, batch, donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert metrics.report(report) == metrics.report(wanted)
         assert alive(lane.fetched) == 0
@@ -224,11 +225,11 @@ def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
 @pytest.mark.parametrize("donate", [False, True])
 def test_nothing_of_the_old_state_is_kept(donate):
     batch = tiny.experience(3, 4)
-    update, state = next(cases(torch.float64))
+    make, state = next(cases(torch.float64))
     lane = Watched()
     home = offload.to_host(state)
     refs = [weakref.ref(x.untyped_storage()) for _, x in tree.leaves_with_paths(home.opt)]
-    step = offload.Offloaded(partial(update, optimizer=OPTIMIZER), lane)
+    step = offload.Offloaded(make(OPTIMIZER), lane)
     after, _ = step(home, batch, donate=donate)
     del home
     assert alive(refs) <= (size_of(after.opt) if donate else 0)
@@ -574,11 +575,12 @@ def test_streams_are_waited_for_and_then_hold_nothing(donate, monkeypatch):
     lane = Lane(CPU)
     lane._streams = Stream(), Stream()
     batch = tiny.experience(3, 7)
-    for update, state in cases(torch.float64):
-        expected, _ = update(optimizer=OPTIMIZER)(state, batch)
+    for make, state in cases(torch.float64):
+        expected, _ = make(OPTIMIZER)(state, batch)
+        update = make(by_buckets(lane, 9000))
         spilling = offload.HostActivations(update, lane, minimum_bytes=500, window_bytes=3000)
         home = offload.to_host(state)
-        after, _ = offload.Offloaded(spilling, lane)(home, batch, optimizer=by_buckets(lane, 9000), donate=donate)
+        after, _ = offload.Offloaded(spilling, lane)(home, batch, donate=donate)
         assert tree.digest(after) == tree.digest(expected)
         assert len(lane._streams[0].events) > 50
         assert not lane._under_way
@@ -609,20 +611,21 @@ def test_on_a_gpu_the_bits_are_those_without_and_the_peak_is_what_was_promised()
     bucket = 8 << 20
     loop = Loop(mini_batch_size=32, micro_batching=MicroBatching(size=8))
 
-    def peak(step, state, optimizer):
-        state = step(state, batch, optimizer=optimizer, donate=True)[0]  # so that all workspaces are there
+    def peak(step, state):
+        state = step(state, batch, donate=True)[0]  # so that all workspaces are there
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        after, _ = step(state, batch, optimizer=optimizer, donate=True)
+        after, _ = step(state, batch, donate=True)
         return torch.cuda.max_memory_allocated() - before, tree.digest(after)
 
-    update = partial(UpdateActor, forward=Forward(model), loss_fn=losses.ppo_clip, loop=loop)
-    plain, expected = peak(update, tree.map(lambda x: x.cuda(), state), OPTIMIZER)
-    _, again = peak(update, tree.map(lambda x: x.cuda(), state), OPTIMIZER)  # its kernels may add up in any order
+    update = UpdateActor(forward=Forward(model), loss_fn=losses.ppo_clip, loop=loop, optimizer=OPTIMIZER)
+    plain, expected = peak(update, tree.map(lambda x: x.cuda(), state))
+    _, again = peak(update, tree.map(lambda x: x.cuda(), state))  # its kernels may add up in any order
+    update = attrs.evolve(update, optimizer=by_buckets(lane, bucket))
     spilling = offload.HostActivations(update, lane, minimum_bytes=1 << 10, window_bytes=1 << 20)
     for step in (update, spilling):
-        got, digest = peak(offload.Offloaded(step, lane), offload.to_host(state), by_buckets(lane, bucket))
+        got, digest = peak(offload.Offloaded(step, lane), offload.to_host(state))
         assert digest == expected or again != expected
         # before, the plain one held parameters and both moments
         assert got <= plain + size_of(state.params) + 3 * bucket

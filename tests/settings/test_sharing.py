@@ -33,7 +33,7 @@ def said(changes, *, model=None, kernels=None):
 @pytest.mark.parametrize(("changes", "words"), HINDRANCES)
 def test_settings_that_share_nothing(changes, words):
     own = settings_of(changes | {"model.share_prompts": True})
-    (line,) = (line for line in checks.problems(own) if line.startswith("model.share_prompts"))
+    (line,) = (line for line in map(str, checks.problems(own)) if line.startswith("model.share_prompts"))
     assert words in line
     assert line.startswith("model.share_prompts = True: ")
     assert line.endswith("leave one of them out")
@@ -55,6 +55,6 @@ def test_models_and_kernels_that_share_nothing():
 
 def test_recorded_passes_and_shared_prompts_are_one_or_the_other():
     both = settings_of({"model.graphs": True, "model.share_prompts": True})
-    assert any("model.share_prompts = True lets rows share tokens" in line for line in checks.problems(both))
+    assert any("model.share_prompts = True lets rows share tokens" in str(problem) for problem in checks.problems(both))
     assert resolved(settings_of({"model.share_prompts": True}), H100)[0].model.graphs is False
     assert resolved(settings_of({}), H100)[0].model.graphs is True
