@@ -36,7 +36,7 @@ FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 600, 60, 60
 
 
 # no docstring begins with these words, which lean on the name, and no name of a function or class holds the others
-OPENINGS = ("Of", "Those", "That", "It", "As", "The same")
+OPENINGS = ("Of", "Those", "That", "It", "As", "The same", "What")
 WORDS = ("asked", "told", "tells", "there")
 
 

@@ -173,7 +173,7 @@ class ActorSettings(UpdateSettings):
 
 @attrs.frozen(kw_only=True)
 class ValueHeadSettings:
-    """What fits the critic to the returns, with the head that goes with it, and any of its keywords."""
+    """Loss that fits the critic to the returns, with the head that goes with it, and any of its keywords."""
 
     name: str = named("mse", VALUE_HEADS, "a value loss")
     """Its name; hl_gauss, two_hot and quantile have a head of several outputs; or module:function for your own."""

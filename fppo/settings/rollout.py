@@ -45,7 +45,7 @@ class VllmSettings(VllmOptions):
 
 @attrs.frozen(kw_only=True)
 class TurnsSettings:
-    """What answers the policy's turns. A turn ends where a response does: at the model's ends, or rollout.stop."""
+    """Function that answers the policy's turns, which end where a response does: the model's ends, rollout.stop."""
 
     respond: str | None = setting(None)
     """calculator, or module:function of the conversation so far, or module:game; None: a response is one turn."""

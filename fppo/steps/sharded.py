@@ -154,7 +154,7 @@ def _groups(model: Model, params: Params) -> list[Params]:
     for parameters that are not there."""
     missing = [name for name in model.all_shapes if name not in params]
     if missing:
-        raise ValueError(f"the model needs parameters that are not there: {missing}")
+        raise ValueError(f"the model's parameters {missing} are missing")
     groups: dict[int | None, Params] = {number: {} for number in (None, *_layers(model))}
     for name in model.all_shapes:
         groups[model.layer_of(name)][name] = params[name]

@@ -1,6 +1,7 @@
 """Settings reach the run: each has a reader, and the program is what they say."""
 
 import ast
+import collections
 import contextlib
 import inspect
 import re
@@ -9,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 import fppo
 from fppo import advantages, losses, metrics, models, tree
 from fppo.advantages import Advantages
-from fppo.assembly import machine, optimizers, texts
+from fppo.assembly import machine, optimizers, parts, texts
 from fppo.assembly import program as programs
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import check_kernels
@@ -159,6 +161,30 @@ def test_own_kernels_are_those_of_the_run(tmp_path, setting):
     settings = tiny_run.settings(tmp_path, **{given: f"{__name__}:own_kernal"})
     with pytest.raises(ValueError, match=rf"{setting} .*did you mean 'own_kernel'"), assemble(settings):
         pass
+
+
+def test_a_step_builds_nothing(tmp_path, monkeypatch):
+    """Losses, optimizers and models are built before the first step."""
+    built = collections.Counter()
+
+    def counted(owner, name):
+        real = getattr(owner, name)
+
+        def counting(*args, **keywords):
+            built["model" if owner is PreTrainedModel else name] += 1
+            return real(*args, **keywords)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    counted(PreTrainedModel, "__init__")
+    for module in (optimizers, parts, programs):
+        counted(module, "bound")
+    tiny_run.write_task(tmp_path)
+    with assemble(tiny_run.settings(tmp_path, steps=1)) as assembly:
+        assert min(built[name] for name in ("model", "bound")) > 0
+        built.clear()
+        ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)
+    assert built == {}
 
 
 def test_an_own_estimator_is_called_with_rows_and_rewards(tmp_path):

@@ -155,7 +155,7 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     monkeypatch.setattr(actions, "train", train)
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 130
     assert (
-        "stopped in critic.loss=quantile+critic.loss.bins=3, seed 0; the same command goes on"
+        "stopped in critic.loss=quantile+critic.loss.bins=3, seed 0; the same command resumes there"
         in capsys.readouterr().out
     )
     assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == 0

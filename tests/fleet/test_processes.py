@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,8 +90,8 @@ def test_ranks_are_processes_with_their_own_gpus_that_may_be_killed_and_start_an
     with cluster("processes") as there:
         there.ranks(RankSpec(gpus=1))
         ranks = there.ranks(RankSpec(count=2, gpus=1, threads=1, patience=120.0))
-    assert ranks._device == "cuda"
-    ranks._device = "cpu"
+    assert ranks._spec.device == "cuda"
+    ranks._spec = attrs.evolve(ranks._spec, device="cpu")
     with Group("two", ranks, patience=120.0) as two:
         assert two.call(gpus, HERE) == [5, 3]
         state, _ = two.call(make, HERE, 1.0, stays=(0,))

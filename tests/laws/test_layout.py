@@ -187,12 +187,12 @@ def own_totals(mask, mode, *, totals, horizon):
     return loss_weights(mask, mode, totals=losses.count_totals(mask), horizon=horizon)
 
 
-def all_rows(model, lengths, mesh):
+def all_rows(model, lengths, mesh, alike=None):
     return [list(range(len(lengths)))] * meshes.ranks_on(mesh, meshes.DATA_AXES)
 
 
-def none_for_the_last(model, lengths, mesh):
-    shared = shares(model, lengths, mesh)
+def none_for_the_last(model, lengths, mesh, alike=None):
+    shared = shares(model, lengths, mesh, alike)
     return [*shared[:-1], []] if len(shared) > 1 else shared
 
 
