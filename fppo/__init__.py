@@ -1,16 +1,24 @@
 """PPO-family post-training of language models as pure functions over immutable state.
 
-The modules are the namespaces: `from fppo import losses`. Importing this package imports none of them.
+The modules are the namespaces: `from fppo import losses`. `fppo.open(RUN)` looks into the record of a run. Importing
+this package imports nothing else.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fppo.runs.recorded import open_run as open
+
+    __all__ = ["open"]
     __version__: str
 else:
 
-    def __getattr__(name: str) -> str:
-        """The `__version__` of the installed distribution, read at first use, since reading it takes a while."""
+    def __getattr__(name: str) -> Any:
+        """`open`, and the `__version__` of the installed distribution, at first use, since both take a while."""
+        if name == "open":
+            from fppo.runs.recorded import open_run
+
+            return open_run
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib.metadata import version

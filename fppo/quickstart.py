@@ -192,7 +192,6 @@ def settings(directory: Path, seed: int) -> TrainSettings:
         CheckpointSettings,
         DataSettings,
         EvalSettings,
-        LogSettings,
         RewardSettings,
         RolloutSettings,
         TrainSettings,
@@ -216,7 +215,6 @@ def settings(directory: Path, seed: int) -> TrainSettings:
         critic=CriticSettings(reads="confidence", privileged=4, mini_batch_size=128, epochs=16, optimizer=_adam(3e-3)),
         eval=EvalSettings(every=10, exact_values=True),
         checkpoint=CheckpointSettings(every=20),
-        log=LogSettings(samples_per_step=4),
     )
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 
+import fppo
 from fppo import quickstart, tree
 from fppo.key import Key
 from fppo.rollout.turns.tools import evaluate
@@ -187,7 +188,7 @@ def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
     _word_problems(tmp_path / "train.jsonl", 400, 0)
     _word_problems(tmp_path / "test.jsonl", 16, 1)
     small = ["steps=2", "rollout.batch-size=32", "rollout.max-tokens=48", "eval.every=0", "log.loggers=jsonl"]
-    small += ["critic.mini-batch-size=32", "log.samples-per-step=32", "device=cpu"]
+    small += ["critic.mini-batch-size=32", "device=cpu"]
     run = tmp_path / "run"
     _load("gsm8k_calculator").main(tmp_path, run, warm_up=80, width=64, layers=1, more=tuple(small))
     first, *steps = jsonl.read(run / "metrics.jsonl")
@@ -195,7 +196,7 @@ def test_gsm8k_with_a_calculator(tmp_path, monkeypatch):
         assert line["rollout/turns/max"] > 1
         assert line["rollout/observation_tokens/mean"] > 0
         assert line["actor/grad_norm"] > 0
-    texts = [line["response"] for line in jsonl.read(run / "samples.jsonl")]
+    texts = fppo.open(run).samples(columns=["response"])["response"]
     calls = [call for text in texts for call in re.findall(r"<<([^<>=]*)=([^<>]*)>>", text)]
     computed = [evaluate(call) == value for call, value in calls if evaluate(call) is not None]
     assert len(computed) > 10

@@ -10,6 +10,7 @@ from transformers import Qwen3MoeConfig
 from fppo import models
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.runs import sample_files
 from fppo.settings import files, resolve
 from fppo.settings.train import TrainSettings
 
@@ -60,7 +61,12 @@ def settings(directory: Path, **changes: object) -> TrainSettings:
         "actor": {"mini_batch_size": 4, "epochs": 2, "optimizer": {"lr": 1e-3, "schedule": "linear"}},
         "critic": {"mini_batch_size": 4, "optimizer": {"lr": 1e-3}},
         "checkpoint": {"every": 1, "keep": 2},
-        "log": {"loggers": ["jsonl"], "samples_per_step": 2},
+        "log": {"loggers": ["jsonl"], "samples": 2},
     }
     changed = {name.replace("__", "."): value for name, value in changes.items()}
     return resolve.resolved(files.check(files.replace(files.from_dict(values), changed)), resolve.CPU)[0]
+
+
+def sample_bytes(run: Path) -> list[bytes]:
+    """The files of a run's sampled rows, step by step."""
+    return [path.read_bytes() for path in sample_files.files(run / sample_files.SAMPLES).values()]

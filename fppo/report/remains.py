@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ DIGESTS, CHECKPOINTS, EVALUATIONS = "digests.jsonl", "checkpoints", "evaluations
 _STEP = re.compile(r"step_(\d+)(\.jsonl)?")
 
 
-def remains(
-    run_dir: Path, samples: Sequence[Mapping[str, Any]], *, on_damage: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """A record of each step that has digests, samples, a checkpoint or an evaluation. Evaluations give the mean reward
-    by source, as in the metrics; the other records hold the step alone."""
+def remains(run_dir: Path, sampled: Iterable[int], *, on_damage: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A record of each step that is `sampled`, or has digests, a checkpoint or an evaluation. Evaluations give the mean
+    reward by source, as in the metrics; the other records hold the step alone."""
     digests = jsonl.read(run_dir / DIGESTS, on_damage=on_damage)
-    steps = [line.get("step") for line in (*digests, *samples)]
+    steps = [*(line.get("step") for line in digests), *sampled]
     steps += [_step(path) for path in run_dir.glob(f"{CHECKPOINTS}/*")]
     records: list[dict[str, Any]] = [{"step": step} for step in steps if isinstance(step, int)]
     for path in run_dir.glob(f"{EVALUATIONS}/*"):

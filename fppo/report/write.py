@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ from fppo.report import charts, timeline
 from fppo.report.charts import Panel, points
 from fppo.report.page import Page, Tile, render
 from fppo.report.remains import remains
-from fppo.runs import held_out, jsonl, starts
+from fppo.runs import held_out, jsonl, sample_files, starts
 from fppo.runs.evaluations import TRUTH
-from fppo.runs.loggers import METRICS, SAMPLES
+from fppo.runs.loggers import METRICS
 from fppo.settings import files
 
 SETTINGS, CURVES, REPORT = "settings.toml", "curves.png", "report.html"
@@ -36,13 +36,14 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{run_dir}: no such directory; give the output_dir of a run")
     damaged: list[str] = []
     logged = jsonl.read(path, on_damage=damaged.append)
-    samples = jsonl.read(run_dir / SAMPLES, on_damage=damaged.append)
-    known = remains(run_dir, samples, on_damage=damaged.append)
+    sampled = sample_files.files(run_dir / sample_files.SAMPLES)
+    known = remains(run_dir, sampled, on_damage=damaged.append)
     present = {record.get("step") for record in logged}
     records = merged([*(record for record in known if record["step"] not in present), *logged])
     if not records:
         hints = ["is it the output_dir of a run that logged to jsonl and finished a step?", *damaged]
         raise ValueError(f"{path}: no metrics to report; {'; '.join(hints)}")
+    samples, best = shown_rows(sampled, on_damage=damaged.append)
     lost = jsonl.missing(path, present, starts.first(run_dir) + 1, records[-1]["step"])
     for text in (*lost, *(f"left out: {text}" for text in damaged)):
         print(text, file=sys.stderr)
@@ -58,8 +59,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         truth=beside_truth(run_dir / TRUTH),
         stages=stages(records),
         work=timeline.read(run_dir, last=SHOWN_WORK),
-        samples=pick(samples),
-        extremes=extremes(samples),
+        samples=samples,
+        extremes=best,
         chosen=chosen,
         rest=rest,
         metrics=table(records),
@@ -173,30 +174,69 @@ def stages(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def pick(samples: Sequence[Mapping[str, Any]]) -> dict[int, list[Mapping[str, Any]]]:
-    """Some samples of the first step, the last, and some steps between, by step."""
-    by_step: dict[int, list[Mapping[str, Any]]] = {}
-    for sample in samples:
-        by_step.setdefault(sample.get("step", 0), []).append(sample)
-    steps = sorted(by_step)
+Rows = Sequence[Mapping[str, Any]]
+
+
+def shown_rows(
+    sampled: Mapping[int, Path], *, on_damage: Callable[[str], None]
+) -> tuple[Mapping[int, Rows], Mapping[str, Rows]]:
+    """Rows of some steps from the first to the last, by step, and the best and the worst of late steps, by heading."""
+    whole = readable(sampled, on_damage=on_damage)
+    steps = list(whole)
     count = min(len(steps), SHOWN_STEPS)
-    kept = [steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count)]
-    return {step: by_step[step][:SHOWN_PER_STEP] for step in dict.fromkeys([*kept, *steps[-1:]])}
+    some = dict.fromkeys(steps[round(i * (len(steps) - 1) / max(count - 1, 1))] for i in range(count))
+    tables = {step: sample_files.read(whole[step]) for step in some}
+    by_step = {step: list(sample_files.rows(table, unlike_scores(table))) for step, table in tables.items()}
+    return by_step, extremes(whole)
 
 
-def extremes(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """The best and the worst samples of the last quarter of the steps, by heading; none if all scores are equal."""
-    scored = [sample for sample in samples if isinstance(sample.get("score"), int | float)]
-    steps = sorted({sample.get("step", 0) for sample in scored})
-    late = set(steps[len(steps) * 3 // 4 :])
-    ranked = sorted((sample for sample in scored if sample.get("step", 0) in late), key=lambda sample: sample["score"])
-    if not ranked or ranked[0]["score"] == ranked[-1]["score"]:
+def readable(sampled: Mapping[int, Path], *, on_damage: Callable[[str], None]) -> dict[int, Path]:
+    """The files that are not damaged; messages about the others go to `on_damage`."""
+    whole = {}
+    for step, path in sampled.items():
+        try:
+            sample_files.read(path, ("score",))
+        except ValueError as error:
+            on_damage(str(error))
+        else:
+            whole[step] = path
+    return whole
+
+
+def unlike_scores(table: Any) -> list[int]:
+    """The numbers of up to SHOWN_PER_STEP rows, of different prompts where there are so many, from the lowest score to
+    the highest."""
+    scores, groups = (table.column(name).to_pylist() for name in ("score", "group"))
+    ranked = sorted(range(len(scores)), key=lambda row: (scores[row] is None, scores[row] or 0.0))
+    first = {groups[row]: row for row in reversed(ranked)}
+    some = [row for row in ranked if first[groups[row]] == row] if len(first) >= SHOWN_PER_STEP else ranked
+    count = min(len(some), SHOWN_PER_STEP)
+    return list(dict.fromkeys(some[round(i * (len(some) - 1) / max(count - 1, 1))] for i in range(count)))
+
+
+def extremes(sampled: Mapping[int, Path]) -> dict[str, Rows]:
+    """The best and the worst rows of the last quarter of the steps, by heading; none if all scores are equal."""
+    late = list(sampled)[len(sampled) * 3 // 4 :]
+    ranked = sorted(
+        (score, step, number)
+        for step in late
+        for number, score in enumerate(sample_files.read(sampled[step], ("score",)).column("score").to_pylist())
+        if score is not None
+    )
+    if not ranked or ranked[0][0] == ranked[-1][0]:
         return {}
-    low, high = ranked[0]["score"], ranked[-1]["score"]
     count = min(EXTREMES, len(ranked) // 2)
-    best, worst = ranked[::-1][:count], ranked[:count]
-    since = f"of steps {min(late)} to {max(late)}" if len(late) > 1 else f"of step {max(late)}"
-    return {f"Best {since}, up to {charts.short(high)}": best, f"Worst {since}, from {charts.short(low)}": worst}
+    since = f"of steps {late[0]} to {late[-1]}" if len(late) > 1 else f"of step {late[-1]}"
+    heads = {
+        f"Best {since}, up to {charts.short(ranked[-1][0])}": ranked[::-1][:count],
+        f"Worst {since}, from {charts.short(ranked[0][0])}": ranked[:count],
+    }
+
+    tables = {step: sample_files.read(sampled[step]) for chosen in heads.values() for _, step, _ in chosen}
+    return {
+        head: [row for _, step, number in chosen for row in sample_files.rows(tables[step], [number])]
+        for head, chosen in heads.items()
+    }
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float, float]]:

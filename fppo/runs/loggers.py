@@ -15,11 +15,10 @@ from typing import IO, Any, Protocol
 from fppo._errors import printable, words_of
 from fppo.runs import held_out
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.samples import samples_of
 from fppo.runtime.exports import write_whole
 from fppo.workers.imports import imported
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS = "metrics.jsonl"
 FAILED = "log/failures"  # the metric that counts failed calls of loggers
 ALWAYS = ("console", "jsonl")  # loggers of every run
 
@@ -96,16 +95,12 @@ def close(loggers: Sequence[Logger]) -> None:
         logger.close()
 
 
-def observer(
-    loggers: Sequence[Logger], *, samples: JsonLines | None = None, tokenizer: Any = None, count: int = 0
-) -> Callable[[Any], None]:
-    """An observer for `pipeline.train`: writes a step's metrics to the loggers, and `count` of its rows to `samples`.
-    The number of failed calls of loggers, if any, is added to the metrics."""
+def observer(loggers: Sequence[Logger]) -> Callable[[Any], None]:
+    """An observer for `pipeline.train`: writes a step's metrics to the loggers. The number of failed calls of loggers,
+    if any, is added to the metrics."""
 
     def observe(record: Any) -> None:
         step = record.run.step
-        if samples is not None and record.experience is not None and count > 0:
-            samples.write(*samples_of(record.experience, tokenizer, step, count))
         failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded))
         counted = {FAILED: float(failures)} if failures else {}
         for logger in loggers:

@@ -1,33 +1,123 @@
-"""Rows of an experience as JSON objects, token by token, for `samples.jsonl` and the report."""
+"""Rows of a batch as columns of a table, token by token, and as JSON objects."""
 
 from __future__ import annotations
 
-import base64
 import io
-import math
+import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
-from torch import Tensor
+import numpy as np
+import pyarrow as pa
 
 from fppo import batch as batches
-from fppo import rewards
+from fppo import rewards, tree
 from fppo.batch import Experience, Rollout, RowInputs, Scored
 from fppo.pipeline.truth import Beside
 from fppo.runs.jsonl import plain
 
+# the columns of lists that an experience may have, with their types in a file; log-probs are looked at by differences
+LISTS = {
+    "rollout_log_probs": np.float32,
+    "old_log_probs": np.float32,
+    "ref_log_probs": np.float32,
+    "values": np.float16,
+    "advantages": np.float16,
+    "returns": np.float16,
+    "entropy": np.float16,
+    "token_rewards": np.float32,
+    "token_versions": np.int32,
+}
+_HALF = float(np.finfo(np.float16).max)
 
-def samples_of(experience: Experience, tokenizer: Any, step: int, count: int) -> list[dict[str, Any]]:
-    """`count` rows, spread evenly over the batch, as JSON objects.
 
-    `tokens` are the pieces of the response's text; `log_probs`, `advantages` and `values` have one entry for each, None
-    for tokens that are not trained on and numbers that are not finite. `values` is None without a critic. `images` are
-    data URIs, for a video the list of its frames'; a prompt without any lacks the key.
+def on_host(experience: Experience) -> Experience:
+    """Copy the columns that `table_of` reads to the host, and drop the other large ones."""
+    dropped = dict.fromkeys(("routed", "hidden", "truth_signs", "sum_squared_probs", "disagreement"))
+    kept = tree.replace(experience, inputs=None, **dropped)
+    return tree.replace(tree.map(lambda x: x.detach().cpu(), kept), inputs=experience.inputs)
+
+
+def spread(experience: Experience, count: int | None) -> Experience:
+    """`count` rows, spread evenly over the batch; all of them if there are no more, or for None."""
+    total = batches.num_rows(experience)
+    if count is None or count >= total:
+        return experience
+    return batches.rows(experience, [i * total // count for i in range(count)])
+
+
+def table_of(experience: Experience, tokenizer: Any, step: int) -> pa.Table:
+    """One row for each response of a batch on the host; docs/guides/looking-into-a-run.md lists the columns.
+
+    Lists have one entry for each token of the response, also for those that are not trained on (`mask` is false there).
+    `images` are PNG files, one list for each image, or video with its frames; the first row of a group has them, the
+    others null.
     """
-    total = len(experience.tokens)
-    count = min(count, total)
-    picked = [i * total // count for i in range(count)]
-    return [_sample(experience, tokenizer, step, row) for row in picked]
+    width = experience.response_mask.shape[1]
+    present = experience.attention_mask[:, -width:]
+    counts = present.sum(1).numpy()
+    ids = np.split(experience.tokens[:, -width:][present].numpy(), np.cumsum(counts)[:-1])
+    responses = [row.tolist() for row in ids]
+    texts = _decode_all(tokenizer, responses)
+    columns: dict[str, Any] = {
+        "step": np.full(len(responses), step, np.int32),
+        "row_id": experience.row_ids.numpy(),
+        "group": experience.groups.numpy(),
+        "id": [_text(x) for x in experience.ids],
+        "source": pa.array([_text(x) for x in experience.source]).dictionary_encode(),
+        "finish": pa.array([_text(x) for x in experience.finish]).dictionary_encode(),
+        "version": experience.versions.numpy(),
+        "prompt": pa.array(_decode_all(tokenizer, _prompts(experience))).dictionary_encode(),
+        "response": texts,
+        "ground_truth": [_text(x) for x in experience.ground_truth],
+        "score": pa.array(experience.scores.numpy(), from_pandas=True),
+        **{f"score.{name}": pa.array(x.numpy(), from_pandas=True) for name, x in experience.named_scores.items()},
+        "length": experience.response_mask.sum(1).numpy().astype(np.int32),
+        "tokens": _lists(counts, np.concatenate(ids).astype(np.int32)),
+        "pieces": _lists(counts, pa.array(chain(*pieces_of(tokenizer, responses, texts)), pa.string())),
+        "mask": _lists(counts, experience.response_mask[present].numpy()),
+    }
+    for name, kind in LISTS.items():
+        if (x := getattr(experience, name)) is not None:
+            columns[name] = _lists(counts, _narrow(x[present].numpy(), kind))
+    if experience.inputs is not None:
+        columns["images"] = pa.array(_pictures_once(experience), pa.list_(pa.list_(pa.binary())))
+    return pa.table(columns)
+
+
+def _lists(counts: np.ndarray, values: Any) -> Any:
+    """A column of lists with `counts` of the values each."""
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+
+
+def _narrow(x: np.ndarray, kind: type) -> np.ndarray:
+    """The numbers as `kind`; as float32 if a finite one is too large for float16."""
+    finite = np.abs(x[np.isfinite(x)]) if kind is np.float16 else x[:0]
+    return x.astype(np.float32 if (finite > _HALF).any() else kind)
+
+
+def _text(value: Any) -> str | None:
+    """A value of a data row as text: itself, or else as JSON."""
+    return value if value is None or isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+
+
+def _prompts(experience: Experience) -> list[list[int]]:
+    """The ids of each prompt, with each run of image or video placeholders reduced to one token."""
+    width = experience.response_mask.shape[1]
+    rows = zip(experience.tokens[:, :-width], experience.attention_mask[:, :-width], strict=True)
+    inputs = experience.inputs or [None] * batches.num_rows(experience)
+    return [_marked_once(ids[kept].tolist(), x) for (ids, kept), x in zip(rows, inputs, strict=True)]
+
+
+def _pictures_once(experience: Experience) -> list[list[list[bytes]] | None]:
+    """The images of the first row of each group; None for the others, and for prompts without any."""
+    seen, result = set[int](), list[list[list[bytes]] | None]()
+    for group, inputs in zip(experience.groups.tolist(), experience.inputs or (), strict=True):
+        result.append(None if inputs is None or group in seen else pictures(inputs))
+        seen.add(group)
+    return result
 
 
 def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, Any]]:
@@ -66,41 +156,6 @@ def truth_lines(beside: Beside, tokenizer: Any, step: int) -> list[dict[str, Any
     return lines
 
 
-def _sample(experience: Experience, tokenizer: Any, step: int, row: int) -> dict[str, Any]:
-    width = experience.response_mask.shape[1]
-    attended = experience.attention_mask[row].cpu()
-    tokens = experience.tokens[row].cpu()
-    inputs = None if experience.inputs is None else experience.inputs[row]
-    prompt = _marked_once(tokens[:-width][attended[:-width]].tolist(), inputs)
-    present = attended[-width:]
-    response = tokens[-width:][present].tolist()
-
-    def numbers(column: Tensor | None) -> list[float | None] | None:
-        if column is None:
-            return None
-        trained = experience.response_mask[row].cpu()[present].tolist()
-        kept = column[row].detach().cpu()[present].tolist()
-        return [round(x, 6) if keep and math.isfinite(x) else None for x, keep in zip(kept, trained, strict=True)]
-
-    return {
-        "step": step,
-        "id": plain(experience.ids[row]),
-        "row_id": int(experience.row_ids[row]),
-        "source": plain(experience.source[row]),
-        "prompt": _decode(tokenizer, prompt),
-        "response": _decode(tokenizer, response),
-        "tokens": pieces(tokenizer, response),
-        "log_probs": numbers(experience.old_log_probs),
-        "advantages": numbers(experience.advantages),
-        "values": numbers(experience.values),
-        "score": plain(float(experience.scores[row])),
-        "named_scores": {name: plain(float(scores[row])) for name, scores in experience.named_scores.items()},
-        "ground_truth": plain(experience.ground_truth[row]),
-        "finish": plain(experience.finish[row]),
-        **({} if inputs is None else {"images": pictures(inputs)}),
-    }
-
-
 def _marked_once(prompt: list[int], inputs: RowInputs | None) -> list[int]:
     """The prompt with each run of image or video placeholders reduced to one token."""
     places = set() if inputs is None else {*inputs.places.tolist(), *inputs.video_places.tolist()}
@@ -108,20 +163,38 @@ def _marked_once(prompt: list[int], inputs: RowInputs | None) -> list[int]:
     return [token for place, token in enumerate(prompt) if place not in places or token != before[place]]
 
 
-def pictures(inputs: RowInputs) -> list[str | list[str]]:
-    """The images as data URIs, in the order of the prompt; for a video the list of its frames'."""
+def pictures(inputs: RowInputs) -> list[list[bytes]]:
+    """One list of PNG files for each image, or video with its frames, in the order of the prompt."""
     from PIL import Image
 
-    urls: dict[int, list[str]] = {}
+    files: dict[int, list[bytes]] = {}
     for number, frame in zip(inputs.shown_of.tolist(), inputs.shown, strict=True):
         file = io.BytesIO()
         Image.fromarray(frame.cpu().numpy()).save(file, "PNG", optimize=True)
-        urls.setdefault(number, []).append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
-    return [each[0] if len(each) == 1 else each for each in urls.values()]
+        files.setdefault(number, []).append(file.getvalue())
+    return list(files.values())
 
 
 def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _decode_all(tokenizer: Any, rows: Sequence[Sequence[int]]) -> list[str]:
+    return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def pieces_of(tokenizer: Any, rows: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[str]]:
+    """`pieces` of many rows with their decoded texts. Each distinct token is decoded once, alone and after itself, for
+    the rows whose texts these join to."""
+    distinct = sorted({token for row in rows for token in row})
+    alone = dict(zip(distinct, _decode_all(tokenizer, [[token] for token in distinct]), strict=True))
+    twice = _decode_all(tokenizer, [[token, token] for token in distinct])
+    later = {token: both[len(alone[token]) :] for token, both in zip(distinct, twice, strict=True)}
+    result = []
+    for row, text in zip(rows, texts, strict=True):
+        joined = [*(alone[token] for token in row[:1]), *(later[token] for token in row[1:])]
+        result.append(joined if "".join(joined) == text and "\ufffd" not in text else pieces(tokenizer, row))
+    return result
 
 
 def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:

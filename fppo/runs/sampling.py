@@ -13,7 +13,7 @@ from fppo.batch import Scored
 from fppo.pipeline.step import sample
 from fppo.pipeline.timing import now
 from fppo.rollout import saved
-from fppo.runs import loggers, session
+from fppo.runs import session
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.samples import scored_lines
 from fppo.runtime.mesh import any_rank, device_of, is_first
@@ -21,6 +21,7 @@ from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.tree import replace
 
+ROWS = "samples.jsonl"
 STOPPING = "finishing this batch; ctrl-C again abandons it"
 
 
@@ -42,7 +43,7 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
             directory.mkdir(parents=True, exist_ok=True)
             opened.enter_context(session.alone_in(directory))
             files.save(settings, directory / session.SETTINGS)
-            lines = opened.enter_context(contextlib.closing(JsonLines(directory / loggers.SAMPLES)))
+            lines = opened.enter_context(contextlib.closing(JsonLines(directory / ROWS)))
         asked = opened.enter_context(session.stop_requests(announce=STOPPING if first else ""))
         for number in range(settings.steps):
             start = now()

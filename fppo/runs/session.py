@@ -26,6 +26,7 @@ from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.observers import TRACE, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
+from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.starts import SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
@@ -266,11 +267,12 @@ def _writing(
     begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's state: save it as this run's first
         begin(run).wait()
-    logged: list[Observe] = []
-    lines = None
+    logged, sampled, lines = list[Observe](), list[SampleFiles](), None
     if first:
         _record_start(settings, assembly, run.step, every)
-        logged = _logging(settings, assembly, first_step, opened)
+        sampled = [_sample_files(settings, assembly, first_step)]
+        opened.callback(sampled[0].close)
+        logged = [_logging(settings, first_step, opened)]
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
 
     def kept(step: int) -> bool:
@@ -289,12 +291,14 @@ def _writing(
     opened.callback(traced.close)
 
     def end(record: StepRecord) -> Mapping[str, float]:
-        for log in (*logged[-1:], traced):
+        for log in (*logged, traced):
             log(record)
+        for each in sampled if kept(record.run.step) else ():
+            each.wait()
         return saved(record)
 
     gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
-    return [digested, gauged, *logged[:-1], profiles, end], digested, saved
+    return [digested, gauged, *sampled, profiles, end], digested, saved
 
 
 def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:
@@ -334,14 +338,20 @@ def _closing(path: Path, first_step: int) -> Iterator[JsonLines]:
         loggers.close([lines])
 
 
-def _logging(
-    settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack
-) -> list[Observe]:
-    """The observer that writes samples, then the one that logs metrics; closed with `opened`."""
-    directory = Path(settings.output_dir)
+def _sample_files(settings: TrainSettings, assembly: Assembly, first_step: int) -> SampleFiles:
+    """The observer that writes sampled rows."""
+    log, directory = settings.log, Path(settings.output_dir) / SAMPLES
+    count = None if log.samples == "all" else log.samples
+    return SampleFiles(
+        directory, assembly.tokenizer, count=count, most_bytes=1e9 * log.samples_gb, first_step=first_step
+    )
+
+
+def _logging(settings: TrainSettings, first_step: int, opened: contextlib.ExitStack) -> Observe:
+    """The observer that logs metrics; closed with `opened`."""
     sinks = loggers.open_loggers(
         settings.log.loggers,
-        directory,
+        Path(settings.output_dir),
         steps=settings.steps,
         first_step=first_step,
         project=settings.log.project,
@@ -350,9 +360,7 @@ def _logging(
         settings=files.to_dict(settings),
     )
     opened.callback(loggers.close, sinks)
-    samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
-    tokenizer, count = assembly.tokenizer, settings.log.samples_per_step
-    return [loggers.observer([], samples=samples, tokenizer=tokenizer, count=count), loggers.observer(sinks)]
+    return loggers.observer(sinks)
 
 
 def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest_every: int) -> None:

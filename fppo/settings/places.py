@@ -21,10 +21,10 @@ from fppo.settings.train import TrainSettings
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL = "model"  # where in its output_dir a run exports its policy
 OUTPUTS = (  # what commands write to an output_dir
-    *(MODEL, files.SETTINGS, files.STARTS, "checkpoints", "configs", "metrics.jsonl", "samples.jsonl", "digests.jsonl"),
+    *(MODEL, files.SETTINGS, files.STARTS, "checkpoints", "configs", "metrics.jsonl", "samples", "digests.jsonl"),
     *("evaluations", "truth", "rollouts", "dumps", "profiles", "trace", "tensorboard", "wandb", "wandb_id"),
     *("report.html", "curves.png", "trace.json", f"{files.SETTINGS}.kept", "metrics.jsonl.damaged"),
-    *("samples.jsonl.damaged", "digests.jsonl.damaged"),
+    "digests.jsonl.damaged",
 )
 _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metrics.jsonl")  # of these a run has one
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes

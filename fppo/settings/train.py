@@ -165,8 +165,10 @@ class LogSettings:
 
     loggers: tuple[str, ...] = setting((), _loggers)
     """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
-    samples_per_step: int = setting(4, at_least(0))
-    """Responses per step that are written to samples.jsonl."""
+    samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
+    """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
+    samples_gb: float = setting(1.0, above(0))
+    """Most GB (1e9 bytes) of them; beyond, every second step is kept, then every fourth, and so on."""
     profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
     """Steps whose traces, by torch's profiler, are written to the directory profiles."""
     project: str = setting("fppo", nonempty("give the name of a W&B project"))

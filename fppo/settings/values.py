@@ -30,6 +30,7 @@ RENAMED = {
     f"{_CORRECTION}.rejection": f"{_CORRECTION}.reject, as token_k1,seq_max_k3",
     f"{_CORRECTION}.rejection_high": f"{_CORRECTION}.reject_threshold",
     f"{_CORRECTION}.rejection_low": f'{_CORRECTION}.reject_threshold, as "0.5_2.0,1.0",',
+    "log.samples_per_step": "log.samples",
     "reward.pattern": "reward.arguments.regular_expression.pattern",
     "critic.value_clip": "critic.loss.clip",
     "critic.huber_delta": "critic.loss.delta",

@@ -18,10 +18,12 @@ from transformers import (
     LlavaConfig,
 )
 
+import fppo
 from fppo import models
 from fppo.assembly.inputs import read_inputs
 from fppo.commands import cli
 from fppo.key import Key
+from fppo.runs import sample_files
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import TrainSettings
@@ -87,7 +89,7 @@ def test_a_run_trains_on_images_from_the_console(name, tmp_path, capsys):
     run = tmp_path / "run"
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 2
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = list(sample_files.rows(fppo.open(run).arrow()))
     assert any(len(sample.get("images", ())) == 2 for sample in samples)
     if adapted:
         assert cli.main(["export", str(run), str(tmp_path / "merged"), "--merge"]) == 0

@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 from transformers import Qwen3VLConfig
 
+import fppo
 from fppo import models
 from fppo.assembly.inputs import read_inputs
 from fppo.commands import cli
 from fppo.key import Key
+from fppo.runs import sample_files
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import checks, files
 from fppo.settings.train import TrainSettings
@@ -59,7 +61,7 @@ def test_a_run_trains_on_videos_from_the_console(tmp_path, monkeypatch):
     cli.main(arguments(tmp_path, "--data.videos=videos", "--data.video-fps=2", "--steps=1", "--rollout.save"))
     run = tmp_path / "run"
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1
-    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    samples = list(sample_files.rows(fppo.open(run).arrow()))
     shown = [["video" if isinstance(x, list) else "image" for x in sample.get("images", ())] for sample in samples]
     assert {tuple(x) for x in shown} >= {("video",), ("image", "video")}
     assert all(len(x) == 3 for sample in samples for x in sample.get("images", ()) if isinstance(x, list))

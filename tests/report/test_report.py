@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +17,9 @@ from hypothesis import strategies as st
 from fppo.report import charts, page
 from fppo.report import write as report
 from fppo.report.write import write_report
+from fppo.runs import sample_files
 from fppo.runs.jsonl import JsonLines, read
+from fppo.runs.sample_files import SAMPLES
 from fppo.settings import files
 
 EVIL = "<script>alert('x')</script>\"&<img src=http://example.com/x.png>\u0000\ud800"
@@ -40,10 +44,8 @@ def write_run(directory: Path, *, steps: int = 50, critic: bool = True, samples:
         metrics.log(step, numbers)
     metrics.close()
     if samples:
-        log = JsonLines(directory / "samples.jsonl")
         for step in range(1, steps + 1):
-            log.write(sample(step, text, critic=critic))
-        log.close()
+            write_rows(directory, step, [sample(text, critic=critic)])
     return directory
 
 
@@ -65,21 +67,31 @@ def test_the_critic_is_drawn_beside_the_truth_of_the_last_evaluation(tmp_path):
     assert "<script>" not in text
 
 
-def sample(step: int, text: str, *, critic: bool = True) -> dict[str, Any]:
+def write_rows(directory: Path, step: int, rows: list[dict[str, Any]]) -> Path:
+    """Write the file of a step."""
+    path = directory / SAMPLES / f"{step:06d}.parquet"
+    path.parent.mkdir(exist_ok=True, parents=True)
+    pq.write_table(pa.Table.from_pylist([{"step": step, **row} for row in rows]), path)
+    return path
+
+
+def sample(text: str, *, critic: bool = True, score: float | None = None, group: int = 0) -> dict[str, Any]:
+    text = text.encode("utf-8", "replace").decode()
     return {
-        "step": step,
         "id": text,
         "row_id": 3,
+        "group": group,
         "source": "sums",
         "prompt": f"prompt {text}",
         "response": f"is {text}",
-        "tokens": ["is", "", f" {text}\n"],
-        "log_probs": [-0.5, None, -3.0],
-        "advantages": [0.25, None, -2.0],
-        "values": [0.125, None, 0.5] if critic else None,
-        "score": None,
-        "named_scores": {"format": 1.0},
-        "ground_truth": {"answer": text},
+        "pieces": ["is", "", f" {text}\n"],
+        "mask": [True, False, True],
+        "old_log_probs": [-0.5, -1.0, -3.0],
+        "advantages": [0.25, 0.5, -2.0],
+        **({"values": [0.125, 0.5, 0.5]} if critic else {}),
+        "score": score,
+        "score.format": 1.0,
+        "ground_truth": f'{{"answer": "{text}"}}',
         "finish": "length",
     }
 
@@ -149,7 +161,7 @@ def test_what_a_run_did_not_write_is_left_out(tmp_path):
 def test_partial_records_are_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 2, "a": 1.0}\n{"step": 1, "a": null}\n{"b": 3}\n{"step": 2, "b": 4}\n{"step": 3, "a":')
-    (tmp_path / "samples.jsonl").write_text('{"step": 2}\n{"step": 2, "tokens": ["a"], "response": "a"}\n{"st')
+    write_rows(tmp_path, 2, [sample("a"), sample("b", critic=False)])
     page = page_of(tmp_path)
     assert "All 2 metrics" in page.text
     assert report.merged([{"step": 2, "a": 1}, {"step": 1}, {"step": 2, "b": 4}]) == [
@@ -207,36 +219,51 @@ def test_errors_name_the_file(tmp_path):
         write_report(tmp_path / "run")
 
 
-def test_damaged_lines_of_samples_are_left_out_and_named(tmp_path, capsys):
-    run = write_run(tmp_path, steps=2, text="forty-seven")
-    whole = (run / "samples.jsonl").read_text()
-    (run / "samples.jsonl").write_text("{damaged\n" + whole)
+def test_damaged_files_of_samples_are_left_out_and_named(tmp_path, capsys):
+    run = write_run(tmp_path, steps=3, text="forty-seven")
+    damaged = run / SAMPLES / "000002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    (run / SAMPLES / "000003.parquet").write_bytes(b"")
     page = write_report(run).read_text()
     assert "forty-seven" in page
-    assert f"left out: {run / 'samples.jsonl'}, line 1: not JSON" in capsys.readouterr().err
+    assert "Step 1<" in page
+    assert "Step 2<" not in page
+    said = capsys.readouterr().err
+    assert all(f"left out: {run / SAMPLES / name}.parquet: damaged" in said for name in ("000002", "000003"))
 
 
-def test_samples_of_the_first_and_last_steps_are_kept():
-    samples = [{"step": step, "id": i} for step in range(1, 101) for i in range(9)]
-    picked = report.pick(samples)
+def test_samples_of_the_first_and_last_steps_are_kept(tmp_path):
+    group = [sample(str(i), score=float(i % 3), group=i // 2) for i in range(9)]
+    files = {step: write_rows(tmp_path, step, group) for step in range(1, 21)}
+    picked, _ = report.shown_rows(files, on_damage=pytest.fail)
     assert next(iter(picked)) == 1
-    assert list(picked)[-1] == 100
+    assert list(picked)[-1] == 20
     assert len(picked) == report.SHOWN_STEPS
-    assert {len(group) for group in picked.values()} == {report.SHOWN_PER_STEP}
-    assert report.pick([]) == {}
+    assert {len(rows) for rows in picked.values()} == {report.SHOWN_PER_STEP}
+    assert report.shown_rows({}, on_damage=pytest.fail) == ({}, {})
+
+
+def test_rows_that_are_shown_differ(tmp_path):
+    """Of different prompts, from the lowest score to the highest."""
+    scores = [1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 1.0, None, 1.0, 1.0, 1.0, 1.0]
+    rows = [sample(str(i), score=score, group=i // 2) for i, score in enumerate(scores)]
+    table = sample_files.read(write_rows(tmp_path, 1, rows))
+    chosen = report.unlike_scores(table)
+    assert len(chosen) == len({i // 2 for i in chosen}) == report.SHOWN_PER_STEP
+    assert [scores[i] for i in chosen] == [0.0, 1.0, 1.0, 1.0]
+    assert report.unlike_scores(table.slice(4, 2)) == [1, 0]
 
 
 def test_the_best_and_the_worst_of_late_steps_are_shown(tmp_path):
-    pairs = [(step, i) for step in range(1, 9) for i in range(4)]
-    scored = [{"step": step, "id": f"{step}-{i}", "score": float(i), "response": "r"} for step, i in pairs]
-    best, worst = report.extremes(scored).items()
+    rows = [sample(str(i), score=float(i)) for i in range(4)]
+    files = {step: write_rows(tmp_path, step, rows) for step in range(1, 9)}
+    best, worst = report.extremes(files).items()
     assert best[0] == "Best of steps 7 to 8, up to 3"
-    assert [sample["score"] for sample in best[1]] == [3.0, 3.0, 2.0]
-    assert [sample["score"] for sample in worst[1]] == [0.0, 0.0, 1.0]
-    assert report.extremes([{"step": 1, "score": 1.0}] * 3) == report.extremes([{"step": 1, "score": None}]) == {}
-    log = JsonLines(write_run(tmp_path, samples=False) / "samples.jsonl")
-    log.write(*scored)
-    log.close()
+    assert [row["score"] for row in best[1]] == [3.0, 3.0, 2.0]
+    assert [row["score"] for row in worst[1]] == [0.0, 0.0, 1.0]
+    for score in (1.0, None):
+        assert report.extremes({1: write_rows(tmp_path / "equal", 1, [sample("a", score=score)] * 3)}) == {}
+    write_run(tmp_path, samples=False)
     assert "Best of steps 7 to 8, up to 3" in page_of(tmp_path).text
 
 
@@ -431,7 +458,8 @@ def test_numbers_are_short(value, text):
 
 
 def test_colours_grow_with_size():
-    scale = page.scale_of([sample(1, "x")])
+    row = {"advantages": [0.25, None, -2.0], "values": [0.125, None, 0.5]}
+    scale = page.scale_of([row])
     assert scale.advantage == 2.0
     assert (scale.value_low, scale.value_high) == (0.125, 0.5)
     assert page.scale_of([{}]).advantage == 1.0

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
-from fppo.batch import Column, Experience
 from fppo.commands import actions
 from fppo.runs import jsonl, loggers
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.loggers import FAILED, Guarded
-from fppo.runs.samples import pieces, samples_of
 from tests import tiny_run
 
 STEP = {
@@ -233,94 +228,14 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
         loggers.open_loggers(["mlflow"], tmp_path, steps=3)
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
-    backend.train_from_iterator(["what is twelve plus seven, it is nineteen"] * 3, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
-
-
-@given(st.text(max_size=12))
-def test_pieces_join_to_the_decoded_text(tokenizer, text):
-    ids = tokenizer.encode(text)
-    found = pieces(tokenizer, ids)
-    assert len(found) == len(ids)
-    assert "".join(found) == tokenizer.decode(ids)
-
-
-def test_a_character_of_several_tokens_stands_with_the_last(tokenizer):
-    ids = tokenizer.encode("a€b")
-    assert pieces(tokenizer, ids) == ["a", "", "", "€", "b"]
-
-
-def test_pieces_keep_the_space_that_a_first_word_loses():
-    words = ["two", " plus", " two"]
-    decode = lambda ids, **options: "".join(words[i] for i in ids).removeprefix(" ")  # noqa: E731
-    assert pieces(types.SimpleNamespace(decode=decode), [0, 1, 2]) == words
-
-
-def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
-    """Two prompts, padded on the left; responses of 3 and 2 tokens; the first's second token is an observation."""
-    pad = tokenizer.pad_token_id
-    words = tokenizer.encode("abcdefgh")[:8]
-    tokens = torch.tensor([[pad, *words[:2], *words[2:5]], [*words[:3], *words[3:5], pad]])
-    attention = tokens != pad
-    response = torch.tensor([[True, False, True], [True, True, False]])
-    numbers = torch.arange(6.0).reshape(2, 3)
-    numbers = numbers.masked_fill(~response, float("nan"))
-    numbers[1, 1] = float("inf")
-    return Experience(
-        tokens=tokens,
-        attention_mask=attention,
-        response_mask=response,
-        rollout_log_probs=-numbers,
-        sampling_log_probs=-numbers,
-        row_ids=torch.tensor([7, 8]),
-        groups=torch.tensor([0, 1]),
-        versions=torch.zeros(2, dtype=torch.int64),
-        finish=Column(["stop", "length"]),
-        ids=Column(["r0", 3]),
-        ground_truth=Column(["19", {"answer": 4.0}]),
-        source=Column(["sums", "sums"]),
-        extras=Column([{}, {}]),
-        scores=torch.tensor([1.0, float("nan")]),
-        named_scores={"format": torch.tensor([0.5, 0.25])},
-        old_log_probs=-numbers,
-        token_rewards=numbers,
-        advantages=numbers,
-        returns=numbers,
-        values=numbers if critic else None,
-    )
-
-
-def test_samples_hold_one_number_per_token_and_fit_json(tokenizer):
-    first, second = samples_of(experience(tokenizer), tokenizer, 5, 9)
-    assert first["tokens"] == ["c", "d", "e"]
-    assert first["log_probs"] == [0.0, None, -2.0]
-    assert first["advantages"] == first["values"] == [0.0, None, 2.0]
-    assert (first["step"], first["row_id"], first["prompt"], first["response"]) == (5, 7, "ab", "cde")
-    assert (first["score"], first["named_scores"], first["finish"]) == (1.0, {"format": 0.5}, "stop")
-    assert (second["tokens"], second["values"], second["score"]) == (["d", "e"], [3.0, None], None)
-    assert json.loads(json.dumps([first, second], allow_nan=False)) == [first, second]
-    (one,) = samples_of(experience(tokenizer, critic=False), tokenizer, 5, 1)
-    assert one["values"] is None
-    assert samples_of(experience(tokenizer), tokenizer, 5, 0) == []
-
-
-def test_an_observer_writes_metrics_and_samples(tmp_path, tokenizer):
+def test_an_observer_writes_metrics(tmp_path):
     log = JsonLines(tmp_path / "metrics.jsonl")
-    samples = JsonLines(tmp_path / "samples.jsonl")
-    observe = loggers.observer([log], samples=samples, tokenizer=tokenizer, count=1)
+    observe = loggers.observer([log])
     record = types.SimpleNamespace
     observe(record(run=record(step=0), experience=None, metrics={"val/x/mean": 0.5}))
-    observe(record(run=record(step=1), experience=experience(tokenizer), metrics=STEP))
-    loggers.close([log, samples])
+    observe(record(run=record(step=1), experience=None, metrics=STEP))
+    loggers.close([log])
     assert jsonl.read(tmp_path / "metrics.jsonl") == [{"step": 0, "val/x/mean": 0.5}, {"step": 1, **STEP}]
-    assert [s["step"] for s in jsonl.read(tmp_path / "samples.jsonl")] == [1]
 
 
 class Failing:

@@ -1,0 +1,235 @@
+"""Sampled rows: whole on disk, step by step, as the batch has them."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import attrs
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import fppo
+from fppo.batch import Column, Experience, RowInputs
+from fppo.runs import sample_files, samples
+from fppo.runs.jsonl import JsonLines
+from fppo.runs.sample_files import SAMPLES, SampleFiles
+from fppo.runs.samples import pieces, pieces_of
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet)
+    backend.train_from_iterator(["what is twelve plus seven, it is nineteen"] * 3, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+
+
+@given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.booleans())
+def test_pieces_join_to_the_decoded_text(tokenizer, texts, swap):
+    rows = [tokenizer.encode(text) for text in texts]
+    rows = [row[::-1] if swap else row for row in rows]  # reversed they are no UTF-8
+    decoded = [tokenizer.decode(row) for row in rows]
+    found = pieces_of(tokenizer, rows, decoded)
+    assert found == [pieces(tokenizer, row) for row in rows]
+    assert [len(row) for row in found] == [len(row) for row in rows]
+    assert ["".join(row) for row in found] == decoded
+
+
+def test_a_character_of_several_tokens_stands_with_the_last(tokenizer):
+    ids = tokenizer.encode("a€b")
+    assert pieces(tokenizer, ids) == ["a", "", "", "€", "b"]
+
+
+def test_pieces_keep_the_space_that_a_first_word_loses():
+    words = ["two", " plus", " two"]
+    decode = lambda ids, **options: "".join(words[i] for i in ids).removeprefix(" ")  # noqa: E731
+    assert pieces(types.SimpleNamespace(decode=decode), [0, 1, 2]) == words
+
+
+def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
+    """Two prompts, padded on the left; responses of 3 and 2 tokens; the first's second token is an observation."""
+    pad = tokenizer.pad_token_id
+    words = tokenizer.encode("abcdefgh")[:8]
+    tokens = torch.tensor([[pad, *words[:2], *words[2:5]], [*words[:3], *words[3:5], pad]])
+    attention = tokens != pad
+    response = torch.tensor([[True, False, True], [True, True, False]])
+    numbers = torch.arange(6.0).reshape(2, 3)
+    numbers = numbers.masked_fill(~response, float("nan"))
+    numbers[1, 1] = float("inf")
+    return Experience(
+        tokens=tokens,
+        attention_mask=attention,
+        response_mask=response,
+        rollout_log_probs=-numbers,
+        sampling_log_probs=-numbers,
+        row_ids=torch.tensor([7, 8]),
+        groups=torch.tensor([0, 1]),
+        versions=torch.zeros(2, dtype=torch.int64),
+        finish=Column(["stop", "length"]),
+        ids=Column(["r0", 3]),
+        ground_truth=Column(["19", {"answer": 4.0}]),
+        source=Column(["sums", "sums"]),
+        extras=Column([{}, {}]),
+        scores=torch.tensor([1.0, float("nan")]),
+        named_scores={"format": torch.tensor([0.5, 0.25])},
+        old_log_probs=-numbers,
+        token_rewards=numbers,
+        advantages=numbers,
+        returns=numbers,
+        values=numbers if critic else None,
+    )
+
+
+def record(step: int, rows: Experience | None) -> Any:
+    return types.SimpleNamespace(run=types.SimpleNamespace(step=step), experience=rows)
+
+
+@attrs.frozen(eq=False)
+class Sized:
+    """A file of so many bytes, for `thinned`."""
+
+    size: int
+
+    def stat(self) -> Any:
+        return types.SimpleNamespace(st_size=self.size)
+
+
+def test_a_file_has_what_the_batch_has(tokenizer, tmp_path):
+    whole = experience(tokenizer)
+    files = SampleFiles(tmp_path / SAMPLES, tokenizer, count=None, most_bytes=1e9)
+    files(record(5, whole))
+    files.close()
+    table = fppo.open(tmp_path).arrow(5)
+    columns = table.to_pydict()
+    assert columns["tokens"] == [whole.tokens[0, 3:].tolist(), whole.tokens[1, 3:5].tolist()]
+    assert columns["pieces"] == [["c", "d", "e"], ["d", "e"]]
+    assert (columns["prompt"], columns["response"]) == (["ab", "abc"], ["cde", "de"])
+    assert columns["mask"] == [[True, False, True], [True, True]]
+    assert columns["length"] == [2, 2]
+    assert (columns["id"], columns["ground_truth"]) == (["r0", "3"], ["19", '{"answer": 4.0}'])
+    assert (columns["score"], columns["score.format"]) == ([1.0, None], [0.5, 0.25])
+    assert (columns["step"], columns["row_id"], columns["group"]) == ([5, 5], [7, 8], [0, 1])
+    for name in samples.LISTS:
+        expected = getattr(whole, name)
+        if expected is None:
+            assert name not in columns
+            continue
+        for row, (got, kept) in enumerate(zip(columns[name], (slice(0, 3), slice(0, 2)), strict=True)):
+            np.testing.assert_array_equal(np.array(got), expected[row, kept].numpy())
+
+
+def test_rows_for_the_report_hold_what_is_trained_and_finite(tokenizer, tmp_path):
+    files = SampleFiles(tmp_path, tokenizer, count=None, most_bytes=1e9)
+    files(record(5, experience(tokenizer)))
+    files(record(6, experience(tokenizer, critic=False)))
+    files.close()
+    five, six = sample_files.files(tmp_path).values()
+    first, second = sample_files.rows(sample_files.read(five))
+    assert first["tokens"] == ["c", "d", "e"]
+    assert first["log_probs"] == [0.0, None, -2.0]
+    assert first["advantages"] == first["values"] == [0.0, None, 2.0]
+    assert (first["score"], first["named_scores"], first["finish"]) == (1.0, {"format": 0.5}, "stop")
+    assert (second["tokens"], second["values"], second["score"]) == (["d", "e"], [3.0, None], None)
+    assert [row["values"] for row in sample_files.rows(sample_files.read(six), [1, 0])] == [None, None]
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=6, max_size=6))
+def test_numbers_are_rounded_to_halves_only_where_they_fit(numbers):
+    x = np.array(numbers, np.float32)
+    kept = samples._narrow(x, np.float16).astype(np.float32)
+    finite = np.isfinite(x)
+    assert (np.isfinite(kept) == finite).all()
+    np.testing.assert_allclose(kept[finite], x[finite], rtol=2**-10, atol=2**-24)
+
+
+def test_images_stand_once_in_a_group_and_show_in_all_its_rows(tokenizer, tmp_path):
+    shown = torch.arange(24, dtype=torch.uint8).reshape(2, 2, 2, 3)
+    inputs = RowInputs({}, torch.tensor([0]), shown, shown_of=torch.tensor([0, 0]))
+    plain = experience(tokenizer)
+    whole = attrs.evolve(plain, groups=torch.tensor([4, 4]), inputs=Column([inputs, inputs]))
+    files = SampleFiles(tmp_path, tokenizer, count=None, most_bytes=1e9)
+    files(record(1, whole))
+    files.close()
+    table = sample_files.read(sample_files.files(tmp_path)[1])
+    assert [x is not None for x in table.column("images").to_pylist()] == [True, False]
+    (one,), (two,) = (row["images"] for row in sample_files.rows(table))
+    assert len(one) == 2
+    assert one == two
+    assert all(uri.startswith("data:image/png;base64,") for uri in one)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), st.integers(0, 600))
+def test_the_budget_keeps_the_newest_and_multiples_of_one_power_of_2(sizes, most):
+    found = {step: Sized(size) for step, size in enumerate(sizes, start=1)}
+    removed = sample_files.thinned(found, most)
+    kept = {step: x for step, x in found.items() if x not in removed}
+    total = sum(x.size for x in kept.values())
+    assert len(sizes) in kept
+    assert total <= most or len(kept) == 1
+    older = [step for step in kept if step != len(sizes)]
+    largest = max(2**k for k in range(8) if all(step % 2**k == 0 for step in older)) if older else None
+    if largest is not None:
+        assert older == [step for step in range(1, len(sizes)) if step % largest == 0]
+        halved = [step for step in range(1, len(sizes)) if step % max(largest // 2, 1) == 0]
+        more = sum(found[step].size for step in {*halved, len(sizes)})
+        assert largest == 1 or halved == older or more > most
+
+
+def test_only_the_steps_of_the_past_stay_when_a_run_goes_on(tokenizer, tmp_path):
+    files = SampleFiles(tmp_path, tokenizer, count=1, most_bytes=1e9)
+    for step in (1, 2, 3):
+        files(record(step, experience(tokenizer)))
+    files.close()
+    (tmp_path / ".000004.new").write_bytes(b"half of a file")
+    again = SampleFiles(tmp_path, tokenizer, count=1, most_bytes=1e9, first_step=3)
+    assert list(sample_files.files(tmp_path)) == [1, 2]
+    again(record(3, None))
+    again.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001.parquet", "000002.parquet"]
+    assert {sample_files.read(path).num_rows for path in sample_files.files(tmp_path).values()} == {1}
+
+
+def test_a_file_that_cannot_be_written_is_raised_at_the_next_step_and_at_the_end(tokenizer, tmp_path):
+    for call in (lambda files: files(record(2, None)), SampleFiles.close):
+        files = SampleFiles(tmp_path / "full", tokenizer, count=None, most_bytes=1e9)
+        (tmp_path / "full").rmdir()
+        files(record(1, experience(tokenizer)))
+        with pytest.raises(OSError, match="full"):
+            call(files)
+
+
+def test_a_record_is_opened_whole_or_by_column(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"no record of a run; give the output_dir of one"):
+        fppo.open(tmp_path)
+    files = SampleFiles(tmp_path / SAMPLES, tokenizer, count=None, most_bytes=1e9)
+    log = JsonLines(tmp_path / "metrics.jsonl")
+    for step in (1, 2):
+        files(record(step, experience(tokenizer, critic=step == 1)))
+        log.log(step, {"a": float(step)} if step == 1 else {"b": 0.5})
+    files.close()
+    log.close()
+    run = fppo.open(tmp_path)
+    assert run.sampled == (1, 2)
+    assert run.metrics()["a"].tolist()[0] == 1.0
+    assert run.metrics().loc[2, "b"] == 0.5
+    assert run.samples(columns=["step", "score"]).shape == (4, 2)
+    assert run.samples([2, 1])["step"].tolist() == [2, 2, 1, 1]
+    assert run.arrow().column("values").null_count == 2
+    assert run.arrow(columns=["values"]).schema.field("values").type == pa.list_(pa.float32())
+    with pytest.raises(ValueError, match=r"rows of step 3 are not kept; 2 steps are, 1 to 2"):
+        run.samples(3)
+    with pytest.raises(ValueError, match=r"unknown column 'scores'; step 2 has step, row_id"):
+        run.samples(columns=["scores"])
+    next(iter(sample_files.files(tmp_path / SAMPLES).values())).write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"000001\.parquet: damaged"):
+        run.samples()
