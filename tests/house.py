@@ -26,7 +26,7 @@ FLOORS = (
     ("plan", "runs"),
     ("report",),
     ("commands",),
-    ("__main__",),
+    ("__main__", "fppo"),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # may touch the world
