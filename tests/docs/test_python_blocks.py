@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fppo.quickstart import character_tokenizer
+from tests.runs.test_samples import write_record
+
 from .pages import PAGES, REASONS, ROOT, blocks, code_of
 
 SLOW = ("loss.md", "kernel.md")  # what they run of the laws takes seconds
@@ -21,6 +24,8 @@ WITH_PYTHON = [
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    if 'fppo.open("runs/quickstart")' in page.read_text():
+        write_record(tmp_path / "runs/quickstart", 60, character_tokenizer())
     before = set(sys.modules)
     namespace: dict = {"__name__": "page"}
     for block in blocks(page):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -94,6 +95,13 @@ def record(step: int, rows: Experience | None) -> Any:
     return types.SimpleNamespace(run=types.SimpleNamespace(step=step), experience=rows)
 
 
+def write_record(directory: Path, step: int, tokenizer: Any) -> None:
+    """Write the rows of a step."""
+    files = SampleFiles(directory / SAMPLES, tokenizer, count=None, most_bytes=1e9)
+    files(record(step, experience(tokenizer)))
+    files.close()
+
+
 @attrs.frozen(eq=False)
 class Sized:
     """A file of so many bytes, for `thinned`."""
@@ -106,9 +114,7 @@ class Sized:
 
 def test_a_file_has_what_the_batch_has(tokenizer, tmp_path):
     whole = experience(tokenizer)
-    files = SampleFiles(tmp_path / SAMPLES, tokenizer, count=None, most_bytes=1e9)
-    files(record(5, whole))
-    files.close()
+    write_record(tmp_path, 5, tokenizer)
     table = fppo.open(tmp_path).arrow(5)
     columns = table.to_pydict()
     assert columns["tokens"] == [whole.tokens[0, 3:].tolist(), whole.tokens[1, 3:5].tolist()]
