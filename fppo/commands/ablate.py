@@ -29,6 +29,7 @@ from fppo.runs import session, starts
 from fppo.runtime.devices import named_device
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels import table as tables
@@ -149,7 +150,7 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
         there = f"the recorded steps are {steps[0]} to {steps[-1]}" if steps else "no step is recorded"
         raise UsageError(f"{directory} has no record of step {step}; {there}")
     search(settings.module_dirs)
-    table = _with_own(asked, ops, kernel_table(settings))
+    table = _with_own(asked, ops, kernel_table(kernels_named(settings)))
     transformers_logging.disable_progress_bar()
     print(f"step {step} of {directory}: recomputing it under the run's own kernels", flush=True)
     reference, before = _reference(settings, directory, step, recorded)
@@ -177,7 +178,7 @@ def _reference(
     settings: TrainSettings, directory: Path, step: int, recorded: Mapping[int, dict]
 ) -> tuple[_Reference, str]:
     """The step under the run's own kernels, and whether it is as recorded."""
-    kernels, ahead = kernels_of(settings), settings.rollout.ahead
+    kernels, ahead = kernels_of(kernels_named(settings)), settings.rollout.ahead
     watched = swap.watch(kernels)
     run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():

@@ -57,7 +57,7 @@ def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | Non
     evaluate = kept(
         assembly.evaluate,
         lambda step: directory / f"step_{step:08d}.jsonl",
-        assembly.tokenizer,
+        assembly.inputs.tokenizer,
         assembly.mesh,
         truth=Path(settings.output_dir) / TRUTH,
     )

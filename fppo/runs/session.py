@@ -207,7 +207,7 @@ def run_training(
     the last step, before loggers are closed, which may take long, or fail. A finished run is returned as it is, and
     nothing is written.
     """
-    settings, _ = resolved(settings, assembly.works)
+    settings, _ = resolved(settings, assembly.inputs.device)
     directory, first = Path(settings.output_dir), is_first(assembly.mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
@@ -351,7 +351,7 @@ def _logging(
     )
     opened.callback(loggers.close, sinks)
     samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
-    tokenizer, count = assembly.tokenizer, settings.log.samples_per_step
+    tokenizer, count = assembly.inputs.tokenizer, settings.log.samples_per_step
     return [loggers.observer([], samples=samples, tokenizer=tokenizer, count=count), loggers.observer(sinks)]
 
 
@@ -363,10 +363,10 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
     if news := origins.record(settings, step):
         print(f"going on from step {step} with other code: {'; '.join(news)}", file=sys.stderr)
-    texts = assembly.processor or assembly.tokenizer
+    texts = assembly.inputs.texts
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:
-            generation, place = assembly.generation if role == "actor" else None, directory / CONFIGS / role
+            generation, place = assembly.inputs.generation if role == "actor" else None, directory / CONFIGS / role
             models.save_config(model, place, tokenizer=texts, generation_config=generation)
     if digest_every != 1:
         which = f"every {digest_every} steps and at" if digest_every else "only at"
@@ -379,14 +379,19 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Write the policy as a Hugging Face directory, or its adapter in PEFT's files."""
     if assembly.placed is not None and "actor" in assembly.placed.parts:
-        return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
+        return assembly.placed.export(run, target, assembly.inputs.tokenizer, assembly.inputs.generation)
     if assembly.model.frozen is not None and run.bases is not None:
-        source, tokenizer = run.bases["actor"].source, assembly.processor or assembly.tokenizer
+        source, tokenizer = run.bases["actor"].source, assembly.inputs.texts
         lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
         return
-    params, tokenizer = run.actor.params, assembly.processor or assembly.tokenizer
+    params, tokenizer = run.actor.params, assembly.inputs.texts
     models.save(
-        assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh
+        assembly.model,
+        params,
+        target,
+        tokenizer=tokenizer,
+        generation_config=assembly.inputs.generation,
+        mesh=assembly.mesh,
     )
 
 
