@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,7 +49,7 @@ from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
-from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
+from fppo.settings.learning import OptimizerSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
@@ -83,6 +83,7 @@ class Inputs:
     generation: GenerationConfig  # which goes with the policy where it is exported
     prompts: PromptSet
     order: Order | None
+    loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
     sampling: Sampling
     eval: EvalInputs | None  # None without held-out prompts
 
@@ -103,16 +104,16 @@ def read_inputs(
     model, rows, rollout, names = settings.model, settings.data, settings.rollout, kernels_named(settings)
     device = device or tried(lambda: device_of(settings.device, settings.placement))
     kernels = kernels or tried(lambda: kernels_of(names))
-    some, actor, algorithm = kernels or Kernels.named(), settings.actor, settings.algorithm
-    others = (
-        lambda: _check_rewards(settings.reward, rollout),
-        lambda: [imported(name, "log.loggers") for name in settings.log.loggers if ":" in name],
-        lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed),
-    )
-    advantage = _estimator(tried, actor, settings.critic, algorithm, some, others)
-    if advantage is not None and device is not None and check:
-        how = {"group": rollout.n, "dtype": getattr(torch, model.compute_dtype), "device": device}
-        tried(lambda: check_laws(actor.loss, algorithm.advantage, advantage, names, some, **how))
+    actor, algorithm, before = settings.actor, settings.algorithm, len(tried.problems)
+    tried(lambda: policy_loss(actor.loss))
+    advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
+    tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
+    tried(lambda: _check_rewards(settings.reward, rollout))
+    loggers = tried(lambda: {x: imported(x, "log.loggers") for x in settings.log.loggers if ":" in x})
+    tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
+    if check and advantage is not None and device is not None and len(tried.problems) == before:
+        law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
+        tried(lambda: law(group=rollout.n, dtype=getattr(torch, model.compute_dtype), device=device))
     tokenizer = tried(lambda: load_tokenizer(model, rows))
     if tokenizer is None:
         raise tried.error()
@@ -130,7 +131,7 @@ def read_inputs(
     order = None if prompts is None else tried(lambda: order_of(rows.sampler, prompts, key))
     if tried.problems:
         raise tried.error()
-    assert device is not None and kernels is not None and advantage is not None  # noqa: PT018
+    assert device is not None and kernels is not None and advantage is not None and loggers is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
     evaluation = None
     if held_out is not None:
@@ -146,6 +147,7 @@ def read_inputs(
         generation=ends,
         prompts=prompts,
         order=order,
+        loggers=loggers,
         sampling=sampling,
         eval=evaluation,
     )
@@ -245,23 +247,10 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
     return order
 
 
-def _estimator(
-    tried: _Tried,
-    actor: ActorSettings,
-    critic: CriticSettings,
-    algorithm: AlgorithmSettings,
-    kernels: Kernels,
-    others: Sequence[Callable[[], object]],
-) -> Advantage | None:
-    """The estimator; None, and all that is wrong noted, if it, the loss, an optimizer or one of `others` is not as it
-    must be."""
-    before, updates = len(tried.problems), {"actor": actor, "critic": critic}
-    tried(lambda: policy_loss(actor.loss))
-    advantage = tried(lambda: advantage_of(algorithm, kernels))
-    tried(lambda: [optimizer_of(x.optimizer, 1, setting=f"{role}.optimizer") for role, x in updates.items()])
-    for check in others:
-        tried(check)
-    return advantage if len(tried.problems) == before else None
+def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:
+    """Raises ValueError for optimizers that do not import or are none."""
+    optimizer_of(actor, 1, setting="actor.optimizer")
+    optimizer_of(critic, 1, setting="critic.optimizer")
 
 
 def _check_saved(section: RolloutSettings, *, until: int, routed: bool) -> None:

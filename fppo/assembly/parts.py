@@ -277,10 +277,14 @@ def kernel_table(names: Mapping[str, str]) -> tables.Table:
     table = tables.BUILTIN
     for setting, name in names.items():
         if ":" in name:
-            op = setting.rpartition(".")[2]
-            kernel = tables.own(op, imported(name, setting))
-            table = tables.register(op, name, kernel, table=table)
+            table = with_own(table, setting.rpartition(".")[2], name, name, setting)
     return table
+
+
+def with_own(table: tables.Table, op: str, name: str, place: str, setting: str) -> tables.Table:
+    """The table with the kernel at `place`, module:function, under a name. Raises ValueError, naming the setting, for
+    what is none."""
+    return tables.register(op, name, tables.own(op, imported(place, setting)), table=table)
 
 
 def kernels_of(names: Mapping[str, str]) -> Kernels:

@@ -22,11 +22,10 @@ from fppo.pipeline.gap import WatchAnnotate
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretrain, plain_returns
 from fppo.pipeline.program import EstimateStage, Program, SampleBatch, SampleStage
-from fppo.pipeline.stages import Estimate, LeaveAgreed, LeaveDisputed, RollOut
+from fppo.pipeline.stages import Estimate, LeaveAgreed, LeaveDisputed, RollOut, turn_metrics
 from fppo.pipeline.wiring import wire
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool
-from fppo.rollout.turns.engine import turn_metrics
 from fppo.runtime.mesh import Mesh, is_first
 from fppo.settings.component import value_of
 from fppo.settings.learning import AlgorithmSettings, CriticSettings

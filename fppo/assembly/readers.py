@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data, models
 from fppo.assembly.functions import value_head_of
 from fppo.assembly.parts import bare_model
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.key import Key
 from fppo.models.model import Params
 from fppo.pipeline.passes import TruthSigns
@@ -21,7 +22,7 @@ from fppo.steps.hidden import init_hidden
 def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> Params:
     """The parameters of one before its first update."""
     outputs = value_head_of(critic.loss).outputs
-    shape = {"members": critic.ensemble, "outputs": outputs, "privileged": critic.privileged > 0}
+    shape = {"members": critic.ensemble, "outputs": outputs, "signs": TRUTH_SIGNS if critic.privileged else 0}
     if critic.reads == "confidence":
         return init_confidence(key, **shape)
     return init_hidden(key, models.hidden_width(bare_model(section)), **shape)

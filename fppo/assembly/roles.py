@@ -30,10 +30,10 @@ from fppo.data.tokenizers import within
 from fppo.fields import only
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
 from fppo.key import Key
-from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline.gap import WatchUpdate
 from fppo.pipeline.passes import (
+    BalanceFn,
     ConfidenceFn,
     Fetch,
     HiddenFn,
@@ -61,7 +61,6 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.recorded import Recorder, graphs, records
-from fppo.steps.shared import SortedRows
 from fppo.steps.train_state import Scale, TrainState
 from fppo.tree import state
 from fppo_kernels.table import Kernels
@@ -100,7 +99,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyFn
-    balance: Callable[[SortedRows], Metrics]
+    balance: BalanceFn
     model: Model
 
 

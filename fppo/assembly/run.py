@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import attrs
 import torch
@@ -14,7 +15,6 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines, sharing_lines
-from fppo.assembly.answers import right_answers
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -36,16 +36,16 @@ from fppo.fields import only
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.metrics import Metrics
 from fppo.models.model import Model
+from fppo.pipeline.answers import right_answers
 from fppo.pipeline.estimators import of_values
-from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
+from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.truth import Known, OnBeside, critic_truth, one_answer
+from fppo.pipeline.truth import Known, critic_truth, one_answer
 from fppo.rollout.engine import Engine
 from fppo.rollout.placed import Generate, PlacedEngine
 from fppo.rollout.pool import EnginePool, Policy
@@ -293,18 +293,11 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
 
 
 def _evaluation(
-    inputs: EvalInputs, engine: Engine, score: ScoreFn, size: int, truth: Callable[..., Metrics] | None = None
+    inputs: EvalInputs, engine: Engine, score: ScoreFn, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
     """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
-
-    def evaluation(
-        run: RunState, keep: OnScored = lambda scored: None, keep_beside: OnBeside = lambda beside: None
-    ) -> Metrics:
-        report = evaluate(run, batches=batches(), engine=engine, sampling=inputs.sampling, score=score, on_scored=keep)
-        return report if truth is None else report | truth(run, prompts=batches(), keep=keep_beside)
-
-    return evaluation
+    return EvaluateHeldOut(batches=batches, engine=engine, sampling=inputs.sampling, score=score, truth=truth)
 
 
 def _truth(
@@ -314,7 +307,7 @@ def _truth(
     inputs: Inputs,
     engine: Engine,
     passes: Passes,
-) -> Callable[..., Metrics] | None:
+) -> Callable[..., Any] | None:
     """The comparison of the critic with exact values on held-out prompts; None where the settings want none."""
     if not how.exact_values:
         return None

@@ -169,7 +169,7 @@ def _replay(rest: Sequence[str]) -> int | None:
 
     def command(settings: TrainSettings, here: actions.CommandRank) -> int:
         if options.device is not None and here.device is None:
-            here = attrs.evolve(here, device=distributed.device_of(settings))
+            here = attrs.evolve(here, device=distributed.device_of(settings.device, settings.placement))
         return actions.replay(Path(options.run), options.step, here)
 
     settings = actions.settings_of(Path(options.run), options.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -80,6 +81,11 @@ def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
     finally:
         file.close()
     os.replace(draft, path)
+
+
+def write_numbers(report: Metrics, path: Path) -> None:
+    """Write all metrics as one object of JSON."""
+    path.write_text(json.dumps(metrics.report(report), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def new_place(run_dir: Path, step: int) -> Path:

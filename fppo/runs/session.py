@@ -348,6 +348,7 @@ def _logging(
         entity=settings.log.entity,
         group=settings.log.group,
         settings=files.to_dict(settings),
+        own=assembly.inputs.loggers,
     )
     opened.callback(loggers.close, sinks)
     samples = opened.enter_context(_closing(directory / loggers.SAMPLES, first_step))
