@@ -8,27 +8,21 @@ import attrs
 import torch
 
 from fppo import tree
-from fppo.assembly.functions import optimizer_of, policy_loss, value_head_of
+from fppo.assembly.functions import optimizer_of
 from fppo.assembly.parts import Offload, Tools, micro_batching_of
 from fppo.fields import only
 from fppo.models.model import Model, Params
 from fppo.pipeline.gap import Then
 from fppo.pipeline.measure import Measured
-from fppo.pipeline.passes import View
 from fppo.pipeline.program import UpdateStage
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
 from fppo.settings.rollout import RolloutSettings
-from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
 from fppo.steps.clock import Clock, Timeline
-from fppo.steps.confidence import UpdateConfidence
-from fppo.steps.critic import UpdateCritic
-from fppo.steps.hidden import UpdateHidden
 from fppo.steps.loop import Loop
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
-from fppo.steps.recorded import Recorder
 from fppo.steps.train_state import TrainState, init_state
 
 # the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
@@ -102,57 +96,6 @@ def learning_of(
         offload=offload,
         offload_activations=offload_activations,
     )
-
-
-def actor_update(
-    section: ActorSettings,
-    learning: Learning,
-    forward: Forward,
-    optimizer: Optimizer,
-    lane: Lane,
-    *,
-    temperature: float,
-    old_log_probs: OldLogProbs,
-    record: Recorder | None,
-) -> UpdateStage:
-    """The policy's update, at the temperature of its rollouts. Raises ValueError for a loss of the user's that does not
-    import."""
-    terms = PolicyTerms(
-        temperature=temperature,
-        **only(section, "entropy_coef", "kl_coef", "kl_kind"),
-        nll_coef=section.positive_nll_coef,
-        balance_coef=section.experts.balance_coef,
-        router_z_coef=section.experts.z_coef,
-    )
-    update = UpdateActor(
-        forward=forward,
-        loss_fn=policy_loss(section.loss),
-        loop=learning.loop,
-        optimizer=optimizer,
-        terms=terms,
-        old_log_probs=old_log_probs,
-        record=record,
-    )
-    return learning.measured(update, forward, lane)
-
-
-def critic_update(
-    section: CriticSettings,
-    learning: Learning,
-    forward: Forward | None,
-    optimizer: Optimizer,
-    lane: Lane,
-    *,
-    view: View,
-    record: Recorder | None,
-) -> UpdateStage:
-    """The update of the critic's model, which sees the `view` of a batch, or without a model of what it makes of the
-    policy's confidence or of its hidden states."""
-    how = {"loop": learning.loop, "optimizer": optimizer, "loss_fn": value_head_of(section.loss).loss_fn}
-    if forward is None:
-        return UpdateHidden(**how) if section.reads == "hidden" else UpdateConfidence(**how)
-    update = UpdateCritic(forward=forward, view=view, record=record, **how)
-    return learning.measured(update, forward, lane)
 
 
 def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:

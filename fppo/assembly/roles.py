@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fppo import tree
 from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
-from fppo.assembly.functions import value_head_of
-from fppo.assembly.learning import Learning, Watch, actor_update, critic_update, learning_of, watch_of
+from fppo.assembly.functions import policy_loss, value_head_of
+from fppo.assembly.learning import Learning, Watch, learning_of, watch_of
 from fppo.assembly.parts import (
     Offload,
     Tools,
@@ -53,10 +53,10 @@ from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import DataSettings, TrainSettings
-from fppo.steps.actor import OldLogProbs
-from fppo.steps.confidence import confidence_values
-from fppo.steps.critic import as_it_is
-from fppo.steps.hidden import hidden_values
+from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
+from fppo.steps.confidence import UpdateConfidence, confidence_values
+from fppo.steps.critic import UpdateCritic, as_it_is
+from fppo.steps.hidden import UpdateHidden, hidden_values
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
 from fppo.steps.popart import UpdatePopart
@@ -90,6 +90,16 @@ class PassOptions:
         if self.graphs and here.device.type == "cuda" and records(model, here.mesh):
             return graphs(model, here.device)
         return None
+
+    def policy(self, forward: Forward, record: Recorder | None, fetch: Fetch, replay: RouterReplay) -> PolicyPass:
+        """The pass of a policy, which replays what routers chose where the run does and says `replay`."""
+        return PolicyPass(
+            forward=attrs.evolve(forward, replay=self.replay == replay),
+            micro_batching=self.micro_batching,
+            temperature=self.temperature,
+            fetch=fetch,
+            record=record,
+        )
 
 
 @state
@@ -134,30 +144,34 @@ def make_actor(
     old_log_probs: OldLogProbs,
     watch: Watch | None,
 ) -> Actor:
-    """The policy on a rank, before its first update. `watch` is of an update that alone follows a rollout."""
+    """The policy on a rank, before its first update. `watch` is of an update that alone follows a rollout.
+
+    Raises ValueError for a loss of the user's that does not import.
+    """
     model, params = load(here.mesh, here.device)
     optimizer = learning.optimizer_on(tools, model)
     forward, record = passes.forward(here, tools.kernels, model), passes.record(here, model)
-    update = actor_update(
-        section,
-        learning,
-        attrs.evolve(forward, replay=passes.replay != "none"),
-        optimizer,
-        tools.lane,
+    terms = PolicyTerms(
         temperature=passes.temperature,
+        **only(section, "entropy_coef", "kl_coef", "kl_kind"),
+        nll_coef=section.positive_nll_coef,
+        balance_coef=section.experts.balance_coef,
+        router_z_coef=section.experts.z_coef,
+    )
+    update = UpdateActor(
+        forward=attrs.evolve(forward, replay=passes.replay != "none"),
+        loss_fn=policy_loss(section.loss),
+        loop=learning.loop,
+        optimizer=optimizer,
+        terms=terms,
         old_log_probs=old_log_probs,
         record=record,
     )
+    stage = learning.measured(update, forward, tools.lane)
     return Actor(
         state=learning.state(params, optimizer),
-        update=update if watch is None else WatchUpdate(stage=update, limit=watch[0], then=watch[1]),
-        policy=PolicyPass(
-            forward=attrs.evolve(forward, replay=passes.replay == "rollout"),
-            micro_batching=passes.micro_batching,
-            temperature=passes.temperature,
-            fetch=_fetch(learning.offload, tools.lane),
-            record=record,
-        ),
+        update=stage if watch is None else WatchUpdate(stage=stage, limit=watch[0], then=watch[1]),
+        policy=passes.policy(forward, record, _fetch(learning.offload, tools.lane), "rollout"),
         balance=partial(balance_of, forward=forward),
         model=model,
     )
@@ -183,15 +197,10 @@ def make_reference(
     policy = None if model is None or params is None else (model, params)
     model, params = load_reference(section, here.mesh, policy)
     params, offload = on_device(params, here.device), offload_of(section.offload, section.ref_offload)
+    forward = passes.forward(here, tools.kernels, model)
     return Reference(
         params=to_host(params) if offload == "all" else params,
-        policy=PolicyPass(
-            forward=attrs.evolve(passes.forward(here, tools.kernels, model), replay=passes.replay == "all"),
-            micro_batching=passes.micro_batching,
-            temperature=passes.temperature,
-            fetch=_fetch(offload, tools.lane),
-            record=passes.record(here, model),
-        ),
+        policy=passes.policy(forward, passes.record(here, model), _fetch(offload, tools.lane), "all"),
         model=model,
     )
 
@@ -208,19 +217,23 @@ def make_critic(
 ) -> Critic:
     """The critic on a rank, before its first update. The `policy`, if it is there, may lend it its base."""
     model, params = load(here.mesh, here.device, policy)
-    optimizer, read, view = learning.optimizer_on(tools, model), value_head_of(section.loss).read, make_view()
-    forward, record = None, None if model is None else passes.record(here, model)
-    if model is not None:
+    optimizer, head = learning.optimizer_on(tools, model), value_head_of(section.loss)
+    how, read, values = {"loop": learning.loop, "optimizer": optimizer, "loss_fn": head.loss_fn}, head.read, None
+    if model is None:
+        update = UpdateHidden(**how) if section.reads == "hidden" else UpdateConfidence(**how)
+    else:
         forward = attrs.evolve(passes.forward(here, tools.kernels, model), read=read)
+        seen = {"forward": forward, "view": make_view(), "record": passes.record(here, model)}
+        update = learning.measured(UpdateCritic(**seen, **how), forward, tools.lane)
+        fetch = _fetch(learning.offload, tools.lane)
+        values = ValuePass(micro_batching=passes.micro_batching, fetch=fetch, **seen)
     state = learning.state(params, optimizer)
-    update = critic_update(section, learning, forward, optimizer, tools.lane, view=view, record=record)
     if section.popart:
         state, update = tree.replace(state, scale=Scale()), UpdatePopart(stage=update, rate=section.popart)
-    how = {"micro_batching": passes.micro_batching, "view": view, "record": record}
     return Critic(
         state=state,
         update=update,
-        values=forward and ValuePass(forward=forward, fetch=_fetch(learning.offload, tools.lane), **how),
+        values=values,
         confidence=partial(confidence_values, read=read) if section.reads == "confidence" else None,
         hidden=partial(hidden_values, read=read) if section.reads == "hidden" else None,
         model=model,
