@@ -11,4 +11,5 @@ Outputs = Float[Tensor, "b t k"]  # the k numbers of a value head
 Mask = Bool[Tensor, "b t"]
 Rows = Float[Tensor, " b"]
 RowIds = Int[Tensor, " b"]
-Scalar = float | Float[Tensor, ""]  # as a tensor, so that a function can be vmapped over it
+Number = Float[Tensor, ""]
+Scalar = float | Number  # as a tensor, so that a function can be vmapped over it

@@ -159,6 +159,24 @@ def openings(root: Path = ROOT) -> Iterator[str]:
                 yield f"{room}: its docstring begins with {module}.{name}, which does not exist"
 
 
+def takers(room: str, kind: str, root: Path = ROOT) -> list[str]:
+    """The functions of a room, also those inside of others, with a parameter annotated as a class of that name, and
+    the classes with a field of it."""
+    found: list[str] = []
+    for module, tree in sources(root).items():
+        for node in ast.walk(tree) if room_of(module) == room else ():
+            annotations: list[ast.expr | None] = []
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                arguments = node.args
+                own = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg]
+                annotations = [argument.annotation for argument in own if argument]
+            elif isinstance(node, ast.ClassDef):
+                annotations = [field.annotation for field in node.body if isinstance(field, ast.AnnAssign)]
+            if any(x and re.search(rf"\b{kind}\b", ast.unparse(x)) for x in annotations):
+                found.append(f"{module}.{getattr(node, 'name', '')}")
+    return found
+
+
 def doubles(root: Path = ROOT) -> dict[str, list[str]]:
     """The modules of each class name that stands in several of them."""
     found: dict[str, list[str]] = {}

@@ -87,6 +87,25 @@ def test_a_room_that_does_not_is_noticed(tmp_path, begin):
     assert len(list(house.openings(tmp_path))) == 1
 
 
+def test_few_functions_of_assembly_take_all_settings():
+    """The others take the sections, or the values, that they read."""
+    found = house.takers("assembly", "TrainSettings")
+    assert len(found) <= 10, found
+
+
+def test_a_function_or_a_class_with_all_settings_is_noticed(tmp_path):
+    write(
+        tmp_path, "fppo/assembly/run.py", "class A:\n    x: Mapping[str, S]\ndef f(*, x: 'S | None'):\n    return x\n"
+    )
+    write(tmp_path, "fppo/assembly/program.py", "def f(x: Set) -> S:\n    def g(x: S): ...\n")
+    write(tmp_path, "fppo/plan/run.py", "def f(x: S): ...\n")
+    assert house.takers("assembly", "S", tmp_path) == [
+        "fppo.assembly.program.g",
+        "fppo.assembly.run.A",
+        "fppo.assembly.run.f",
+    ]
+
+
 def test_a_name_stands_for_one_class():
     assert house.doubles() == {}
 

@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from fppo import advantages, data, losses, models, quickstart
 from fppo import steps as s
-from fppo.assembly.answers import right_answers
 from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline import Passes, PolicyPass, Program, RunState, StepRecord, ValuePass, stages, train
+from fppo.pipeline.answers import right_answers
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.train import Evaluation
 from fppo.pipeline.truth import Known, critic_truth, one_answer

@@ -17,12 +17,12 @@ from fppo.models import bases, lora, lora_files
 from fppo.models.adapted import Lora
 from fppo.models.init import init_value_head
 from fppo.models.load import read_value_head
-from fppo.models.model import HeadKind, Model, Params
+from fppo.models.model import Model, Params
 from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
+from fppo.settings.learning import CriticSettings
 from fppo.settings.model import LoraSettings, ModelSettings
-from fppo.settings.train import TrainSettings
 
 
 def lora_of(section: LoraSettings) -> Lora:
@@ -35,21 +35,23 @@ def lora_of(section: LoraSettings) -> Lora:
     return Lora(section.rank, section.alpha, section.targets, section.scaling)
 
 
-def load_policy(settings: TrainSettings, mesh: Mesh, device: torch.device) -> tuple[Model, Params]:
+def load_policy(
+    section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device
+) -> tuple[Model, Params]:
     """The policy, and on the device its parameters: with an adapter that one, as the settings begin it.
 
     Raises ValueError for a model whose code uses weights in ways that adapters do not know, and for what cannot be
     quantised if that is asked for.
     """
-    model, params = load_actor(settings, mesh)
-    if not settings.model.lora.used:
+    model, params = load_actor(section, critic, mesh)
+    if not section.lora.used:
         return model, on_device(params, device)
-    spec = lora_of(settings.model.lora)
+    spec = lora_of(section.lora)
     lora.check_adapted(model, spec)
-    model, base = _as_base(settings.model.lora.base, model, params, mesh, device)
-    model, adapter = lora.adapt(model, on_device(base, device), spec, key=Key(settings.seed).fold("adapter"), mesh=mesh)
-    if settings.model.lora.path is not None:
-        adapter = lora_files.load(model, Path(settings.model.lora.path), mesh=mesh, like=adapter)
+    model, base = _as_base(section.lora.base, model, params, mesh, device)
+    model, adapter = lora.adapt(model, on_device(base, device), spec, key=key.fold("adapter"), mesh=mesh)
+    if section.lora.path is not None:
+        adapter = lora_files.load(model, Path(section.lora.path), mesh=mesh, like=adapter)
     return model, adapter
 
 
@@ -61,33 +63,39 @@ def _as_base(
 
 
 def adapted_critic(
-    settings: TrainSettings, policy: Model | None, mesh: Mesh, device: torch.device
+    section: ModelSettings,
+    critic: CriticSettings,
+    key: Key,
+    mesh: Mesh,
+    device: torch.device,
+    policy: Model | None = None,
 ) -> tuple[Model | None, Params]:
     """The critic: on the base of `policy`, if that is here, where both are adapted and begin from the same weights;
     else loaded. One that is no model has parameters alone."""
-    key = Key(settings.seed)
-    if not settings.uses_critic_model:
-        return None, on_device(reader_params(settings, key.fold("critic")), device)
-    if policy is not None and settings.model.shares_base:
-        model, params = _on_base(settings, policy, key, mesh)
+    if critic.reads != "tokens":
+        return None, on_device(reader_params(section, critic, key.fold("critic")), device)
+    if policy is not None and section.shares_base:
+        model, params = _on_base(section, critic, policy, key, mesh)
     else:
-        model, params = load_critic(settings, key, mesh)
-        if settings.model.lora.of_critic:
-            model, params = _as_base(settings.model.lora.base, model, params, mesh, device)
+        model, params = load_critic(section, critic, key, mesh)
+        if section.lora.of_critic:
+            model, params = _as_base(section.lora.base, model, params, mesh, device)
     params = on_device(params, device)
-    if not settings.model.lora.of_critic:
+    if not section.lora.of_critic:
         return model, params
-    return lora.adapt(model, params, _spec(settings.model.lora, "value"), key=key.fold("critic's adapter"), mesh=mesh)
+    return lora.adapt(model, params, _critic_spec(section.lora), key=key.fold("critic's adapter"), mesh=mesh)
 
 
-def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tuple[Model, Params]:
+def _on_base(
+    section: ModelSettings, critic: CriticSettings, policy: Model, key: Key, mesh: Mesh
+) -> tuple[Model, Params]:
     """A critic of the policy's own tensors, with a value head of the checkpoint's or a fresh one."""
-    again, model = settings.critic.checkpoint_layers, bare_model(settings, "value")
+    again, model = critic.checkpoint_layers, bare_model(section, critic)
     model = model if again is None else attrs.evolve(model, checkpoint_layers=again)
     model = place_beside(model, policy, mesh)
     if (kind := bases.base_kind(policy)) is not None:
         model = bases.in_codes(model, kind, next(iter(policy.forms.values())).dtype)
-    directory = directory_of(settings.model.path, "model.path")
+    directory = directory_of(section.path, "model.path")
     head = read_value_head(directory, torch.float32) or init_value_head(model, key.fold("value head"))
     wrong = [f"{name} has shape {list(x.shape)}" for name, x in head.items() if x.shape != model.whole_shapes[name]]
     if wrong:
@@ -96,25 +104,24 @@ def _on_base(settings: TrainSettings, policy: Model, key: Key, mesh: Mesh) -> tu
     return model, {name: base[name] for name in model.shapes if name in base} | own_params(model, head, mesh)
 
 
-def shape_of(settings: TrainSettings, head: HeadKind = "lm") -> Model:
-    """The policy's model, or the critic's, without tensors: with an adapter, if it is trained by one."""
-    model = bare_model(settings, head)
-    if not (settings.model.lora.used if head == "lm" else settings.model.lora.of_critic):
-        return model
-    return lora.without_base(model, _spec(settings.model.lora, head))
+def shape_of(section: ModelSettings, critic: CriticSettings | None = None) -> Model:
+    """The policy's model, or with a critic's section the critic's, without tensors: with an adapter, if it is trained
+    by one."""
+    model = bare_model(section, critic)
+    if critic is None:
+        return lora.without_base(model, lora_of(section.lora)) if section.lora.used else model
+    return lora.without_base(model, _critic_spec(section.lora)) if section.lora.of_critic else model
 
 
-def _spec(section: LoraSettings, head: HeadKind) -> Lora:
-    """The adapter of the policy, or of the critic."""
+def _critic_spec(section: LoraSettings) -> Lora:
+    """The critic's adapter."""
     spec, rank = lora_of(section), section.critic_rank
-    return spec if head == "lm" or rank is None else attrs.evolve(spec, rank=rank)
+    return spec if rank is None else attrs.evolve(spec, rank=rank)
 
 
-def policy_model(settings: TrainSettings, mesh: Mesh, device: torch.device) -> Model:
+def policy_model(section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device) -> Model:
     """The policy's model without parameters of its own; of an adapted one with its base, on the device."""
-    if not settings.model.lora.used:
-        return bare_model(settings)
-    return load_policy(settings, mesh, device)[0]
+    return load_policy(section, critic, key, mesh, device)[0] if section.lora.used else bare_model(section)
 
 
 def base_of_role(section: ModelSettings, role: str, model: Model | None) -> Base | None:

@@ -11,43 +11,42 @@ import torch
 
 from fppo._errors import printable
 from fppo.assembly.inputs import Inputs
-from fppo.assembly.machine import resolved
 from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
-from fppo.settings import files
+from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
-from fppo.settings.resolve import old_log_probs_source, passes_besides, sharing_hindrances
-from fppo.settings.train import TrainSettings
 from fppo.steps.outputs import Forward
 from fppo_kernels.table import Kernels
 
 _WIDTH = 80
 
 
-def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] = ()) -> list[str]:
-    """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, and the settings
-    that differ from their defaults here."""
+def input_lines(
+    inputs: Inputs,
+    model: ModelSettings,
+    placement: PlacementSettings,
+    differing: Mapping[str, Any],
+    chosen: Sequence[str] = (),
+    old_log_probs: Sequence[str] = (),
+) -> list[str]:
+    """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
+    differ from their defaults here, and where old log-probs come from."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
-    prompts, model = _prompts(inputs.prompts), settings.model
-    differ = differing(*(files.flat(files.to_dict(x)) for x in (settings, resolved(TrainSettings(), inputs.device)[0])))
+    prompts = _prompts(inputs.prompts)
     if inputs.eval is not None:
         prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
     return [
         _line("device", f"{inputs.device}, {model.compute_dtype}"),
         _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
         *(_line("auto", text) for text in chosen),
-        *([_line("pools", text)] if (text := _pools(settings.placement)) else []),
+        *([_line("pools", text)] if (text := _pools(placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
-        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
-        *(
-            [_line("auto", f"algorithm.old_log_probs {_old_log_probs(settings)}")]
-            if settings.algorithm.old_log_probs == "auto"
-            else []
-        ),
+        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
+        *(_line("auto", text) for text in old_log_probs),
     ]
 
 
@@ -68,18 +67,7 @@ def _several(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _old_log_probs(settings: TrainSettings) -> str:
-    """The source that algorithm.old_log_probs = "auto" comes to, with the reason."""
-    match old_log_probs_source(settings):
-        case "update":
-            return "update: a batch has one update, whose own pass gives them"
-        case "auto":
-            return "engine, held in every step against a pass over some of its rows"
-        case _:
-            return f"pass: {'; '.join(passes_besides(settings))}"
-
-
-def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
+def model_lines(model: Model, path: str, others: Sequence[str]) -> list[str]:
     """The policy's family and size, and what is beside it."""
     count = sum(math.prod(shape) for shape in model.plain.whole_shapes.values())
     beside = f", and a {' and a '.join(others)}" if others else ""
@@ -94,19 +82,17 @@ def model_lines(model: Model, path: str, *, others: Sequence[str]) -> list[str]:
     return lines
 
 
-def sharing_lines(settings: TrainSettings, model: Model, kernels: Kernels) -> list[str]:
-    """Why responses to a prompt do not share it in passes, where several could."""
-    if settings.rollout.n == 1 or settings.model.share_prompts != "auto":
+def sharing_lines(
+    section: ModelSettings, n: int, hindrances: Sequence[tuple[str, Any, str]], model: Model, kernels: Kernels
+) -> list[str]:
+    """Why `n` responses to a prompt do not share it in passes: the `hindrances` of settings, with values and reasons,
+    or one of the model's."""
+    if n == 1 or section.share_prompts != "auto":
         return []
-    of_settings = [f"{path} = {value!r} {why}" for path, value, why in sharing_hindrances(settings)]
-    of_settings += ["model.graphs records passes over rows that share nothing"] * (settings.model.graphs is True)
+    of_settings = [f"{path} = {value!r} {why}" for path, value, why in hindrances]
+    of_settings += ["model.graphs records passes over rows that share nothing"] * (section.graphs is True)
     why = next(iter(of_settings), None) or Forward(model, kernels, share_prompts=False).sharing_hindrance()
     return [] if why is None else [_line("prompts", f"computed anew for each response: {why}")]
-
-
-def differing(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that differ from their defaults, all by their paths."""
-    return {path: value for path, value in settings.items() if path not in defaults or value != defaults[path]}
 
 
 def _prompts(prompts: PromptSet) -> str:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import attrs
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from fppo.assembly.parts import offload_of
-from fppo.assembly.texts import chat_options
+from fppo.assembly.parts import Tools
+from fppo.assembly.texts import chat_options, vocabulary_size_of
 from fppo.fields import only
+from fppo.fleet import Here
 from fppo.models.model import Model
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
+from fppo.rollout.interrupt import InterruptibleEngine
+from fppo.rollout.placed import Generate
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
@@ -24,47 +28,85 @@ from fppo.rollout.turns.observations import PlainText, Within, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.settings.rollout import TurnsSettings, VllmSettings
-from fppo.settings.train import DataSettings, TrainSettings
-from fppo_kernels.table import Kernels
+from fppo.settings.model import ModelSettings
+from fppo.settings.rollout import RolloutSettings, TurnsSettings, VllmSettings
+from fppo.settings.train import DataSettings
 
 if TYPE_CHECKING:
     from fppo.rollout.vllm.engine import VllmEngine
 
 
+@attrs.frozen(kw_only=True)
+class EngineOptions:
+    """How the engine of the policy's responses runs."""
+
+    vllm: VllmSettings | None  # None: the embedded engine
+    cache_gb: float | None
+    bucket_mb: int  # of parameters that are sent at once
+    routed: bool  # whether it records the experts that routers choose
+    on_host: bool  # whether the policy's parameters wait on the host
+
+
+def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bool, held_out: bool) -> EngineOptions:
+    """The engine that the settings name, which need not start where all rollouts are saved and no prompt is held
+    out."""
+    used = section.engine == "vllm" and (section.from_ is None or held_out)
+    return EngineOptions(
+        vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
+        cache_gb=section.cache_gb,
+        bucket_mb=section.vllm.bucket_mb,
+        routed=routed,
+        on_host=model.offload == "all",
+    )
+
+
 @contextlib.contextmanager
-def engine_of(
-    settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
-) -> Iterator[SpreadEngine]:
-    """The engine that the settings name, on every rank, for as long as the context lasts."""
-    idle = settings.rollout.from_ is not None and not settings.data.has_held_out  # nothing is ever asked of it
-    by = lane if offload_of(settings, "actor") == "all" else None
-    if settings.rollout.engine == "embedded" or idle:
-        routed = settings.algorithm.router_replay == "rollout"
-        yield embedded_engine(settings.rollout.cache_gb, model, kernels, pad_token_id, mesh, by, routed=routed)
+def engine_of(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> Iterator[Engine]:
+    """The engine, on every rank, for as long as the context lasts."""
+    if options.vllm is None:
+        yield embedded_engine(options, model, pad_token_id, mesh, tools)
         return
-    with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh, settings.model.lora.send) as engine:
-        yield SpreadEngine(engine=_fetching(engine, by), mesh=mesh, pad_token_id=pad_token_id)
+    with vllm_engine(options.vllm, model, pad_token_id, mesh) as engine:
+        lane = tools.lane if options.on_host else None
+        yield SpreadEngine(engine=_fetching(engine, lane), mesh=mesh, pad_token_id=pad_token_id)
 
 
-def embedded_engine(
-    cache_gb: float | None,
-    model: Model,
-    kernels: Kernels,
-    pad_token_id: int,
-    mesh: Mesh,
-    lane: Lane | None,
-    *,
-    routed: bool,
-) -> SpreadEngine:
+def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> SpreadEngine:
     """The one that generates with the trainer's own parameters, on every rank; they come by the lane from the host, if
-    there is one. Raises ValueError for a model that it cannot run."""
+    they wait there. Raises ValueError for a model that it cannot run."""
     check_engine(model)
-    bound = None if cache_gb is None else round(cache_gb * 2**30)
-    embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
-    embedded = attrs.evolve(embedded, routed=routed)
-    engine, together = _fetching(embedded, lane), embedded.together
-    return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=together)
+    embedded = EmbeddedEngine(
+        model=model,
+        kernels=tools.kernels,
+        pad_token_id=pad_token_id,
+        cache_bytes=None if options.cache_gb is None else round(options.cache_gb * 2**30),
+        mesh=mesh,
+        routed=options.routed,
+    )
+    engine = _fetching(embedded, tools.lane if options.on_host else None)
+    return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=embedded.together)
+
+
+def make_engine(
+    here: Here, begin: Callable[[Here], Tools], options: EngineOptions, model: Model, pad_token_id: int
+) -> Generate:
+    """The function that generates on a rank, by the model of the policy there, with the policy's own parameters."""
+    return embedded_engine(options, model, pad_token_id, here.mesh, begin(here)).generate
+
+
+def make_engine_of_pool(
+    here: Here,
+    begin: Callable[[Here], Tools],
+    load: Callable[[Mesh, torch.device], Model],
+    options: EngineOptions,
+    pad_token_id: int,
+) -> Generate:
+    """The function that generates on a rank reserved for generation, with parameters passed to it."""
+    tools = begin(here)
+    model = load(here.mesh, here.device if options.vllm is None else torch.device("cpu"))  # where parameters come
+    if options.vllm is not None:
+        return vllm_engine(options.vllm, model, pad_token_id, here.mesh).generate
+    return embedded_engine(attrs.evolve(options, on_host=False), model, pad_token_id, here.mesh, tools).generate
 
 
 def _fetching(engine: Engine, lane: Lane | None) -> Engine:
@@ -72,57 +114,55 @@ def _fetching(engine: Engine, lane: Lane | None) -> Engine:
     return engine if lane is None else FetchingEngine(engine=engine, lane=lane)
 
 
-def vllm_engine(
-    section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh, adapter: Literal["merged", "alone"] = "merged"
-) -> VllmEngine:
-    """A vLLM of its own, as the section says, to which an adapter goes so. Use it in a `with`, or close it."""
+def vllm_engine(section: VllmSettings, model: Model, pad_token_id: int, mesh: Mesh) -> VllmEngine:
+    """A vLLM of its own, as the section says. Use it in a `with`, or close it."""
     from fppo.rollout.vllm.engine import VllmEngine  # here: it starts processes of another package
 
     return VllmEngine(
         model,
         pad_token_id=pad_token_id,
         mesh=mesh,
-        options=attrs.evolve(section, adapter=adapter),
+        options=section,
         bucket_bytes=section.bucket_mb << 20,
         **only(section, "send", "probe"),
     )
 
 
 @contextlib.contextmanager
-def in_turns(
-    section: TurnsSettings,
+def answering(
+    model: ModelSettings,
+    rollout: RolloutSettings,
     rows: DataSettings,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
     pad_token_id: int,
     mesh: Mesh,
-    *,
-    vocabulary: int,
 ) -> Iterator[Engine]:
-    """The engine with the settings' tool, for as long as the context lasts; the engine itself without one. What
-    the policy is told holds tokens below `vocabulary`.
+    """The engine with the settings' tool, if there is one, and with newer weights on the way, for as long as the
+    context lasts.
 
     Raises ValueError if there is no such tool, or the chat template does not take its messages.
     """
-    if section.respond is None:
+    section = rollout.turns
+    with contextlib.ExitStack() as opened:
+        if section.respond is not None:
+            respond, roles = tools.resolve(section.respond), ("tool",) if section.failure else ()
+            options = chat_options(rows)
+            encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
+            how, inline = only(section, "failure", "time_limit", "workers"), section.respond in tools.TOOLS
+            engine = TurnsEngine(
+                engine=engine,
+                tools=opened.enter_context(ToolRunner(respond, **how, inline=inline)),
+                encode=Within(encode, vocabulary_size_of(model)),
+                tokenizer=tokenizer,
+                **only(section, "max_turns", "turn_tokens"),
+                draws=respond.draws if isinstance(respond, Game) else None,
+                pad_token_id=pad_token_id,
+                mesh=mesh,
+            )
+        if rollout.interrupt:
+            engine = InterruptibleEngine(engine=engine, every=rollout.interrupt, pad_token_id=pad_token_id)
         yield engine
-        return
-    respond = tools.resolve(section.respond)
-    roles = ("tool",) if section.failure else ()
-    chat = rows.chat
-    encode = chat_template(tokenizer, roles=roles, options=chat_options(rows)) if chat else PlainText(tokenizer)
-    how = only(section, "failure", "time_limit", "workers")
-    with ToolRunner(respond, **how, inline=section.respond in tools.TOOLS) as ready:
-        yield TurnsEngine(
-            engine=engine,
-            tools=ready,
-            encode=Within(encode, vocabulary),
-            tokenizer=tokenizer,
-            **only(section, "max_turns", "turn_tokens"),
-            draws=respond.draws if isinstance(respond, Game) else None,
-            pad_token_id=pad_token_id,
-            mesh=mesh,
-        )
 
 
 def game_of(turns: TurnsSettings) -> Game:

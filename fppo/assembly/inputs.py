@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.optimizers import optimizers_of
+from fppo.assembly.functions import Advantage, advantage_of, check_laws, optimizer_of, policy_loss
 from fppo.assembly.parts import (
+    axes_at,
     bare_model,
     check_base,
     check_kernels,
@@ -25,7 +26,6 @@ from fppo.assembly.parts import (
     lacks_something,
     mesh_at,
 )
-from fppo.assembly.program import advantage_of, functions_of, policy_loss
 from fppo.assembly.rewards import check_scorers, reward_of
 from fppo.assembly.texts import (
     chat_options,
@@ -42,7 +42,6 @@ from fppo.data.cursor import Order
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
-from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
@@ -50,6 +49,8 @@ from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
+from fppo.settings.learning import OptimizerSettings
+from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
@@ -74,16 +75,22 @@ class EvalInputs:
 class Inputs:
     """The inputs of a run, opened as the settings name them."""
 
-    device: torch.device
+    device: torch.device  # what models work on
     kernels: Kernels
-    advantage: Callable[[Mapping[str, float]], AdvantageFn]
+    advantage: Advantage
     tokenizer: PreTrainedTokenizerBase
     images: data.ImageReader | None
-    generation: GenerationConfig
+    generation: GenerationConfig  # which goes with the policy where it is exported
     prompts: PromptSet
     order: Order | None
+    loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
     sampling: Sampling
     eval: EvalInputs | None  # None without held-out prompts
+
+    @property
+    def texts(self) -> Any:
+        """The processor of a model that takes images, which has the tokenizer too; else the tokenizer."""
+        return self.tokenizer if self.images is None else self.images.processor
 
 
 def read_inputs(
@@ -94,31 +101,37 @@ def read_inputs(
     search(settings.module_dirs)
     tried = _Tried()
     check = settings.check and kernels is None  # kernels that are compared with others may be wrong
-    device = device or tried(lambda: device_of(settings))
-    kernels = kernels or tried(lambda: kernels_of(settings))
-    advantage = _functions(settings, kernels, device, tried, check=check)
-    tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))
+    model, rows, rollout, names = settings.model, settings.data, settings.rollout, kernels_named(settings)
+    device = device or tried(lambda: device_of(settings.device, settings.placement))
+    kernels = kernels or tried(lambda: kernels_of(names))
+    actor, algorithm, before = settings.actor, settings.algorithm, len(tried.problems)
+    tried(lambda: policy_loss(actor.loss))
+    advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
+    tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
+    tried(lambda: _check_rewards(settings.reward, rollout))
+    loggers = tried(lambda: {x: imported(x, "log.loggers") for x in settings.log.loggers if ":" in x})
+    tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
+    if check and advantage is not None and device is not None and len(tried.problems) == before:
+        law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
+        tried(lambda: law(group=rollout.n, dtype=getattr(torch, model.compute_dtype), device=device))
+    tokenizer = tried(lambda: load_tokenizer(model, rows))
     if tokenizer is None:
         raise tried.error()
-    generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer))
+    generation = tried(lambda: policy_generation(model, rows, tokenizer))
     ends = generation or GenerationConfig()
-    images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
-    if settings.data.seen and images is None:
+    images = tried(lambda: load_images(model, rows, tokenizer))
+    if rows.seen and images is None:
         raise tried.error()
-    prompts = tried(lambda: load_prompts(settings.data, tokenizer, images))
-    there = settings.data.has_held_out
-    held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images)) if there else None
+    prompts = tried(lambda: load_prompts(rows, tokenizer, images))
+    held_out = tried(lambda: load_held_out(rows, settings.eval, tokenizer, images)) if rows.has_held_out else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
-    sampling = tried(lambda: sampling_of(settings.rollout, tokenizer, ends))
-    eval_sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, ends, like=sampling))
-    order = (
-        None
-        if prompts is None
-        else tried(lambda: order_of(settings.data.sampler, prompts, Key(settings.seed).fold("data")))
-    )
+    sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
+    eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
+    key = Key(settings.seed).fold("data")
+    order = None if prompts is None else tried(lambda: order_of(rows.sampler, prompts, key))
     if tried.problems:
         raise tried.error()
-    assert device is not None and kernels is not None and advantage is not None  # noqa: PT018
+    assert device is not None and kernels is not None and advantage is not None and loggers is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
     evaluation = None
     if held_out is not None:
@@ -134,6 +147,7 @@ def read_inputs(
         generation=ends,
         prompts=prompts,
         order=order,
+        loggers=loggers,
         sampling=sampling,
         eval=evaluation,
     )
@@ -143,8 +157,8 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     """The inputs of an evaluation, and none for training alone. Raises SettingsError with everything that is wrong."""
     search(settings.module_dirs)
     tried = _Tried()
-    device = device or tried(lambda: device_of(settings))
-    kernels = tried(lambda: kernels_of(settings))
+    device = device or tried(lambda: device_of(settings.device, settings.placement))
+    kernels = tried(lambda: kernels_of(kernels_named(settings)))
     tried(lambda: _check_rewards(settings.reward, settings.rollout))
     tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))
     if tokenizer is None:
@@ -233,24 +247,16 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
     return order
 
 
-def _functions(
-    settings: TrainSettings, kernels: Kernels | None, device: torch.device | None, tried: _Tried, *, check: bool
-) -> Callable[[Mapping[str, float]], AdvantageFn] | None:
-    """The estimator; None, and all that is wrong noted, if it, the loss or a kernel is missing or not sound."""
-    before = len(tried.problems)
-    some = kernels or Kernels.named()
-    tried(lambda: policy_loss(settings.actor))
-    tried(lambda: advantage_of(settings, some))
-    tried(lambda: optimizers_of(settings, some, None))
-    tried(lambda: _check_rewards(settings.reward, settings.rollout))
-    tried(lambda: [imported(name, "log.loggers") for name in settings.log.loggers if ":" in name])
-    if settings.rollout.from_ is not None:
-        start, rows = Path(settings.rollout.from_), settings.rollout.batch_size
-        routed = settings.algorithm.router_replay == "rollout"
-        tried(lambda: saved.check(start, until=settings.steps, rows=rows, routed=routed))
-    if len(tried.problems) > before or device is None:
-        return None
-    return tried(lambda: functions_of(settings, some, device, check=check))
+def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:
+    """Raises ValueError for optimizers that do not import or are none."""
+    optimizer_of(actor, 1, setting="actor.optimizer")
+    optimizer_of(critic, 1, setting="critic.optimizer")
+
+
+def _check_saved(section: RolloutSettings, *, until: int, routed: bool) -> None:
+    """Raises ValueError for saved rollouts that do not suffice for so many steps."""
+    if section.from_ is not None:
+        saved.check(Path(section.from_), until=until, rows=section.batch_size, routed=routed)
 
 
 def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
@@ -271,41 +277,46 @@ def _check_models(
     trained: bool = True,
 ) -> None:
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
-    section = settings.model
+    section, rollout, critic, placement = settings.model, settings.rollout, settings.critic, settings.placement
+    names, critic_model = kernels_named(settings), trained and settings.uses_critic_model
     named = {"actor": ("model.path", section.path)}
-    if trained and settings.uses_critic_model and section.critic_path is not None:
+    if critic_model and section.critic_path is not None:
         named["critic"] = ("model.critic_path", section.critic_path)
     if trained and settings.uses_reference and section.ref_path is not None:
         named["reference"] = ("model.ref_path", section.ref_path)
-    tried(lambda: check_scorers(settings, tokenizer, mesh))
+    pool = mesh_at(placement, "reward", mesh)
+    tried(lambda: check_scorers(settings.reward, section, tokenizer, mesh, pool=pool, rows=settings.data))
     configs = tried(
         lambda: {role: config_of(section, config_place(path, name)) for role, (name, path) in named.items()}
     )
     if configs is None:
         return
-    reads = settings.rollout.turns.respond is not None or settings.critic.privileged > 0
+    reads = rollout.turns.respond is not None or critic.privileged > 0
     tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
-    if settings.rollout.engine == "vllm":
-        over, alone = settings.rollout.vllm.tensor_parallel, section.lora.send == "alone"
+    if rollout.engine == "vllm":
+        over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
-    if tried(lambda: lacks_something(settings)):
-        tried(lambda: check_kernels(settings, bare_model(settings)))
+    if tried(lambda: lacks_something(names, compiled=section.compile_layers)):
+        built = {"actor": lambda: bare_model(section)}
         if trained and settings.algorithm.uses_critic:
-            tried(lambda: check_kernels(settings, bare_model(settings, "value"), "critic"))
+            built["critic"] = lambda: bare_model(section, critic)
         if "reference" in configs:
-            reference = attrs.evolve(settings, model=attrs.evolve(section, path=section.ref_path))
-            tried(lambda: check_kernels(settings, bare_model(reference), "reference"))
-    of_critic = "critic" if "critic" in configs else "actor" if trained and settings.uses_critic_model else None
-    of_policy = {"critic": trained and settings.uses_critic_model, "reference": trained}
+            built["reference"] = lambda: bare_model(attrs.evolve(section, path=section.ref_path))
+        for role, build in built.items():
+            axes = axes_at(placement, role, settings.mesh)
+            tried(lambda build=build, axes=axes: check_kernels(names, build(), axes))
+    of_critic = "critic" if "critic" in configs else "actor" if critic_model else None
+    of_policy = {"critic": critic_model, "reference": trained}
     for role in (*configs, *(role for role, used in of_policy.items() if used and role not in configs)):
-        asked = configs.get(role, configs["actor"]), *(mesh_at(settings, role, mesh) if trained else ("", mesh))
+        asked = configs.get(role, configs["actor"]), *(mesh_at(placement, role, mesh) if trained else ("", mesh))
         tried(partial(check_mesh, *asked))
-        if role == "actor" or (role == "critic" and settings.model.lora.of_critic):
-            tried(partial(check_base, settings, *asked))
+        if role == "actor" or (role == "critic" and section.lora.of_critic):
+            tried(partial(check_base, section.lora.base, *asked))
     for role, config in configs.items():
-        tried(lambda role=role, config=config: check_length(settings, config, critic=role == of_critic))
-        tried(lambda config=config: check_vision(settings, config))
+        privileged = critic.privileged if role == of_critic else 0
+        tried(partial(check_length, config, settings.data, rollout, settings.eval, privileged))
+        tried(partial(check_vision, section, config))
     for prompts in prompt_sets:
-        if settings.rollout.engine == "vllm" and settings.data.videos is not None:
-            tried(lambda prompts=prompts: check_videos(bare_model(settings), prompts))
+        if rollout.engine == "vllm" and settings.data.videos is not None:
+            tried(lambda prompts=prompts: check_videos(bare_model(section), prompts))
         tried(lambda prompts=prompts: data.check_tokens(prompts, data.vocabulary_size(configs["actor"])))

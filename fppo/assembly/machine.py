@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -12,6 +12,7 @@ from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
 from fppo.models.model import Model
 from fppo.settings import resolve
+from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
 from fppo_kernels import table as tables
@@ -23,13 +24,16 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
 
     What is wrong with them is for others to say: here it decides nothing.
     """
-    kind = torch.device("cpu")
+    kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
-        kind = device or device_of(settings)
-    if kind.type == "cuda":
-        capability = torch.cuda.get_device_capability(kind)
-        return resolve.resolved(settings, machine_of([*_models(settings)], capability))
-    return resolve.resolved(settings, machine_of([*_models(settings)], None) if settings.model.cpp else resolve.CPU)
+        kind = device or device_of(settings.device, settings.placement)
+    if kind.type != "cuda" and not section.cpp:
+        return resolve.resolved(settings, resolve.CPU)
+    paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
+    paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
+    paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
+    capability = torch.cuda.get_device_capability(kind) if kind.type == "cuda" else None
+    return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:
@@ -49,14 +53,8 @@ def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Ma
     return Machine(device="cuda", capability=capability, refusals=refusals)
 
 
-def _models(settings: TrainSettings) -> Iterator[Model]:
-    """The models of the settings, without parameters."""
-    section = settings.model
-    paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
-    if settings.algorithm.uses_critic:
-        paths["model.critic_path"] = section.critic_path
-    if settings.uses_reference:
-        paths["model.ref_path"] = section.ref_path
+def _built(section: ModelSettings, paths: Mapping[str, str | None]) -> Iterator[Model]:
+    """The models at the paths that settings name, without parameters."""
     for name, path in paths.items():
         if path:
             with contextlib.suppress(ValueError, OSError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import models, tree
 from fppo.assembly.roles import Roles
-from fppo.fleet import HERE, Group, Here, at_once
+from fppo.fleet import HERE, Group, Here, Stays, at_once
 from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.pipeline.program import RunState
@@ -75,27 +76,14 @@ class Placed:
 
     def load(self, run: RunState, directory: Path, step: int, *, device: torch.device) -> RunState:
         """The state of a checkpoint, of any placement, where `run`'s is, whose memory is given up."""
-        work = {
-            field: _LaterCall(
-                part.group,
-                _load,
-                (HERE, getattr(run, field), part.model, field, directory.absolute(), step),
-                f"load {field}",
-                stays=True,
-            )
-            for field, part in self._remote_parts(run)
-        }
         rest = checkpoint.load(run, directory, step, free=AHEAD, device=device)
         self.known.add(checkpoint.path_of(directory, step).absolute())
-        return tree.replace(rest, **at_once(work))
+        return tree.replace(rest, **self._on_each(run, _load, directory.absolute(), step, label="load", stays=True))
 
     def digest(self, run: RunState, kind: Kind, *, device: torch.device) -> dict[str, str]:
         """`digests.digest` of the whole state."""
-        work = {
-            field: _LaterCall(part.group, _digest, (HERE, getattr(run, field), part.model, kind), f"digest {field}")
-            for field, part in self._remote_parts(run)
-        }
-        there = {f".{field}{path}": x for field, each in at_once(work).items() for path, x in each.items()}
+        found = self._on_each(run, _digest, kind, label="digest")
+        there = {f".{field}{path}": x for field, each in found.items() for path, x in each.items()}
         own = tree.replace(run, **{field: None for field, _ in self._remote_parts(run)})
         every = there | digests.digest(own, kind, device=device)
         paths = [path for path, _ in tree.leaves_with_paths(run)]
@@ -104,11 +92,8 @@ class Placed:
 
     def like(self, run: RunState) -> list[Tensor]:
         """Tensors without values, like those of the state that are in groups."""
-        work = {
-            field: _LaterCall(part.group, _kinds, (getattr(run, field),), "look")
-            for field, part in self._remote_parts(run)
-        }
-        return [torch.empty(shape, dtype=x, device="meta") for each in at_once(work).values() for shape, x in each]
+        found = self._on_each(run, _kinds, label="look at")
+        return [torch.empty(shape, dtype=x, device="meta") for each in found.values() for shape, x in each]
 
     def export(
         self, run: RunState, target: Path, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
@@ -121,19 +106,21 @@ class Placed:
     def _remote_parts(self, run: RunState) -> Iterator[tuple[str, _Part]]:
         return ((field, part) for field, part in self.parts.items() if getattr(run, field) is not None)
 
-
-@attrs.frozen
-class _LaterCall:
-    """A call that is made later, beside others."""
-
-    group: Group
-    fn: Any
-    args: tuple[Any, ...]
-    label: str
-    stays: bool = attrs.field(default=False, kw_only=True)
-
-    def __call__(self) -> Any:
-        return self.group.call(self.fn, *self.args, stays=self.stays or (), label=self.label)
+    def _on_each(
+        self, run: RunState, fn: Callable[..., Any], *args: Any, label: str, stays: Stays = ()
+    ) -> dict[str, Any]:
+        """The results of `fn` by field, of each field of the run that is in a group, with its model and its name."""
+        return at_once(
+            {
+                field: partial(
+                    part.group.call,
+                    *(fn, HERE, getattr(run, field), part.model, field, *args),
+                    stays=stays,
+                    label=f"{label} {field}",
+                )
+                for field, part in self._remote_parts(run)
+            }
+        )
 
 
 def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.Size | Extent]:
@@ -147,10 +134,10 @@ def _shapes(value: TrainState | Params, model: Model | None) -> dict[str, torch.
 
 def _written(run: RunState, remote: Mapping[str, _Part], draft: Path) -> list[Contents]:
     """Writes the fields of a run that are in groups, each by its own group; the contents of their files."""
-    work, first = dict[str, _LaterCall](), 0
+    work, first = dict[str, Callable[[], Contents]](), 0
     for field, part in remote.items():
         args = (HERE, getattr(run, field), part.model, field, draft, first)
-        work[field] = _LaterCall(part.group, _write, args, f"save {field}")
+        work[field] = partial(part.group.call, _write, *args, label=f"save {field}")
         first += part.group.ranks
     return list(at_once(work).values())
 
@@ -164,11 +151,13 @@ def _load(here: Here, value: Any, model: Model | None, field: str, directory: Pa
     return checkpoint.load(value, directory, step, mesh=here.mesh, shapes=shapes, part=part, donate=True)
 
 
-def _digest(here: Here, value: Any, model: Model | None, kind: Kind) -> dict[str, str]:
+def _digest(here: Here, value: Any, model: Model | None, field: str, kind: Kind) -> dict[str, str]:
+    del field
     return digests.digest(value, kind, device=here.device, mesh=here.mesh, shapes=_shapes(value, model))
 
 
-def _kinds(value: Any) -> list[tuple[list[int], torch.dtype]]:
+def _kinds(here: Here, value: Any, *_: object) -> list[tuple[list[int], torch.dtype]]:
+    del here
     return [(list(x.shape), x.dtype) for x in tree.tensors(value)]
 
 

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import attrs
 import torch
 
-from fppo.assembly.adapters import shape_of
 from fppo.assembly.parts import device_of, sharding_of
-from fppo.assembly.roles import Roles, make_engine_of_pool
-from fppo.fleet import HERE, AnyGroup, Group, RankSpec, at_once, cluster
-from fppo.rollout.pool import EnginePool, Policy
+from fppo.fleet import AnyGroup, Group, RankSpec, at_once, cluster
 from fppo.settings.placement import Pool, places_of, pools_of, threads_of
+from fppo.settings.reward import RewardSettings
 from fppo.settings.train import TrainSettings
 
 
@@ -26,11 +23,13 @@ class RolePlaces:
     engines: Sequence[Group] = ()
 
 
-def home_of(settings: TrainSettings, places: Collection[str], device: torch.device) -> torch.device:
+def home_of(
+    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool
+) -> torch.device:
     """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
     are elsewhere, on the host."""
-    roles = {"actor": True, "critic": settings.uses_critic_model, "reward": settings.reward.model.path}
-    here = settings.reward.judge.path or any(used and role not in places for role, used in roles.items())
+    roles = {"actor": True, "critic": critic_model, "reward": reward.model.path}
+    here = reward.judge.path or any(used and role not in places for role, used in roles.items())
     return device if here else torch.device("cpu")
 
 
@@ -46,8 +45,9 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
     if not places:
         yield RolePlaces()
         return
-    sharding, patience = sharding_of(settings), placement.patience
-    home = home_of(settings, places, device_of(settings))
+    sharding, patience = sharding_of(settings.mesh), placement.patience
+    device = device_of(settings.device, placement)
+    home = home_of(places, device, settings.reward, critic_model=settings.uses_critic_model)
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))
@@ -75,22 +75,3 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
             own = [group(f"{engines} {i}", one, engines) for i in range(pools[engines].ranks)]
         at_once({group.name: group.start for group in (*groups.values(), *own)})
         yield RolePlaces({role: groups[name] for role, name in places.items()}, own)
-
-
-def engine_pool(settings: TrainSettings, engines: Sequence[Group], roles: Roles, pad: int) -> EnginePool:
-    """The engines as one, with the parameters of the actor."""
-    section = settings.placement.engines
-    return EnginePool(
-        engines,
-        partial(_make, settings=settings, pad=pad),
-        Policy(group=roles.at["actor"], model=roles.actor.model, bucket_bytes=settings.rollout.vllm.bucket_mb << 20),
-        names=shape_of(settings).extents,
-        pad_token_id=pad,
-        rows=section.rows,
-        restarts=section.restarts,
-        on_host=settings.rollout.engine == "vllm",
-    )
-
-
-def _make(group: Group, *, settings: TrainSettings, pad: int) -> object:
-    return group.call(make_engine_of_pool, HERE, settings, pad, stays=True, label="make engine")

@@ -7,27 +7,25 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from fppo import data, models
-from fppo.assembly.parts import bare_model, value_head_of
+from fppo.assembly.functions import value_head_of
+from fppo.assembly.parts import bare_model
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.key import Key
 from fppo.models.model import Params
 from fppo.pipeline.passes import TruthSigns
 from fppo.settings.learning import CriticSettings
-from fppo.settings.train import TrainSettings
+from fppo.settings.model import ModelSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.hidden import init_hidden
 
 
-def reader_params(settings: TrainSettings, key: Key) -> Params:
+def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> Params:
     """The parameters of one before its first update."""
-    critic = settings.critic
-    shape = {
-        "members": critic.ensemble,
-        "outputs": value_head_of(settings).outputs,
-        "privileged": critic.privileged > 0,
-    }
+    outputs = value_head_of(critic.loss).outputs
+    shape = {"members": critic.ensemble, "outputs": outputs, "signs": TRUTH_SIGNS if critic.privileged else 0}
     if critic.reads == "confidence":
         return init_confidence(key, **shape)
-    return init_hidden(key, models.hidden_width(bare_model(settings)), **shape)
+    return init_hidden(key, models.hidden_width(bare_model(section)), **shape)
 
 
 def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:

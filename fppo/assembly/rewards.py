@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,12 @@ from transformers.utils import logging as transformers_logging
 from fppo import data, models, rewards
 from fppo.assembly.engines import vllm_engine
 from fppo.assembly.parts import (
+    axes_at,
     check_kernels,
     check_mesh,
     compute_dtype_of,
     forward_micro_batching_of,
     kernels_of,
-    mesh_at,
     offload_of,
     on_device,
 )
@@ -41,6 +41,8 @@ from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Here, LocalGroup, on
 from fppo.key import Key
 from fppo.models.load import read_config
 from fppo.models.model import Model, Params
+from fppo.pipeline.stages import ScoreFn
+from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rewards.functions import RewardFn, tensor_reward
 from fppo.rewards.judge import LanguageJudge
@@ -53,52 +55,86 @@ from fppo.rollout.vllm.host import EngineFailure
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.model import ModelSettings
-from fppo.settings.reward import RewardModelSettings, RewardSettings
+from fppo.settings.modules import kernels_named
+from fppo.settings.placement import AxesSettings
+from fppo.settings.reward import JudgeSettings, RewardModelSettings, RewardSettings
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.micro_batching import MicroBatching
 from fppo.workers.imports import search
+from fppo_kernels.table import Kernels
 
 Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its factor
 
 
+@attrs.frozen(kw_only=True)
+class Scoring:
+    """The scoring of a run's responses: its runner, and the stage."""
+
+    runner: EarlyRewardRunner
+    score: ScoreFn
+
+
 @contextlib.contextmanager
-def reward_runner(
+def scoring(
     settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     device: torch.device,
     group: AnyGroup = LOCAL_GROUP,
-) -> Iterator[EarlyRewardRunner]:
+) -> Iterator[Scoring]:
     """All that scores the run's responses, ready to run, for as long as the context lasts; the reward model on the
     ranks of a group, if it is not here."""
-    section = settings.reward
+    section, model, here, placement = settings.reward, settings.model, Here(mesh, device), settings.placement
+    names = kernels_named(settings)
+    make = partial(
+        reward_model_of,
+        section=section.model,
+        common=model,
+        tokenizer=tokenizer,
+        names=names,
+        axes=axes_at(placement, "reward", settings.mesh),
+        chat=_reads_chat(section.model, settings.data),
+        micro_batching=forward_micro_batching_of(model, settings.actor),
+    )
     if isinstance(group, LocalGroup) or section.model.path is None:
-        model = reward_model_of(settings, tokenizer, mesh, device)
+        scorer = make(here)
     else:
-        fn = group.call(_reward_model, HERE, settings, tokenizer, stays=True, label="make reward model")
-        model = {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.model.weight)}
+        fn = group.call(_make_reward_model, HERE, settings.module_dirs, make, stays=True, label="make reward model")
+        scorer = {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.model.weight)}
+    axes, key = axes_at(placement, "actor", settings.mesh), Key(settings.seed).fold("judge")
     with (
-        judge_of(settings, tokenizer, mesh, device) as judge,
+        judge_of(here, section.judge, model, tokenizer, names=names, axes=axes, key=key) as judge,
         rewards.RewardRunner(
-            reward_of(section, {**model, **judge}, max_tokens=settings.rollout.max_tokens),
+            reward_of(section, {**scorer, **judge}, max_tokens=settings.rollout.max_tokens),
             time_limit=section.time_limit,
             batch_limit=section.batch_time_limit,
             workers=section.workers,
         ) as runner,
         EarlyRewardRunner(runner, tokenizer, early=section.overlap) as early,
     ):
-        yield early
+        reward = SpreadRewardRunner(early, mesh, device)
+        score = partial(rewards.score, reward=reward, tokenizer=tokenizer, failure_score=section.failure_score)
+        yield Scoring(runner=early, score=score)
 
 
-def check_scorers(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh) -> None:
-    """Raises ValueError for a reward model or a judge that will not do, as far as that is seen without its weights."""
-    model, judge, remote = settings.reward.model, settings.reward.judge, settings.model.trust_remote_code
+def check_scorers(
+    section: RewardSettings,
+    common: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    *,
+    pool: tuple[str, Mesh],
+    rows: DataSettings,
+) -> None:
+    """Raises ValueError for a reward model, on a pool with words that name it, or a judge that will not do, as far as
+    that is seen without its weights."""
+    model, judge, remote = section.model, section.judge, common.trust_remote_code
     if model.path is not None:
         directory_of(model.path, "reward.model.path")
         directory, _ = find_reward_model(model.path, label=model.label, trust_remote_code=remote)
         config = read_config(directory, trust_remote_code=remote)
-        check_mesh(config, *mesh_at(settings, "reward", mesh))
-        _own_tokenizer(model, settings.model, tokenizer, config, chat=_reads_chat(model, settings.data))
+        check_mesh(config, *pool)
+        _own_tokenizer(model, common, tokenizer, config, chat=_reads_chat(model, rows))
     if judge.path is not None:
         directory = directory_of(judge.path, "reward.judge.path")
         config = read_config(directory, trust_remote_code=remote)
@@ -121,49 +157,57 @@ def reward_of(section: RewardSettings, extra: Weighted, *, max_tokens: int) -> r
 
 
 def reward_model_of(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+    here: Here,
+    section: RewardModelSettings,
+    common: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    names: Mapping[str, str],
+    axes: AxesSettings,
+    chat: bool,
+    micro_batching: MicroBatching,
 ) -> Weighted:
-    """The reward model by name; nothing without one. Its work is shared by all ranks.
+    """The reward model by name; nothing without one. Its work is shared by all ranks. Kernels are those of the settings
+    in `names`, and what else models have in common is `common`.
 
     Raises ValueError if it is no reward model, or does not fit its tokenizer.
     """
-    section = settings.reward.model
     if section.path is None:
         return {}
     model, params = load_reward_model(
         directory_of(section.path, "reward.model.path"),
         label=section.label,
         dtype=getattr(torch, section.dtype),
-        compute_dtype=compute_dtype_of(settings.model.compute_dtype),
-        trust_remote_code=settings.model.trust_remote_code,
-        mesh=mesh,
+        compute_dtype=compute_dtype_of(common.compute_dtype),
+        trust_remote_code=common.trust_remote_code,
+        mesh=here.mesh,
     )
-    check_kernels(settings, model, "reward")
-    chat = _reads_chat(section, settings.data)
-    own = _own_tokenizer(section, settings.model, tokenizer, model.config, chat=chat)
-    params = on_device(params, device)
+    check_kernels(names, model, axes)
+    own = _own_tokenizer(section, common, tokenizer, model.config, chat=chat)
+    params = on_device(params, here.device)
     read = (
         {}
         if own is None
         else {"read": partial(encode, tokenizer=tokenizer, own=own, chat=chat, vocabulary=model.config.vocab_size)}
     )
+    kept = offload_of(common.offload, section.offload) == "all"
     fn = model_reward(
-        OnHost(to_host(params), Lane(device)) if offload_of(settings, "reward model") == "all" else params,
+        OnHost(to_host(params), Lane(here.device)) if kept else params,
         model=model,
-        kernels=kernels_of(settings),
-        mesh=mesh,
-        micro_batching=_micro_batching(section, forward_micro_batching_of(settings)),
-        share_prompts=settings.model.share_prompts,
+        kernels=kernels_of(names),
+        mesh=here.mesh,
+        micro_batching=_micro_batching(section, micro_batching),
+        share_prompts=common.share_prompts,
         **read,
     )
     return {"reward_model": (fn, section.weight)}
 
 
-def _reward_model(here: Here, settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> RewardFn:
+def _make_reward_model(here: Here, module_dirs: Sequence[str], make: Callable[[Here], Weighted]) -> RewardFn:
     """The reward model on a rank of a group."""
-    search(settings.module_dirs)
+    search(module_dirs)
     transformers_logging.disable_progress_bar()  # the controller speaks
-    ((fn, _),) = reward_model_of(settings, tokenizer, here.mesh, here.device).values()
+    ((fn, _),) = make(here).values()
     return fn
 
 
@@ -219,26 +263,34 @@ def _differs(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, *, c
 
 @contextlib.contextmanager
 def judge_of(
-    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+    here: Here,
+    section: JudgeSettings,
+    common: ModelSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    names: Mapping[str, str],
+    axes: AxesSettings,
+    key: Key,
 ) -> Iterator[Weighted]:
-    """The judge by name, with its engine, for as long as the context lasts; nothing without one.
+    """The judge by name, with its engine, for as long as the context lasts; nothing without one. Its draws are by the
+    key.
 
     Raises ValueError if it does not fit its tokenizer, or that lacks what is needed; EngineFailure if its vLLM does not
     start.
     """
-    section, remote = settings.reward.judge, settings.model.trust_remote_code
+    remote = common.trust_remote_code
     if section.path is None:
         yield {}
         return
     directory = directory_of(section.path, "reward.judge.path")
     own = _judge_tokenizer(directory, chat=section.chat, trust_remote_code=remote)
-    compute = compute_dtype_of(settings.model.compute_dtype)
+    compute = compute_dtype_of(common.compute_dtype)
     model, params = models.load(
         directory,
         dtype=compute or torch.float32,
         compute_dtype=compute,
         trust_remote_code=remote,
-        mesh=mesh if section.engine == "embedded" else LOCAL,
+        mesh=here.mesh if section.engine == "embedded" else LOCAL,
     )
     data.check_vocabulary(own, {"judge": model.config}, any_text=True)
     generation = generation_config(directory, model.config, own, chat=ChatOptions() if section.chat else None)
@@ -248,11 +300,11 @@ def judge_of(
         greedy=section.temperature == 0,
         temperature=section.temperature or 1.0,
     )
-    with _judge_engine(settings, model, params, sampling.stop_token_ids[0], mesh, device) as (
-        engine,
-        judge_params,
-        together,
-    ):
+    if section.engine == "embedded":
+        check_kernels(names, model, axes)
+    pad, kept = sampling.stop_token_ids[0], offload_of(common.offload, section.offload) == "all"
+    made = _judge_engine(here, section, kernels_of(names), model, params, pad, on_host=kept)
+    with made as (engine, judge_params, together):
         judge = LanguageJudge(
             engine=engine,
             params=judge_params,
@@ -260,8 +312,8 @@ def judge_of(
             rollout_tokenizer=tokenizer,
             **only(section, "template", "pattern", "max_prompt_tokens", "chat"),
             sampling=sampling,
-            key=Key(settings.seed).fold("judge"),
-            mesh=mesh,
+            key=key,
+            mesh=here.mesh,
             together=together,
             vocabulary=model.config.vocab_size,
         )
@@ -284,31 +336,28 @@ def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) ->
 
 @contextlib.contextmanager
 def _judge_engine(
-    settings: TrainSettings, model: Model, params: Params, pad_token_id: int, mesh: Mesh, device: torch.device
+    here: Here, section: JudgeSettings, kernels: Kernels, model: Model, params: Params, pad: int, *, on_host: bool
 ) -> Iterator[tuple[Engine, Params, tuple[str, ...]]]:
     """The engine of the judge's answers, the parameters to hand to it, this rank's part for the embedded engine, and
     the axes whose ranks answer together.
 
     A vLLM is sent whole parameters once, from the host, so none are kept on the device beside it.
     """
-    section = settings.reward.judge
     if section.engine == "embedded":
-        check_kernels(settings, model)
         check_engine(model)
-        embedded = EmbeddedEngine(
-            model=model, kernels=kernels_of(settings), pad_token_id=pad_token_id, max_rows=section.max_rows, mesh=mesh
-        )
+        rows = section.max_rows
+        embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad, max_rows=rows, mesh=here.mesh)
         engine: Engine = embedded
-        params = on_device(params, device)
-        if offload_of(settings, "judge") == "all":
-            params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(device))
+        params = on_device(params, here.device)
+        if on_host:
+            params, engine = to_host(params), FetchingEngine(engine=engine, lane=Lane(here.device))
         yield engine, params, embedded.together
         return
     limit = section.vllm.max_model_len or section.max_prompt_tokens + section.max_tokens
     vllm = attrs.evolve(section.vllm, max_model_len=limit)
     with contextlib.ExitStack() as stack:
         try:
-            engine = stack.enter_context(vllm_engine(vllm, model, pad_token_id, LOCAL))
+            engine = stack.enter_context(vllm_engine(vllm, model, pad, LOCAL))
         except EngineFailure as error:
             raise EngineFailure(f"reward.judge: {error}") from error
         yield engine, params, ()

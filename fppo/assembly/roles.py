@@ -5,71 +5,101 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedTokenizerBase
 
 from fppo import tree
-from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy, policy_model
-from fppo.assembly.engines import embedded_engine, vllm_engine
-from fppo.assembly.optimizers import optimizer_for
+from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
+from fppo.assembly.functions import policy_loss, value_head_of
+from fppo.assembly.learning import Learning, Watch, learning_of, watch_of
 from fppo.assembly.parts import (
     Offload,
-    Role,
+    Tools,
     forward_micro_batching_of,
-    kernels_of,
     load_reference,
     offload_of,
     on_device,
-    value_head_of,
 )
-from fppo.assembly.program import actor_update, critic_update
+from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.texts import load_tokenizer, vocabulary_size_of
 from fppo.data import with_truth
 from fppo.data.tokenizers import within
+from fppo.fields import only
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
-from fppo.metrics import Metrics
+from fppo.key import Key
 from fppo.models.model import Model, Params
+from fppo.pipeline.gap import WatchUpdate
 from fppo.pipeline.passes import (
+    BalanceFn,
     ConfidenceFn,
     Fetch,
     HiddenFn,
     Passes,
     PolicyFn,
     PolicyPass,
-    TruthSigns,
+    RouterReplay,
     ValueFn,
     ValuePass,
     View,
     balance_of,
 )
 from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
-from fppo.rollout.placed import Generate
+from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
-from fppo.settings.train import TrainSettings
-from fppo.steps.clock import Clock
-from fppo.steps.confidence import confidence_values
-from fppo.steps.hidden import hidden_values
-from fppo.steps.loss_scale import loss_scaled
-from fppo.steps.optimizers import Optimizer
+from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings.model import ModelSettings
+from fppo.settings.resolve import old_log_probs_source
+from fppo.settings.train import DataSettings, TrainSettings
+from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
+from fppo.steps.confidence import UpdateConfidence, confidence_values
+from fppo.steps.critic import UpdateCritic, as_it_is
+from fppo.steps.hidden import UpdateHidden, hidden_values
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.recorded import Recorder, graphs, records
-from fppo.steps.shared import SortedRows
-from fppo.steps.train_state import Scale, TrainState, init_state
+from fppo.steps.train_state import Scale, TrainState
 from fppo.tree import state
-from fppo.workers.imports import search
 from fppo_kernels.table import Kernels
 
+Load = Callable[[Mesh, torch.device], tuple[Model, Params]]
 
-@attrs.frozen
-class Tools:
-    """The kernels and the lane of copies that all roles of one process use."""
 
-    kernels: Kernels
-    lane: Lane
+@attrs.frozen(kw_only=True)
+class PassOptions:
+    """How passes over rows run, whichever role makes them."""
+
+    remove_padding: bool
+    share_prompts: Literal["auto"] | bool
+    graphs: bool  # whether passes that can be are recorded on a GPU
+    micro_batching: MicroBatching  # of passes without a gradient
+    temperature: float
+    replay: RouterReplay
+
+    def forward(self, here: Here, kernels: Kernels, model: Model) -> Forward:
+        """A model bound to kernels and its mesh. Recorded passes share prompts only if settings insist."""
+        recorded = self.record(here, model) is not None
+        share = False if self.share_prompts == "auto" and recorded else self.share_prompts
+        return Forward(model, kernels, here.mesh, remove_padding=self.remove_padding, share_prompts=share)
+
+    def record(self, here: Here, model: Model) -> Recorder | None:
+        """Records passes of a model that can be, as CUDA graphs; None for others, and without a GPU."""
+        if self.graphs and here.device.type == "cuda" and records(model, here.mesh):
+            return graphs(model, here.device)
+        return None
+
+    def policy(self, forward: Forward, record: Recorder | None, fetch: Fetch, replay: RouterReplay) -> PolicyPass:
+        """The pass of a policy, which replays what routers chose where the run does and says `replay`."""
+        return PolicyPass(
+            forward=attrs.evolve(forward, replay=self.replay == replay),
+            micro_batching=self.micro_batching,
+            temperature=self.temperature,
+            fetch=fetch,
+            record=record,
+        )
 
 
 @state
@@ -79,7 +109,7 @@ class Actor:
     state: TrainState
     update: UpdateStage
     policy: PolicyFn
-    balance: Callable[[SortedRows], Metrics]
+    balance: BalanceFn
     model: Model
 
 
@@ -104,17 +134,44 @@ class Critic:
     model: Model | None = None
 
 
-def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) -> Actor:
-    """The policy on a rank, before its first update."""
-    tools = tools or _tools(here, settings)
-    model, params = load_policy(settings, here.mesh, here.device)
-    optimizer = _scaled(optimizer_for(settings, "actor", tools.kernels, tools.lane), model)
-    forward, replay = _forward(here, settings, model, tools), settings.algorithm.router_replay == "rollout"
-    record, fetch = _recorder(here, settings, model), _fetch(settings, "actor", tools.lane)
+def make_actor(
+    here: Here,
+    tools: Tools,
+    load: Load,
+    passes: PassOptions,
+    learning: Learning,
+    section: ActorSettings,
+    old_log_probs: OldLogProbs,
+    watch: Watch | None,
+) -> Actor:
+    """The policy on a rank, before its first update. `watch` is of an update that alone follows a rollout.
+
+    Raises ValueError for a loss of the user's that does not import.
+    """
+    model, params = load(here.mesh, here.device)
+    optimizer = learning.optimizer_on(tools, model)
+    forward, record = passes.forward(here, tools.kernels, model), passes.record(here, model)
+    terms = PolicyTerms(
+        temperature=passes.temperature,
+        **only(section, "entropy_coef", "kl_coef", "kl_kind"),
+        nll_coef=section.positive_nll_coef,
+        balance_coef=section.experts.balance_coef,
+        router_z_coef=section.experts.z_coef,
+    )
+    update = UpdateActor(
+        forward=attrs.evolve(forward, replay=passes.replay != "none"),
+        loss_fn=policy_loss(section.loss),
+        loop=learning.loop,
+        optimizer=optimizer,
+        terms=terms,
+        old_log_probs=old_log_probs,
+        record=record,
+    )
+    stage = learning.measured(update, forward, tools.lane)
     return Actor(
-        state=_state(params, optimizer, offload_of(settings, "actor")),
-        update=actor_update(settings, forward, optimizer, tools.lane, record),
-        policy=_policy_pass(settings, attrs.evolve(forward, replay=replay), fetch, record),
+        state=learning.state(params, optimizer),
+        update=stage if watch is None else WatchUpdate(stage=stage, limit=watch[0], then=watch[1]),
+        policy=passes.policy(forward, record, _fetch(learning.offload, tools.lane), "rollout"),
         balance=partial(balance_of, forward=forward),
         model=model,
     )
@@ -122,70 +179,65 @@ def make_actor(here: Here, settings: TrainSettings, tools: Tools | None = None) 
 
 def make_reference(
     here: Here,
-    settings: TrainSettings,
-    tools: Tools | None = None,
+    tools: Tools,
+    load: Load,
+    passes: PassOptions,
+    section: ModelSettings,
     model: Model | None = None,
     params: Params | None = None,
 ) -> Reference:
-    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too.
+    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too;
+    else `load` gets the policy where it takes that one.
 
     Of an adapted policy it is the policy as it starts: the base, which costs nothing, with a copy of the adapter where
     that is no fresh one, unless the settings name another.
     """
-    tools = tools or _tools(here, settings)
-    if model is None and settings.model.lora.used and settings.model.ref_path is None:
-        model, params = load_policy(settings, here.mesh, here.device)
+    if model is None and section.lora.used and section.ref_path is None:
+        model, params = load(here.mesh, here.device)
     policy = None if model is None or params is None else (model, params)
-    model, params = load_reference(settings, here.mesh, policy)
-    params = on_device(params, here.device)
-    forward = attrs.evolve(_forward(here, settings, model, tools), replay=settings.algorithm.router_replay == "all")
+    model, params = load_reference(section, here.mesh, policy)
+    params, offload = on_device(params, here.device), offload_of(section.offload, section.ref_offload)
+    forward = passes.forward(here, tools.kernels, model)
     return Reference(
-        params=to_host(params) if offload_of(settings, "ref") == "all" else params,
-        policy=_policy_pass(settings, forward, _fetch(settings, "ref", tools.lane), _recorder(here, settings, model)),
+        params=to_host(params) if offload == "all" else params,
+        policy=passes.policy(forward, passes.record(here, model), _fetch(offload, tools.lane), "all"),
         model=model,
     )
 
 
-def make_critic(here: Here, settings: TrainSettings, tools: Tools | None = None, policy: Model | None = None) -> Critic:
+def make_critic(
+    here: Here,
+    tools: Tools,
+    load: Callable[..., tuple[Model | None, Params]],
+    passes: PassOptions,
+    learning: Learning,
+    section: CriticSettings,
+    make_view: Callable[[], View],
+    policy: Model | None = None,
+) -> Critic:
     """The critic on a rank, before its first update. The `policy`, if it is there, may lend it its base."""
-    tools = tools or _tools(here, settings)
-    model, params = adapted_critic(settings, policy, here.mesh, here.device)
-    optimizer = _scaled(optimizer_for(settings, "critic", tools.kernels, tools.lane), model)
-    read = value_head_of(settings).read
-    forward = None if model is None else attrs.evolve(_forward(here, settings, model, tools), read=read)
-    fetch, micro_batching = _fetch(settings, "critic", tools.lane), forward_micro_batching_of(settings)
-    view, record = _view(settings), None if model is None else _recorder(here, settings, model)
-    state = _state(params, optimizer, offload_of(settings, "critic"))
-    update = critic_update(settings, forward, optimizer, tools.lane, view=view, record=record)
-    if rate := settings.critic.popart:
-        state, update = tree.replace(state, scale=Scale()), UpdatePopart(stage=update, rate=rate)
-    how = {"micro_batching": micro_batching, "fetch": fetch, "view": view, "record": record}
+    model, params = load(here.mesh, here.device, policy)
+    optimizer, head = learning.optimizer_on(tools, model), value_head_of(section.loss)
+    how, read, values = {"loop": learning.loop, "optimizer": optimizer, "loss_fn": head.loss_fn}, head.read, None
+    if model is None:
+        update = UpdateHidden(**how) if section.reads == "hidden" else UpdateConfidence(**how)
+    else:
+        forward = attrs.evolve(passes.forward(here, tools.kernels, model), read=read)
+        seen = {"forward": forward, "view": make_view(), "record": passes.record(here, model)}
+        update = learning.measured(UpdateCritic(**seen, **how), forward, tools.lane)
+        fetch = _fetch(learning.offload, tools.lane)
+        values = ValuePass(micro_batching=passes.micro_batching, fetch=fetch, **seen)
+    state = learning.state(params, optimizer)
+    if section.popart:
+        state, update = tree.replace(state, scale=Scale()), UpdatePopart(stage=update, rate=section.popart)
     return Critic(
         state=state,
         update=update,
-        values=None if forward is None else ValuePass(forward=forward, **how),
-        confidence=partial(confidence_values, read=read) if settings.critic.reads == "confidence" else None,
-        hidden=partial(hidden_values, read=read) if settings.critic.reads == "hidden" else None,
+        values=values,
+        confidence=partial(confidence_values, read=read) if section.reads == "confidence" else None,
+        hidden=partial(hidden_values, read=read) if section.reads == "hidden" else None,
         model=model,
     )
-
-
-def make_engine(here: Here, settings: TrainSettings, tools: Tools | None, model: Model, pad_token_id: int) -> Generate:
-    """The function that generates on a rank, by the model of the policy there, with the policy's own parameters."""
-    tools = tools or _tools(here, settings)
-    lane = tools.lane if offload_of(settings, "actor") == "all" else None
-    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
-    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, lane, routed=routed).generate
-
-
-def make_engine_of_pool(here: Here, settings: TrainSettings, pad_token_id: int) -> Generate:
-    """The function that generates on a rank reserved for generation, with parameters passed to it."""
-    tools, vllm = _tools(here, settings), settings.rollout.engine == "vllm"
-    model = policy_model(settings, here.mesh, torch.device("cpu") if vllm else here.device)  # where parameters come
-    if vllm:
-        return vllm_engine(settings.rollout.vllm, model, pad_token_id, here.mesh, settings.model.lora.send).generate
-    size, routed = settings.rollout.cache_gb, settings.algorithm.router_replay == "rollout"
-    return embedded_engine(size, model, tools.kernels, pad_token_id, here.mesh, None, routed=routed).generate
 
 
 @attrs.frozen(kw_only=True)
@@ -212,7 +264,7 @@ class Roles:
         """How stages of several roles run."""
         return at_once if self.placed else in_turn
 
-    def passes(self, truth_signs: TruthSigns | None = None) -> Passes:
+    def passes(self, section: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> Passes:
         """The passes over a batch that they make; what a critic without a model knows of the truth is made here."""
         actor, critic = self.actor, self.critic
         reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
@@ -223,7 +275,7 @@ class Roles:
             values=critic and critic.values and self._on("critic", critic.values, "values"),
             confidence=critic and critic.confidence and self._on("critic", critic.confidence, "values"),
             hidden=critic and critic.hidden and self._on("critic", critic.hidden, "values"),
-            truth_signs=truth_signs,
+            truth_signs=truth_signs_of(section, tokenizer),
             **({} if alone else {"balance": self._on("actor", actor.balance, "balance")}),
         )
 
@@ -235,12 +287,10 @@ class Roles:
         """The critic's update where it is."""
         return self.critic and self._on("critic", self.critic.update, "update_critic", stays=(0,))
 
-    def bases(self, settings: TrainSettings) -> dict[str, Base | None]:
+    def bases(self, section: ModelSettings) -> dict[str, Base | None]:
         """The bases under the adapters of actor and critic."""
-        models = (
-            {"actor": self.actor.model, "critic": self.critic and self.critic.model} if settings.model.lora.used else {}
-        )
-        of = partial(base_of_role, settings.model)
+        models = {"actor": self.actor.model, "critic": self.critic and self.critic.model} if section.lora.used else {}
+        of = partial(base_of_role, section)
         return {role: self._on(role, of, "base")(role, model) for role, model in models.items()}
 
     def hold(self) -> Callable[[Params], Params]:
@@ -252,99 +302,68 @@ class Roles:
 
 
 def make_roles(
-    settings: TrainSettings, tools: Tools, local: LocalGroup, groups: Mapping[str, AnyGroup] = MappingProxyType({})
+    settings: TrainSettings,
+    tools: Tools,
+    begin: Callable[[Here], Tools],
+    local: LocalGroup,
+    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Roles:
-    """All of them, each on its group, or in this process without one; the reference beside the actor without one."""
+    """All of them, each on its group, where `begin` makes tools, or in this process without one; the reference beside
+    the actor without one."""
+    model, actor, critic, algorithm = settings.model, settings.actor, settings.critic, settings.algorithm
+    rows, key = settings.data, Key(settings.seed)
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
     at["reference"] = groups.get("reference", at["actor"])
-
-    def make(role: str, fn: Callable[..., Any], *more: Any) -> Any:
-        own = tools if isinstance(at[role], LocalGroup) else None
-        return at[role].call(fn, HERE, settings, own, *more, stays=True, label=f"make {role}")
-
-    work = {"actor": partial(make, "actor", make_actor)}
-    beside = at["critic"] is at["actor"] and settings.model.lora.of_critic  # on the actor's base
-    if settings.algorithm.uses_critic and not beside:
-        work["critic"] = partial(make, "critic", make_critic)
-    made = (at_once if groups else in_turn)(work)
-    actor, reference = made["actor"], None
-    if settings.algorithm.uses_critic and "critic" not in made:
-        made["critic"] = make("critic", make_critic, actor.model)
-    if settings.uses_reference:
-        own = (actor.model, actor.state.params) if at["reference"] is at["actor"] else ()
-        reference = make("reference", make_reference, *own)
-    return Roles(actor=actor, reference=reference, critic=made.get("critic"), at=at)
-
-
-def _tools(here: Here, settings: TrainSettings) -> Tools:
-    """Create this process's kernels and transfer lane, where functions of the user's are not found yet either."""
-    search(settings.module_dirs)
-    transformers_logging.disable_progress_bar()  # the controller speaks
-    return Tools(kernels_of(settings), Lane(here.device))
-
-
-def _fetch(settings: TrainSettings, role: Role, lane: Lane) -> Fetch:
-    """How passes without a gradient get at a role's parameters, which the settings may keep on the host."""
-    on_host = offload_of(settings, role) == "all"
-    return lambda params: OnHost(params, lane) if on_host else params
-
-
-def _forward(here: Here, settings: TrainSettings, model: Model, tools: Tools) -> Forward:
-    """A model bound to the kernels and the mesh of its passes. Recorded ones share prompts only if settings insist."""
-    share = settings.model.share_prompts
-    return Forward(
-        model,
-        tools.kernels,
-        here.mesh,
-        remove_padding=settings.model.remove_padding,
-        share_prompts=False if share == "auto" and _records(here, settings, model) else share,
-    )
-
-
-def _recorder(here: Here, settings: TrainSettings, model: Model) -> Recorder | None:
-    """Records passes as CUDA graphs where the settings say so, on a GPU, of a model that can be; None elsewhere."""
-    return graphs(model, here.device) if _records(here, settings, model) else None
-
-
-def _records(here: Here, settings: TrainSettings, model: Model) -> bool:
-    return settings.model.graphs is True and here.device.type == "cuda" and records(model, here.mesh)
-
-
-def _policy_pass(settings: TrainSettings, forward: Forward, fetch: Fetch, record: Recorder | None) -> PolicyPass:
-    return PolicyPass(
-        forward=forward,
-        micro_batching=forward_micro_batching_of(settings),
+    passes = PassOptions(
+        **only(model, "remove_padding", "share_prompts"),
+        graphs=model.graphs is True,
+        micro_batching=forward_micro_batching_of(model, actor),
         temperature=settings.rollout.temperature,
-        fetch=fetch,
-        record=record,
+        replay=algorithm.router_replay,
     )
 
+    def make(role: str, fn: Callable[..., Any], *args: Any) -> Any:
+        group, own = at[role], tools
+        if isinstance(group, Group):
+            own = group.call(begin, HERE, stays=True, label="make tools")
+        return group.call(fn, HERE, own, *args, stays=True, label=f"make {role}")
 
-def _view(settings: TrainSettings) -> View:
-    """The function from rows to the critic's view of them."""
-    if not settings.critic.privileged:
-        return lambda rows: rows
-    tokenizer, vocabulary = load_tokenizer(settings.model, settings.data), vocabulary_size_of(settings.model)
+    source, watch = old_log_probs_source(settings), watch_of(settings.rollout, model.compute_dtype)
+    if source == "engine" and algorithm.reads("sum_squared_probs"):
+        source = "pass"  # there is one, which measures the gap to the engine
+    how = partial(learning_of, batch_size=settings.rollout.batch_size, offload_activations=model.offload_activations)
+    learning = how("actor", actor, steps=settings.actor_steps, offload=model.offload)
+    once = watch if learning.loop.epochs == 1 and learning.loop.mini_batch_size == settings.rollout.batch_size else None
+    load = partial(load_policy, model, critic, key)
+    work = {"actor": partial(make, "actor", make_actor, load, passes, learning, actor, source, once)}
+    kept = offload_of(model.offload, critic.offload) if critic.reads == "tokens" else "none"
+    load_critic, view = partial(adapted_critic, model, critic, key), partial(view_of, critic.privileged, model, rows)
+    of_critic = (load_critic, passes, how("critic", critic, steps=settings.steps, offload=kept), critic, view)
+    beside = at["critic"] is at["actor"] and model.lora.of_critic  # on the actor's base
+    if algorithm.uses_critic and not beside:
+        work["critic"] = partial(make, "critic", make_critic, *of_critic)
+    made = (at_once if groups else in_turn)(work)
+    policy, reference = made["actor"], None
+    if algorithm.uses_critic and beside:
+        made["critic"] = make("critic", make_critic, *of_critic, policy.model)
+    if settings.uses_reference:
+        own = (policy.model, policy.state.params) if at["reference"] is at["actor"] else ()
+        reference = make("reference", make_reference, load, passes, model, *own)
+    return Roles(actor=policy, reference=reference, critic=made.get("critic"), at=at)
+
+
+def _fetch(offload: Offload, lane: Lane) -> Fetch:
+    """How passes without a gradient get at parameters, which may be kept on the host."""
+    return lambda params: OnHost(params, lane) if offload == "all" else params
+
+
+def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
+    """The function from rows to the critic's view of them, with as many tokens of the ground truth."""
+    if not limit:
+        return as_it_is
+    tokenizer, vocabulary = load_tokenizer(section, rows), vocabulary_size_of(section)
 
     def encode(text: str) -> list[int]:
         return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)
 
-    return partial(with_truth, encode=encode, limit=settings.critic.privileged)
-
-
-def _scaled(optimizer: Optimizer, model: Model | None) -> Optimizer:
-    """The optimizer of a model's updates: of one that computes in float16, with a loss scale."""
-    half = model is not None and model.compute_dtype == torch.float16
-    return loss_scaled(optimizer) if half else optimizer
-
-
-def _state(params: Params, optimizer: Optimizer, offload: Offload) -> TrainState:
-    """The state before the first update, with a clock for its schedule, on the host as far as that is asked for."""
-    state = tree.replace(init_state(params, optimizer), clock=Clock())
-    match offload:
-        case "all":
-            return to_host(state)
-        case "moments":
-            return tree.replace(state, opt=to_host(state.opt))
-        case _:
-            return state
+    return partial(with_truth, encode=encode, limit=limit)

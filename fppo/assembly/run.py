@@ -3,57 +3,66 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from fppo import data, rewards
+from fppo import data
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines, sharing_lines
-from fppo.assembly.answers import right_answers
-from fppo.assembly.engines import engine_of, game_of, in_turns
+from fppo.assembly.engines import (
+    EngineOptions,
+    answering,
+    engine_of,
+    engine_options,
+    game_of,
+    make_engine,
+    make_engine_of_pool,
+)
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import offload_of
+from fppo.assembly.parts import Tools, make_tools
 from fppo.assembly.placed import Placed
-from fppo.assembly.pools import engine_pool, home_of
-from fppo.assembly.program import Resources, pretrain_of, program_of
-from fppo.assembly.readers import truth_signs_of
-from fppo.assembly.rewards import reward_runner
-from fppo.assembly.roles import Roles, Tools, make_engine, make_roles
-from fppo.assembly.texts import vocabulary_size_of
+from fppo.assembly.pools import home_of
+from fppo.assembly.program import pretrain_of, program_of
+from fppo.assembly.rewards import scoring
+from fppo.assembly.roles import Roles, make_roles
+from fppo.fields import only
 from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
-from fppo.metrics import Metrics
-from fppo.models.model import Model, Params
-from fppo.pipeline import stages
+from fppo.models.model import Model
+from fppo.pipeline.answers import right_answers
 from fppo.pipeline.estimators import of_values
-from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
+from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
+from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
-from fppo.pipeline.truth import Known, OnBeside, critic_truth, one_answer
-from fppo.rewards.distributed import SpreadRewardRunner
-from fppo.rewards.early import EarlyRewardRunner
+from fppo.pipeline.stages import ScoreFn
+from fppo.pipeline.truth import Known, critic_truth, one_answer
 from fppo.rollout.engine import Engine
-from fppo.rollout.interrupt import InterruptibleEngine
-from fppo.rollout.placed import PlacedEngine
-from fppo.rollout.pool import EnginePool
+from fppo.rollout.placed import Generate, PlacedEngine
+from fppo.rollout.pool import EnginePool, Policy
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
-from fppo.runtime.mesh import LOCAL, Mesh, is_first
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
+from fppo.settings import files
 from fppo.settings.component import bound, value_of
-from fppo.settings.learning import AdvantageSettings
+from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, CriticSettings
+from fppo.settings.model import ModelSettings
+from fppo.settings.modules import kernels_named
+from fppo.settings.placement import EngineSettings
+from fppo.settings.resolve import said_of_old_log_probs, sharing_hindrances
 from fppo.settings.rollout import RolloutSettings, TurnsSettings
 from fppo.settings.tables import ESTIMATORS
-from fppo.settings.train import DataSettings, TrainSettings
+from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.table import Kernels
 
@@ -82,14 +91,11 @@ class Assembly:
     program: Program
     draw: Draw
     evaluate: EvaluateRun | None
-    tokenizer: PreTrainedTokenizerBase
-    processor: Any  # of a model that takes images; it has the tokenizer too
-    generation: GenerationConfig  # which goes with the policy where it is exported
+    inputs: Inputs
     model: Model
     critic_model: Model | None
     mesh: Mesh
     device: torch.device  # which has the batches; the state may be on the host
-    works: torch.device  # what models work on, which in pools may be another
     shapes: dict[str, torch.Size | Extent]  # whole shapes of the leaves of `run` that a mesh may cut
     drawn: DrawnPrompts
     placed: Placed | None = None  # what of `run` is not in this process
@@ -111,72 +117,98 @@ def assemble(
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
-    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh`, which there
-    must be to sample ahead. `announce` is told what is loaded, in lines. `groups` are of roles elsewhere, and this is
-    then one process: "actor" with the engine, "critic", "reference" (without one beside the actor), "reward" (a model).
-    Groups of one rank each are `engines` in its engine's place.
+    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh`, which sampling
+    ahead needs. `announce` gets lines on what is loaded. `groups` are of roles elsewhere, for one process here: "actor"
+    with the engine, "critic", "reference" (else beside the actor), "reward" (a model); each of `engines` has one rank.
     """
     settings, chosen = resolved(settings, device)
-    key, sampling_mesh = Key(settings.seed), sampling_mesh or mesh
+    section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    tokenizer, kernels, pad = inputs.tokenizer, inputs.kernels, inputs.prompts.pad_token_id
-    device = home_of(settings, groups, inputs.device)
-    announce(input_lines(settings, inputs, chosen))
-    tools = Tools(kernels, Lane(device))
-    roles = make_roles(settings, tools, LocalGroup(Here(mesh, device)), groups)
-    model, critic_model = _models(settings, roles)
-    shown = model_lines(model, settings.model.path, others=roles.others)
-    announce([*shown, *sharing_lines(settings, model, kernels)])
-    run = _fresh(settings, roles, key)
-    engine = _engine(settings, roles, tools, pad, sampling_mesh, engines)
-    with _answering(settings, engine, tokenizer, pad, sampling_mesh, device, groups) as answering:
-        resources = _resources(settings, roles, inputs, answering, model, mesh, device)
+    device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
+    differing = files.differing(settings, resolved(TrainSettings(), inputs.device)[0])
+    announce(input_lines(inputs, section, settings.placement, differing, chosen, said_of_old_log_probs(settings)))
+    tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
+    begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
+    roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)
+    model, critic_model = _models(section, settings.critic, roles)
+    shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
+    announce(model_lines(model, section.path, roles.others) + shown)
+    run = _fresh(roles, section, key, settings.critic, settings.algorithm)
+    options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.data.has_held_out)
+    if engines:
+        load = partial(policy_model, section, settings.critic, key)
+        make = partial(make_engine_of_pool, begin=begin, load=load, options=options, pad_token_id=pad)
+        made = _engine_pool(engines, make, settings.placement.engines, options, roles, model.extents, pad)
+    else:
+        made = _engine(options, roles, tools, begin, pad, sampling_mesh)
+    with (
+        scoring(settings, inputs.tokenizer, sampling_mesh, device, groups.get("reward", LOCAL_GROUP)) as scores,
+        made as alone,
+        answering(section, rollout, settings.data, alone, inputs.tokenizer, pad, sampling_mesh) as engine,
+    ):
+        passes, size = roles.passes(settings.critic, inputs.tokenizer), rollout.batch_size // settings.eval.n
+        truth = _truth(settings.eval, settings.algorithm.advantage, rollout.turns, inputs, engine, passes)
         yield Assembly(
             run=run,
-            program=program_of(settings, resources),
-            draw=_draw(inputs, key.fold("data"), settings.rollout, settings.data),
-            evaluate=None if inputs.eval is None else _evaluation(settings, inputs.eval, answering, resources),
-            tokenizer=tokenizer,
-            processor=None if inputs.images is None else inputs.images.processor,
-            generation=inputs.generation,
+            program=program_of(settings, roles, inputs, passes, scores, alone, engine, model, mesh, device),
+            draw=_draw(inputs, key.fold("data"), rollout, settings.data),
+            evaluate=inputs.eval and _evaluation(inputs.eval, engine, scores.score, size, truth),
+            inputs=inputs,
             model=model,
             critic_model=critic_model,
             mesh=mesh,
             device=device,
-            works=inputs.device,
             shapes=_shapes(run, roles),
-            drawn=_drawn(inputs, saved=settings.rollout.from_ is not None, may_change=settings.data.may_change),
+            drawn=_drawn(inputs, saved=rollout.from_ is not None, may_change=settings.data.may_change),
             placed=Placed.of(roles, inputs.device),
             calls=partial(_calls, [*groups.values(), *engines]),
         )
 
 
-def _resources(
-    settings: TrainSettings,
+def _fresh(
+    roles: Roles, section: ModelSettings, key: Key, critic: CriticSettings, algorithm: AlgorithmSettings
+) -> RunState:
+    """The run before its first step."""
+    return RunState(
+        actor=roles.actor.state,
+        critic=roles.critic and roles.critic.state,
+        ref=roles.reference and roles.reference.params,
+        kl=KLState(coef=algorithm.kl.coef),
+        key=key,
+        pretraining=Pretraining() if pretrain_of(critic, algorithm) else None,
+        bases=bases_of(roles.bases(section)),
+    )
+
+
+def _engine(
+    options: EngineOptions, roles: Roles, tools: Tools, begin: Callable[[Here], Tools], pad: int, mesh: Mesh
+) -> contextlib.AbstractContextManager[Engine]:
+    """The engine where the actor is."""
+    model, group = roles.actor.model, roles.at["actor"]
+    if isinstance(group, LocalGroup):
+        return engine_of(options, model, pad, mesh, tools)
+    engine = group.call(make_engine, HERE, begin, options, model, pad, stays=True, label="make engine")
+    return contextlib.nullcontext(PlacedEngine(group, engine))
+
+
+def _engine_pool(
+    engines: Sequence[Group],
+    make: Callable[[Here], Generate],
+    section: EngineSettings,
+    options: EngineOptions,
     roles: Roles,
-    inputs: Inputs,
-    answering: _Answering,
-    model: Model,
-    mesh: Mesh,
-    device: torch.device,
-) -> Resources:
-    """The resources that the stages of the run work with."""
-    return Resources(
-        passes=roles.passes(truth_signs_of(settings.critic, inputs.tokenizer)),
-        update_actor=roles.update_actor(),
-        update_critic=roles.update_critic(),
-        together=roles.together,
-        hold=roles.hold(),
-        bring=answering.bring,
-        engine=answering.engine,
-        sampling=inputs.sampling,
-        pad_token_id=inputs.prompts.pad_token_id,
-        vocabulary=model.config.vocab_size,
-        device=device,
-        writes=is_first(mesh),
-        runner=answering.runner,
-        score=answering.score,
-        advantage=inputs.advantage,
+    names: Iterable[str],
+    pad: int,
+) -> EnginePool:
+    """The engines as one, each made on its group, with the actor's parameters of these names."""
+    return EnginePool(
+        engines,
+        lambda group: group.call(make, HERE, stays=True, label="make engine"),
+        Policy(group=roles.at["actor"], model=roles.actor.model, bucket_bytes=options.bucket_mb << 20),
+        names=names,
+        pad_token_id=pad,
+        **only(section, "rows", "restarts"),
+        on_host=options.vllm is not None,
     )
 
 
@@ -185,39 +217,13 @@ def _calls(groups: Sequence[AnyGroup]) -> list[Call]:
     return [call for group in own for call in group.calls()]
 
 
-def _fresh(settings: TrainSettings, roles: Roles, key: Key) -> RunState:
-    """The run before its first step."""
-    return RunState(
-        actor=roles.actor.state,
-        critic=roles.critic and roles.critic.state,
-        ref=roles.reference and roles.reference.params,
-        kl=KLState(coef=settings.algorithm.kl.coef),
-        key=key,
-        pretraining=None if pretrain_of(settings) is None else Pretraining(),
-        bases=bases_of(roles.bases(settings)),
-    )
-
-
-def _models(settings: TrainSettings, roles: Roles) -> tuple[Model, Model | None]:
+def _models(section: ModelSettings, critic: CriticSettings, roles: Roles) -> tuple[Model, Model | None]:
     """The models of actor and critic: without parameters, for what is said of them, where those are elsewhere."""
-    actor, critic = roles.actor.model, roles.critic and roles.critic.model
+    actor, other = roles.actor.model, roles.critic and roles.critic.model
     return (
-        actor if isinstance(actor, Model) else shape_of(settings),
-        critic if critic is None or isinstance(critic, Model) else shape_of(settings, "value"),
+        actor if isinstance(actor, Model) else shape_of(section),
+        other if other is None or isinstance(other, Model) else shape_of(section, critic),
     )
-
-
-def _engine(
-    settings: TrainSettings, roles: Roles, tools: Tools, pad: int, mesh: Mesh, engines: Sequence[Group]
-) -> contextlib.AbstractContextManager[Engine]:
-    """The engines as one, or without any the engine where the actor is."""
-    model, group = roles.actor.model, roles.at["actor"]
-    if engines:
-        return engine_pool(settings, engines, roles, pad)
-    if isinstance(group, LocalGroup):
-        return engine_of(settings, model, tools.kernels, pad, mesh, tools.lane)
-    engine = group.call(make_engine, HERE, settings, None, model, pad, stays=True, label="make engine")
-    return contextlib.nullcontext(PlacedEngine(group, engine))
 
 
 @attrs.frozen(kw_only=True)
@@ -243,54 +249,21 @@ def assemble_evaluation(
     if not settings.data.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
+    section, rollout, key = settings.model, settings.rollout, Key(settings.seed)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
-    tokenizer, kernels, device, pad = inputs.tokenizer, inputs.kernels, inputs.device, inputs.held_out.pad_token_id
-    model = policy_model(settings, mesh, device)
-    engine = engine_of(settings, model, kernels, pad, mesh, Lane(device))
-    with _answering(settings, engine, tokenizer, pad, mesh, device) as answering:
-        place = torch.device("cpu") if offload_of(settings, "actor") == "all" else device
-        evaluation = _evaluation(settings, inputs, answering)
-        bases = bases_of({"actor": base_of_role(settings.model, "actor", model)})
-        yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
-
-
-@attrs.frozen(kw_only=True)
-class _Answering:
-    """The engine that answers prompts, and the scoring of its responses."""
-
-    engine: Engine
-    bring: Callable[[Params], None]  # weights that it will be asked with
-    runner: EarlyRewardRunner
-    score: stages.ScoreFn
-
-
-@contextlib.contextmanager
-def _answering(
-    settings: TrainSettings,
-    engine: contextlib.AbstractContextManager[Engine],
-    tokenizer: PreTrainedTokenizerBase,
-    pad: int,
-    mesh: Mesh,
-    device: torch.device,
-    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
-) -> Iterator[_Answering]:
-    sections, vocabulary = (settings.rollout.turns, settings.data), vocabulary_size_of(settings.model)
+    tokenizer, device, pad = inputs.tokenizer, inputs.device, inputs.held_out.pad_token_id
+    model = policy_model(section, settings.critic, key, mesh, device)
+    options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=True)
+    tools, size = Tools(inputs.kernels, Lane(device)), rollout.batch_size // settings.eval.n
     with (
-        reward_runner(settings, tokenizer, mesh, device, groups.get("reward", LOCAL_GROUP)) as runner,
-        engine as alone,
-        in_turns(*sections, alone, tokenizer, pad, mesh, vocabulary=vocabulary) as with_turns,
+        scoring(settings, tokenizer, mesh, device) as scores,
+        engine_of(options, model, pad, mesh, tools) as alone,
+        answering(section, rollout, settings.data, alone, tokenizer, pad, mesh) as engine,
     ):
-        reward = SpreadRewardRunner(runner, mesh, device)
-        failure = settings.reward.failure_score
-        score = partial(rewards.score, reward=reward, tokenizer=tokenizer, failure_score=failure)
-        bring = alone.bring if isinstance(alone, EnginePool) else _nothing
-        every = settings.rollout.interrupt
-        engines = InterruptibleEngine(engine=with_turns, every=every, pad_token_id=pad) if every else with_turns
-        yield _Answering(engine=engines, bring=bring, runner=runner, score=score)
-
-
-def _nothing(params: Params) -> None:
-    del params
+        place = torch.device("cpu") if options.on_host else device
+        evaluation = _evaluation(inputs, engine, scores.score, size)
+        bases = bases_of({"actor": base_of_role(section, "actor", model)})
+        yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
 
 def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
@@ -320,38 +293,30 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
 
 
 def _evaluation(
-    settings: TrainSettings, inputs: EvalInputs, answering: _Answering, resources: Resources | None = None
+    inputs: EvalInputs, engine: Engine, score: ScoreFn, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
-    """The evaluation of the policy, and with a run's resources of its critic where the settings say so."""
-    batches = partial(data.batches, inputs.held_out, max(settings.rollout.batch_size // settings.eval.n, 1))
-    engine, score, sampling = answering.engine, answering.score, inputs.sampling
-    truth, turns = None, settings.rollout.turns
-    if resources is not None and settings.eval.exact_values:
-        truth = _truth(settings.algorithm.advantage, turns, inputs, resources)
-
-    def evaluation(
-        run: RunState, keep: OnScored = lambda scored: None, keep_beside: OnBeside = lambda beside: None
-    ) -> Metrics:
-        report = evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
-        return report if truth is None else report | truth(run, prompts=batches(), keep=keep_beside)
-
-    return evaluation
+    """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
+    batches = partial(data.batches, inputs.held_out, max(size, 1))
+    return EvaluateHeldOut(batches=batches, engine=engine, sampling=inputs.sampling, score=score, truth=truth)
 
 
 def _truth(
-    advantage: AdvantageSettings, turns: TurnsSettings, inputs: EvalInputs, resources: Resources
-) -> Callable[..., Metrics]:
-    sampling, of_turns = attrs.evolve(resources.sampling, n=1), advantage.name == "turn_gae"
+    how: EvalSettings,
+    advantage: AdvantageSettings,
+    turns: TurnsSettings,
+    inputs: Inputs,
+    engine: Engine,
+    passes: Passes,
+) -> Callable[..., Any] | None:
+    """The comparison of the critic with exact values on held-out prompts; None where the settings want none."""
+    if not how.exact_values:
+        return None
+    sampling, of_turns = attrs.evolve(inputs.sampling, n=1), advantage.name == "turn_gae"
     gamma = 1.0 if of_turns else value_of(advantage, ESTIMATORS, "gamma", 1.0)  # of one turn
-    if isinstance(resources.engine, TurnsEngine):
-        exact = Played(game=game_of(turns), engine=resources.engine, sampling=sampling, gamma=gamma)
+    if isinstance(engine, TurnsEngine):
+        exact = Played(game=game_of(turns), engine=engine, sampling=sampling, gamma=gamma)
     else:
         answers = partial(right_answers, tokenizer=inputs.tokenizer, sampling=sampling)
         exact = partial(one_answer, answers=answers, gamma=gamma)
-    return partial(
-        critic_truth,
-        known=Known(exact=exact, estimate=of_values(*bound(advantage, ESTIMATORS, "algorithm.advantage"))),
-        engine=resources.engine,
-        sampling=sampling,
-        passes=resources.passes,
-    )
+    known = Known(exact=exact, estimate=of_values(*bound(advantage, ESTIMATORS, "algorithm.advantage")))
+    return partial(critic_truth, known=known, engine=engine, sampling=sampling, passes=passes)

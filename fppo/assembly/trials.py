@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,34 +10,34 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.assembly.optimizers import optimizer_of
-from fppo.assembly.parts import value_head_of
-from fppo.assembly.program import policy_loss
+from fppo.assembly.functions import optimizer_of, policy_loss, value_head_of
 from fppo.fields import Problem, said
 from fppo.losses import ValueHead
 from fppo.pipeline.estimators import WEIGHTS, columns_of
-from fppo.settings.component import Component, bound, parts
+from fppo.settings.component import Component, Functions, bound
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
-from fppo.settings.train import TrainSettings
 from fppo.steps.actor import LossFn, SelectiveLoss
 
 
-def value_problems(settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
-    """Problems of the functions of parts with their keywords in the settings; none of parts with `known` problems."""
-    trials: dict[str, Callable[[], Any]] = {
-        "actor.loss": lambda: _loss(policy_loss(settings.actor)),
-        "algorithm.advantage": lambda: _advantage(settings.algorithm.advantage),
-        "algorithm.correction": lambda: _correction(settings.algorithm.correction),
-        "critic.loss": lambda: _value_loss(value_head_of(settings)),
-        "actor.optimizer": lambda: optimizer_of(settings.actor.optimizer, 1, setting="actor.optimizer"),
-        "critic.optimizer": lambda: optimizer_of(settings.critic.optimizer, 1, setting="critic.optimizer"),
+def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[Problem]) -> list[Problem]:
+    """Problems of the functions of parts with their keywords in settings, as `settings.component.parts` yields them;
+    none of parts with `known` problems."""
+    trials: dict[str, Callable[[Any], Any]] = {
+        "actor.loss": lambda part: _loss(policy_loss(part)),
+        "algorithm.advantage": _advantage,
+        "algorithm.correction": _correction,
+        "critic.loss": lambda part: _value_loss(value_head_of(part)),
+        **{
+            f"{role}.optimizer": partial(optimizer_of, updates=1, setting=f"{role}.optimizer")
+            for role in ("actor", "critic")
+        },
     }
     found = []
-    for path, part, _ in parts(settings):
+    for path, part, _ in parts:
         if not part.keywords or any(problem.path.startswith(f"{path}.") for problem in known):
             continue
         try:
-            trials[path]()
+            trials[path](part)
         except ValueError as error:
             keywords = ", ".join(f"{name}={value!r}" for name, value in part.keywords.items())
             problem = Problem(f"{path} = {part.name}({keywords})", attrs.NOTHING, str(error))

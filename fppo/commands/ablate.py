@@ -12,15 +12,15 @@ from typing import Any
 
 import attrs
 import torch
-from transformers.utils import logging as transformers_logging
 
 from fppo._errors import UsageError
 from fppo.ablate import ablate as run_all
 from fppo.ablate import operations, text
 from fppo.ablate.result import plain
-from fppo.assembly.parts import kernel_table, kernels_of
+from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
 from fppo.commands.actions import beginning, restored, settings_of
+from fppo.fleet import Here
 from fppo.pipeline import replay, swap
 from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import Parting, Trace
@@ -29,8 +29,8 @@ from fppo.runs import session, starts
 from fppo.runtime.devices import named_device
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.modules import kernels_named
 from fppo.settings.train import TrainSettings
-from fppo.workers.imports import imported, search
 from fppo_kernels import table as tables
 from fppo_kernels.table import Implementation, Kernels, Table
 
@@ -111,7 +111,7 @@ def _with_own(settings: AblateSettings, ops: list[str], table: Table) -> Table:
             raise UsageError(f"--with {own}: {op!r} is not among the operations to ablate, {', '.join(ops)}")
         name = place.rpartition(":")[2]
         name = place if name in table[op] else name
-        table = tables.register(op, name, tables.own(op, imported(place, "--with")), table=table)
+        table = with_own(table, op, name, place, "--with")
     names = {op: list(table[op]) for op in ops}
     for name in settings.names:
         if not any(name in choices for choices in names.values()):
@@ -148,11 +148,11 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
         steps = sorted(recorded)
         there = f"the recorded steps are {steps[0]} to {steps[-1]}" if steps else "no step is recorded"
         raise UsageError(f"{directory} has no record of step {step}; {there}")
-    search(settings.module_dirs)
-    table = _with_own(asked, ops, kernel_table(settings))
-    transformers_logging.disable_progress_bar()
+    names = kernels_named(settings)
+    tools = make_tools(Here(), names, settings.module_dirs)
+    table = _with_own(asked, ops, kernel_table(names))
     print(f"step {step} of {directory}: recomputing it under the run's own kernels", flush=True)
-    reference, before = _reference(settings, directory, step, recorded)
+    reference, before = _reference(settings, tools.kernels, directory, step, recorded)
     print(before)
     choices: list[dict[str, Any]] = []
     interrupted = False
@@ -174,11 +174,10 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
 
 
 def _reference(
-    settings: TrainSettings, directory: Path, step: int, recorded: Mapping[int, dict]
+    settings: TrainSettings, kernels: Kernels, directory: Path, step: int, recorded: Mapping[int, dict]
 ) -> tuple[_Reference, str]:
     """The step under the run's own kernels, and whether it is as recorded."""
-    kernels, ahead = kernels_of(settings), settings.rollout.ahead
-    watched = swap.watch(kernels)
+    watched, ahead = swap.watch(kernels), settings.rollout.ahead
     run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
         with assemble(files.replace(earlier, {"rollout.save": False})) as assembly:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,6 @@ from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.fleet import GroupDied
-from fppo.metrics import report as numbers_of
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
@@ -119,7 +117,7 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
         report = evaluations.kept(evaluator.evaluate, lambda step: place, evaluator.tokenizer, here.mesh)(run)
         if is_first(here.mesh):
             numbers = place.with_suffix(".json")
-            numbers.write_text(json.dumps(numbers_of(report), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+            evaluations.write_numbers(report, numbers)
             print("\n".join([f"step {run.step}", *evaluations.table(report)]))
             print(f"responses: {place}\nall metrics: {numbers}", file=sys.stderr)
     return 0

@@ -169,7 +169,7 @@ def _replay(rest: Sequence[str]) -> int | None:
 
     def command(settings: TrainSettings, here: actions.CommandRank) -> int:
         if options.device is not None and here.device is None:
-            here = attrs.evolve(here, device=distributed.device_of(settings))
+            here = attrs.evolve(here, device=distributed.device_of(settings.device, settings.placement))
         return actions.replay(Path(options.run), options.step, here)
 
     settings = actions.settings_of(Path(options.run), options.step)
@@ -301,10 +301,11 @@ def _look(
     wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, local, visible=visible)]
     wrong += [*places.token_problems(settings), *checks.mesh_problems(settings, world)]
-    if any(part.keywords for _, part, _ in parts(settings)):
+    named = [*parts(settings)]
+    if any(part.keywords for _, part, _ in named):
         from fppo.assembly import trials  # imported here: it loads torch, which the run needs anyway
 
-        wrong += trials.value_problems(settings, [*known, *wrong])
+        wrong += trials.value_problems(named, [*known, *wrong])
     every = [*known, *wrong]
     if every and not any(problem.path.startswith(("data.", "[data")) for problem in every):
         wrong += places.row_problems(settings)

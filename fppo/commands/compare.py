@@ -12,6 +12,7 @@ from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
 from fppo.settings import checks, files, logged, places
 from fppo.settings.compare import CompareSettings, changed, variants
+from fppo.settings.component import parts
 from fppo.settings.train import TrainSettings
 
 ASKED = "compared.toml"  # in a run's directory: its settings as given, before they are resolved
@@ -31,7 +32,7 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
             of_seed[seed] = changed(settings, variant, number, str(out / variant.directory / f"seed_{seed}"))
         first = next(iter(of_seed.values()))
         wrong = checks.problems(first)
-        problems += [f"{variant.name}: {problem}" for problem in (*wrong, *value_problems(first, wrong))]
+        problems += [f"{variant.name}: {problem}" for problem in (*wrong, *value_problems(parts(first), wrong))]
         runs[variant.name] = of_seed
     problems += _metric_problems([next(iter(seeds.values())) for seeds in runs.values()], asked.metrics)
     if problems:

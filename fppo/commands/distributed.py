@@ -9,11 +9,12 @@ import attrs
 import torch
 
 from fppo._errors import no_exit
-from fppo.assembly.parts import device_of, mesh_sizes, sharding_of
+from fppo.assembly.parts import device_of, sharding_of
 from fppo.commands.actions import ALONE, CommandRank
 from fppo.pipeline.ahead import check_devices, check_interrupts
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
+from fppo.settings import checks, files
 from fppo.settings.placement import places_of
 from fppo.settings.train import TrainSettings
 
@@ -33,23 +34,24 @@ def run(
     `command` name every axis. Commands that do not train sample nothing ahead.
     Raises SettingsError if the mesh does not fit the number of processes.
     """
-    place = Place.of_environment()
-    mesh = settings.mesh
+    place, mesh, named = Place.of_environment(), settings.mesh, (settings.device, settings.placement)
     world = place.world
     if not place.started:
         world = nproc or mesh.least_ranks
     if world > 1 and places_of(settings.placement):
         raise ValueError(f"placement: pools start their own processes, and the controller is one, not {world}")
-    sizes = mesh_sizes(settings, world)
+    if wrong := checks.mesh_problems(settings, world):
+        raise files.SettingsError(wrong)
+    sizes = mesh.sizes(mesh.shard or world // mesh.others)
     settings = attrs.evolve(settings, mesh=attrs.evolve(mesh, shard=sizes["shard"]))
     if place.attempt and settings.resume == "never":
         settings = attrs.evolve(settings, resume="auto")  # checkpoints in output_dir are from earlier attempts
     if world == 1:
         if settings.device.startswith("cuda:"):
-            torch.cuda.set_device(device_of(settings))  # for calls that name no GPU, such as kernel launches
+            torch.cuda.set_device(device_of(*named))  # for calls that name no GPU, such as kernel launches
         with no_exit():
             return command(settings, ALONE)
-    device = device_of(settings)
+    device = device_of(*named)
     ahead = settings.rollout.ahead if trains else 0
     check_devices(ahead, world, device)
     if trains and settings.rollout.interrupt:
@@ -68,7 +70,7 @@ def run(
         place,
         device,
         timeout=mesh.timeout,
-        sharding=sharding_of(settings),
+        sharding=sharding_of(mesh),
         virtual_stages=mesh.virtual_stages,
         twin=ahead > 0,
     ) as joined:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from fppo.losses._common import check_mask, positive, row_counts, unknown
-from fppo.shapes import Mask, Rows, Scalar, Tokens
-from fppo_kernels.shapes import Float
+from fppo.shapes import Mask, Number, Rows, Scalar, Tokens
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -17,8 +16,8 @@ MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean",
 class Totals(NamedTuple):
     """The size of the global mini-batch, as float64 0-d tensors; totals of its rows add field by field."""
 
-    tokens: Float[Tensor, ""]
-    sequences: Float[Tensor, ""]
+    tokens: Number
+    sequences: Number
 
 
 def count_totals(mask: Mask) -> Totals:

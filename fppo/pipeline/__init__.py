@@ -9,7 +9,7 @@ from fppo.pipeline.estimators import OfRows
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.passes import Passes, PolicyPass, ValuePass, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, SampleBatch, in_turn
-from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreWithGreedy
+from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreWithGreedy, turn_metrics
 from fppo.pipeline.step import ppo_step
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.waiting import Waiting
@@ -40,4 +40,5 @@ __all__ = [
     "pieces",
     "ppo_step",
     "train",
+    "turn_metrics",
 ]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import attrs
+
 from fppo import metrics
 from fppo.batch import Prompts, Scored
 from fppo.metrics import Metrics
@@ -22,6 +24,27 @@ class EvaluateRun(Protocol):
     """The metrics of a run's policy; all responses go to `keep`, and to `keep_beside` some with their exact values."""
 
     def __call__(self, run: RunState, keep: OnScored = ..., keep_beside: OnBeside = ...) -> Metrics: ...
+
+
+@attrs.frozen(kw_only=True)
+class EvaluateHeldOut:
+    """Evaluates a run's policy on the same prompts each time, and its critic by the `truth`, if there is one."""
+
+    batches: Callable[[], Iterable[Prompts]]
+    engine: Engine
+    sampling: Sampling
+    score: ScoreFn
+    truth: Callable[..., Metrics] | None = None
+
+    def __call__(
+        self,
+        run: RunState,
+        keep: OnScored = lambda scored: None,
+        keep_beside: OnBeside = lambda beside: None,
+    ) -> Metrics:
+        how = {"engine": self.engine, "sampling": self.sampling, "score": self.score}
+        report = evaluate(run, batches=self.batches(), on_scored=keep, **how)
+        return report if self.truth is None else report | self.truth(run, prompts=self.batches(), keep=keep_beside)
 
 
 def evaluate(

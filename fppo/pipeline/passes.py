@@ -28,6 +28,7 @@ from fppo.steps.train_state import Params
 R = TypeVar("R", bound=Rows)
 PolicyFn = Callable[..., TokenOutputs]  # of parameters, rows and `outputs`: these outputs, [B, T] each
 ValueFn = Callable[[Params, Rows], Tensor]  # of a critic's parameters and rows: its values [B, T]
+BalanceFn = Callable[[SortedRows], Metrics]  # of rows: how ranks share their work
 Role = Literal["actor", "ref", "critic"]
 RouterReplay = Literal["none", "rollout", "old_log_probs", "all"]
 View = Callable[[Any], Any]  # of rows: those that a critic sees in their place
@@ -47,7 +48,7 @@ class Passes:
     confidence: ConfidenceFn | None = None  # of one that reads what the policy's own pass finds,
     hidden: HiddenFn | None = None  # or the states in it,
     truth_signs: TruthSigns | None = None  # and how responses agree with the truth
-    balance: Callable[[SortedRows], Metrics] = lambda rows: {}  # how its ranks share the work
+    balance: BalanceFn = lambda rows: {}
 
     @property
     def read(self) -> tuple[str, ...]:

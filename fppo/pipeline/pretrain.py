@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import attrs
 import torch
@@ -39,6 +40,11 @@ class Pretrain:
     patience: int = 3
     rise: float = 0.01
     returns_of: Callable[[Tensor, Tensor], Tensor] = advantages.discounted_returns
+
+
+def plain_returns(gamma: float, *, turns: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """Returns without a critic's estimates, as `Pretrain.returns_of`: of `turns`, or of tokens."""
+    return partial(advantages.turn_returns if turns else advantages.discounted_returns, gamma=gamma)
 
 
 def pretrain(

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fppo import advantages, losses, metrics
 from fppo._errors import RunFailed
@@ -24,6 +25,7 @@ from fppo.pipeline.passes import Passes, PolicyFn, RouterReplay, ValueFn, read_v
 from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
 from fppo.pipeline.timing import timed
 from fppo.rollout.engine import Ask, Engine, Newer, OnFinished, Sampling
+from fppo.rollout.turns.engine import FAILURES
 from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.experts import rerouted
 from fppo.steps.outputs import TokenOutputs
@@ -314,3 +316,17 @@ def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
     if kind not in losses.REWARD_KINDS:
         text = "is a loss and no reward: penalties of its value do not add up to the divergence's gradient; give 'k1'"
         raise ValueError(f"kl_in_reward=True with kl_kind={kind!r}: it {text}")
+
+
+def turn_metrics(rollout: Rollout) -> Metrics:
+    """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools."""
+    chosen = rollout.response_mask
+    seen = rollout.attention_mask[:, -chosen.shape[1] :]
+    turns = (chosen & ~F.pad(chosen, (1, -1))).sum(1)
+    every = torch.ones_like(turns, dtype=torch.bool)
+    return {
+        "rollout/turns/mean": metrics.masked_mean(turns, every),
+        "rollout/turns/max": metrics.masked_max(turns, every),
+        "rollout/observation_tokens/mean": metrics.masked_mean((seen & ~chosen).sum(1), every),
+        "rollout/tool_failures": metrics.total(sum(extra.get(FAILURES, 0) for extra in rollout.extras)),
+    }

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fppo.rollout.pool import EnginePool, Policy
     from fppo.rollout.spread import FetchingEngine, SpreadEngine
     from fppo.rollout.sync import SyncError, reshard
-    from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
+    from fppo.rollout.turns.engine import TurnsEngine
     from fppo.rollout.turns.games import Chance, End, Game, Turn
     from fppo.rollout.turns.observations import PlainText, chat_template
     from fppo.rollout.turns.runner import ToolRunner
@@ -51,7 +51,6 @@ __all__ = [
     "VllmOptions",
     "chat_template",
     "reshard",
-    "turn_metrics",
 ]
 
 __getattr__ = lazily(__name__, __file__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ def in_training(settings: TrainSettings, assembly: Assembly) -> Evaluation | Non
     evaluate = kept(
         assembly.evaluate,
         lambda step: directory / f"step_{step:08d}.jsonl",
-        assembly.tokenizer,
+        assembly.inputs.tokenizer,
         assembly.mesh,
         truth=Path(settings.output_dir) / TRUTH,
     )
@@ -80,6 +81,11 @@ def write_lines(lines: Iterable[Mapping[str, Any]], path: Path) -> None:
     finally:
         file.close()
     os.replace(draft, path)
+
+
+def write_numbers(report: Metrics, path: Path) -> None:
+    """Write all metrics as one object of JSON."""
+    path.write_text(json.dumps(metrics.report(report), indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def new_place(run_dir: Path, step: int) -> Path:

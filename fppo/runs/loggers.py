@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Protocol
 
 from fppo._errors import printable, words_of
 from fppo.runs import held_out
 from fppo.runs.jsonl import JsonLines
 from fppo.runtime.exports import write_whole
-from fppo.workers.imports import imported
 
 METRICS = "metrics.jsonl"
 FAILED = "log/failures"  # the metric that counts failed calls of loggers
@@ -45,12 +45,14 @@ def open_loggers(
     entity: str | None = None,
     group: str | None = None,
     settings: Mapping[str, Any] | None = None,
+    own: Mapping[str, Callable[..., Logger]] = MappingProxyType({}),
 ) -> list[Logger]:
     """Open the console, metrics.jsonl, and then the loggers called `names`, for a run of `steps` steps.
 
     `first_step` is the first step to be logged: lines of an earlier process from it on are dropped. `settings` go to
-    W&B and to users' loggers, "module:function". Raises ValueError for an unknown name, and for a logger whose package
-    is not installed or that fails to start. Later failures, except of metrics.jsonl, do not end the run (`Guarded`).
+    W&B and to users' loggers, which functions in `own` make, by their names. Raises ValueError for an unknown name, and
+    for a logger whose package is not installed or that fails to start. Later failures, except of metrics.jsonl, do not
+    end the run (`Guarded`).
     """
     run_dir = Path(run_dir)
     makers: dict[str, Callable[[], Logger]] = {
@@ -59,8 +61,7 @@ def open_loggers(
         "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", first_step=first_step),
         "wandb": lambda: WandB(run_dir, project=project, entity=entity, group=group, settings=settings or {}),
     }
-    own = [name for name in names if ":" in name]
-    makers |= {name: partial(own_logger, name, run_dir, first_step, settings or {}) for name in own}
+    makers |= {name: partial(own_logger, name, make, run_dir, first_step, settings or {}) for name, make in own.items()}
     unknown = [name for name in names if name not in makers]
     if unknown:
         raise ValueError(f"log.loggers = {list(names)}: unknown logger {unknown[0]!r}; there are {list(makers)}")
@@ -75,13 +76,15 @@ def open_loggers(
     return opened
 
 
-def own_logger(name: str, run_dir: Path, first_step: int, settings: Mapping[str, Any]) -> Logger:
-    """The logger that a user's function `name`, "module:function", returns for a run.
+def own_logger(
+    name: str, make: Callable[..., Logger], run_dir: Path, first_step: int, settings: Mapping[str, Any]
+) -> Logger:
+    """The logger that a user's function of that name, "module:function", returns for a run.
 
     It is called as function(run_dir, first_step=..., settings=...), with the run's directory, the first step to be
     logged, and the settings as nested tables. Raises ValueError for a result without `log` and `close`.
     """
-    logger = imported(name, "log.loggers")(run_dir, first_step=first_step, settings=dict(settings))
+    logger = make(run_dir, first_step=first_step, settings=dict(settings))
     lacks = [method for method in ("log", "close") if not callable(getattr(logger, method, None))]
     if lacks:
         text = f"{name} returned a {type(logger).__name__} without {' and '.join(lacks)}"

@@ -52,7 +52,7 @@ def run_sampling(settings: TrainSettings, assembly: Assembly) -> int:
             )
             if lines is not None:
                 saved.write(scored, directory, number + 1)
-                lines.write(*scored_lines(scored, assembly.tokenizer, number + 1))
+                lines.write(*scored_lines(scored, assembly.inputs.tokenizer, number + 1))
                 print(_summary(settings, number + 1, scored, metrics.report(report), now() - start), flush=True)
             if any_rank(bool(asked), mesh, device_of(run.actor.params)):
                 return number + 1

@@ -92,18 +92,19 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     if merge:
         raise ValueError(f"the run's {role} has no adapter: leave --merge out")
     settings = bare(settings)
-    model = bare_model(settings, "lm" if role == "actor" else "value")
-    whole = params(model, role, path, device=device_of(settings))
+    model = bare_model(settings.model, None if role == "actor" else settings.critic)
+    whole = params(model, role, path, device=device_of(settings.device, settings.placement))
     tokenizer = load_tokenizer(settings.model, settings.data)
     generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
     models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)
 
 
 def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Role, *, merge: bool) -> None:
-    device = device_of(settings)
-    model, _ = load_policy(settings, LOCAL, device)
+    device = device_of(settings.device, settings.placement)
+    begun = settings.model, settings.critic, Key(settings.seed), LOCAL, device
+    model, _ = load_policy(*begun)
     if role == "critic":
-        critic, _ = adapted_critic(settings, model, LOCAL, device)
+        critic, _ = adapted_critic(*begun, model)
         assert critic is not None
         model = critic
     own = bases_of({role: base_of_role(settings.model, role, model)}) or {}

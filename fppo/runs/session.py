@@ -208,7 +208,7 @@ def run_training(
     the last step, before loggers are closed, which may take long, or fail. A finished run is returned as it is, and
     nothing is written.
     """
-    settings, _ = resolved(settings, assembly.works)
+    settings, _ = resolved(settings, assembly.inputs.device)
     directory, first = Path(settings.output_dir), is_first(assembly.mesh)
     directory.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as opened:
@@ -272,7 +272,7 @@ def _writing(
         _record_start(settings, assembly, run.step, every)
         sampled = [_sample_files(settings, assembly, first_step)]
         opened.callback(sampled[0].close)
-        logged = [_logging(settings, first_step, opened)]
+        logged = [_logging(settings, assembly, first_step, opened)]
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
 
     def kept(step: int) -> bool:
@@ -343,11 +343,11 @@ def _sample_files(settings: TrainSettings, assembly: Assembly, first_step: int) 
     log, directory = settings.log, Path(settings.output_dir) / SAMPLES
     count = None if log.samples == "all" else log.samples
     return SampleFiles(
-        directory, assembly.tokenizer, count=count, most_bytes=1e9 * log.samples_gb, first_step=first_step
+        directory, assembly.inputs.tokenizer, count=count, most_bytes=1e9 * log.samples_gb, first_step=first_step
     )
 
 
-def _logging(settings: TrainSettings, first_step: int, opened: contextlib.ExitStack) -> Observe:
+def _logging(settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack) -> Observe:
     """The observer that logs metrics; closed with `opened`."""
     sinks = loggers.open_loggers(
         settings.log.loggers,
@@ -358,6 +358,7 @@ def _logging(settings: TrainSettings, first_step: int, opened: contextlib.ExitSt
         entity=settings.log.entity,
         group=settings.log.group,
         settings=files.to_dict(settings),
+        own=assembly.inputs.loggers,
     )
     opened.callback(loggers.close, sinks)
     return loggers.observer(sinks)
@@ -371,10 +372,10 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
     if news := origins.record(settings, step):
         print(f"going on from step {step} with other code: {'; '.join(news)}", file=sys.stderr)
-    texts = assembly.processor or assembly.tokenizer
+    texts = assembly.inputs.texts
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:
-            generation, place = assembly.generation if role == "actor" else None, directory / CONFIGS / role
+            generation, place = assembly.inputs.generation if role == "actor" else None, directory / CONFIGS / role
             models.save_config(model, place, tokenizer=texts, generation_config=generation)
     if digest_every != 1:
         which = f"every {digest_every} steps and at" if digest_every else "only at"
@@ -387,14 +388,19 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
 def export(assembly: Assembly, run: RunState, target: Path) -> None:
     """Write the policy as a Hugging Face directory, or its adapter in PEFT's files."""
     if assembly.placed is not None and "actor" in assembly.placed.parts:
-        return assembly.placed.export(run, target, assembly.tokenizer, assembly.generation)
+        return assembly.placed.export(run, target, assembly.inputs.tokenizer, assembly.inputs.generation)
     if assembly.model.frozen is not None and run.bases is not None:
-        source, tokenizer = run.bases["actor"].source, assembly.processor or assembly.tokenizer
+        source, tokenizer = run.bases["actor"].source, assembly.inputs.texts
         lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
         return
-    params, tokenizer = run.actor.params, assembly.processor or assembly.tokenizer
+    params, tokenizer = run.actor.params, assembly.inputs.texts
     models.save(
-        assembly.model, params, target, tokenizer=tokenizer, generation_config=assembly.generation, mesh=assembly.mesh
+        assembly.model,
+        params,
+        target,
+        tokenizer=tokenizer,
+        generation_config=assembly.inputs.generation,
+        mesh=assembly.mesh,
     )
 
 

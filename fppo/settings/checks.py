@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -25,7 +26,7 @@ def problems(settings: TrainSettings) -> list[Problem]:
     found = [*text_problems(settings), *wrong_values(settings)]
     for rules in (
         *(_model, data_problems, rollout_problems, reward_problems, _algorithm, part_problems, _experts),
-        *(_actor, eval_problems, _lora, _critic, placement_problems),
+        *(partial(_updates, name="actor"), eval_problems, _lora, _critic, placement_problems),
     ):
         found += rules(settings)
     return [*{str(problem): problem for problem in found}.values()]
@@ -216,16 +217,11 @@ def _critic(s: TrainSettings) -> Problems:
     if critic.warmup_steps >= s.steps:
         text = f"the actor would never be updated in {s.steps} steps; give fewer than steps"
         yield wrong(s, "critic.warmup_steps", text)
-    yield from _updates(s, "critic", s.steps)
+    yield from _updates(s, "critic")
 
 
-def _actor(s: TrainSettings) -> Problems:
-    steps = max(s.steps - s.critic.warmup_steps - s.critic.pretrain, 1) if s.algorithm.uses_critic else s.steps
-    yield from _updates(s, "actor", steps)
-
-
-def _updates(s: TrainSettings, name: str, steps: int) -> Problems:
-    """Batch sizes, weights and warm-up of the actor or the critic, which has updates in so many steps."""
+def _updates(s: TrainSettings, name: str) -> Problems:
+    """Batch sizes, weights and warm-up of the actor or the critic."""
     section, size = value_at(s, name), s.rollout.batch_size
     mini = section.mini_batch(size)
     if mini >= 1 and size % mini:
@@ -243,7 +239,7 @@ def _updates(s: TrainSettings, name: str, steps: int) -> Problems:
         yield from unread(s, [f"{name}.horizon"], by_length)
     elif section.horizon is None:
         yield wrong(s, f"{name}.horizon", f"{by_length} divides by it; give one, as rollout.max_tokens")
-    updates = -(-size // max(mini, 1)) * max(section.epochs, 1)
+    steps, updates = s.actor_steps if name == "actor" else s.steps, section.updates(size)
     if section.optimizer.warmup_steps >= steps * updates:
         text = f"must be less than the run's {steps * updates} updates ({steps} steps of {updates})"
         yield wrong(s, f"{name}.optimizer.warmup_steps", text)

@@ -11,6 +11,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +218,7 @@ def to_dict(settings: Any) -> dict[str, Any]:
     if table_of(type(settings)) is not None:
         values |= settings.keywords
     return {
-        name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else value
+        name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else deepcopy(value)
         for name, value in values.items()
     }
 
@@ -243,6 +244,12 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         by_path |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return by_path
+
+
+def differing(settings: TrainSettings, defaults: TrainSettings) -> dict[str, Any]:
+    """The settings that differ from their defaults, by their paths."""
+    values, usual = flat(to_dict(settings)), flat(to_dict(defaults))
+    return {path: value for path, value in values.items() if path not in usual or value != usual[path]}
 
 
 def changes(old: Mapping[str, Any], new: TrainSettings) -> dict[str, tuple[Any, Any]]:

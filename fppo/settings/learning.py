@@ -78,6 +78,11 @@ class AlgorithmSettings:
         """Whether the run trains a critic."""
         return self.reads("values")
 
+    @property
+    def routed(self) -> bool:
+        """Whether rollouts hold the experts that routers chose."""
+        return self.router_replay == "rollout"
+
 
 @attrs.frozen(kw_only=True)
 class OptimizerSettings:
@@ -149,6 +154,10 @@ class UpdateSettings:
     def mini_batch(self, batch_size: int) -> int:
         """Sequences per optimizer update."""
         return batch_size if self.mini_batch_size is None else self.mini_batch_size
+
+    def updates(self, batch_size: int) -> int:
+        """Optimizer updates that a batch of so many sequences becomes."""
+        return -(-batch_size // max(self.mini_batch(batch_size), 1)) * max(self.epochs, 1)
 
 
 @attrs.frozen(kw_only=True, field_transformer=_own_first)

@@ -142,6 +142,20 @@ def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
     return "auto" if asked == "auto" and not passes_besides(settings) else "pass"
 
 
+def said_of_old_log_probs(settings: TrainSettings) -> list[str]:
+    """A line on what algorithm.old_log_probs = "auto" comes to, with the reason; none for another value."""
+    if settings.algorithm.old_log_probs != AUTO:
+        return []
+    match old_log_probs_source(settings):
+        case "update":
+            text = "update: a batch has one update, whose own pass gives them"
+        case "auto":
+            text = "engine, held in every step against a pass over some of its rows"
+        case _:
+            text = f"pass: {'; '.join(passes_besides(settings))}"
+    return [f"algorithm.old_log_probs {text}"]
+
+
 def passes_besides(settings: TrainSettings) -> list[str]:
     """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
     rollout, algorithm = settings.rollout, settings.algorithm

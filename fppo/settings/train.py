@@ -240,6 +240,13 @@ class TrainSettings:
         return self.algorithm.uses_critic and self.critic.reads == "tokens"
 
     @property
+    def actor_steps(self) -> int:
+        """Steps in which the policy is updated, as far as settings know: none while the critic is fitted first."""
+        if not self.algorithm.uses_critic:
+            return self.steps
+        return max(self.steps - self.critic.warmup_steps - self.critic.pretrain, 1)
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0

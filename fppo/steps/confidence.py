@@ -25,11 +25,9 @@ from fppo_kernels.shapes import Float
 SIGNS = 8  # numbers that the critic reads before each token
 
 
-def init_confidence(
-    key: Key, *, width: int = 64, outputs: int = 1, members: int = 1, privileged: bool = False
-) -> Params:
+def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
     """A perceptron of SIGNS numbers with K outputs, or an ensemble of them, see `init_perceptron`."""
-    shape = {"width": width, "outputs": outputs, "members": members, "privileged": privileged}
+    shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("confidence"), SIGNS, **shape)
 
 

@@ -21,12 +21,10 @@ from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
 
-def init_hidden(
-    key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1, privileged: bool = False
-) -> Params:
+def init_hidden(key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
     """A perceptron of hidden states of `size` numbers (`models.hidden_width`) with K outputs, or an ensemble of them,
     see `init_perceptron`."""
-    shape = {"width": width, "outputs": outputs, "members": members, "privileged": privileged}
+    shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("hidden"), size, **shape)
 
 

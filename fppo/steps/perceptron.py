@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.batch import Experience
-from fppo.data.privileged import TRUTH_SIGNS
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -31,14 +30,12 @@ from fppo_kernels.shapes import Float, Int
 UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
-def init_perceptron(
-    key: Key, inputs: int, *, width: int, outputs: int, members: int = 1, privileged: bool = False
-) -> Params:
+def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1, signs: int = 0) -> Params:
     """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, inputs], `in_bias`
     [width], `out_weight` [K, width], `out_bias` [K]; or an ensemble of several, with their number in front: [N, ...].
-    A `privileged` one has `TRUTH_SIGNS` inputs more.
+    A privileged one has as many inputs more as there are `signs` of the truth.
     """
-    inputs += TRUTH_SIGNS * privileged
+    inputs += signs
     if members > 1:
         each = [init_perceptron(key.fold("member", n), inputs, width=width, outputs=outputs) for n in range(members)]
         return {name: torch.stack([params[name] for params in each]) for name in each[0]}

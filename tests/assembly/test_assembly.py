@@ -15,10 +15,8 @@ from transformers import PreTrainedModel
 import fppo
 from fppo import advantages, losses, metrics, models, tree
 from fppo.advantages import Advantages
-from fppo.assembly import machine, optimizers, parts, texts
-from fppo.assembly import program as programs
-from fppo.assembly import rewards as loading_rewards
-from fppo.assembly.parts import check_kernels
+from fppo.assembly import functions, learning, machine, texts
+from fppo.assembly.parts import axes_at, check_kernels
 from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.models.inner import inner_of
@@ -26,15 +24,16 @@ from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
-from fppo.runtime.mesh import LOCAL
 from fppo.settings import component, files, modules, tables
-from fppo.settings.learning import ActorSettings, AlgorithmSettings, LossSettings, OptimizerSettings
+from fppo.settings.learning import AlgorithmSettings, LossSettings, OptimizerSettings
 from fppo.settings.model import ModelSettings
+from fppo.settings.placement import MeshSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels.table import Kernels, needs_cpp
 from tests import tiny_run
 from tests.models.families import CONFIGS, make
+from tests.rewards.scorers import reward_model_of
 
 PACKAGE = Path(fppo.__file__).parent
 READERS = (
@@ -177,8 +176,7 @@ def test_a_step_builds_nothing(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, counting)
 
     counted(PreTrainedModel, "__init__")
-    for module in (optimizers, parts, programs):
-        counted(module, "bound")
+    counted(functions, "bound")
     tiny_run.write_task(tmp_path)
     with assemble(tiny_run.settings(tmp_path, steps=1)) as assembly:
         assert min(built[name] for name in ("model", "bound")) > 0
@@ -228,13 +226,13 @@ def no_optimizer(schedule):
 def test_an_optimizer_that_is_none_is_named():
     own = OptimizerSettings(name="tests.assembly.test_assembly:no_optimizer")
     with pytest.raises(ValueError, match=r"no_optimizer': it returned a float: .* from_function makes one"):
-        optimizers.optimizer_of(own, 10, setting="actor.optimizer")
+        functions.optimizer_of(own, 10, setting="actor.optimizer")
 
 
 def test_the_schedule_spans_all_updates():
     keywords = {"max_grad_norm": "none", "weight_decay": 0.0, "eps": 1e-12}
     settings = OptimizerSettings(lr=1.0, schedule="linear", keywords=keywords)
-    optimizer = optimizers.optimizer_of(settings, 10, setting="actor.optimizer")
+    optimizer = functions.optimizer_of(settings, 10, setting="actor.optimizer")
     for step, moves in ((0, 1.0), (5, 0.5), (10, 0.0)):
         state = init_state({"w": torch.zeros(1)}, optimizer)
         grads = {"w": torch.full((1,), 1e3)}  # clipped or not, the first update moves by the rate
@@ -251,13 +249,14 @@ def test_a_schedule_counts_the_updates_of_its_own_role(tmp_path, first, of_actor
     """10 steps of 2 epochs of 2 mini-batches, and of 1 for the critic, which learns in all of them."""
     sizes = {"rollout__batch_size": 8, "actor__mini_batch_size": 4, "actor__epochs": 2, "critic__mini_batch_size": 8}
     settings = tiny_run.settings(tmp_path, steps=10, critic__epochs=2, **sizes, **first)
-    assert optimizers.updates_of(settings, "actor") == of_actor
-    assert optimizers.updates_of(settings, "critic") == 20
+    how = partial(learning.learning_of, batch_size=8, offload="none", offload_activations=False)
+    assert how("actor", settings.actor, steps=settings.actor_steps).updates == of_actor
+    assert how("critic", settings.critic, steps=settings.steps).updates == 20
 
 
 def test_losses_by_name_take_their_scalars():
     keywords = {"clip_low": 0.1, "ratio": 0.5}
-    loss = programs.policy_loss(ActorSettings(loss=LossSettings(name="clip_cov", keywords=keywords)))
+    loss = functions.policy_loss(LossSettings(name="clip_cov", keywords=keywords))
     assert loss.loss_fn.keywords == {"clip_low": 0.1}
     assert loss.select_fn.keywords == {"ratio": 0.5, "clip_low": 0.1}
 
@@ -286,8 +285,8 @@ def test_every_part_of_the_library_is_a_setting_by_its_name():
     assert set(named["POLICY_LOSSES"]) == of_policy | selections
     assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "muon"}
     del kinds["REWARDS"]  # some are decorated
-    for functions in kinds.values():  # so that help and checks know their keywords
-        assert all(component.signature_of(name, functions) is not None for name in functions)
+    for found in kinds.values():  # so that help and checks know their keywords
+        assert all(component.signature_of(name, found) is not None for name in found)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +320,7 @@ def test_kernels_inside_the_layers_are_those_of_the_settings(tmp_path):
 def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_path):
     settings = tiny_run.settings(tmp_path, model__rms_norm="torch")
     with pytest.raises(ValueError, match=r"'gpt2': fppo knows no RMSNorm in GPT2Model .* leave rms_norm as it is"):
-        check_kernels(settings, models.build(CONFIGS["gpt2"]))
+        check_kernels(modules.kernels_named(settings), models.build(CONFIGS["gpt2"]), settings.mesh)
 
 
 def without_key_lengths(query, key, value, *, lengths, scale, window, softcap, sinks): ...
@@ -330,16 +329,17 @@ def without_key_lengths(query, key, value, *, lengths, scale, window, softcap, s
 def test_a_kernel_that_a_context_axis_cannot_use_is_refused_by_name(tmp_path):
     own = {"model__attention": f"{__name__}:without_key_lengths"}
     model = models.build(CONFIGS["llama"])
-    for mesh in ({}, {"mesh__context": 2, "mesh__ring": True}):
-        check_kernels(tiny_run.settings(tmp_path, **own, **mesh), model)
+    names = modules.kernels_named(tiny_run.settings(tmp_path, **own))
+    for axes in (MeshSettings(), MeshSettings(context=2, ring=True)):
+        check_kernels(names, model, axes)
     with pytest.raises(ValueError, match=r"test_assembly:without_key_lengths has no key_lengths, which is needed"):
-        check_kernels(tiny_run.settings(tmp_path, **own, mesh__context=2), model)
+        check_kernels(names, model, MeshSettings(context=2))
     for pool in ({}, {"ring": True}):
         pools = {"placement__pools": {"a": {"ranks": 2, "context": 2, **pool}}, "placement__roles__actor": "a"}
         placed = tiny_run.settings(tmp_path, **own, **pools)
-        check_kernels(placed, model, "critic")  # which is here
+        check_kernels(names, model, axes_at(placed.placement, "critic", placed.mesh))  # which is here
         with contextlib.nullcontext() if pool else pytest.raises(ValueError, match="has no key_lengths"):
-            check_kernels(placed, model)
+            check_kernels(names, model, axes_at(placed.placement, "actor", placed.mesh))
 
 
 def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
@@ -351,9 +351,7 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
     models.save(judge, models.init_params(judge, Key(0)), tmp_path / "judge")
     settings = tiny_run.settings(tmp_path, model__attention="varlen", reward__model__path=str(tmp_path / "judge"))
     with pytest.raises(ValueError, match="attention/varlen has no float32 and no softcap"):
-        loading_rewards.reward_model_of(
-            settings, texts.load_tokenizer(settings.model, settings.data), LOCAL, torch.device("cpu")
-        )
+        reward_model_of(settings, texts.load_tokenizer(settings.model, settings.data))
 
 
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from fppo import models, tree
-from fppo.assembly import engines, optimizers, parts
-from fppo.assembly import program as programs
+from fppo.assembly import engines, functions, learning, parts
 from fppo.assembly import rewards as loading_rewards
 from fppo.assembly.parts import bare_model, check_kernels
 from fppo.assembly.run import assemble
@@ -15,6 +14,7 @@ from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runtime.offload import Offloaded, OnHost
+from fppo.settings import modules
 from fppo.settings.files import SettingsError
 from fppo.steps.loss_scale import LossScaled
 from tests import tiny_run
@@ -24,12 +24,11 @@ from tests.models.families import LONGROPE
 def test_rows_that_may_outgrow_the_rope_are_refused_before_any_work(tmp_path):
     settings = tiny_run.settings(tmp_path, data__max_prompt_tokens=9, rollout__max_tokens=4)
     with pytest.raises(ValueError, match=r"max_prompt_tokens = 9 and rollout\.max_tokens = 4 allow rows of 13.*'phi3'"):
-        parts.check_length(settings, LONGROPE)
-    parts.check_length(tiny_run.settings(tmp_path, data__max_prompt_tokens=8), LONGROPE)
-    told = tiny_run.settings(tmp_path, data__max_prompt_tokens=8, critic__privileged=2)
-    parts.check_length(told, LONGROPE)
-    with pytest.raises(ValueError, match=r"critic\.privileged = 2, data\.max_prompt_tokens = 8 .* allow rows of 13"):
-        parts.check_length(told, LONGROPE, critic=True)
+        parts.check_length(LONGROPE, settings.data, settings.rollout, settings.eval)
+    shorter = attrs.evolve(settings.data, max_prompt_tokens=8)
+    parts.check_length(LONGROPE, shorter, settings.rollout, settings.eval)
+    with pytest.raises(ValueError, match=r"critic\.privileged = 2, data\.max_prompt_tokens = 8 .* allow rows of 14"):
+        parts.check_length(LONGROPE, shorter, settings.rollout, settings.eval, privileged=2)
 
 
 def test_what_takes_no_weights_to_know_is_named_at_once_before_they_are_read(tmp_path, monkeypatch):
@@ -132,12 +131,13 @@ def test_float16_scales_the_loss_of_the_models_that_compute_in_it(tmp_path):
             run = assembly.run
         assert [isinstance(state.opt, LossScaled) for state in (run.actor, run.critic)] == scaled
     half = tiny_run.settings(tmp_path, model__compute_dtype="float16")
+    names = modules.kernels_named(half) | {"model.log_probs": "triton"}
     (actor, _), (exact, _) = (actor_after_a_step(settings) for settings in (half, tiny_run.settings(tmp_path)))
     assert actor.actor.opt.steady > 0
     for name, x in exact.actor.params.items():
         torch.testing.assert_close(actor.actor.params[name], x, rtol=0, atol=1e-2)
     with pytest.raises(ValueError, match=r"log_probs/triton (has no float16|cannot run here)"):
-        check_kernels(attrs.evolve(half, model=attrs.evolve(half.model, log_probs="triton")), bare_model(half))
+        check_kernels(names, bare_model(half.model), half.mesh)
 
 
 def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
@@ -145,10 +145,10 @@ def test_each_role_is_on_the_host_or_not(tmp_path, monkeypatch):
     tiny_run.write_task(tmp_path)
     expected, _ = actor_after_a_step(tiny_run.settings(tmp_path))
     updates, kernels = [], []
-    kernel = optimizers.offloaded_adamw
+    kernel = functions.offloaded_adamw
     away = lambda fn, lane: updates.append(type(fn).__name__) or Offloaded(fn, lane)  # noqa: E731
-    monkeypatch.setattr(programs, "Offloaded", away)
-    monkeypatch.setattr(optimizers, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
+    monkeypatch.setattr(learning, "Offloaded", away)
+    monkeypatch.setattr(functions, "offloaded_adamw", lambda fn, lane: kernels.append(fn) or kernel(fn, lane))
     cases = [
         ({"critic__offload": "all"}, ["UpdateCritic"], 1, {"critic"}),
         ({"critic__offload": "moments", "model__ref_offload": True}, [], 1, {"ref"}),
@@ -189,7 +189,7 @@ def test_passes_without_a_gradient_have_a_budget_of_their_own(tmp_path):
         for fn in (field(annotate, "passes").policy, field(annotate, "passes").values):
             assert fn.micro_batching.token_budget == expected
         assert field(update, "loop").micro_batching.token_budget == 33
-        assert parts.forward_micro_batching_of(settings).token_budget == expected
+        assert parts.forward_micro_batching_of(settings.model, settings.actor).token_budget == expected
 
 
 def test_a_reward_model_is_kept_in_its_dtype(tmp_path, monkeypatch):

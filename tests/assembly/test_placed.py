@@ -106,12 +106,12 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
     roles = {"placement__roles__actor": "a", "placement__roles__critic": "c", "device": "auto"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     settings, gpu, cpu = judged(task, **pools, **roles), torch.device("cuda"), torch.device("cpu")
-    assert device_of(settings) == gpu
-    assert device_of(files.replace(settings, {f"placement.pools.{x}.gpus": 0 for x in "ac"})) == cpu
+    without = files.replace(settings, {f"placement.pools.{x}.gpus": 0 for x in "ac"})
+    assert device_of("auto", settings.placement) == gpu
+    assert device_of("auto", without.placement) == cpu
     for places, home in (("actor critic reward", cpu), ("actor critic", gpu), ("actor reward", gpu), ("critic", gpu)):
-        assert home_of(settings, places.split(), gpu) == home
-    confident = files.replace(settings, {"critic.reads": "confidence", "placement.roles.critic": "a"})
-    assert home_of(confident, ["actor", "reward"], gpu) == cpu
+        assert home_of(places.split(), gpu, settings.reward, critic_model=True) == home
+    assert home_of(["actor", "reward"], gpu, settings.reward, critic_model=False) == cpu
 
 
 @pytest.mark.parametrize(

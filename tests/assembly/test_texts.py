@@ -42,7 +42,7 @@ def test_a_response_ends_with_the_models_own_ends_and_the_turns(task):
     settings = tiny_run.settings(task, data__chat=True, rollout__stop=["5", "<call>", "1+2"])
     with assemble(settings) as assembly:
         sampling = assembly.program.rollout.sampling
-        words = assembly.tokenizer
+        words = assembly.inputs.tokenizer
         ends = words.convert_tokens_to_ids(["<eos>", "<call>", "<end>", "5"])
         assert set(sampling.stop_token_ids) == set(ends)
         assert sampling.stop_texts.texts == (b"5", b"1+2")
@@ -69,7 +69,7 @@ def test_the_chat_template_gets_its_arguments_and_tools(task):
         with assemble(tiny_run.settings(task, data__chat=True, **changes)) as assembly:
             drawn = assembly.draw(assembly.run.cursor)[0]
         row = drawn.tokens[0][drawn.attention_mask[0]].tolist()
-        return assembly.tokenizer.decode(row), assembly.tokenizer
+        return assembly.inputs.tokenizer.decode(row), assembly.inputs.tokenizer
 
     text, _ = prompt()
     assert text.endswith("=A")

@@ -3,7 +3,7 @@
 import pytest
 
 from fppo.assembly.trials import value_problems
-from fppo.settings import checks, files
+from fppo.settings import checks, component, files
 from fppo.settings.train import TrainSettings
 
 
@@ -59,7 +59,7 @@ WRONG = [
 @pytest.mark.parametrize(("changes", "text"), WRONG)
 def test_a_function_says_itself_what_is_wrong_with_its_keywords(changes, text):
     settings = _settings(changes)
-    line = str(*value_problems(settings, checks.problems(settings)))
+    line = str(*value_problems(component.parts(settings), checks.problems(settings)))
     assert text in line
     last = list(changes)[-1]
     assert line.startswith((last, f"{last.rpartition('.')[0]} = "))
@@ -74,7 +74,7 @@ def test_all_are_said_at_once_and_none_twice():
     }
     settings = _settings(changes)
     known = checks.problems(settings)
-    assert [problem.path.split(" = ")[0] for problem in value_problems(settings, known)] == [
+    assert [problem.path.split(" = ")[0] for problem in value_problems(component.parts(settings), known)] == [
         "actor.loss",
         "actor.optimizer",
     ]
@@ -95,4 +95,4 @@ def test_values_that_are_right_pass():
         "critic.loss.bins": 2,
     }
     settings = _settings(changes)
-    assert value_problems(settings, checks.problems(settings)) == []
+    assert value_problems(component.parts(settings), checks.problems(settings)) == []

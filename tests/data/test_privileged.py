@@ -57,7 +57,7 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
             if not limit:
                 continue
             for row, truth in enumerate(batch.ground_truth):
-                ids = torch.tensor(run.tokenizer.encode(truth), device=batch.tokens.device)
+                ids = torch.tensor(run.inputs.tokenizer.encode(truth), device=batch.tokens.device)
                 one = tree.replace(
                     tree.map(lambda x, row=row: x[row : row + 1], batch),
                     tokens=torch.cat([ids, batch.tokens[row]])[None],
@@ -67,7 +67,7 @@ def test_a_run_shows_it_to_the_critic_alone(tmp_path):
                 values = compute_values(run.run.critic.params, one, forward=forward, micro_batching=MicroBatching(1))
                 torch.testing.assert_close(values[0], batch.values[row], atol=1e-5, rtol=1e-5)
             update = innermost(run.program.update_critic)
-            shown = with_truth(batch, encode=run.tokenizer.encode, limit=3)
+            shown = with_truth(batch, encode=run.inputs.tokenizer.encode, limit=3)
             key = run.run.key.fold("step", 0).fold("critic")
             before = at_step(run.run.critic.clock, 0, settings.steps)
             before = tree.replace(run.run.critic, clock=before)
@@ -118,7 +118,7 @@ def test_a_critic_without_a_model_reads_how_responses_agree_with_it(tmp_path, re
         params = {name: x + 0.1 for name, x in start.params.items()}
         assembled = tree.replace(run.run, critic=tree.replace(start, params=params))
         _, batch, _ = ppo_step(assembled, program=run.program, draw=run.draw)
-        assert batch.truth_signs.equal(truth_signs(batch, encode=run.tokenizer.encode, limit=3).to(batch.values))
+        assert batch.truth_signs.equal(truth_signs(batch, encode=run.inputs.tokenizer.encode, limit=3).to(batch.values))
         assert batch.truth_signs.any()
         mask, signs = batch.response_mask, batch.truth_signs
         if reads == "confidence":
@@ -139,7 +139,7 @@ def test_its_update_learns_what_the_truth_alone_says():
     generator = torch.Generator().manual_seed(1)
     signs = (torch.rand((*mask.shape, 2), generator=generator) < 0.5).float() * mask[..., None]
     flat = torch.zeros_like(batch.old_log_probs)
-    params = init_confidence(Key(0), privileged=True)
+    params = init_confidence(Key(0), signs=2)
     batch = attrs.evolve(
         batch, old_log_probs=flat, entropy=flat, values=flat, returns=signs[..., 1].to(flat), truth_signs=signs
     )

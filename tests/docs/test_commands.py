@@ -42,7 +42,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(places, "place_problems", lambda settings: [])  # of what is not there
     monkeypatch.setattr(modules, "module_problems", lambda settings: [])
     value_problems = trials.value_problems
-    of_ours = lambda settings, known: [x for x in value_problems(settings, known) if "does not import" not in str(x)]  # noqa: E731
+    of_ours = lambda parts, known: [x for x in value_problems(parts, known) if "does not import" not in str(x)]  # noqa: E731
     monkeypatch.setattr(trials, "value_problems", of_ours)
     monkeypatch.setattr(machine, "machine_problems", lambda settings, ranks, visible: [])
     for function in ("quickstart", "export", "diff"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fppo import advantages, losses
-from fppo.assembly.program import advantage_of
+from fppo.assembly.functions import advantage_of
 from fppo.batch import Annotated, narrow
 from fppo.pipeline import OfRows
 from fppo.settings import files
@@ -49,7 +49,7 @@ def test_an_estimator_of_the_settings_is_its_function(name, tmp_path):
     noise = torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(0))
     rows = attrs.evolve(rows, values=noise, rollout_log_probs=rows.old_log_probs + noise / 3)
     rewards = advantages.token_rewards(rows.scores + 1, rows.response_mask)
-    found = advantage_of(settings, Kernels.named())({})(rows, rewards)
+    found = advantage_of(settings.algorithm, Kernels.named())({})(rows, rewards)
     expected = function(rows)(rewards, noise, rows.response_mask, gamma=0.9)
     torch.testing.assert_close(tuple(found), tuple(expected), rtol=0, atol=0)
     with pytest.raises(ValueError, match=f"'{advantage}' needs values in the batch"):
@@ -84,7 +84,9 @@ def test_baselines_of_the_other_rows_alone_are_a_setting(name, tmp_path):
     rewards = advantages.token_rewards(rows.scores, rows.response_mask)
     bound = {"algorithm__advantage__name": name, "rollout__n": 2}
     found = [
-        advantage_of(tiny_run.settings(tmp_path, **bound, algorithm__advantage__leave_one_out=out), Kernels.named())({})
+        advantage_of(
+            tiny_run.settings(tmp_path, **bound, algorithm__advantage__leave_one_out=out).algorithm, Kernels.named()
+        )({})
         for out in (False, True)
     ]
     plain, others = (fn(rows, rewards).advantages for fn in found)

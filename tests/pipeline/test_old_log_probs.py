@@ -19,7 +19,7 @@ from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import LOCAL
-from fppo.settings.resolve import old_log_probs_source
+from fppo.settings.resolve import old_log_probs_source, said_of_old_log_probs
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.loop import Loop
@@ -147,7 +147,7 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
 @pytest.mark.parametrize(
     ("changes", "source", "words"),
     [
-        ({}, "auto", "auto algorithm.old_log_probs engine, held in every"),
+        ({}, "auto", "algorithm.old_log_probs engine, held in every"),
         (ONCE | FIXED, "update", "old_log_probs update: a batch has one"),
         ({"model__compute_dtype": "bfloat16"}, "pass", "old_log_probs pass: model.compute_dtype = bfloat16"),
         ({"rollout__ahead": 1}, "pass", "rollout.ahead trains on"),
@@ -160,6 +160,10 @@ def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes,
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, algorithm__old_log_probs="auto", **changes)
     assert old_log_probs_source(settings) == source
-    lines = announce.input_lines(settings, read_inputs(tiny_run.settings(tmp_path), mesh=LOCAL))
-    assert words in " ".join(" ".join(lines).split())
+    (said,) = said_of_old_log_probs(settings)
+    assert words in said
+    assert said_of_old_log_probs(tiny_run.settings(tmp_path)) == []
+    inputs = read_inputs(tiny_run.settings(tmp_path), mesh=LOCAL)
+    lines = announce.input_lines(inputs, settings.model, settings.placement, differing={}, old_log_probs=[said])
+    assert f"auto {said}" in " ".join(" ".join(lines).split())
     assert old_log_probs_source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")

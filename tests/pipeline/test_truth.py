@@ -36,7 +36,7 @@ def after(model, params, tokens):
 def test_it_is_the_difference_to_the_probability_of_the_answer(task):
     settings = tiny_run.settings(task, eval__exact_values=True, rollout__temperature=0.7, **DISCOUNTS)
     with assemble(settings) as assembly:
-        run, end = assembly.run, assembly.tokenizer.eos_token_id
+        run, end = assembly.run, assembly.inputs.tokenizer.eos_token_id
         beside = []
         found = metrics.report(assembly.evaluate(run, keep_beside=beside.append))
         engine, sampling = (getattr(assembly.program.rollout, name) for name in ("engine", "sampling"))
@@ -46,7 +46,7 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
             rollout = engine.generate(run.actor.params, ask)
             for row, truth in enumerate(asked.ground_truth):
                 prompt = asked.tokens[row][asked.attention_mask[row]].tolist()
-                answer = [*assembly.tokenizer.encode(truth), end]
+                answer = [*assembly.inputs.tokenizer.encode(truth), end]
                 said = rollout.tokens[row, asked.tokens.shape[1] :][rollout.response_mask[row]].tolist()
                 for response in (answer, said):
                     before = len(truths)

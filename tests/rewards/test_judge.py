@@ -29,6 +29,7 @@ from fppo.runtime.simulate import simulate
 from fppo_kernels.table import Kernels
 from tests import tiny_run
 from tests.rewards.samples import NONE, Letters, rollout, sample
+from tests.rewards.scorers import judge_of
 
 CPU = torch.device("cpu")
 BYTES = bpe_tokenizer(["Score: 1"], size=300)
@@ -222,9 +223,7 @@ def test_the_settings_judge(task):
     for weight, offload in ((0.5, "none"), (2.0, "all")):
         settings = attrs.evolve(settings_of(task, weight=weight))
         settings = attrs.evolve(settings, model=attrs.evolve(settings.model, offload=offload))
-        with loading_rewards.judge_of(
-            settings, texts.load_tokenizer(settings.model, settings.data), LOCAL, CPU
-        ) as by_name:
+        with judge_of(settings, texts.load_tokenizer(settings.model, settings.data)) as by_name:
             fn, factor = by_name["judge"]
             assert factor == weight
             rows = rollout(["a", "b"], ["c", "d"], ["1", "2"])
@@ -235,39 +234,39 @@ def test_the_settings_judge(task):
             scores_by_mesh.append(fn(rows)[0])
     assert torch.equal(*scores_by_mesh)
     without = tiny_run.settings(task)
-    with loading_rewards.judge_of(without, tokenizer, LOCAL, CPU) as by_name:
+    with judge_of(without, tokenizer) as by_name:
         assert by_name == {}
 
 
 def test_a_run_is_scored_by_its_judge_too(task):
     settings = settings_of(task)
     tokenizer = texts.load_tokenizer(settings.model, settings.data)
-    with loading_rewards.reward_runner(settings, tokenizer, LOCAL, CPU) as runner:
-        assert [term.name for term in runner.terms] == ["exact_match", "judge"]
+    with loading_rewards.scoring(settings, tokenizer, LOCAL, CPU) as scoring:
+        assert [term.name for term in scoring.runner.terms] == ["exact_match", "judge"]
 
 
 def test_a_judge_that_does_not_fit_is_refused(task):
     with (
         pytest.raises(ValueError, match=r"reward\.judge\.chat: the judge's tokenizer has no chat template"),
-        loading_rewards.judge_of(settings_of(task, chat=True), character_tokenizer(), LOCAL, CPU),
+        judge_of(settings_of(task, chat=True), character_tokenizer()),
     ):
         pass
     for file in (task / "judge").glob("*token*"):
         file.unlink()
     with (
         pytest.raises(ValueError, match=r"reward\.judge\.path: .*judge holds no tokenizer"),
-        loading_rewards.judge_of(settings_of(task), character_tokenizer(), LOCAL, CPU),
+        judge_of(settings_of(task), character_tokenizer()),
     ):
         pass
     with (
         pytest.raises(ValueError, match=r"reward\.judge\.path: .*nowhere is not a directory with a model"),
-        loading_rewards.judge_of(settings_of(task, path=str(task / "nowhere")), character_tokenizer(), LOCAL, CPU),
+        judge_of(settings_of(task, path=str(task / "nowhere")), character_tokenizer()),
     ):
         pass
     small = small_model(10, width=16, layers=1)
     models.save(small, models.init_params(small, Key(0)), task / "judge", tokenizer=character_tokenizer())
     with (
         pytest.raises(ValueError, match=r"the judge has 10 tokens, and the tokenizer's '.*' has the id 1\d"),
-        loading_rewards.judge_of(settings_of(task), character_tokenizer(), LOCAL, CPU),
+        judge_of(settings_of(task), character_tokenizer()),
     ):
         pass

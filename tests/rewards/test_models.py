@@ -28,6 +28,7 @@ from fppo.steps.micro_batching import MicroBatching
 from fppo_kernels.table import Kernels
 from tests import tiny_run
 from tests.models.families import CONFIGS
+from tests.rewards.scorers import reward_model_of
 
 HEADS = {"sequence": AutoModelForSequenceClassification, "token": AutoModelForTokenClassification}
 CPU = torch.device("cpu")
@@ -252,7 +253,7 @@ def task(tmp_path):
 def loaded_reward(task, **changes):
     settings = tiny_run.settings(task, reward__model__path=str(task / "judge"), **changes)
     tokenizer = texts.load_tokenizer(settings.model, settings.data)
-    (name, (fn, weight)), *others = loading_rewards.reward_model_of(settings, tokenizer, LOCAL, CPU).items()
+    (name, (fn, weight)), *others = reward_model_of(settings, tokenizer).items()
     assert (name, others) == ("reward_model", [])
     return fn, weight, tokenizer
 

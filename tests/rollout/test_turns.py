@@ -12,13 +12,14 @@ from fppo import batch as batches
 from fppo.batch import Column, Experience, extend
 from fppo.data import stop_texts
 from fppo.key import Key
+from fppo.pipeline import turn_metrics
 from fppo.quickstart import character_tokenizer
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import number_rows, rollout_of
 from fppo.rollout.spread import SpreadEngine
 from fppo.rollout.turns import tools
-from fppo.rollout.turns.engine import TurnsEngine, turn_metrics
+from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.observations import PlainText
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.simulate import simulate

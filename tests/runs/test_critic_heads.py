@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fppo import models, tree
-from fppo.assembly.parts import bare_model, value_head_of
+from fppo.assembly.functions import value_head_of
+from fppo.assembly.parts import bare_model
 from fppo.assembly.run import assemble
 from fppo.commands import actions
 from fppo.runs import jsonl, saved, session
@@ -53,7 +54,7 @@ def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
             saved.export(settings, tmp_path / "critic", 3, "critic")
         return
     path = checkpoint.path_of(tmp_path / "whole" / session.CHECKPOINTS, 3)
-    own = saved.params(bare_model(settings, "value"), "critic", path)
+    own = saved.params(bare_model(settings.model, settings.critic), "critic", path)
     saved.export(settings, tmp_path / "critic", 3, "critic")
     model, params = models.load(tmp_path / "critic", "value", outputs=7)
     assert model.shapes["score.weight"] == (7, 16)
@@ -69,8 +70,8 @@ def test_a_run_stops_goes_on_and_is_exported(task, tmp_path, reads):
 def test_the_settings_choose_head_and_loss(task, tmp_path, loss):
     changes = {"huber": {}, "two_hot": {"bins": 9, "low": 0.0, "high": 1.0}, "quantile": {"bins": 5}}[loss]
     settings = tiny_run.settings(task, critic__loss=loss, **{f"critic__loss__{name}": x for name, x in changes.items()})
-    head = value_head_of(settings)
-    assert bare_model(settings, "value").outputs == head.outputs == changes.get("bins", 1)
+    head = value_head_of(settings.critic.loss)
+    assert bare_model(settings.model, settings.critic).outputs == head.outputs == changes.get("bins", 1)
     spread = head.read(torch.linspace(-1, 1, head.outputs))
     assert spread.shape == ()
 

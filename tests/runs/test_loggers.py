@@ -17,6 +17,7 @@ from fppo.commands import actions
 from fppo.runs import jsonl, loggers
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.loggers import FAILED, Guarded
+from fppo.workers.imports import imported
 from tests import tiny_run
 
 STEP = {
@@ -199,13 +200,15 @@ def test_a_logger_may_be_ones_own(tmp_path, monkeypatch):
         "def nothing(run_dir, *, first_step, settings):\n    return None\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    opened = loggers.open_loggers(["own_logger:make"], tmp_path, steps=3, first_step=2, settings={"seed": 7})
+    own = {f"own_logger:{name}": imported(f"own_logger:{name}", "log.loggers") for name in ("make", "nothing")}
+    make = {name: own[name] for name in ["own_logger:make"]}
+    opened = loggers.open_loggers([*make], tmp_path, steps=3, first_step=2, settings={"seed": 7}, own=make)
     for log in opened:
         log.log(2, {"a": 1.0})
     loggers.close(opened)
     assert (tmp_path / "7_2").read_text() == "2 ['a']\nclosed\n"
     with pytest.raises(ValueError, match="returned a NoneType without log and close; return an object with log"):
-        loggers.open_loggers(["own_logger:nothing"], tmp_path, steps=3)
+        loggers.open_loggers([*own], tmp_path, steps=3, settings={"seed": 7}, own=own)
 
 
 def test_the_line_of_a_step_says_turns_and_what_failed_in_them():

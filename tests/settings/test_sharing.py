@@ -6,7 +6,7 @@ import pytest
 from fppo import models
 from fppo.assembly.announce import sharing_lines
 from fppo.settings import checks, files
-from fppo.settings.resolve import Machine, resolved
+from fppo.settings.resolve import Machine, resolved, sharing_hindrances
 from fppo.settings.train import TrainSettings
 from fppo_kernels.table import Kernels
 from tests import tiny
@@ -26,7 +26,10 @@ def settings_of(changes):
 
 def said(changes, *, model=None, kernels=None):
     model = tiny.model_and_params("lm")[0] if model is None else model
-    lines = sharing_lines(settings_of(changes), model, kernels or Kernels.named())
+    settings = settings_of(changes)
+    lines = sharing_lines(
+        settings.model, settings.rollout.n, sharing_hindrances(settings), model, kernels or Kernels.named()
+    )
     return " ".join(" ".join(lines).split())
 
 

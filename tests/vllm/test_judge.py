@@ -2,17 +2,15 @@
 
 import attrs
 import pytest
-import torch
 
 from fppo import models
-from fppo.assembly import rewards as loading_rewards
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import EngineFailure
-from fppo.runtime.mesh import LOCAL
 from tests import tiny_run
 from tests.rewards.samples import Letters, rollout
+from tests.rewards.scorers import judge_of
 from tests.rollout.test_embedded import make_prompts
 from tests.vllm.families import make
 
@@ -26,7 +24,7 @@ def settings(directory, engine, **changes):
 
 
 def judged(by_hand):
-    with loading_rewards.judge_of(by_hand, Letters(), LOCAL, torch.device("cpu")) as sampled:
+    with judge_of(by_hand, Letters()) as sampled:
         fn, _ = sampled["judge"]
         first = fn(GIVEN)
         again = fn(attrs.evolve(GIVEN, row_ids=GIVEN.row_ids + 8))

@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
-from fppo import metrics
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.examples import MESSAGES
-from fppo.metrics import Metrics
 from fppo.rollout.engine import Ask, Engine, Sampling
 from fppo.rollout.records import response_limits
 from fppo.rollout.routed import continued
@@ -227,20 +225,6 @@ class TurnsEngine:
             finish=Column(finish),
             extras=Column(extras),
         )
-
-
-def turn_metrics(rollout: Rollout) -> Metrics:
-    """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools."""
-    chosen = rollout.response_mask
-    seen = rollout.attention_mask[:, -chosen.shape[1] :]
-    turns = (chosen & ~F.pad(chosen, (1, -1))).sum(1)
-    every = torch.ones_like(turns, dtype=torch.bool)
-    return {
-        "rollout/turns/mean": metrics.masked_mean(turns, every),
-        "rollout/turns/max": metrics.masked_max(turns, every),
-        "rollout/observation_tokens/mean": metrics.masked_mean((seen & ~chosen).sum(1), every),
-        "rollout/tool_failures": metrics.total(sum(extra.get(FAILURES, 0) for extra in rollout.extras)),
-    }
 
 
 def _section_of(rollout: Rollout) -> _Section:

@@ -1,0 +1,132 @@
+"""Functions of a run, as its settings name them: loss, value head, optimizer, estimator, correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fppo import losses
+from fppo.losses import ValueHead
+from fppo.pipeline.checks import SCREENED, screened
+from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads
+from fppo.runtime.offload import Lane, offloaded_adamw
+from fppo.settings import files
+from fppo.settings.component import Component, bound, takes
+from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, LossSettings, OptimizerSettings
+from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
+from fppo.steps.actor import LossFn, SelectiveLoss
+from fppo.steps.optimizers import Optimizer, kept_on_host
+from fppo.steps.schedules import schedule
+from fppo_kernels.adamw import adamw_
+from fppo_kernels.table import Kernels
+
+Correct = Callable[[Tensor, Tensor, Tensor], losses.Correction]  # of old log-probs, the engine's, and the mask
+Advantage = Callable[[Mapping[str, float]], AdvantageFn]  # by the weights of the reward's functions, by their names
+
+
+def policy_loss(part: Component) -> LossFn | SelectiveLoss:
+    """The policy loss with its scalars bound, and its selection of tokens if it has one.
+
+    Raises ValueError for a function of the user's that does not import.
+    """
+    functions = bound(part, POLICY_LOSSES, "actor.loss")
+    return functions[0] if len(functions) == 1 else SelectiveLoss(*functions)
+
+
+def value_head_of(part: Component) -> ValueHead:
+    """The meaning of the critic's outputs, and its loss. Raises ValueError for a function that makes no value head."""
+    (make,) = bound(part, VALUE_HEADS, "critic.loss")
+    head = make()
+    if not isinstance(head, ValueHead):
+        made = f"it returned a {type(head).__name__}, and must return an fppo.losses.ValueHead"
+        raise ValueError(f"critic.loss.name = {part.name!r}: {made}")
+    return head
+
+
+def optimizer_of(
+    section: OptimizerSettings,
+    updates: int,
+    *,
+    setting: str,
+    kernel: Callable[..., None] = adamw_,
+    on_host: Lane | None = None,
+) -> Optimizer:
+    """The optimizer for a run of `updates` updates, AdamW by the `kernel`. Its state is on the host if it has a lane.
+
+    `setting` is what errors call the section. Raises ValueError for a function of the user's that does not import or
+    makes no optimizer, and what the optimizer's function says of its keywords.
+    """
+    rate = schedule(
+        section.schedule,
+        section.lr,
+        total_steps=updates,
+        warmup_steps=section.warmup_steps,
+        min_ratio=section.min_lr_ratio,
+    )
+    (make,) = bound(section, OPTIMIZERS, setting)
+    if section.name == "adamw":
+        return make(rate, kernel=kernel if on_host is None else offloaded_adamw(kernel, on_host))
+    optimizer = make(rate)
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{setting}.name = {section.name!r}: it returned a {type(optimizer).__name__}: called with a schedule, it "
+            "must return an fppo.steps.optimizers.Optimizer; from_function makes one of a plain function"
+        )
+    return optimizer if on_host is None else kept_on_host(optimizer, on_host)
+
+
+def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
+    """The estimator that the settings name, for the weights of the reward's functions by their names.
+
+    Raises ValueError if there is none, and for a critic's that does not say so in its source.
+    """
+    part = algorithm.advantage
+    (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
+    if takes(fn, "kernel"):
+        fn = partial(fn, kernel=kernels.gae)
+    if reads(fn, "values") and not algorithm.uses_critic:
+        text = "it reads values, of a critic, and its source does not say so: define it with def in its module"
+        raise ValueError(f"algorithm.advantage.name = {part.name!r}: {text}")
+    correct = correction_of(algorithm.correction) or by_token
+    weighs = takes(fn, "weights") and "weights" not in part.keywords
+    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct)
+
+
+def correction_of(part: Component) -> Correct | None:
+    """The off-policy correction of the settings; None if nothing is to be corrected."""
+    found = bound(part, CORRECTIONS, "algorithm.correction")
+    return found[0] if found else None
+
+
+def check_laws(
+    loss: LossSettings,
+    estimator: AdvantageSettings,
+    advantage: Advantage,
+    names: Mapping[str, str],
+    kernels: Kernels,
+    *,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Puts what settings name as module:function through the laws that take no time: policy loss, estimator, and
+    kernels, by the settings in `names`. Raises SettingsError for what breaks one."""
+    named = {
+        "loss_fn": ("actor.loss.name", loss.name),
+        "advantage_fn": ("algorithm.advantage.name", estimator.name),
+        **{setting.rpartition(".")[2]: (setting, name) for setting, name in names.items()},
+    }
+    wrong = screened(
+        loss_fn=policy_loss(loss),
+        advantage_fn=advantage({}) if ":" in estimator.name else None,
+        kernels={op: getattr(kernels, op) for op in (*SCREENED, "gae")},
+        group=group,
+        dtype=dtype,
+        device=device,
+    )
+    if wrong:
+        hint = "\n  check = false starts all the same"
+        raise files.SettingsError([f"{named[key][0]} = {named[key][1]!r}: {text}{hint}" for key, text in wrong.items()])

@@ -1,0 +1,107 @@
+"""How actor and critic learn: from settings to optimizers, loops and updates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import attrs
+import torch
+
+from fppo import tree
+from fppo.assembly.functions import optimizer_of
+from fppo.assembly.parts import Offload, Tools, micro_batching_of
+from fppo.fields import only
+from fppo.models.model import Model, Params
+from fppo.pipeline.gap import Then
+from fppo.pipeline.measure import Measured
+from fppo.pipeline.program import UpdateStage
+from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
+from fppo.settings.learning import ActorSettings, CriticSettings, OptimizerSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.steps.clock import Clock, Timeline
+from fppo.steps.loop import Loop
+from fppo.steps.loss_scale import loss_scaled
+from fppo.steps.optimizers import Optimizer
+from fppo.steps.outputs import Forward
+from fppo.steps.train_state import TrainState, init_state
+
+# the k3 divergence per token of two ways to compute the same: log-probs that differ by 0.01 (float32), 0.3 (16 bits)
+_EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
+Watch = tuple[float, Then]  # the largest gap to the engine that passes without a word, and what then
+
+
+@attrs.frozen(kw_only=True)
+class Learning:
+    """How a role learns in a run: its optimizer, how often, and what waits on the host meanwhile."""
+
+    role: Literal["actor", "critic"]
+    optimizer: OptimizerSettings
+    updates: int  # in the whole run, as far as settings know; what a run knows better its clock says (`steps.clock`)
+    loop: Loop
+    offload: Offload = "none"  # of the state, between uses
+    offload_activations: bool = False
+
+    def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
+        """The optimizer in a process, with a loss scale for a model that computes in float16."""
+        optimizer = optimizer_of(
+            self.optimizer,
+            self.updates,
+            setting=f"{self.role}.optimizer",
+            kernel=tools.kernels.adamw,
+            on_host=None if self.offload == "none" else tools.lane,
+        )
+        half = model is not None and model.compute_dtype == torch.float16
+        return loss_scaled(optimizer) if half else optimizer
+
+    def state(self, params: Params, optimizer: Optimizer) -> TrainState:
+        """The state before the first update, with a clock for its schedule."""
+        state = tree.replace(init_state(params, optimizer), clock=Clock())
+        if self.offload == "moments":
+            return tree.replace(state, opt=to_host(state.opt))
+        return to_host(state) if self.offload == "all" else state
+
+    def measured(self, update: UpdateStage, forward: Forward, lane: Lane) -> UpdateStage:
+        """The update with its rates as metrics, and with what is kept on the host."""
+        if self.offload_activations:
+            update = HostActivations(update, lane)
+        if self.offload == "all":
+            update = Offloaded(update, lane)
+        return Measured(stage=update, role=self.role, forward=forward, epochs=self.loop.epochs)
+
+
+def learning_of(
+    role: Literal["actor", "critic"],
+    section: ActorSettings | CriticSettings,
+    *,
+    batch_size: int,
+    steps: int,
+    offload: Offload,
+    offload_activations: bool,
+) -> Learning:
+    """How the actor or the critic learns from batches of so many sequences, in so many steps of the run."""
+    optimizer, updates = section.optimizer, steps * section.updates(batch_size)
+    constant = optimizer.schedule == "constant" and not optimizer.warmup_steps
+    loop = Loop(
+        mini_batch_size=section.mini_batch(batch_size),
+        micro_batching=micro_batching_of(section),
+        **only(section, "epochs", "weight_mode", "horizon"),
+        balance_rate=section.experts.bias_rate if isinstance(section, ActorSettings) else 0.0,
+        timeline=None if constant else Timeline(optimizer.warmup_steps, updates),
+    )
+    return Learning(
+        role=role,
+        optimizer=optimizer,
+        updates=updates,
+        loop=loop,
+        offload=offload,
+        offload_activations=offload_activations,
+    )
+
+
+def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
+    """How far the dtypes let the engine's policy be from the trainer's, and what happens beyond; None where the
+    settings do not look."""
+    if rollout.gap == "off" or rollout.from_ is not None:
+        return None
+    exact = {compute_dtype, rollout.vllm.dtype or compute_dtype} == {"float32"}
+    return (_EXACT_GAP if exact else _COARSE_GAP), rollout.gap
