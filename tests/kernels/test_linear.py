@@ -12,7 +12,7 @@ onednn = module.onednn
 
 @pytest.fixture
 def calls(monkeypatch):
-    found, product = [], module._product
+    found, product = [], module.product
     monkeypatch.setattr(module, "product", lambda *args: found.append(args) or product(*args))
     return found
 
