@@ -16,6 +16,7 @@ from fppo.models.model import Model
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
+from fppo.rollout.exact_probe import probe_exact
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
@@ -41,7 +42,11 @@ def engine_of(
     by = lane if offload_of(settings, "actor") == "all" else None
     if settings.rollout.engine == "embedded" or idle:
         routed = settings.algorithm.router_replay == "rollout"
-        yield embedded_engine(settings.rollout.cache_gb, model, kernels, pad_token_id, mesh, by, routed=routed)
+        exact = settings.rollout.exact
+        engine = embedded_engine(
+            settings.rollout.cache_gb, model, kernels, pad_token_id, mesh, by, routed=routed, exact=exact
+        )
+        yield engine
         return
     with vllm_engine(settings.rollout.vllm, model, pad_token_id, mesh, settings.model.lora.send) as engine:
         yield SpreadEngine(engine=_fetching(engine, by), mesh=mesh, pad_token_id=pad_token_id)
@@ -56,13 +61,16 @@ def embedded_engine(
     lane: Lane | None,
     *,
     routed: bool,
+    exact: bool = False,
 ) -> SpreadEngine:
     """The one that generates with the trainer's own parameters, on every rank; they come by the lane from the host, if
-    there is one. Raises ValueError for a model that it cannot run."""
+    there is one. Raises ValueError for a model that it cannot run, and for an `exact` one that this machine cannot."""
     check_engine(model)
     bound = None if cache_gb is None else round(cache_gb * 2**30)
     embedded = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=pad_token_id, cache_bytes=bound, mesh=mesh)
-    embedded = attrs.evolve(embedded, routed=routed)
+    embedded = attrs.evolve(embedded, routed=routed, exact=exact)
+    if exact:
+        probe_exact(model, kernels)
     engine, together = _fetching(embedded, lane), embedded.together
     return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=together)
 

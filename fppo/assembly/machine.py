@@ -29,7 +29,8 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
         return resolve.resolved(settings, machine_of([*_models(settings)], capability))
-    return resolve.resolved(settings, machine_of([*_models(settings)], None) if settings.model.cpp else resolve.CPU)
+    cpp = settings.model.cpp or settings.rollout.exact
+    return resolve.resolved(settings, machine_of([*_models(settings)], None) if cpp else resolve.CPU)
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:

@@ -18,7 +18,7 @@ from fppo.batch import Annotated
 from fppo.pipeline.checks import SCREENED, screened
 from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
 from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads, whitens
-from fppo.pipeline.gap import WatchAnnotate, WatchUpdate
+from fppo.pipeline.gap import HoldExact, WatchAnnotate, WatchUpdate
 from fppo.pipeline.measure import Measured
 from fppo.pipeline.passes import Passes, View
 from fppo.pipeline.pretrain import Pretrain
@@ -310,6 +310,8 @@ def actor_update(
         record=record,
     )
     measured = _measured("actor", update, settings, forward, loop, lane)
+    if settings.rollout.exact:
+        return HoldExact(measured)
     drifts = loop.epochs > 1 or loop.mini_batch_size < settings.rollout.batch_size
     return measured if drifts else _watched(WatchUpdate, settings, measured)
 

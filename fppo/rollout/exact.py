@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
+from fppo import models
 from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
-from fppo_kernels.table import Kernels
+from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels
 
 # The axes on which a token's log-prob keeps its bits, and those on which sums are added up in another order; a test
 # holds this table. Beside the last two the engine gathers what the trainer has in parts.
@@ -70,9 +71,22 @@ def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
         yield "an adapter is merged to decode, and runs beside its base in training"
     if model.compile_layers:
         yield "compiled layers are programs for each number of rows"
+    yield from _other_kernels(model, kernels)
     for name, keeps in KEEPS_BITS.items():
         if not keeps and mesh[name].size > 1:
             yield f"a {name} axis of {mesh[name].size} ranks adds up in parts"
+
+
+def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
+    """Built-in kernels that make no such promise. Functions of the user's own are tried before a run."""
+    text = model.text_of(model.skeleton)
+    for op, name in EXACT.items():
+        fn = getattr(kernels, op)
+        known = next((each for each, x in BUILTIN[op].items() if x.is_of(fn)), name)
+        if known != name and (op not in INSIDE or models.has_place(text, op)):
+            lacking = BUILTIN[op][name].refuse()
+            remedy = f"give model.{op} = {name!r}" if lacking is None else f"{op}/{name} cannot run here: {lacking}"
+            yield f"kernel {op}/{known} adds up in an order that depends on other rows ({remedy})"
 
 
 def check_exact_engine(model: Model, kernels: Kernels, mesh: Mesh) -> None:
