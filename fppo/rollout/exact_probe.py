@@ -163,7 +163,7 @@ def _decoding_holds(
 
 
 def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], vocabulary: int, hidden: int) -> bool:
-    """As in `linear`, a wide head in part."""
+    """Tokens together and in parts; a wide head is tried in part."""
     vocabulary = min(vocabulary, max(1, _WIDEST // hidden))
     weight, labels = draw(vocabulary, hidden, scale=hidden**-0.5), torch.arange(ROWS) * 7 % vocabulary
 
@@ -174,7 +174,7 @@ def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], 
 
 
 def _small_instance(model: Model, kernels: Kernels) -> str | None:
-    """What differs of the rollouts of a small instance of the model from a pass over them."""
+    """Find how rollouts of a small instance of the model differ from a pass over them; None if they do not."""
     probe = make_probe(model)
     engine = EmbeddedEngine(model=probe.model, kernels=kernels, pad_token_id=0, exact=True)
     generator, width, texts = torch.Generator().manual_seed(0), max(_PROMPTS), Column([""] * len(_PROMPTS))
