@@ -18,6 +18,7 @@ from fppo.models.model import Model
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
+from fppo.rollout.exact_probe import probe_exact
 from fppo.rollout.interrupt import InterruptibleEngine
 from fppo.rollout.placed import Generate
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
@@ -44,6 +45,7 @@ class EngineOptions:
     cache_gb: float | None
     bucket_mb: int  # of parameters that are sent at once
     routed: bool  # whether it records the experts that routers choose
+    exact: bool  # whether its log-probs are those of training, bit for bit
     on_host: bool  # whether the policy's parameters wait on the host
 
 
@@ -56,6 +58,7 @@ def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bo
         cache_gb=section.cache_gb,
         bucket_mb=section.vllm.bucket_mb,
         routed=routed,
+        exact=section.exact,
         on_host=model.offload == "all",
     )
 
@@ -73,7 +76,7 @@ def engine_of(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mes
 
 def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> SpreadEngine:
     """The one that generates with the trainer's own parameters, on every rank; they come by the lane from the host, if
-    they wait there. Raises ValueError for a model that it cannot run."""
+    they wait there. Raises ValueError for a model that it cannot run, and for an exact one that this machine cannot."""
     check_engine(model)
     embedded = EmbeddedEngine(
         model=model,
@@ -82,7 +85,10 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
         cache_bytes=None if options.cache_gb is None else round(options.cache_gb * 2**30),
         mesh=mesh,
         routed=options.routed,
+        exact=options.exact,
     )
+    if options.exact:
+        probe_exact(model, tools.kernels)
     engine = _fetching(embedded, tools.lane if options.on_host else None)
     return SpreadEngine(engine=engine, mesh=mesh, pad_token_id=pad_token_id, together=embedded.together)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -12,7 +14,7 @@ from fppo.assembly.functions import optimizer_of
 from fppo.assembly.parts import Offload, Tools, micro_batching_of
 from fppo.fields import only
 from fppo.models.model import Model, Params
-from fppo.pipeline.gap import Then
+from fppo.pipeline.gap import HoldExact, Then, WatchUpdate
 from fppo.pipeline.measure import Measured
 from fppo.pipeline.program import UpdateStage
 from fppo.runtime.offload import HostActivations, Lane, Offloaded, to_host
@@ -105,3 +107,13 @@ def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
         return None
     exact = {compute_dtype, rollout.vllm.dtype or compute_dtype} == {"float32"}
     return (_EXACT_GAP if exact else _COARSE_GAP), rollout.gap
+
+
+def update_watch(rollout: RolloutSettings, compute_dtype: str, loop: Loop) -> Callable[..., UpdateStage] | None:
+    """The stage around the actor's update that compares the engine's policy with it; None where none does."""
+    if rollout.exact:
+        return HoldExact
+    watch = watch_of(rollout, compute_dtype)
+    if watch is None or loop.epochs > 1 or loop.mini_batch_size < rollout.batch_size:
+        return None
+    return partial(WatchUpdate, limit=watch[0], then=watch[1])

@@ -27,7 +27,7 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
         kind = device or device_of(settings.device, settings.placement)
-    if kind.type != "cuda" and not section.cpp:
+    if kind.type != "cuda" and not (section.cpp or settings.rollout.exact):
         return resolve.resolved(settings, resolve.CPU)
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import tree
 from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
 from fppo.assembly.functions import policy_loss, value_head_of
-from fppo.assembly.learning import Learning, Watch, learning_of, watch_of
+from fppo.assembly.learning import Learning, learning_of, update_watch
 from fppo.assembly.parts import (
     Offload,
     Tools,
@@ -31,7 +31,6 @@ from fppo.fields import only
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline.gap import WatchUpdate
 from fppo.pipeline.passes import (
     BalanceFn,
     ConfidenceFn,
@@ -142,9 +141,9 @@ def make_actor(
     learning: Learning,
     section: ActorSettings,
     old_log_probs: OldLogProbs,
-    watch: Watch | None,
+    watched: Callable[..., UpdateStage] | None,
 ) -> Actor:
-    """The policy on a rank, before its first update. `watch` is of an update that alone follows a rollout.
+    """The policy on a rank, before its first update, which is `watched(stage=update)`.
 
     Raises ValueError for a loss of the user's that does not import.
     """
@@ -170,7 +169,7 @@ def make_actor(
     stage = learning.measured(update, forward, tools.lane)
     return Actor(
         state=learning.state(params, optimizer),
-        update=stage if watch is None else WatchUpdate(stage=stage, limit=watch[0], then=watch[1]),
+        update=stage if watched is None else watched(stage=stage),
         policy=passes.policy(forward, record, _fetch(learning.offload, tools.lane), "rollout"),
         balance=partial(balance_of, forward=forward),
         model=model,
@@ -328,14 +327,14 @@ def make_roles(
             own = group.call(begin, HERE, stays=True, label="make tools")
         return group.call(fn, HERE, own, *args, stays=True, label=f"make {role}")
 
-    source, watch = old_log_probs_source(settings), watch_of(settings.rollout, model.compute_dtype)
+    source = old_log_probs_source(settings)
     if source == "engine" and algorithm.reads("sum_squared_probs"):
         source = "pass"  # there is one, which measures the gap to the engine
     how = partial(learning_of, batch_size=settings.rollout.batch_size, offload_activations=model.offload_activations)
     learning = how("actor", actor, steps=settings.actor_steps, offload=model.offload)
-    once = watch if learning.loop.epochs == 1 and learning.loop.mini_batch_size == settings.rollout.batch_size else None
+    watched = update_watch(settings.rollout, model.compute_dtype, learning.loop)
     load = partial(load_policy, model, critic, key)
-    work = {"actor": partial(make, "actor", make_actor, load, passes, learning, actor, source, once)}
+    work = {"actor": partial(make, "actor", make_actor, load, passes, learning, actor, source, watched)}
     kept = offload_of(model.offload, critic.offload) if critic.reads == "tokens" else "none"
     load_critic, view = partial(adapted_critic, model, critic, key), partial(view_of, critic.privileged, model, rows)
     of_critic = (load_critic, passes, how("critic", critic, steps=settings.steps, offload=kept), critic, view)

@@ -99,6 +99,7 @@ def _quickstart(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
+        settings = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, exact=options.exact))
         file = Path(settings.output_dir) / "quickstart.toml"  # for other processes; the run itself writes settings.toml
         files.save(settings, file)
         return distributed.run(actions.train, settings, ["train", str(file)], *processes)

@@ -16,6 +16,8 @@ class Quickstart:
     """The directory for everything that the run writes."""
     seed: int = 0
     """The seed of all random draws."""
+    exact: bool = False
+    """Sample with the log-probs that training computes, bit for bit (rollout.exact)."""
 
 
 @attrs.frozen(kw_only=True)

@@ -10,6 +10,7 @@ from fppo.laws.adamw import check_adamw
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
+from fppo.laws.exact import check_exact
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -31,6 +32,7 @@ __all__ = [
     "check_collectives",
     "check_context",
     "check_donation",
+    "check_exact",
     "check_gae",
     "check_kernel",
     "check_layout",

@@ -20,6 +20,7 @@ from fppo.steps.train_state import TrainState
 
 Then = Literal["warn", "stop"]
 _GAP = "rollout_corr/k3_kl"
+_EQUAL = "training/rollout_equal"
 WHOLE_STEPS = 2  # steps at the start of a run in which all rows are compared
 COMPARED = 16  # of the rows of a later step one in so many is compared
 ROUNDING = 1e-4  # the most by which two ways to compute the same log-prob differ in float32; 1e-6 is usual
@@ -85,6 +86,25 @@ class WatchUpdate:
     def __call__(self, state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
         after, report = self.stage(state, batch, key=key, donate=donate)
         _look(report, batch, state.step, self.limit, self.then)
+        return after, report
+
+
+@attrs.frozen
+class HoldExact:
+    """Updates by another stage, and raises ValueError where it measures a log-prob of the engine's with other bits than
+    the policy's own: training/rollout_equal is below 1."""
+
+    stage: UpdateStage
+
+    def __call__(self, state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
+        after, report = self.stage(state, batch, key=key, donate=donate)
+        equal = metrics.report({_EQUAL: report[_EQUAL]})[_EQUAL]
+        if equal < 1:
+            raise ValueError(
+                f"rollout.exact: {1 - equal:.2%} of the engine's log-probs have other bits than those of the policy's "
+                f"pass, after {state.step} updates ({_EQUAL} = {equal:.6g}). This machine or this model does not keep "
+                "the promise where `laws.check_exact` looks closer; leave rollout.exact out"
+            )
         return after, report
 
 

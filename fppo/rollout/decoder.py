@@ -19,6 +19,7 @@ from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.linear import plain as linears
+from fppo_kernels.rotary.eager import eager
 
 JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
 
@@ -26,17 +27,25 @@ _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
 
 
 class Rotation(NamedTuple):
-    """The cosines and sines of some positions [..., 1, D]; the first half of the sines with their sign turned."""
+    """The cosines and sines of some positions [..., 1, D], and the kernel that turns by them; without one the first
+    half of the sines has its sign turned."""
 
     cos: Tensor
     sin: Tensor
+    kernel: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     def at(self, positions: Tensor | slice) -> Rotation:
-        return Rotation(self.cos[positions], self.sin[positions])
+        return Rotation(self.cos[positions], self.sin[positions], self.kernel)
 
-    def of(self, x: Tensor) -> Tensor:
-        """The heads `x` [R, heads, D], turned: transformers' x * cos + rotate_half(x) * sin."""
-        return (x * self.cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(self.sin))
+    def of(self, x: Tensor, queries: int) -> tuple[Tensor, Tensor]:
+        """The heads `x` [R, heads, D] of queries, so many, and of keys, turned apart: transformers'
+        x * cos + rotate_half(x) * sin."""
+        sizes = queries, x.shape[1] - queries
+        if self.kernel is not None:
+            return self.kernel(*x.split(sizes, 1), self.cos[:, 0], self.sin[:, 0])
+        turned = (x * self.cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(self.sin))
+        query, key = turned.split(sizes, 1)
+        return query, key
 
 
 class _DecoderNorm(NamedTuple):
@@ -79,11 +88,14 @@ class Decoder(NamedTuple):
     heads: tuple[int, int, int]  # of queries, of keys; width
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
+    turn: Callable[..., tuple[Tensor, Tensor]] | None  # where it is not the model's own
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of all positions of a row of this length."""
         like: Any = self.embedding.weight
         cos, sin = self.rotary(like, torch.arange(length, device=like.device)[None])
+        if self.turn is not None:
+            return Rotation(cos[0][:, None], sin[0][:, None], self.turn)
         half = sin.shape[-1] // 2
         return Rotation(cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None])
 
@@ -102,7 +114,7 @@ class Decoder(NamedTuple):
             if layer.head_norms is not None:
                 pairs = zip(layer.head_norms, turned.split((queries, keys), 1), strict=True)
                 turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
-            query, key = turn.of(turned).split((queries, keys), 1)
+            query, key = turn.of(turned, queries)
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
             x = all_reduce(self.linear(mixed, *layer.out), axis).add_(x)
             gate, up = self._products_of(layer.after.of(x), layer.gate_up).chunk(2, -1)
@@ -133,6 +145,7 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
         rotary=base.rotary_emb,
         linear=taking_adapted(linear),
+        turn=_turn(base.layers[0]),
     )
 
 
@@ -145,6 +158,12 @@ def _known(module: nn.Module, kind: str) -> bool:
 def _inside(module: Any) -> Any:
     """The module around which a tensor axis exchanges tokens."""
     return module._inner[0] if isinstance(module, BlockSeam | EmbeddingSeam) else module
+
+
+def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The kernel by which a layer turns its heads; None for its own code."""
+    known = layer._seam[1]
+    return known._rotary if isinstance(known, KnownLayer) and known._rotary is not eager else None
 
 
 def _layer(layer: Any, *, joined: bool) -> _Layer:

@@ -26,12 +26,13 @@ from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.finished import FinishedRows, Step, assemble
+from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
+from fppo.rollout.finished import FinishedRows, Step, Steps, assemble
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits
 from fppo.rollout.routed import Fed, of_prompts
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, fixed_steps, plain_steps, wide_product
+from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps, wide_product
 from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
@@ -66,8 +67,10 @@ class EmbeddedEngine:
 
     With `routed` rollouts have the experts that the model's routers chose for every token, prompts' included.
 
+    An `exact` engine's log-probs are those of a training pass by the same kernels, bit for bit (`laws.check_exact`).
+
     Raises ValueError where `cache_bytes` holds not even one row, for a model whose states transformers carries on
-    otherwise in one more token than in a row, and with `routed` for one without routers.
+    otherwise in one more token than in a row, with `routed` for one without routers, and with `exact` for what is not.
     """
 
     model: Model
@@ -80,11 +83,14 @@ class EmbeddedEngine:
     mesh: Mesh = LOCAL
     routed: bool = False
     merges: bool | None = None
+    exact: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_decodes(self.model.skeleton)
         if self.routed:
             check_routers(self.model, "leave out routed (in settings algorithm.router_replay)")
+        if self.exact:
+            check_exact_engine(self.model, self.kernels, self.mesh)
 
     @property
     def together(self) -> tuple[str, ...]:
@@ -115,13 +121,18 @@ class EmbeddedEngine:
         fed: list[Fed] = []
 
         def run(skeleton: PreTrainedModel) -> list[Step]:
-            head, product = _wide(models.output_head(model, params), self.kernels.linear)
+            own = models.output_head(model, params)
+            head, product = _wide(own, self.kernels.linear)
+            scores = None
+            if self.exact:
+                head, product = own, rounded_product(self.kernels.linear)
+                scores = head_log_probs(own, self.kernels.log_probs, ask.sampling.temperature)
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
             record = self._record(device, decoder, columns.axis)
             routers, budget = model.routers if self.routed else (), self.prefill_tokens
             policy = DecodingPolicy(
-                model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers
+                model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers, scores
             )
             steps: list[Step] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
@@ -259,11 +270,11 @@ def _row_bytes(policy: DecodingPolicy, columns: int) -> int:
 
 def _prefill(
     policy: DecodingPolicy, wave: _Wave, columns: int, fed: list[Fed]
-) -> tuple[Tensor, caches.Layers, States, list[AttentionLayer]]:
+) -> tuple[Next, caches.Layers, States, list[AttentionLayer]]:
     """The logits [B * n, V] after each prompt, the cache of the prompts' keys and values, the states after them, and
     what each call asks of attention. Each prompt runs once; what its routers tell goes to `fed`."""
     cache, axis = caches.Layers(), policy.columns.axis
-    logits, states, asked = [], list[States](), list[AttentionLayer]()
+    ends, states, asked = list[Tensor](), list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
     for part in _passes(wave.lengths, policy.prefill_tokens):
         packed = unpad(wave.tokens[part], wave.mask[part], multiple=axis.size)
@@ -278,11 +289,12 @@ def _prefill(
             experts = experts_of(routes.routed, policy.routers, packed.tokens)
             fed.append(of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
         states.append(carried.states_(count, n))
-        last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
-        logits.append(logits_of(policy.head, last, policy.product))
+        ends.append(all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1])
         cache = cache or caches.allocate(prompts, len(wave.rows), columns, zeroed=policy.record is not None)
         caches.write_prompts_(cache, part.start * n, prompts, packed.index, (count, wave.mask.shape[1]), n)
-    return wave.each(torch.cat(logits)), cache, States.joined_(states), asked
+    last = torch.cat(ends)
+    after = Next(wave.each(logits_of(policy.head, last, policy.product)), wave.each(last))
+    return after, cache, States.joined_(states), asked
 
 
 def _hidden(
@@ -303,7 +315,7 @@ def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows
     most, width = max(wave.limits), wave.mask.shape[1]
     total = width + most
     columns = _room(policy, min(total, width + _CHUNK))
-    logits, cache, states, asked = _prefill(policy, wave, columns, fed)
+    after, cache, states, asked = _prefill(policy, wave, columns, fed)
     stops = _stop_table(sampling, policy.columns.size, rows.device)
     pads = wave.each(width - wave.mask.sum(1, keepdim=True))
     shifts = torch.tensor([[shift_of(policy.model, x)] for x in wave.inputs or [None] * len(wave.lengths)])
@@ -314,18 +326,19 @@ def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows
     last = wave.each(torch.tensor(wave.limits, device=rows.device)) - 1
     reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
     ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
-    steps: list[Step] = []
+    steps = Steps(policy.scores)
     for t in range(most):
         if t % _CHUNK == 0:
             places = ask.offset + torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
-        drawn = draw(logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
-        steps.append(Step(rows, t, *drawn))
+        drawn = draw(after.logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
+        step = Step(rows, t, *drawn)
+        steps.add(step, after.hidden)
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
         if reader is not None:
             stopped = stopped | _completed(reader, rows, drawn.tokens)
         if on_step is not None:
-            on_step(steps[-1], stopped)
+            on_step(step, stopped)
         new, changed = drawn.tokens, False
         if ends:
             done = done | stopped | (last == t)
@@ -345,10 +358,10 @@ def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows
             caches.grow_(live.cache, column, columns, zeroed=policy.record is not None)
             live = live._replace(columns=columns)
         advance = step_of(live) if changed else advance
-        logits, experts = advance(new, column)
-        if experts is not None:
-            fed.append(Fed(rows, torch.full_like(rows, t), experts))
-    return steps
+        after = advance(new, column)
+        if after.experts is not None:
+            fed.append(Fed(rows, torch.full_like(rows, t), after.experts))
+    return steps.taken()
 
 
 def _steps(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,8 @@ from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.rollout.records import rollout_of
 from fppo.rollout.routed import Fed, column
 
+_SCORED = 4096  # tokens whose log-probs are computed together, for which hidden states are kept
+
 
 class Step(NamedTuple):
     """One token of each live row: what row rows[i] of the rollout got at one position."""
@@ -22,6 +24,40 @@ class Step(NamedTuple):
     tokens: Tensor
     log_probs: Tensor
     sampling_log_probs: Tensor
+
+
+class Steps:
+    """The steps of a wave, in order. With `score(hidden, tokens)` their log-probs are those that it gives of many
+    tokens at once, by the hidden states [R, H] before them."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self._score = score
+        self._done: list[Step] = []
+        self._open: list[tuple[Step, Tensor]] = []
+
+    def add(self, step: Step, hidden: Tensor | None) -> None:
+        """Takes the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
+        if self._score is None:
+            self._done.append(step)
+            return
+        assert hidden is not None
+        self._open.append((step, hidden))
+        if sum(len(step.rows) for step, _ in self._open) >= _SCORED:
+            self._close()
+
+    def taken(self) -> list[Step]:
+        """All steps so far."""
+        self._close()
+        return self._done
+
+    def _close(self) -> None:
+        if self._score is None or not self._open:
+            return
+        steps, hidden = zip(*self._open, strict=True)
+        log_probs = self._score(torch.cat(hidden), torch.cat([step.tokens for step in steps]))
+        parts = log_probs.split([len(step.rows) for step in steps])
+        self._done += [step._replace(log_probs=part) for step, part in zip(steps, parts, strict=True)]
+        self._open = []
 
 
 class FinishedRows:

@@ -31,12 +31,16 @@ from fppo_kernels.table import Kernels
 
 
 class Next(NamedTuple):
-    """The logits after one more token per row, and the experts that its routers chose, where they tell."""
+    """The logits after one more token per row, the hidden states that they are of, and the experts that its routers
+    chose, where they tell."""
 
     logits: Tensor  # [R, V]
+    hidden: Tensor | None = None  # [R, H]
     experts: Tensor | None = None  # [R, L, k]
 
 
+# the log-probs [N] of tokens [N] by the hidden states [N, H] before them
+HeadLogProbs = Callable[[Tensor, Tensor], Tensor]
 # what comes of one more token per row [R], whose keys and values go to a column of the cache
 Advance = Callable[[Tensor, int], Next]
 
@@ -54,6 +58,7 @@ class DecodingPolicy(NamedTuple):
     prefill_tokens: int
     record: Record | None  # of steps, or none
     routers: tuple[Router, ...] = ()  # those that tell what they choose
+    scores: HeadLogProbs | None = None  # what the training pass calls log-probs, where the rollout is to have these
 
     @property
     def text(self) -> PreTrainedModel:
@@ -93,7 +98,7 @@ def plain_steps(
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
             hidden = next_hidden(tokens[:, None], positions, attend, routes)
             experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
-            return Next(logits_of(policy.head, hidden, policy.product), experts)
+            return Next(logits_of(policy.head, hidden, policy.product), hidden, experts)
 
         return advance
 

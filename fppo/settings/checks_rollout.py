@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, value_at, wrong
 from fppo.rollout.turns.tools import TOOLS
 from fppo.rollout.vllm.options import conflicts
+from fppo.settings.placement import places_of
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
+from fppo_kernels.table import BUILTIN, DEFAULTS, EXACT
 
 # vllm.LLM's keywords that are settings of ours, and those on which draws, weights and log-probs rest
 _SETTINGS = {
@@ -32,6 +36,8 @@ def rollout_problems(s: TrainSettings) -> Problems:
     yield from _engine(s)
     yield from _turns(s)
     yield from _sampling(s)
+    if s.rollout.exact:
+        yield from (wrong(s, "rollout.exact", f"{text}; leave one of them out") for text in exact_hindrances(s))
 
 
 def _engine(s: TrainSettings) -> Problems:
@@ -111,6 +117,49 @@ def _uninterrupted(s: TrainSettings) -> list[str]:
         text = "each piece chooses experts anew"
         texts.append(f'algorithm.router_replay = "rollout": {text}; give "all", or leave it out')
     return texts
+
+
+def exact_hindrances(s: TrainSettings) -> Iterator[str]:
+    """Yield the settings with which the engine's log-probs would not be training's own, bit for bit, and why."""
+    rollout, model, algorithm = s.rollout, s.model, s.algorithm
+    known = (
+        ("rollout.engine", rollout.engine, rollout.engine != "embedded", "is a copy of the policy with other kernels"),
+        ("rollout.ahead", rollout.ahead, rollout.ahead > 0, "trains on what an earlier policy sampled"),
+        ("rollout.from", rollout.from_, rollout.from_ is not None, "trains on what an earlier policy sampled"),
+        ("device", s.device, s.device not in ("auto", "cpu"), "has no exact kernels yet"),
+        ("model.compute_dtype", model.compute_dtype, model.compute_dtype == "float16", "has no exact kernels"),
+        ("model.remove_padding", False, not model.remove_padding, "runs padded rows, for which nothing is promised"),
+        ("model.compile_layers", True, model.compile_layers, "makes programs for each number of rows"),
+        ("model.lora", "an adapter", model.lora.used, "is merged to decode, and runs beside its base in training"),
+        ("placement", "other processes", bool(places_of(s.placement)), "may run on other machines"),
+        (
+            "algorithm.correction",
+            algorithm.correction.name,
+            algorithm.correction.name != "none",
+            "has nothing to weigh",
+        ),
+        (
+            "algorithm.old_log_probs",
+            algorithm.old_log_probs,
+            algorithm.old_log_probs not in (None, "engine"),
+            "asks for others than the engine's",
+        ),
+        *(
+            (f"mesh.{axis}", getattr(s.mesh, axis), getattr(s.mesh, axis) > 1, "adds up in parts")
+            for axis in ("context", "tensor", "expert")
+        ),
+        *(
+            (
+                f"model.{op}",
+                own,
+                own in BUILTIN[op] and own not in (name, "auto", DEFAULTS[op]),
+                f"is not exact, as {name} is",
+            )
+            for op, name in EXACT.items()
+            if (own := getattr(model, op))
+        ),
+    )
+    yield from (f"{path} = {value!r} {why}" for path, value, hinders, why in known if hinders)
 
 
 def vllm_problems(s: TrainSettings, path: str) -> Problems:

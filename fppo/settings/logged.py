@@ -30,7 +30,7 @@ NAMES = (
     *(f"timing_s/{x}" for x in ("step", "outside", "gen", "reward", "old_log_prob", "ref", "values", "adv", "testing")),
     *(f"timing_s/{x}" for x in ("update_actor", "update_critic", "save_checkpoint", "digests")),
     *(f"training/{x}" for x in ("global_step", "rollout_probs_diff_mean", "rollout_probs_diff_max")),
-    *(f"training/{x}" for x in ("rollout_ratio_mean", "rollout_ratio_max")),
+    *(f"training/{x}" for x in ("rollout_ratio_mean", "rollout_ratio_max", "rollout_equal")),
 )  # those that are looked for when a name is not known; runs log others too
 _OF_CRITICS = re.compile(r"critic/(vf_|vpred|values|grad_norm|skipped|loss_scale|popart|ensemble|pretrain|true/)")
 

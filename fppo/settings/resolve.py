@@ -1,7 +1,8 @@
 """Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
 On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code (with `model.cpp` kernels in C++ instead,
-where the model has places for them), and a vLLM that starts at once. On a GPU
+where the model has places for them), and a vLLM that starts at once; with `rollout.exact` also kernels in C++, and
+oneDNN's products. On a GPU
 they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
 of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
 attention and log-probs with a line that says why. Where old log-probs come from is here too.
@@ -18,7 +19,7 @@ from fppo.settings.learning import OldLogProbs
 from fppo.settings.model import ModelSettings
 from fppo.settings.rollout import VllmSettings
 from fppo.settings.train import TrainSettings
-from fppo_kernels.table import BUILTIN, INSIDE
+from fppo_kernels.table import BUILTIN, DEFAULTS, EXACT, INSIDE
 
 AUTO = "auto"
 # operations inside the layers whose setting may say auto
@@ -83,12 +84,15 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
         model, lines = attrs.evolve(model, compute_dtype=name), [*lines, *said]
     critic = (settings.critic.compute_dtype or model.compute_dtype) if settings.algorithm.uses_critic else None
     dtypes = {model.compute_dtype, *([critic] if critic else [])}
+    cpp = model.cpp or settings.rollout.exact
     for op in _PLAIN:
         if getattr(model, op) == AUTO:
             read = op != "decode_attention" or settings.decodes
-            name, said = kernel(op, machine, dtypes, cpp=model.cpp and read)
+            name, said = kernel(op, machine, dtypes, cpp=cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
-    compiled, cpp = model.compile_layers, model.cpp
+    if settings.rollout.exact and model.linear == DEFAULTS["linear"]:
+        model = attrs.evolve(model, linear=EXACT["linear"])
+    compiled = model.compile_layers
     inside = {op: layer_kernel(op, machine, dtypes, compiled=compiled, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:
@@ -135,6 +139,8 @@ def hindrances(s: TrainSettings) -> list[tuple[str, Any, str]]:
 def old_log_probs_source(settings: TrainSettings) -> OldLogProbs:
     """Where old log-probs come from; "auto" if every step sees whether the engine's will do."""
     asked = settings.algorithm.old_log_probs
+    if settings.rollout.exact:
+        return "engine"
     if asked in ("pass", "engine", "update"):
         return asked
     if not passes_before_update(settings):

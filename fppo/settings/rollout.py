@@ -102,6 +102,8 @@ class RolloutSettings:
     """GiB of keys and values that the embedded engine holds; None: half of a GPU's free memory, no bound on a CPU."""
     vllm: VllmSettings = setting(VllmSettings)
     """How vLLM runs."""
+    exact: bool = setting(False)
+    """Sample with the log-probs that training computes, bit for bit, and take them for the old ones (CPUs)."""
     gap: Literal["warn", "stop", "off"] = setting("warn")
     """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)

@@ -108,8 +108,6 @@ class PolicyObjective:
             kl = losses.kl_term(out.log_probs, old, rows.ref_log_probs, terms.kl_kind, mask=mask, correction=correction)
             summed["actor/kl_loss"] = terms.kl_coef * kl
         report = report | {"actor/entropy": metrics.masked_mean(out.entropy, mask)}
-        if self.old_log_probs in ("engine", "update"):
-            report = report | rollout_gap(out.log_probs, rows.rollout_log_probs, mask)
         loss, sums = weighted_sum(summed, weights)
         if terms.nll_coef:
             assert isinstance(rows, PreparedRows)
@@ -131,8 +129,9 @@ class UpdateActor:
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
     `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
-    batch's are the engine's, and `rollout_gap` of the policy being updated is reported. "update": they are taken from
-    the same pass as the new ones, and the gap is reported: right when one mini-batch and one epoch make the ratio 1.
+    batch's are the engine's, and `rollout_gap` is reported over the first mini-batch, whose pass is that of the policy
+    before the update. "update": they are taken from the same pass as the new ones, and the gap is reported: right when
+    one mini-batch and one epoch make the ratio 1.
     "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.Annotate`).
 
     Of a model with experts, the loads of these are reported, and with `forward.replay` those are chosen that the batch
@@ -181,6 +180,7 @@ class UpdateActor:
             prepare=self._prepared if prepares else None,
             balance_coef=terms.balance_coef,
             router_z_coef=terms.router_z_coef,
+            first=_gap_of if self.old_log_probs in ("engine", "update") else None,
         )
 
     def _check(self, batch: Experience) -> None:
@@ -237,9 +237,15 @@ def _log_probs(params: Params, mini: MiniBatch, *, forward: Forward, temperature
     return collect(log_probs, mini.shares, forward.mesh)
 
 
+def _gap_of(out: TokenOutputs, rows: Experience) -> Metrics:
+    assert out.log_probs is not None
+    return rollout_gap(out.log_probs, rows.rollout_log_probs, rows.response_mask)
+
+
 def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:
     """How far the engine's probabilities are from the trainer's, both [B, T], over the mask: the gap is zero if they
-    run the same numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`.
+    run the same numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`, and
+    training/rollout_equal is the share of tokens whose log-probs have the same bits.
     """
     gap = (log_probs.detach().exp() - rollout_log_probs.exp()).abs()
     ratio = (log_probs.detach() - rollout_log_probs).where(mask, 0.0).exp()
@@ -248,5 +254,6 @@ def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Met
         "training/rollout_probs_diff_max": metrics.masked_max(gap, mask),
         "training/rollout_ratio_mean": metrics.masked_mean(ratio, mask),
         "training/rollout_ratio_max": metrics.masked_max(ratio, mask),
+        "training/rollout_equal": metrics.masked_mean(log_probs.detach() == rollout_log_probs, mask),
         **losses.off_policy_metrics(log_probs, rollout_log_probs, mask),
     }

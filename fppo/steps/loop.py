@@ -100,7 +100,8 @@ class Objective:
     `outputs` of a pass at this `temperature` and by the rows' weights [b, T] of the whole mini-batch (`weighted_sum`),
     and metrics. `prepare(params, mini_batch, *, forward)` looks at a whole mini-batch before its passes, and gives this
     rank's rows with more columns. With a factor above 0 the losses of the model's routers are added to those of all
-    passes (`experts.RouterLosses`).
+    passes (`experts.RouterLosses`). `first(out, rows)` gives more metrics of the first mini-batch's passes alone, by
+    the parameters as they were before the update.
     """
 
     loss: Callable[[TokenOutputs, Any, Tensor], tuple[Tensor, Metrics]]
@@ -109,6 +110,7 @@ class Objective:
     prepare: Callable[..., Any] | None = attrs.field(default=None, eq=False)
     balance_coef: float = 0.0
     router_z_coef: float = 0.0
+    first: Callable[[TokenOutputs, Any], Metrics] | None = None
 
     def routers(self, mini: MiniBatch, forward: Forward) -> RouterLosses | None:
         """The losses of routers in the passes of a mini-batch."""
@@ -148,6 +150,7 @@ class _Passes:
             received=received,
         )
         loss, report = objective.loss(out, micro.rows, weights)
+        report = report if objective.first is None else report | objective.first(out, micro.rows)
         added, of_routers = router_terms(out.loads, out.router_sums, self.routers, self.prefix)
         if added:
             loss = torch.stack([loss, *(x.to(loss) for x in added)]).sum()
@@ -230,6 +233,7 @@ def update(
         if loop.balance_rate and loads is not None:
             moved = balanced(state.params, loads, forward.model, mesh, rate=loop.balance_rate, unless=stepped)
             state = tree.replace(state, params=moved)
+        objective = attrs.evolve(objective, first=None)
         history.append(metrics.merge(report, {f"{prefix}/{name}": m for name, m in stepped.items()}))
     return state, metrics.merge(*history)
 

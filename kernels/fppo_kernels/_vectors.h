@@ -91,28 +91,42 @@ inline doubles exponentials(doubles x) {
   return x;
 }
 
-// Scores from `low` to `high`, whole vectors of them, to exp(score) / (sum of all + exp(sink)); the log of that sum.
-template <typename T>
-T softmax(T* scores, int64_t low, int64_t high, const T* sink) {
+// What attention in training and in decoding computes alike: in an order that does not depend on where keys stand in
+// memory, nor on what is worked on together. So both give the same bits.
+
+// out[i] = the product of a row of whole vectors with row i of LANES rows `stride` apart.
+template <typename T, typename Raw, typename Other>
+inline void dots(const Other* row, const Raw* keys, int64_t stride, int64_t width, T* out) {
   typedef typename Vector<T>::type vector;
   constexpr int64_t LANES = Vector<T>::lanes;
-  vector peaks = load<T>(scores + low), sums = {};
+  vector sums[LANES] = {};
+  for (int64_t d = 0; d < width; d += LANES) {
+    const vector here = load<T>(row + d);
+    for (int64_t i = 0; i < LANES; ++i) sums[i] += here * load<T>(keys + i * stride + d);
+  }
+  store(across(sums), out);
+}
+
+// Scores from `low` to `high`, whole vectors of them, to exp(score - largest); the largest of them and of the sink.
+template <typename T>
+T exponentiate(T* scores, int64_t low, int64_t high, const T* sink) {
+  typedef typename Vector<T>::type vector;
+  constexpr int64_t LANES = Vector<T>::lanes;
+  vector peaks = load<T>(scores + low);
   for (int64_t c = low + LANES; c < high; c += LANES) {
     const vector here = load<T>(scores + c);
     peaks = here > peaks ? here : peaks;
   }
   T largest = sink == nullptr ? peaks[0] : *sink;
   for (int64_t i = 0; i < LANES; ++i) largest = peaks[i] > largest ? peaks[i] : largest;
-  for (int64_t c = low; c < high; c += LANES) {
-    const vector weight = exponentials(load<T>(scores + c) - largest);
-    sums += weight;
-    store(weight, scores + c);
-  }
-  T sum = sink == nullptr ? T(0) : exponential(*sink - largest);
-  for (int64_t i = 0; i < LANES; ++i) sum += sums[i];
-  const T share = 1 / sum;
-  for (int64_t c = low; c < high; c += LANES) store(load<T>(scores + c) * share, scores + c);
-  return largest + std::log(sum);
+  for (int64_t c = low; c < high; c += LANES) store(exponentials(load<T>(scores + c) - largest), scores + c);
+  return largest;
+}
+
+// What the weighed sum of values is divided by: the sum of their weights, one after the other, and the sink's.
+template <typename T>
+inline T denominator(T sum, T largest, const T* sink) {
+  return sink == nullptr ? sum : sum + exponential(*sink - largest);
 }
 
 }  // namespace

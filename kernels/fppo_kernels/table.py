@@ -315,4 +315,18 @@ class Kernels:
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {field.name: field.metadata["default"] for field in attrs.fields(Kernels)}
 )
+# those that give a row the same bits whatever rows they work on together, and attention of one more token those of
+# attention over packed rows; where a model has no place for one of these, its own code has to
+EXACT: Mapping[str, str] = MappingProxyType(
+    {
+        "attention": "cpp",
+        "decode_attention": "cpp",
+        "log_probs": "cpp",
+        "linear": "onednn",
+        "rms_norm": "cpp",
+        "add_rms_norm": "cpp",
+        "rotary": "cpp",
+        "glu": "cpp",
+    }
+)
 INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # the layers of a model

@@ -12,8 +12,8 @@ onednn = module.onednn
 
 @pytest.fixture
 def calls(monkeypatch):
-    found, product = [], module._product
-    monkeypatch.setattr(module, "_product", lambda *args: found.append(args) or product(*args))
+    found, product = [], module.product
+    monkeypatch.setattr(module, "product", lambda *args: found.append(args) or product(*args))
     return found
 
 

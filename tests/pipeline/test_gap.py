@@ -10,6 +10,7 @@ from fppo.assembly.run import assemble
 from fppo.pipeline.gap import WatchAnnotate
 from fppo.pipeline.step import ppo_step
 from fppo.rollout import embedded, stepping
+from fppo_kernels.table import needs_cpp
 from tests import tiny_run
 
 
@@ -67,3 +68,38 @@ def test_rows_of_an_earlier_policy_are_passed_over(tmp_path):
     assert stage(scored, run) == (scored, report)
     with pytest.raises(ValueError, match=r" = 3, where rounding explains at most 0\.1"):
         stage(tree.replace(scored, versions=torch.full_like(scored.versions, run.actor.step)), run)
+
+
+EXACT = {"rollout__exact": True, "actor__mini_batch_size": 4, "actor__epochs": 2}
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_an_exact_run_takes_the_engines_log_probs_and_measures_them_in_its_first_update(tmp_path):
+    tiny_run.write_task(tmp_path)
+    with assemble(tiny_run.settings(tmp_path, **EXACT)) as assembly:
+        run = assembly.run
+        for _ in range(2):
+            run, experience, report = ppo_step(run, program=assembly.program, draw=assembly.draw)
+            assert torch.equal(experience.old_log_probs, experience.rollout_log_probs)
+            found = metrics.report(report)
+            for name in ("ratio_mean", "ratio_max", "equal"):
+                assert found[f"training/rollout_{name}"] == 1
+            assert found["training/rollout_probs_diff_max"] == 0
+            counted = report["training/rollout_equal"].count
+            assert 0 < counted < experience.response_mask.sum()  # the first mini-batch
+            assert found["training/old_log_probs/engine"] == 1
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_an_exact_run_ends_where_a_bit_differs(tmp_path, monkeypatch):
+    scores = embedded.head_log_probs
+
+    def off(head, kernel, temperature):
+        log_probs = scores(head, kernel, temperature)
+        return lambda hidden, tokens: torch.nextafter(log_probs(hidden, tokens), torch.tensor(-9.0))
+
+    tiny_run.write_task(tmp_path)
+    with assemble(tiny_run.settings(tmp_path, **EXACT)) as assembly:
+        monkeypatch.setattr(embedded, "head_log_probs", off)
+        with pytest.raises(ValueError, match=r"rollout\.exact: 100\.00% of the engine's log-probs have other bits"):
+            ppo_step(assembly.run, program=assembly.program, draw=assembly.draw)

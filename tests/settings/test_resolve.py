@@ -6,7 +6,7 @@ import pytest
 from fppo.settings import checks, files, resolve
 from fppo.settings.resolve import CPU, Machine
 from fppo.settings.train import TrainSettings
-from fppo_kernels.table import BUILTIN
+from fppo_kernels.table import BUILTIN, EXACT
 
 H100, T4 = Machine(device="cuda", capability=(9, 0)), Machine(device="cuda", capability=(7, 5))
 NOWHERE = {"attention/varlen": "has no softcap", "log_probs/triton": "triton is not installed"}
@@ -142,3 +142,38 @@ def test_what_is_resolved_stays(machine):
     assert open_ == {"share_prompts"}  # which rows decide, not the machine
     for other in (CPU, H100, T4):
         assert resolve.resolved(once, other) == (once, [])
+
+
+def test_exact_rollouts_take_the_kernels_that_are_exact_and_the_engines_log_probs():
+    given = files.replace(TrainSettings(), {"rollout.exact": True, "model.rms_norm": "torch"})
+    settings, lines = resolve.resolved(given, CPU)
+    found = {op: getattr(settings.model, op) for op in EXACT}
+    assert found == {**EXACT, "rms_norm": "torch"}
+    assert not lines
+    assert resolve.old_log_probs_source(settings) == "engine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rollout.engine": "vllm"}, "rollout.engine = 'vllm' is a copy of the policy"),
+        ({"rollout.ahead": 1}, "rollout.ahead = 1 trains on what an earlier policy sampled"),
+        ({"device": "cuda"}, "device = 'cuda' has no exact kernels yet"),
+        ({"model.compute_dtype": "float16"}, "model.compute_dtype = 'float16'"),
+        ({"model.remove_padding": False}, "model.remove_padding = False"),
+        ({"model.compile_layers": True}, "model.compile_layers = True"),
+        ({"model.lora.rank": 4}, "model.lora = 'an adapter' is merged to decode"),
+        ({"model.attention": "eager"}, "model.attention = 'eager' is not exact, as cpp is"),
+        ({"model.linear": "float8"}, "model.linear = 'float8' is not exact, as onednn is"),
+        ({"mesh.tensor": 2}, "mesh.tensor = 2 adds up in parts"),
+        ({"mesh.context": 2}, "mesh.context = 2 adds up in parts"),
+        ({"algorithm.correction.name": "rollout"}, "algorithm.correction = 'rollout' has nothing to weigh"),
+        ({"algorithm.old_log_probs": "pass"}, "algorithm.old_log_probs = 'pass' asks for others"),
+    ],
+)
+def test_what_cannot_go_with_exact_rollouts_is_refused_by_name(changes, text):
+    settings = files.replace(TrainSettings(), {"rollout.exact": True, **changes})
+    found = [x for x in checks.problems(settings) if x.path == "rollout.exact"]
+    assert [text in str(x) for x in found] == [True]
+    assert "leave one of them out" in str(found[0])
+    assert not [x for x in checks.problems(files.replace(settings, {"rollout.exact": False})) if "exact" in str(x)]

@@ -54,6 +54,26 @@ void against(const T* rows, int64_t wide, const T* blocks, int64_t low, int64_t 
     }
 }
 
+// out[r, c] = the product of row r of [TILE, wide] with row c of [.., wide], for c from `low` to `high`, as `dots`.
+template <typename T>
+void multiply(const T* rows, int64_t wide, const T* keys, int64_t low, int64_t high, T* out, int64_t room) {
+  for (int64_t r = 0; r < TILE; ++r)
+    for (int64_t c = low; c < high; c += Vector<T>::lanes)
+      dots(rows + r * wide, keys + c * wide, wide, wide, out + r * room + c);
+}
+
+// sums[r] = the sum of row r of [TILE, room] from `low` to `high`, one after the other.
+template <typename T>
+void add_up(const T* rows, int64_t room, int64_t low, int64_t high, T* sums) {
+  constexpr int64_t TOGETHER = 8;
+  for (int64_t r = 0; r < TILE; r += TOGETHER) {
+    T own[TOGETHER] = {};
+    for (int64_t c = low; c < high; ++c)
+      for (int64_t i = 0; i < TOGETHER; ++i) own[i] += rows[(r + i) * room + c];
+    std::copy(own, own + TOGETHER, sums + r);
+  }
+}
+
 // out[r] += the sum over c of weights[r * by_row + c * by_column] * rows[c], for r from `low` to `high`.
 template <int64_t ROWS, typename T>
 void mix(const T* weights, int64_t by_row, int64_t by_column, int64_t low, int64_t high, const T* rows, int64_t begin,
@@ -164,6 +184,7 @@ void forward(const Raw* query, const Raw* key, const Raw* value, const T* sinks,
   {
     Side<T> keys{s.width}, values{s.value_width};
     std::vector<T> scores, tile(TILE * keys.wide), sums(TILE * values.wide);
+    T largest[TILE], totals[TILE];
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < s.sequences * s.kv_heads; ++task) {
       const int64_t sequence = task / s.kv_heads, kv = task % s.kv_heads, start = ends[sequence];
@@ -171,21 +192,27 @@ void forward(const Raw* query, const Raw* key, const Raw* value, const T* sinks,
       const int64_t at = key_ends[sequence] * s.kv_heads + kv;
       keys.read(key + at * s.width, span.keys, span.room, s.kv_heads);
       values.read(value + at * s.value_width, span.keys, span.room, s.kv_heads);
-      keys.lay_out();
       scores.resize(TILE * span.room);
       for (int64_t head = kv * s.groups(); head < (kv + 1) * s.groups(); ++head)
         for (int64_t begin = 0; begin < span.queries; begin += TILE) {
           const int64_t tokens = std::min(TILE, span.queries - begin), first = (start + begin) * s.heads + head;
           const int64_t low = span.low(begin), high = span.high(begin, tokens);
+          const T* sink = sinks == nullptr ? nullptr : sinks + head;
           copy(query + first * s.width, tokens, s.heads * s.width, s.width, tile.data(), TILE, keys.wide);
-          against(tile.data(), keys.wide, keys.blocks.data(), low, high, scores.data(), span.room);
+          multiply(tile.data(), keys.wide, keys.rows.data(), low, high, scores.data(), span.room);
           for (int64_t i = 0; i < tokens; ++i) {
             T* row = scores.data() + i * span.room;
             finish(row, rule, span, begin + i, low, high);
-            log_sums[first + i * s.heads] = softmax(row, low, high, sinks == nullptr ? nullptr : sinks + head);
+            largest[i] = exponentiate(row, low, high, sink);
           }
+          add_up(scores.data(), span.room, low, high, totals);
           std::fill(sums.begin(), sums.end(), T(0));
           mix<ROWS>(scores.data(), span.room, 1, 0, TILE, values.rows.data(), low, high, values.wide, sums.data());
+          for (int64_t i = 0; i < tokens; ++i) {
+            const T total = denominator(totals[i], largest[i], sink), share = 1 / total;
+            for (int64_t d = 0; d < values.wide; ++d) sums[i * values.wide + d] *= share;
+            log_sums[first + i * s.heads] = largest[i] + std::log(total);
+          }
           write(sums.data(), tokens, values.wide, out + first * s.value_width, s.heads, s.value_width);
         }
     }

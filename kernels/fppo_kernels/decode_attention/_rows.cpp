@@ -4,39 +4,38 @@ namespace {
 
 constexpr int64_t ANY = 0;  // a number of vectors that is not known when this is compiled
 
-// The products of a query of `width` numbers with `seen` keys, and in the room behind them any numbers. `PARTS` is
-// the number of vectors of the width, or ANY.
+// The products of a query of `width` numbers with `seen` keys, as `dots`, and in the room behind them any numbers.
+// `PARTS` is the number of vectors of the width, or ANY.
 template <int64_t PARTS, typename T, typename Raw>
 void multiply(const Raw* query, int64_t groups, const Raw* keys, int64_t seen, int64_t room, int64_t width, T* scores) {
-  typedef typename Vector<T>::type vector;
   constexpr int64_t LANES = Vector<T>::lanes;
-  for (int64_t c = 0; c < room; c += LANES)  // keys of a few columns are read by all queries of the group
+  const int64_t wide = PARTS == ANY ? (width + LANES - 1) / LANES * LANES : PARTS * LANES;
+  std::vector<T> filled(PARTS == ANY ? (groups + LANES) * wide : LANES * wide);
+  T *block = filled.data(), *queries = block + LANES * wide;
+  if constexpr (PARTS == ANY)
+    for (int64_t g = 0; g < groups; ++g)
+      for (int64_t d = 0; d < width; ++d) queries[g * wide + d] = widen(query[g * width + d]);
+  for (int64_t c = 0; c < room; c += LANES) {  // keys of a few columns are read by all queries of the group
+    const bool whole = c + LANES <= seen;
+    if (PARTS == ANY || !whole)
+      for (int64_t i = 0; i < std::min(LANES, seen - c); ++i)
+        for (int64_t d = 0; d < width; ++d) block[i * wide + d] = widen(keys[(c + i) * width + d]);
     for (int64_t g = 0; g < groups; ++g) {
-      const Raw* q = query + g * width;
       T* out = scores + g * room + c;
       if constexpr (PARTS == ANY) {
-        for (int64_t i = 0; i < LANES && c + i < seen; ++i) {
-          T sum = 0;
-#pragma omp simd reduction(+ : sum)
-          for (int64_t d = 0; d < width; ++d) sum += widen(q[d]) * widen(keys[(c + i) * width + d]);
-          out[i] = sum;
-        }
+        dots(queries + g * wide, block, wide, wide, out);
+      } else if (whole) {
+        dots(query + g * width, keys + c * width, width, PARTS * LANES, out);
       } else {
-        vector whole[PARTS], sums[LANES];
-        for (int64_t j = 0; j < PARTS; ++j) whole[j] = load<T>(q + j * LANES);
-        for (int64_t i = 0; i < LANES; ++i) {
-          const Raw* key = keys + (c + i < seen ? c + i : seen - 1) * width;
-          sums[i] = whole[0] * load<T>(key);
-          for (int64_t j = 1; j < PARTS; ++j) sums[i] += whole[j] * load<T>(key + j * LANES);
-        }
-        store(across(sums), out);
+        dots(query + g * width, block, wide, PARTS * LANES, out);
       }
     }
+  }
 }
 
-// scores [room] to exp(score) / (sum of all + exp(sink)), and 0 behind the `seen` ones.
+// Products to scores, and these to exp(score - largest), 0 behind the `seen` ones; the largest.
 template <typename T, typename Raw>
-void normalise(T* scores, int64_t seen, int64_t room, const Raw* bias, const T* sink, T scale, T softcap) {
+T weigh(T* scores, int64_t seen, int64_t room, const Raw* bias, const T* sink, T scale, T softcap) {
   for (int64_t c = 0; c < room; c += Vector<T>::lanes) store(load<T>(scores + c) * scale, scores + c);
   if (softcap != T(0))
     for (int64_t c = 0; c < seen; ++c) scores[c] = softcap * std::tanh(scores[c] / softcap);
@@ -44,31 +43,38 @@ void normalise(T* scores, int64_t seen, int64_t room, const Raw* bias, const T* 
 #pragma omp simd
     for (int64_t c = 0; c < seen; ++c) scores[c] += widen(bias[c]);
   for (int64_t c = seen; c < room; ++c) scores[c] = -std::numeric_limits<T>::infinity();
-  softmax(scores, 0, room, sink);
+  return exponentiate(scores, 0, room, sink);
 }
 
-// The sums of `seen` values of `width` numbers, weighed for each query of the group.
+// The sums of `seen` values of `width` numbers, weighed for each query of the group; and those of their weights.
 template <int64_t PARTS, typename T, typename Raw>
-void mix(const T* weights, int64_t groups, const Raw* values, int64_t seen, int64_t room, int64_t width, T* out) {
+void mix(const T* weights, int64_t groups, const Raw* values, int64_t seen, int64_t room, int64_t width, T* out,
+         T* totals) {
   typedef typename Vector<T>::type vector;
   constexpr int64_t LANES = Vector<T>::lanes;
-  for (int64_t i = 0; i < groups * width; ++i) out[i] = 0;
+  std::fill(out, out + groups * width, T(0));
+  std::fill(totals, totals + groups, T(0));
   for (int64_t c = 0; c < seen; c += LANES)
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t end = c + LANES < seen ? c + LANES : seen;
       const T* weight = weights + g * room;
-      T* sum = out + g * width;
+      T *sum = out + g * width, total = totals[g];
       if constexpr (PARTS == ANY) {
-        for (int64_t i = c; i < end; ++i)
+        for (int64_t i = c; i < end; ++i) {
+          total += weight[i];
 #pragma omp simd
           for (int64_t d = 0; d < width; ++d) sum[d] += weight[i] * widen(values[i * width + d]);
+        }
       } else {
         vector whole[PARTS];
         for (int64_t j = 0; j < PARTS; ++j) whole[j] = load<T>(sum + j * LANES);
-        for (int64_t i = c; i < end; ++i)
+        for (int64_t i = c; i < end; ++i) {
+          total += weight[i];
           for (int64_t j = 0; j < PARTS; ++j) whole[j] += weight[i] * load<T>(values + i * width + j * LANES);
+        }
         for (int64_t j = 0; j < PARTS; ++j) store(whole[j], sum + j * LANES);
       }
+      totals[g] = total;
     }
 }
 
@@ -89,16 +95,23 @@ void attend(const Raw* query, const Raw* keys, const Raw* values, const Raw* bia
   const auto of_values = FOR_WIDTH(mix, value_width);
 #pragma omp parallel num_threads(threads)
   {
-    std::vector<T> scores(groups * room), sums(groups * value_width);
+    std::vector<T> scores(groups * room), sums(groups * value_width), largest(groups), totals(groups);
 #pragma omp for
     for (int64_t task = 0; task < rows * heads; ++task) {
       const int64_t row = task / heads, head = task % heads, first = task * columns + start;
+      const T* sink = sinks == nullptr ? nullptr : sinks + head * groups;
+      const Raw* hidden = bias == nullptr ? nullptr : bias + row * columns + start;
       of_keys(query + task * groups * width, groups, keys + first * width, seen, room, width, scores.data());
       for (int64_t g = 0; g < groups; ++g)
-        normalise(scores.data() + g * room, seen, room, bias == nullptr ? nullptr : bias + row * columns + start,
-                  sinks == nullptr ? nullptr : sinks + head * groups + g, scale, softcap);
-      of_values(scores.data(), groups, values + first * value_width, seen, room, value_width, sums.data());
-      for (int64_t i = 0; i < groups * value_width; ++i) narrow(sums[i], out + task * groups * value_width + i);
+        largest[g] =
+            weigh(scores.data() + g * room, seen, room, hidden, sink == nullptr ? nullptr : sink + g, scale, softcap);
+      const Raw* own = values + first * value_width;
+      of_values(scores.data(), groups, own, seen, room, value_width, sums.data(), totals.data());
+      for (int64_t g = 0; g < groups; ++g) {
+        const T share = 1 / denominator(totals[g], largest[g], sink == nullptr ? nullptr : sink + g);
+        Raw* to = out + (task * groups + g) * value_width;
+        for (int64_t d = 0; d < value_width; ++d) narrow(sums[g * value_width + d] * share, to + d);
+      }
     }
   }
 }

@@ -14,8 +14,15 @@ from torch.nn import functional as F
 from fppo_kernels.shapes import Float
 
 
-def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias of [*, H] and [M, H]."""
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b.T + bias of [*, H] and [M, H].
+
+    A single row gets a second one of zeros: oneDNN multiplies it by another program, which adds up in another order. So
+    a row's bits do not depend on how many there are.
+    """
+    if a.numel() == a.shape[-1]:
+        alone = a.reshape(1, -1)
+        return product(torch.cat([alone, torch.zeros_like(alone)]), b, bias)[:1].view(*a.shape[:-1], b.shape[0])
     if torch.compiler.is_compiling():
         return _opaque(a, b, bias)
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
@@ -38,7 +45,7 @@ class _OnednnLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight, bias)
+        return product(x, weight, bias)
 
     @staticmethod
     @once_differentiable
@@ -48,7 +55,7 @@ class _OnednnLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         rows = grad.flatten(0, -2)
-        d_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        d_x = product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         d_weight = _weight_gradient(x.contiguous().flatten(0, -2), rows) if ctx.needs_input_grad[1] else None
         return d_x, d_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
@@ -56,8 +63,8 @@ class _OnednnLinear(torch.autograd.Function):
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
     """grad.T @ x [M, H]. The narrower of the two is the first operand, which is copied."""
     if grad.shape[1] > x.shape[1]:
-        return _product(x.t(), grad.t()).t().contiguous()
-    return _product(grad.t(), x.t())
+        return product(x.t(), grad.t()).t().contiguous()
+    return product(grad.t(), x.t())
 
 
 def onednn(
@@ -74,7 +81,7 @@ def onednn(
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         return _OnednnLinear.apply(x, weight, bias)
-    return _product(x, weight, bias)
+    return product(x, weight, bias)
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

@@ -39,17 +39,27 @@ inline T finish(const Raw* raw, int64_t count, const Rule<T>& rule, const T* bia
   return largest;
 }
 
-// The moments of each row's softmax, see _moments.py; `entropy` and `sum_squared` may be null.
+// What is known of each row's softmax after some columns: the largest logit z, sum exp(z - maximum), the sums of that
+// times (z - maximum) and of its square, and the logit of the label, once its column was among them.
+template <typename T>
+struct Known {
+  T *maximum, *sum, *dot, *squares, *label;
+};
+
+// Takes in the next columns, `first` and on. A row is gone through in parts that begin at the same columns however many
+// rows and columns come at a time, so its bits do not depend on that; slabs are to be whole parts wide, but the last.
 template <typename T, typename Raw>
-void measure(const Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, T* maximum, T* log_sum, T* entropy,
-             T* sum_squared, int64_t threads) {
+void measure(const Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, const int64_t* labels, int64_t first,
+             const Known<T>& known, int64_t threads) {
 #pragma omp parallel for num_threads(threads)
   for (int64_t row = 0; row < rows; ++row) {
-    T z[PART], bend[PART], largest = 0, sum = 0, dot = 0, squares = 0;
+    T z[PART], bend[PART], largest = known.maximum[row], sum = known.sum[row], dot = known.dot[row];
+    T squares = known.squares[row];
     for (int64_t begin = 0; begin < width; begin += PART) {
-      const int64_t count = std::min(PART, width - begin);
+      const int64_t count = std::min(PART, width - begin), label = labels[row] - first - begin;
       const T here = finish<T>(raw + row * width + begin, count, rule, rule.bias + begin, row, z, bend);
-      if (begin == 0) largest = here;
+      if (label >= 0 && label < count) known.label[row] = z[label];
+      if (first + begin == 0) largest = here;
       if (here > largest) {
         const T down = exponential(largest - here);
         dot = down * (dot + sum * (largest - here));
@@ -65,17 +75,24 @@ void measure(const Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, T
         part_sum += z[j];
         part_dot += z[j] * x;
       }
-      if (sum_squared != nullptr)
 #pragma omp simd reduction(+ : part_squares)
-        for (int64_t j = 0; j < count; ++j) part_squares += z[j] * z[j];
+      for (int64_t j = 0; j < count; ++j) part_squares += z[j] * z[j];
       sum += part_sum;
       dot += part_dot;
       squares += part_squares;
     }
-    maximum[row] = largest;
-    log_sum[row] = std::log(sum);
-    if (entropy != nullptr) entropy[row] = std::log(sum) - dot / sum;
-    if (sum_squared != nullptr) sum_squared[row] = squares / (sum * sum);
+    known.maximum[row] = largest, known.sum[row] = sum, known.dot[row] = dot, known.squares[row] = squares;
+  }
+}
+
+// The moments, see _moments.py, in the place of what is known of each row.
+template <typename T>
+void conclude(int64_t rows, const Known<T>& known) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const T sum = known.sum[row], log_sum = std::log(sum);
+    known.sum[row] = log_sum;
+    known.dot[row] = log_sum - known.dot[row] / sum;
+    known.squares[row] /= sum * sum;
   }
 }
 
@@ -111,10 +128,13 @@ void differentiate(Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, c
 
 #define FUNCTIONS(NAME, T, RAW)                                                                                     \
   extern "C" void measure_##NAME(const RAW* raw, int64_t rows, int64_t width, const T* bias, const T* temperature, \
-                                 double scale, double softcap, T* maximum, T* log_sum, T* entropy, T* sum_squared, \
-                                 int64_t threads) {                                                                 \
+                                 double scale, double softcap, const int64_t* labels, int64_t first, T* maximum,   \
+                                 T* sum, T* dot, T* squares, T* label, int64_t threads) {                           \
     const Rule<T> rule{bias, temperature, T(scale), T(softcap)};                                                    \
-    measure<T>(raw, rows, width, rule, maximum, log_sum, entropy, sum_squared, threads);                            \
+    measure<T>(raw, rows, width, rule, labels, first, {maximum, sum, dot, squares, label}, threads);                \
+  }                                                                                                                 \
+  extern "C" void conclude_##NAME(int64_t rows, T* maximum, T* sum, T* dot, T* squares, T* label, int64_t) {        \
+    conclude<T>(rows, {maximum, sum, dot, squares, label});                                                         \
   }                                                                                                                 \
   extern "C" void differentiate_##NAME(RAW* raw, int64_t rows, int64_t width, const T* bias, const T* temperature, \
                                        double scale, double softcap, const T* maximum, const T* log_sum,           \

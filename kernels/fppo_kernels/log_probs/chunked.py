@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,13 @@ CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
 class SlabWork(NamedTuple):
-    """The work on the numbers of a slab of raw logits [n, v], which it may overwrite."""
+    """The work on the numbers of slabs of raw logits [n, v]."""
 
-    # (inputs, slab, tokens, vocab, moments, split): writes the moments of a split of the vocabulary
-    measure: Callable[[PassInputs, Tensor, slice, slice, Moments, int], None]
+    # the logits of the labels [N], 0 for those of other ranks, and the moments of each split of the vocabulary
+    measure: Callable[[PassInputs], tuple[Tensor, Moments]]
     # (inputs, slab, tokens, vocab, coefficients, share, total): writes the gradient by the raw logits in their place,
-    # but for what is added at the labels; `share` [N] is the probability of the split, `total` the moments of all
-    differentiate: Callable[[PassInputs, Tensor, slice, slice, Coefficients, Tensor, Moments], None]
+    # but for what is added at the labels; `share()` [N] is the probability of the split, `total` the moments of all
+    differentiate: Callable[[PassInputs, Tensor, slice, slice, Coefficients, Callable[[], Tensor], Moments], None]
 
 
 class Rule(NamedTuple):
@@ -87,7 +88,8 @@ class PassInputs(NamedTuple):
         return (places >= 0) & (places <= last), places.clamp(0, last)
 
 
-def _split(length: int, size: int) -> list[slice]:
+def split_range(length: int, size: int) -> list[slice]:
+    """Parts of so many things, of `size` each but the last."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
@@ -95,17 +97,16 @@ def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
     """Parts of the vocabulary and of the tokens: a slab is one of each."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
-    return _split(len(inputs.weight), width), _split(len(inputs.hidden), tokens)
+    return split_range(len(inputs.weight), width), split_range(len(inputs.hidden), tokens)
 
 
 def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor, slice]]:
     """Some rows of a slab at a time, and the tokens that they are of."""
-    for block in _split(len(slab), max(1, tiles.block // slab.shape[1])):
+    for block in split_range(len(slab), max(1, tiles.block // slab.shape[1])):
         yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
 
 
-def _forward(inputs: PassInputs) -> tuple[Tensor, Moments]:
-    """Logits of the labels [N], and the moments of each split of the vocabulary."""
+def _measure(inputs: PassInputs) -> tuple[Tensor, Moments]:
     splits, runs = _slabs(inputs)
     moments = _moments.empty(len(splits), inputs.temperature)
     own = torch.zeros_like(inputs.temperature)[:, None]
@@ -114,7 +115,9 @@ def _forward(inputs: PassInputs) -> tuple[Tensor, Moments]:
             slab = matmul(inputs.hidden[tokens], inputs.weight[vocab].T, inputs.wide)
             inside, places = inputs.find(tokens, vocab)
             own[tokens] += torch.where(inside, slab.gather(1, places).to(inputs.wide), 0.0)
-            inputs.rule.work.measure(inputs, slab, tokens, vocab, moments, split)
+            for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
+                logits = inputs.logits(raw, rows, vocab)
+                _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
     inside, places = inputs.find(slice(None), slice(0, len(inputs.weight)))
     bias = None if inputs.bias is None else inputs.bias[places]
     return torch.where(inside, inputs.finish(own, bias, inputs.temperature[:, None]), 0.0)[:, 0], moments
@@ -180,24 +183,19 @@ def _write_d_raw(
     torch.mul(probs if bend is None else probs.mul_(bend), factor, out=out)
 
 
-def _measure(inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
-    for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
-        logits = inputs.logits(raw, rows, vocab)
-        _moments.put(moments, split, rows, logits, inputs.rule.entropy, inputs.rule.sum_squared)
-
-
 def _differentiate(
     inputs: PassInputs,
     slab: Tensor,
     tokens: slice,
     vocab: slice,
     coefficients: Coefficients,
-    share: Tensor,
+    share: Callable[[], Tensor],
     total: Moments,
 ) -> None:
+    own = share()
     for raw, rows in _blocks(slab, tokens, inputs.rule.tiles):
         logits = inputs.logits(raw, rows, vocab)
-        _write_d_raw(inputs, logits, rows, coefficients, share, total.maximum, out=raw)
+        _write_d_raw(inputs, logits, rows, coefficients, own, total.maximum, out=raw)
 
 
 BLOCKS = SlabWork(_measure, _differentiate)
@@ -217,7 +215,7 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide_bias = None if bias is None else bias.to(temperature)
         inputs = PassInputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
-        label_logits, moments = _forward(inputs)
+        label_logits, moments = rule.work.measure(inputs)
         label_logits = all_reduce(label_logits, axis)
         total = _moments.merge_ranks(moments, axis)
         ctx.save_for_backward(*inputs[1:], label_logits, *moments, *total)
@@ -254,7 +252,7 @@ def _backward(
     d_bias = torch.zeros_like(inputs.bias) if needed[2] and inputs.bias is not None else None
     splits, runs = _slabs(inputs)
     for split, vocab in enumerate(splits):
-        share = _moments.share(moments, split, total)
+        share = partial(_moments.share, moments, split, total)
         d_rows = None  # of the weight
         for tokens in runs:
             slab = matmul(hidden[tokens], weight[vocab].T, wide)

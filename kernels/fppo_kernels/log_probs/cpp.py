@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
-from fppo_kernels._cpp import call
+from fppo_kernels._cpp import call, kind_of
 from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs.chunked import Coefficients, PassInputs, SlabWork, chunked
+from fppo_kernels.log_probs.chunked import Coefficients, PassInputs, SlabWork, chunked, split_range
 from fppo_kernels.log_probs.reference import LogProbs
 from fppo_kernels.shapes import Float, Int
 
+_FILE = "log_probs/_epilogue.cpp"
+_WIDTH = 2048  # columns of a slab forward: whole parts of the program's, so that no bit depends on how many rows it has
 
-def _call(name: str, inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, *more: Tensor | None) -> None:
+
+def _rules(inputs: PassInputs, tokens: slice, vocab: slice) -> tuple[Tensor | None, Tensor | None, float, float]:
     rule = inputs.rule
     bias = None if inputs.bias is None else inputs.bias[vocab].contiguous()
     temperature = inputs.temperature[tokens].contiguous() if rule.tempered else None
-    rules = bias, temperature, float(rule.scale), float(rule.softcap or 0.0)
-    kind = str(slab.dtype).removeprefix("torch.")
-    call("log_probs/_epilogue.cpp", f"{name}_{kind}", slab, *slab.shape, *rules, *more)
+    return bias, temperature, float(rule.scale), float(rule.softcap or 0.0)
 
 
-def _measure(inputs: PassInputs, slab: Tensor, tokens: slice, vocab: slice, moments: Moments, split: int) -> None:
-    asked = True, True, inputs.rule.entropy, inputs.rule.sum_squared
-    outputs = [x[split, tokens] if wanted else None for x, wanted in zip(moments, asked, strict=True)]
-    _call("measure", inputs, slab, tokens, vocab, *outputs)
+def _measure(inputs: PassInputs) -> tuple[Tensor, Moments]:
+    """The logits of the labels, and the moments of the whole vocabulary as one split."""
+    *moments, label = known = inputs.temperature.new_zeros(5, len(inputs.hidden)).unbind()
+    vocabulary, labels = split_range(len(inputs.weight), _WIDTH), inputs.labels.contiguous()
+    width = max(1, min(len(inputs.weight), _WIDTH) * inputs.hidden.element_size())
+    for tokens in split_range(len(inputs.hidden), max(1, inputs.rule.tiles.slab // width)):
+        columns = [x[tokens] for x in known]
+        for vocab in vocabulary:
+            slab = matmul(inputs.hidden[tokens], inputs.weight[vocab].T, inputs.wide)
+            given = *_rules(inputs, tokens, vocab), labels[tokens], vocab.start
+            call(_FILE, f"measure_{kind_of(slab)}", slab, *slab.shape, *given, *columns)
+        call(_FILE, f"conclude_{kind_of(label)}", len(columns[0]), *columns)
+    return label, Moments(*(x[None] for x in moments))
 
 
 def _differentiate(
@@ -33,12 +46,13 @@ def _differentiate(
     tokens: slice,
     vocab: slice,
     coefficients: Coefficients,
-    share: Tensor,
+    share: Callable[[], Tensor],
     total: Moments,
 ) -> None:
     del share  # of the split, but the moments of the whole give probabilities at once
     columns = total.maximum, total.log_sum, *coefficients[:3]
-    _call("differentiate", inputs, slab, tokens, vocab, *(None if x is None else x[tokens] for x in columns))
+    given = *_rules(inputs, tokens, vocab), *(None if x is None else x[tokens] for x in columns)
+    call(_FILE, f"differentiate_{kind_of(slab)}", slab, *slab.shape, *given)
 
 
 _WORK = SlabWork(_measure, _differentiate)

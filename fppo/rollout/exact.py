@@ -1,0 +1,95 @@
+"""Rollouts whose log-probs are the training pass's own, bit for bit: what that takes of an engine.
+
+A token's log-prob has equal bits in both where each operation gives a row the same bits, whichever rows it is computed
+with, and where attention of one more token adds up as attention over packed rows does. Kernels say so of themselves
+(`fppo_kernels.table.EXACT`), `exact_probe.probe` tries them on this machine, and `laws.check_exact` whole engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from fppo import models
+from fppo.models.heads import Head
+from fppo.models.model import Model
+from fppo.runtime.mesh import Mesh
+from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels
+
+# The axes on which a token's log-prob keeps its bits, and those on which sums are added up in another order; a test
+# holds this table. Beside the last two the engine gathers what the trainer has in parts.
+KEEPS_BITS = {
+    "replicate": True,
+    "shard": True,
+    "sequence": True,
+    "pipeline": True,
+    "context": False,
+    "tensor": False,
+    "expert": False,
+}
+
+
+def head_log_probs(head: Head, kernel: Callable[..., object], temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function of hidden states [N, H] and tokens [N] to the log-probs [N] that a training pass computes of them."""
+
+    def log_probs(hidden: Tensor, tokens: Tensor) -> Tensor:
+        result = kernel(
+            hidden,
+            head.weight,
+            tokens,
+            bias=head.bias,
+            temperature=temperature,
+            softcap=head.softcap,
+            scale=head.scale,
+        )
+        return result.log_probs  # type: ignore[attr-defined]
+
+    return log_probs
+
+
+def rounded_product(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product of the head in its own dtype, widened: tokens are drawn from logits that are rounded as in training."""
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = linear(x, weight, bias)
+        return out.float() if out.dtype.itemsize < 4 else out
+
+    return product
+
+
+def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
+    """Why the rollouts of a model would not have the bits of its training passes."""
+    kind = model.config.model_type
+    if model.stateful:
+        yield f"layers of model type {kind!r} carry states, which decoding carries on in another order"
+    if model.routers:
+        yield f"model type {kind!r} has experts, whose products take as many rows as choose them"
+    if model.vision is not None:
+        yield f"model type {kind!r} takes images, and its vision tower has no exact kernels"
+    if model.frozen is not None:
+        yield "an adapter is merged to decode, and runs beside its base in training"
+    if model.compile_layers:
+        yield "compiled layers are programs for each number of rows"
+    yield from _other_kernels(model, kernels)
+    for name, keeps in KEEPS_BITS.items():
+        if not keeps and mesh[name].size > 1:
+            yield f"a {name} axis of {mesh[name].size} ranks adds up in parts"
+
+
+def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
+    """Built-in kernels that make no such promise. Functions of the user's own are tried before a run."""
+    text = model.text_of(model.skeleton)
+    for op, name in EXACT.items():
+        fn = getattr(kernels, op)
+        known = next((each for each, x in BUILTIN[op].items() if x.is_of(fn)), name)
+        if known != name and (op not in INSIDE or models.has_place(text, op)):
+            lacking = BUILTIN[op][name].refuse()
+            remedy = f"give model.{op} = {name!r}" if lacking is None else f"{op}/{name} cannot run here: {lacking}"
+            yield f"kernel {op}/{known} adds up in an order that depends on other rows ({remedy})"
+
+
+def check_exact_engine(model: Model, kernels: Kernels, mesh: Mesh) -> None:
+    """Raises ValueError for an engine that cannot be exact, with the reasons."""
+    if reasons := list(hindrances(model, kernels, mesh)):
+        raise ValueError(f"exact = True: {'; '.join(reasons)}; leave exact out")
