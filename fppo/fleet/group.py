@@ -22,29 +22,24 @@ from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.outline import put_together
 from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
+from fppo.runtime.restarts import Lost
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
 _LOOK = 1.0  # seconds between two looks at the clock, at most
 _CALLS = 4096  # of the last ones, what is known of them until it is asked for
 
 
-class RankLost(Exception):
-    """A rank's process is gone, or does not come, and the text says what is known of it; `again`: whether it might come
-    another time."""
-
-    def __init__(self, text: str, *, again: bool = True) -> None:
-        super().__init__(text)
-        self.again = again
+class RankLost(Lost):
+    """A rank's process is gone, or did not start; the text says what is known of it."""
 
 
-class GroupDied(RuntimeError):
-    """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew, if
-    that may help: where there was no room within the group's patience, `again` is False. `silent`: its ranks did not
-    answer in time."""
+class GroupDied(Lost):
+    """A group has lost its ranks; `group` is its name. `Group.start` begins anew, but `again` is False if there was no
+    room within the group's patience. `silent`: its ranks did not answer in time."""
 
     def __init__(self, group: str, text: str, *, again: bool = True, silent: bool = False) -> None:
-        super().__init__(text)
-        self.group, self.again, self.silent = group, again, silent
+        super().__init__(text, again=again)
+        self.group, self.silent = group, silent
 
 
 @attrs.frozen
@@ -220,7 +215,7 @@ class Group:
             only = f"a value on the ranks of group {lease.group!r}: only its own ranks have that"
             raise ValueError(f"{label} runs on group {self.name!r}, and is given {only}")
         if lease.life != self.life:
-            lost = f"is of start {lease.life} of group {self.name!r}, whose ranks run for the {self.life}. time"
+            lost = f"is of start {lease.life} of group {self.name!r}, which has been started {self.life} times"
             raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
 
     def _handles(self, call: int, stayed: Stayed) -> Any:

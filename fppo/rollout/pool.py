@@ -29,6 +29,7 @@ from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.records import check_prompts, response_limits, widened
 from fppo.rollout.sync import Bucket, CopyOrigin, How
 from fppo.rollout.vllm.host import EngineDied
+from fppo.runtime.restarts import Lost, Restarts
 
 _ENDING = 100  # tenths of seconds in which the thread of an engine may end
 
@@ -69,7 +70,7 @@ class _Replica:
     generate: Any
     params: Params | None = None
     origin: CopyOrigin | None = None  # of those weights
-    up: bool = True
+    lost: Lost | None = None  # until it is up again
     gone: bool = False  # for good
 
     def holds(self, params: Params, version: int) -> bool:
@@ -118,8 +119,7 @@ class EnginePool:
         on_host: bool = False,
     ) -> None:
         self._groups, self._make, self._policy, self._names = list(groups), make, policy, set(names)
-        self._pad, self._rows, self._restarts, self._limit = pad_token_id, rows, restarts, restarts
-        self._on_host = on_host
+        self._pad, self._rows, self._restarts, self._on_host = pad_token_id, rows, Restarts(restarts), on_host
         self._replicas: list[_Replica] = []
         self._threads: list[threading.Thread] = []
         self._one = InOrder()  # rollout at a time
@@ -155,7 +155,7 @@ class EnginePool:
         requests = _requests(ask, self._rows)
         work = _RolloutWork(params, ask, requests, deque(range(len(requests))))
         with self._one:
-            self._send([replica for replica in self._replicas if replica.up], params, ask.version)
+            self._send([replica for replica in self._replicas if replica.lost is None], params, ask.version)
             try:
                 with self._changed:
                     self._work = work
@@ -176,36 +176,46 @@ class EnginePool:
         if isinstance(self._policy.group, LocalGroup):
             return
         with self._one:
-            self._send([replica for replica in self._replicas if replica.up], params, 0)
+            self._send([replica for replica in self._replicas if replica.lost is None], params, 0)
 
     def _tell(self, work: _RolloutWork) -> None:
         """Warns of engines that died since the last time. Raises what ended the work before it was done."""
         with self._changed:
             deaths, self._told = self._deaths[self._told :], len(self._deaths)
-        again = f"it may be started again {self._restarts} of {self._limit} times more"
+        limit = self._restarts.limit
+        again = f"it may be started again {limit - self._restarts.used} of {limit} times more"
         for death in deaths:
             warnings.warn(f"{death}; others answer for it, and {again}", RuntimeWarning, stacklevel=4)
         if work.error is not None:
             raise work.error
         if not work.ended:
-            text = f"all {len(self._replicas)} engines are gone, after {self._limit} starts again; the last: "
+            text = f"all {len(self._replicas)} engines are gone, after {limit} starts again; the last: "
             raise GroupDied(self._groups[0].name, f"{text}{self._deaths[-1]}")
 
     def _live(self, replica: _Replica) -> None:
-        """Run the loop of an engine's thread."""
-        while self._next(replica):
-            pass
+        """Run an engine's thread until the pool is closed, or the engine is gone for good."""
+
+        def attempt() -> None:
+            while self._next(replica):
+                pass
+
+        try:
+            self._restarts.run(attempt, Lost, lambda _: self._start_again(replica))
+        except Lost:
+            with self._changed:
+                replica.gone = True
+                self._changed.notify_all()
 
     def _next(self, replica: _Replica) -> bool:
-        """The next thing that is to be done for an engine; whether there may be more."""
+        """Have an engine answer its next request; returns whether there may be more, and raises Lost once it is."""
         with self._changed:  # in a function of its own: what waits here keeps no work, whose parameters are large
-            self._changed.wait_for(lambda: self._closed or not replica.up or self._wanted())
-            if self._closed or replica.gone:
+            self._changed.wait_for(lambda: self._closed or replica.lost is not None or self._wanted())
+            if self._closed:
                 return False
+            if replica.lost is not None:
+                raise replica.lost
             work = self._work
-        if not replica.up:
-            self._start_again(replica)
-        elif work is not None:
+        if work is not None:
             self._serve(replica, work)
         return True
 
@@ -214,12 +224,6 @@ class EnginePool:
         return self._work is not None and self._work.error is None and bool(self._work.todo)
 
     def _start_again(self, replica: _Replica) -> None:
-        with self._changed:
-            replica.gone = not self._restarts
-            self._restarts -= not replica.gone
-            self._changed.notify_all()
-        if replica.gone:
-            return
         try:
             replica.group.start()
             replica.generate = self._make(replica.group)
@@ -227,7 +231,7 @@ class EnginePool:
             self._lose(replica, error)
             return
         with self._changed:
-            replica.up = True
+            replica.lost = None
 
     def _serve(self, replica: _Replica, work: _RolloutWork) -> None:
         """Has the engine answer a request."""
@@ -236,7 +240,7 @@ class EnginePool:
             if not replica.holds(work.params, work.ask.version):
                 self._bring(replica, work)
             with self._changed:
-                if not replica.up or work is not self._work or not self._wanted():
+                if replica.lost is not None or work is not self._work or not self._wanted():
                     return
                 number = work.todo.popleft()
             answer = self._answer(replica, work, work.requests[number])
@@ -307,7 +311,7 @@ class EnginePool:
 
     def _lose(self, replica: _Replica, error: BaseException) -> None:
         with self._changed:
-            replica.up, replica.params, replica.origin = False, None, None
+            replica.lost, replica.params, replica.origin = Lost(str(error)), None, None
             self._deaths.append(str(error))
             self._changed.notify_all()
 

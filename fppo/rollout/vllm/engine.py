@@ -49,6 +49,7 @@ from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata,
 from fppo.rollout.vllm.vision import inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.parts import dtypes_of
+from fppo.runtime.restarts import Restarts
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
@@ -333,33 +334,37 @@ class VllmEngine:
                 tokens = answer.tokens.tolist()
                 ask.on_finished(row, tokens, "stop" if ask.sampling.stopped(tokens) else "length")
 
-        for left in range(self._options.restarts, -1, -1):
+        def attempt() -> list[Answer]:
             rows = [row for row in range(len(request.prompts)) if row not in answers]
             died = None
             try:
                 if self._any(not self._holds(params, ask.version), params):
                     self.sync(params, version=ask.version)
                 if rows:
-                    self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
+                    self._generate(request.part(rows), lambda i, x: keep(rows[i], x))
             except EngineDied as error:
                 died = error
-            if not self._any(died is not None, params):
-                return [answers[row] for row in range(len(request.prompts))]
-            if not left:
-                died = died or DiedElsewhere("the vLLM of another rank died")
-                died.add_note(
-                    f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
-                    "a run that is started again goes on from its last checkpoint"
-                )
-                raise died
-            if died is not None and not isinstance(died, DiedElsewhere):
+            if self._any(died is not None, params):
+                raise died or DiedElsewhere("the vLLM of another rank died")
+            return [answers[row] for row in range(len(request.prompts))]
+
+        def restart(died: EngineDied) -> None:
+            if not isinstance(died, DiedElsewhere):
                 self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
-        raise AssertionError
+
+        try:
+            return Restarts(self._options.restarts).run(attempt, EngineDied, restart)
+        except EngineDied as died:
+            died.add_note(
+                f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
+                "a run that is started again goes on from its last checkpoint"
+            )
+            raise
 
     def _replace(self, died: EngineDied, done: str) -> None:
         self.replaced += 1  # and named: a warning of the same text is shown once
         text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
         self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
 
     def _generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:

@@ -20,6 +20,7 @@ from fppo.models.vision import takes_images
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_stops
 from fppo.rollout.sync import How
+from fppo.runtime.restarts import Lost
 
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
@@ -32,7 +33,7 @@ class EngineFailure(RuntimeError):
     """vLLM did not start, or stopped working; the message says which setting may help."""
 
 
-class EngineDied(EngineFailure):
+class EngineDied(EngineFailure, Lost):
     """The process that ran vLLM is gone; a new one may go on with what is left."""
 
 
