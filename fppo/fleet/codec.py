@@ -77,7 +77,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
             small[key].append(place)
     # the widest first: so all are aligned as their dtypes want it
     alike = sorted(small.items(), key=lambda each: -each[0][1].itemsize)
-    parts = [_bytes(_stacked([tensors[place] for place in places])) for _, places in alike]
+    parts = [flat(_stacked([tensors[place] for place in places])) for _, places in alike]
     packed = PackedTree(
         outline,
         kinds,
@@ -130,7 +130,7 @@ def tree_of(
 
 def array_of(x: Tensor) -> np.ndarray:
     """The bytes of a tensor, in its own memory if that is contiguous and on the host."""
-    return _bytes(x).cpu().numpy()
+    return flat(x).cpu().numpy()
 
 
 def bytes_of(array: np.ndarray) -> Tensor:
@@ -138,7 +138,8 @@ def bytes_of(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, of arrays that must not be written
         x = torch.from_numpy(array)
-    return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+    aligned = x.data_ptr() % _ALIGNED == 0 and len(x) > 0  # numpy's stride of nothing is 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _of_kind(leaves: list[Any], kinds: bytes, kind: int) -> list[Any]:
@@ -163,7 +164,8 @@ def _parted(stacked: Tensor) -> list[Tensor]:
     return [x.data for x in room.view(stacked.shape).unbind()]  # .data: writing into one is not writing into all
 
 
-def _bytes(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
+    """The bytes of a tensor, on its device: uint8 [N], in its own memory if that is contiguous."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -19,8 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader, StopTexts
+from fppo.fleet.codec import PackedTree
 from fppo.models.vision import takes_images
-from fppo.rollout.shared_memory import Place
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, check_installed
@@ -72,10 +72,10 @@ class LocalHost:
         with _as_sync_error():
             self.call("fppo_take_in", tensors)
 
-    def take_in_from(self, path: str, places: list[Place]) -> None:
+    def take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
         """Takes weights in from the memory of another process of this machine."""
         with _as_sync_error():
-            self.call("fppo_take_in_from", path, places)
+            self.call("fppo_take_in_from", path, packed, spans)
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
         """Each weight's digest as it came to every worker, and the parameters that a worker did not fill."""

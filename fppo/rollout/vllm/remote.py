@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from fppo.fleet import Group, GroupDied, Processes, RankSpec
+from fppo.fleet.codec import flat, pack
 from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster, joined
+from fppo.fleet.shared import Memory
 from fppo.models.model import Model
-from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import EngineGpus, gpus_of
 from fppo.rollout.vllm.families import check_family
@@ -56,7 +57,7 @@ class RemoteHost:
         self._options = options
         ranks, alone = _ranks_of(options)
         self._group = Group("vllm", ranks, patience=options.start_patience)
-        self._memories = [SharedMemory.make() for _ in range(2)] if options.host == "process" else []
+        self._memories = [Memory(reused=True) for _ in range(2)] if options.host == "process" else []
         self._loading: Future[None] | None = None
         self._finalizer = weakref.finalize(self, _end, self._group, self._memories)
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
@@ -82,8 +83,9 @@ class RemoteHost:
         """Implement `LocalHost.take_in`; what goes wrong the next call raises, or `end_load`."""
         if self._memories:
             self._memories.reverse()
-            path, places = self._memories[0].path, self._memories[0].put(tensors)
-            load = partial(self._ask, "take_in_from", path, places)
+            packed, large = pack(dict(tensors))
+            spans = [place[1:] for place in self._memories[0].put([flat(x) for x in large])]
+            load = partial(self._ask, "take_in_from", self._memories[0].path, packed, spans)
         else:
             load = partial(self._ask, "take_in", tensors, fn=_take_in)
         self._loaded()
@@ -176,10 +178,9 @@ def _environment(gpus: EngineGpus | None) -> dict[str, str]:
     return variables
 
 
-def _end(group: Group, memories: Sequence[SharedMemory]) -> None:
+def _end(group: Group, memories: list[Memory]) -> None:
     group.close()
-    for memory in memories:
-        memory.close()
+    memories.clear()
 
 
 def _begun(do: Callable[[], None]) -> Future[None]:

@@ -20,10 +20,11 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
     MoveDirectionality,
 )
 
+from fppo.fleet.codec import PackedTree, tensors_of, tree_of
+from fppo.fleet.shared import Memory
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
-from fppo.rollout.shared_memory import Place, SharedMemory
 from fppo.rollout.sync import How, digest
 from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.host import Answer
@@ -146,7 +147,7 @@ class Extension:
     device: torch.device
     model_runner: Any
     vllm_config: Any
-    fppo_memory: Mapping[str, SharedMemory] = {}  # of the process that sends weights, by its path
+    fppo_memory: Mapping[str, Memory] = {}  # of the process that sends weights, by its path
     start_weight_update: Any
     finish_weight_update: Any
 
@@ -195,11 +196,12 @@ class Extension:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(here.items())
 
-    def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
-        """Takes weights in that another process has put into its memory."""
+    def fppo_take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
+        """Takes weights in that another process has put into its memory: large ones in these spans of bytes."""
         if path not in self.fppo_memory:  # kept open: it is mapped, and pinned, once
-            self.fppo_memory = {**self.fppo_memory, path: SharedMemory.at(path)}
-        self.fppo_take_in(self.fppo_memory[path].get(places, self.device))
+            self.fppo_memory = {**self.fppo_memory, path: Memory.at(path)}
+        arrays = self.fppo_memory[path].get(spans, self.device)
+        self.fppo_take_in(tree_of(packed, tensors_of(packed, arrays, device=self.device)))
 
     def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
         """All is here: the digest of each weight as it came, and the names of what vLLM did not fill."""
