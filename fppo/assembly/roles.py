@@ -46,7 +46,7 @@ from fppo.pipeline.passes import (
     balance_of,
 )
 from fppo.pipeline.program import Base, Together, UpdateStage, in_turn
-from fppo.rollout.placed import Generate
+from fppo.rollout.pool import Generate
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.train import TrainSettings
 from fppo.steps.clock import Clock

@@ -43,8 +43,7 @@ from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
 from fppo.rollout.engine import Engine
 from fppo.rollout.interrupt import InterruptibleEngine
-from fppo.rollout.placed import PlacedEngine
-from fppo.rollout.pool import EnginePool
+from fppo.rollout.pool import EnginePool, PlacedEngine
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first

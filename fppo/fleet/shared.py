@@ -115,18 +115,18 @@ def put(arrays: Sequence[np.ndarray]) -> list[ArrayPlace] | None:
 
 
 class PipeLane:
-    """One end of a pipe (`multiprocessing.Pipe`), which this takes over, that carries parcels."""
+    """One end of a pipe (`multiprocessing.Pipe`) that carries parcels. It takes the end over."""
 
     def __init__(self, line: Connection) -> None:
         self._socket = socket.socket(fileno=os.dup(line.fileno()))
         line.close()
 
     def close(self) -> None:
-        """Gives the end back."""
+        """Close the end."""
         self._socket.close()
 
     def send(self, parcel: Parcel) -> None:
-        """Sends it. Raises OSError if the other end is gone."""
+        """Send a parcel. Raises OSError if the other end is gone."""
         places = [x for x in parcel.arrays if isinstance(x, ArrayPlace)]
         memories = list(dict.fromkeys(place.memory for place in places))
         where = [(memories.index(place.memory), place.start, place.size) for place in places]
@@ -157,7 +157,7 @@ class PipeLane:
                 os.close(file)
 
     def _sent(self, data: bytes, beside: list[Any], files: list[int]) -> bool:
-        """Whether it could be sent; not where more files are on their way than the system lets be."""
+        """Send one; False if more files are in flight than the system allows."""
         pickled = pickle.dumps(beside, pickle.HIGHEST_PROTOCOL) if beside else b""
         whole = memoryview(b"".join((_HEAD.pack(len(files), len(data), len(pickled)), data, pickled)))
         begun = 0
@@ -184,7 +184,7 @@ class PipeLane:
 
 
 def _mapped(file: int, size: int) -> np.ndarray:
-    """The first bytes of a file in memory. What is written into them nobody else sees."""
+    """Map the first bytes of a file in memory. Nobody else sees what is written into them."""
     with contextlib.suppress(RuntimeError):  # torch keeps no file open for it, while Python's mmap does
         return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=size, dtype=torch.uint8).numpy()
     return _read(file, 0, size)

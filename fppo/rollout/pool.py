@@ -19,13 +19,13 @@ from torch import Tensor
 
 from fppo import batch as batches
 from fppo import tree
-from fppo.batch import Rollout
+from fppo.batch import Prompts, Rollout
 from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, LocalGroup, at_once
+from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
-from fppo.rollout.engine import Ask
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.in_order import InOrder
-from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.records import check_prompts, response_limits, widened
 from fppo.rollout.sync import Bucket, CopyOrigin, How
 from fppo.rollout.vllm.host import EngineDied
@@ -34,6 +34,34 @@ from fppo.runtime.restarts import Lost, Restarts
 _ENDING = 100  # tenths of seconds in which the thread of an engine may end
 
 Params = Mapping[str, Any]  # tensors, or handles of them
+Generate = Callable[[Mapping[str, Tensor], Ask], Rollout]
+
+
+@attrs.frozen
+class PlacedEngine:
+    """The engine whose `generate` the group's ranks hold. Parameters are handles there; rows are not reported as they
+    finish, since whoever listens is elsewhere."""
+
+    group: Group
+    engine: Any  # a handle of `Engine.generate`
+
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
+        """Their rollout."""
+        asked = (ask.prompts, ask.sampling, ask.key, ask.version, ask.limits, ask.offset)
+        return self.group.call(_generate, self.engine, params, *asked, label="generate")
+
+
+def _generate(
+    generate: Generate,
+    params: Mapping[str, Tensor],
+    prompts: Prompts,
+    sampling: Sampling,
+    key: Key,
+    version: int,
+    limits: Tensor | None,
+    offset: int,
+) -> Rollout:
+    return generate(params, Ask(prompts, sampling, key, version=version, limits=limits, offset=offset))
 
 
 @attrs.frozen(kw_only=True)
