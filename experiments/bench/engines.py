@@ -17,7 +17,7 @@ from fppo.fleet import HERE, LOCAL_GROUP, Group, Here, RankSpec, cluster
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import Ask, EmbeddedEngine, EnginePool, Policy, Sampling
-from fppo.rollout.placed import Generate
+from fppo.rollout.pool import Generate
 from fppo_kernels.table import Kernels
 
 

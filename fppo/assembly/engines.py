@@ -20,7 +20,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Engine
 from fppo.rollout.exact_probe import probe_exact
 from fppo.rollout.interrupt import InterruptibleEngine
-from fppo.rollout.placed import Generate
+from fppo.rollout.pool import Generate
 from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine

@@ -47,8 +47,7 @@ from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import ScoreFn
 from fppo.pipeline.truth import Known, critic_truth, one_answer
 from fppo.rollout.engine import Engine
-from fppo.rollout.placed import Generate, PlacedEngine
-from fppo.rollout.pool import EnginePool, Policy
+from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh

@@ -25,6 +25,7 @@ from fppo.runs import evaluations, origins, sampling, saved, session, starts
 from fppo.runs.resuming import check_bases
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
+from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
@@ -49,18 +50,19 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     if is_first(here.mesh):
         session.check_alone(settings)
-    for attempt in range(1, settings.placement.restarts + 1):
-        try:
-            return _trained(settings, here)
-        except GroupDied as error:
-            if not error.again:
-                raise
-            settings = attrs.evolve(settings, resume="auto")  # checkpoints in output_dir are this run's now
-            steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
-            since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
-            again = f"starting the pools again ({attempt} of {settings.placement.restarts} times), from {since}"
-            print(f"fppo: {printable(str(error))}; {again}", file=sys.stderr, flush=True)
-    return _trained(settings, here)
+    restarts = Restarts(settings.placement.restarts)
+
+    def attempt() -> int:
+        # after a restart checkpoints in output_dir are this run's own
+        return _trained(attrs.evolve(settings, resume="auto") if restarts.used else settings, here)
+
+    def restart(died: GroupDied) -> None:
+        steps = checkpoint.steps(Path(settings.output_dir) / session.CHECKPOINTS)
+        since = f"the checkpoint of step {steps[-1]}" if steps else "the start"
+        again = f"starting the pools again ({restarts}), from {since}"
+        print(f"fppo: {printable(str(died))}; {again}", file=sys.stderr, flush=True)
+
+    return restarts.run(attempt, GroupDied, restart)
 
 
 def _trained(settings: TrainSettings, here: CommandRank) -> int:

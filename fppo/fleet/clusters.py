@@ -26,7 +26,7 @@ class Cluster(Protocol):
 
 
 class ThisMachine:
-    """This machine. Its GPUs, as far as this process sees them, are dealt out from the first on."""
+    """This machine. Its GPUs that this process sees are dealt out, from the first on."""
 
     def __init__(self) -> None:
         self._gpus: Gpus | None = None  # until they are asked for
@@ -50,8 +50,8 @@ class ThisMachine:
 
 
 def cluster(name: str) -> AbstractContextManager[Cluster]:
-    """The one that is called "processes", of this machine; "local", a Ray cluster that is made on it; or
-    the Ray cluster at an address.
+    """The cluster of this name: "processes" is this machine, "local" a new Ray cluster on it; else the address of a Ray
+    cluster.
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
@@ -62,14 +62,14 @@ _LEAST = 1e-6  # of a GPU: three thirds are one
 
 
 class Gpus:
-    """So many GPUs, which are dealt out from the first on."""
+    """A number of GPUs, dealt out from the first on."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = [1.0] * count
 
     def deal(self, ranks: int, each: float) -> list[tuple[int, ...]]:
-        """The GPUs of each rank: so many of its own, or a share of one. Raises ValueError if there are too few."""
+        """The GPUs of each rank: `each` of its own, or a share of one. Raises ValueError if there are too few."""
         free, dealt = list(self._free), list[tuple[int, ...]]()
         need, share = math.ceil(each), each if each < 1 else 1.0
         for _ in range(ranks):

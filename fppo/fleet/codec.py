@@ -1,14 +1,15 @@
-"""Trees on their way between processes, through the memory of their hosts: small tensors as one array of bytes, large
-ones each by itself."""
+"""Trees on their way between processes: an outline and its leaves, small tensors as one array of bytes, large ones each
+by itself, all through the memory of their hosts."""
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from itertools import compress, groupby
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress, groupby, islice
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -16,10 +17,10 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fppo.fleet.held import Held, Lease
-from fppo.fleet.outline import Outline, put_together, taken_apart
 
 BIG = 1 << 16  # bytes from which a tensor travels by itself
 CPU = torch.device("cpu")
@@ -28,8 +29,13 @@ _PLAIN, _TENSOR, _HELD = range(3)  # kinds of leaves
 _IS = [bytes(code == kind for code in range(256)) for kind in range(3)]  # of a kind, by what every byte stands for it
 _KEY = attrgetter("device", "dtype", "shape")
 
+# Of a leaf None. Of a node its type, what its type says of it beside its children (of a dict the keys), and the
+# outlines of these, or their number where all are leaves.
+Outline = tuple[type, Any, "int | tuple[Outline, ...]"] | None
 # handles that follow each other: the call and the part they are of, and their leaves
 Run = tuple[int, int, Sequence[int]]
+
+_is_namedtuple = functools.lru_cache(1024)(pytree.is_namedtuple_class)
 
 
 @attrs.frozen
@@ -43,7 +49,7 @@ class _Alike:
 
 @attrs.frozen
 class PackedTree:
-    """A tree; large tensors of it are beside it."""
+    """A tree without its large tensors, which travel beside it."""
 
     outline: Outline
     kinds: bytes  # of its leaves
@@ -63,7 +69,7 @@ class PackedTree:
 
 
 def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[PackedTree, list[Tensor]]:
-    """The tree, and its large tensors as they are. `check` raises for results whose handles must not be in it."""
+    """The packed tree, and its large tensors as they are. `check` raises for handles that must not be in it."""
     outline, leaves = taken_apart(tree)
     types = list(map(type, leaves))
     kind_of = {x: _HELD if issubclass(x, Held) else _TENSOR if issubclass(x, Tensor) else _PLAIN for x in set(types)}
@@ -77,7 +83,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
             small[key].append(place)
     # the widest first: so all are aligned as their dtypes want it
     alike = sorted(small.items(), key=lambda each: -each[0][1].itemsize)
-    parts = [_bytes(_stacked([tensors[place] for place in places])) for _, places in alike]
+    parts = [flat(_stacked([tensors[place] for place in places])) for _, places in alike]
     packed = PackedTree(
         outline,
         kinds,
@@ -91,7 +97,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
 
 
 def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
-    """The handles, as messages name them. `check` raises for a result whose handles must not be among them."""
+    """Handles as ranges of numbers, as messages name them."""
     found: list[Run] = []
     for lease, each in groupby(held, attrgetter("lease")):
         check(lease)
@@ -123,14 +129,14 @@ def tree_of(
     plain: Callable[[Any], Any] = lambda x: x,
     held: Callable[[list[Run]], Iterable[Any]] = lambda _: (),
 ) -> Any:
-    """The tree with these tensors. `held` has what handles stand for, and `plain` what leaves of other kinds do."""
+    """Put a tree together from its tensors. `held` gives the values of handles, and `plain` converts other leaves."""
     leaves = iter(map(plain, packed.plain)), iter(tensors), iter(held(packed.held))
     return put_together(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
 
 
 def array_of(x: Tensor) -> np.ndarray:
     """The bytes of a tensor, in its own memory if that is contiguous and on the host."""
-    return _bytes(x).cpu().numpy()
+    return flat(x).cpu().numpy()
 
 
 def bytes_of(array: np.ndarray) -> Tensor:
@@ -138,7 +144,8 @@ def bytes_of(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch's, of arrays that must not be written
         x = torch.from_numpy(array)
-    return x if x.data_ptr() % _ALIGNED == 0 else x.clone()
+    aligned = x.data_ptr() % _ALIGNED == 0 and len(x) > 0  # numpy's stride of nothing is 0
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _of_kind(leaves: list[Any], kinds: bytes, kind: int) -> list[Any]:
@@ -163,7 +170,8 @@ def _parted(stacked: Tensor) -> list[Tensor]:
     return [x.data for x in room.view(stacked.shape).unbind()]  # .data: writing into one is not writing into all
 
 
-def _bytes(x: Tensor) -> Tensor:
+def flat(x: Tensor) -> Tensor:
+    """The bytes of a tensor, on its device: uint8 [N], in its own memory if that is contiguous."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
@@ -177,15 +185,66 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
+def taken_apart(tree: Any) -> tuple[Outline, list[Any]]:
+    """The outline of a tree and its leaves, which are those of torch's pytrees, in their order."""
+    leaves: list[Any] = []
+    return _outline(tree, leaves), leaves
+
+
+def put_together(outline: Outline, leaves: Iterable[Any]) -> Any:
+    """The tree with this outline and these leaves."""
+    return _tree(outline, iter(leaves))
+
+
+def _is_node(kind: type) -> bool:
+    return kind in pytree.SUPPORTED_NODES or _is_namedtuple(kind)
+
+
+def _outline(x: Any, leaves: list[Any]) -> Outline:
+    kind = type(x)
+    if kind is dict:
+        return kind, tuple(x), _inside(x.values(), leaves)
+    if kind is list or kind is tuple or _is_namedtuple(kind):
+        return kind, None, _inside(x, leaves)
+    if kind not in pytree.SUPPORTED_NODES:
+        leaves.append(x)
+        return None
+    children, context = pytree.SUPPORTED_NODES[kind].flatten_fn(x)
+    return kind, context, _inside(list(children), leaves)
+
+
+def _inside(children: Collection[Any], leaves: list[Any]) -> int | tuple[Outline, ...]:
+    if any(map(_is_node, set(map(type, children)))):
+        return tuple([_outline(x, leaves) for x in children])
+    leaves.extend(children)
+    return len(children)
+
+
+def _tree(outline: Outline, leaves: Iterator[Any]) -> Any:
+    if outline is None:
+        return next(leaves)
+    kind, context, inside = outline
+    children = list(islice(leaves, inside)) if isinstance(inside, int) else [_tree(x, leaves) for x in inside]
+    if kind is dict:
+        return dict(zip(context, children, strict=True))
+    if kind is list:
+        return children
+    if kind is tuple:
+        return tuple(children)
+    if _is_namedtuple(kind):
+        return kind(*children)
+    return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
+
+
 Ref = TypeVar("Ref")
 
 
 class Sent(Generic[Ref]):
-    """Where tensors are for others, by what `put` says of the bytes of those that are not there yet; None if it has no
-    room for them.
+    """Places of tensors in memory that other processes read. `put` writes the bytes of new ones, or returns None if it
+    has no room for them.
 
-    What is there stays as long as the tensor lives, and is put anew once torch has written into it. Writing that torch
-    does not count, as numpy's into an array that shares its memory, it does not see: tensors that are sent are values.
+    A tensor stays in its place as long as it lives, and is put anew once torch has written into it. Writes that torch
+    does not count, as numpy's into an array that shares its memory, are not noticed: tensors that are sent are values.
     """
 
     def __init__(self, put: Callable[[Sequence[np.ndarray]], Sequence[Ref] | None]) -> None:
@@ -194,7 +253,7 @@ class Sent(Generic[Ref]):
         self._lock = threading.Lock()  # stages that run at once send the same tensors
 
     def refs(self, tensors: Sequence[Tensor]) -> list[Ref] | None:
-        """Where each of the tensors is."""
+        """The place of each of the tensors; None without room."""
         with self._lock:
             new = {id(x): x for x in tensors if self._known.get(x, (None,))[0] != x._version}
             made = self._put([array_of(x) for x in new.values()]) if new else ()

@@ -17,34 +17,28 @@ import attrs
 import torch
 from torch import Tensor
 
-from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
+from fppo.fleet.codec import CPU, pack, put_together, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
-from fppo.fleet.outline import put_together
 from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
+from fppo.runtime.restarts import Lost
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
 _LOOK = 1.0  # seconds between two looks at the clock, at most
 _CALLS = 4096  # of the last ones, what is known of them until it is asked for
 
 
-class RankLost(Exception):
-    """A rank's process is gone, or does not come, and the text says what is known of it; `again`: whether it might come
-    another time."""
-
-    def __init__(self, text: str, *, again: bool = True) -> None:
-        super().__init__(text)
-        self.again = again
+class RankLost(Lost):
+    """A rank's process is gone, or did not start; the text says what is known of it."""
 
 
-class GroupDied(RuntimeError):
-    """A group that has lost its ranks, and with them what they held; `group` is its name. `Group.start` begins anew, if
-    that may help: where there was no room within the group's patience, `again` is False. `silent`: its ranks did not
-    answer in time."""
+class GroupDied(Lost):
+    """A group has lost its ranks; `group` is its name. `Group.start` begins anew, but `again` is False if there was no
+    room within the group's patience. `silent`: its ranks did not answer in time."""
 
     def __init__(self, group: str, text: str, *, again: bool = True, silent: bool = False) -> None:
-        super().__init__(text)
-        self.group, self.again, self.silent = group, again, silent
+        super().__init__(text, again=again)
+        self.group, self.silent = group, silent
 
 
 @attrs.frozen
@@ -67,15 +61,15 @@ class Ranks(Protocol):
     def count(self) -> int: ...
 
     def start(self) -> Sequence[str]:
-        """Starts them, anew if they ran; where each of them is, in words."""
+        """Start them, anew if they ran, and return where each of them runs, in words."""
         ...
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
-        """Has every rank run a call, after those sent before. A future fails with RankLost if its rank is gone."""
+        """Have every rank run a call, after earlier ones. A future fails with RankLost if its rank is gone."""
         ...
 
     def stop(self) -> None:
-        """Ends them, whatever they are at."""
+        """End them, whatever they do."""
         ...
 
 
@@ -108,11 +102,11 @@ class LocalGroup:
 
 
 class Group:
-    """The ranks of one mesh, in processes of their own. `life` counts their starts. What comes of calls is put on
+    """The ranks of one mesh, in processes of their own. `life` counts their starts. Results of calls are put on
     `device` here.
 
-    A call that takes over `patience` seconds ends the group, as does the loss of a rank; a call that one rank fails
-    ends those that do not come to an end within `GRACE` seconds after, since they wait for it.
+    A call that takes more than `patience` seconds ends the group, and so does the loss of a rank. When a call fails on
+    one rank, the others may wait for it: the group ends unless they are done within `GRACE` seconds.
     """
 
     def __init__(self, name: str, ranks: Ranks, *, patience: float = PATIENCE, device: torch.device = CPU) -> None:
@@ -130,16 +124,17 @@ class Group:
         self.close()
 
     def close(self) -> None:
-        """Ends all ranks."""
+        """End all ranks."""
         self._end("it was closed")
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return self._ranks.count
 
     def start(self) -> None:
-        """Starts all ranks, anew if they ran: what they held is gone. Raises GroupDied if they do not come."""
+        """Start all ranks, anew if they ran; the values that they held are gone. Raises GroupDied if they do not
+        start."""
         self._ranks.stop()
         self.life += 1
         self._forget.clear()
@@ -163,18 +158,18 @@ class Group:
     ) -> Any:
         """Call `fn(*args, **kwargs)` on every rank and return the result.
 
-        Results whose numbers `stays` has, or all with True, stay there: the caller gets their trees with a `Held` for
-        each leaf, but for plain values. The rest comes from the first rank. A `Held` of this group among the
-        arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. Tensors among them
-        are on the rank's device, or `on_host`. `fn` must be one that pickles, and leave the tensors that it is sent as
-        they are; its first call sees to that.
+        Results whose numbers are in `stays`, or all with True, stay on the ranks: the caller gets their trees, with a
+        `Held` in place of each leaf that is no plain value. Other results come from the first rank. A `Held` of this
+        group among the arguments, or as `fn`, is each rank's own value again, and `HERE` is the rank's `Here`. Tensors
+        among the arguments are put on the rank's device, or stay `on_host`. `fn` must pickle, and must not write into
+        its tensors; its first call is checked for that.
 
-        With `on_item`, `fn` gives an iterator, and each item is passed on as it comes. An error in that ends the group,
-        whose rank is in the middle of the call. `patience` are the seconds that the call may take, or each of its
-        items, in place of the group's.
+        With `on_item`, `fn` returns an iterator, and each item is passed on when it comes. An error in `on_item` ends
+        the group, since its rank is in the middle of the call. `patience`, in place of the group's, is the time limit
+        in seconds of the call, or of each item.
 
-        Raises its error, with a note that names the rank; ValueError for a handle of another group; GroupDied if a
-        rank is lost, if the call takes too long, and for a handle that an earlier start has left.
+        Raises the error of `fn`, with a note that names the rank; ValueError for a handle of another group; GroupDied
+        if a rank is lost, if the call takes too long, and for a handle from before the last start.
         """
         start = time.perf_counter()
         label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
@@ -220,11 +215,11 @@ class Group:
             only = f"a value on the ranks of group {lease.group!r}: only its own ranks have that"
             raise ValueError(f"{label} runs on group {self.name!r}, and is given {only}")
         if lease.life != self.life:
-            lost = f"is of start {lease.life} of group {self.name!r}, whose ranks run for the {self.life}. time"
+            lost = f"is of start {lease.life} of group {self.name!r}, which has been started {self.life} times"
             raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
 
     def _handles(self, call: int, stayed: Stayed) -> Any:
-        """The tree of what stayed on the ranks."""
+        """Put handles in place of the values that stayed on the ranks."""
         lease = Lease(self.name, self.life, call, stayed.part, self.device)
         weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
         leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
@@ -237,8 +232,8 @@ class Group:
     def _first(
         self, sent: list[Future[Reply]], label: str, patience: float, on_part: Callable[[Reply], None]
     ) -> tuple[Reply, tuple[tuple[float, float], ...]]:
-        """The first rank's last reply, once all have replied; and when each rank was at work, by its start and seconds.
-        `on_part` is called with replies that others follow."""
+        """Wait for all ranks' replies. Returns the last reply of the first rank, and the start and seconds of each
+        rank's work. `on_part` is called with each reply that others follow."""
         came: dict[int, tuple[float, Reply]] = {}
         failed: tuple[int, Reply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
@@ -300,7 +295,7 @@ LOCAL_GROUP = LocalGroup()
 
 
 def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Callable[..., Any]:
-    """`fn`, or what a handle stands for, as a stage of the controller's program: called here, it runs there."""
+    """A stage of the controller's program, which runs `fn`, or the function of a handle, on the group."""
     if isinstance(group, LocalGroup):
         return fn
 

@@ -1,4 +1,4 @@
-"""Handles: what stands in the controller for values that live on ranks."""
+"""Handles: leaves of the controller's trees in place of values that live on ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @attrs.frozen
 class Here:
-    """A rank, as the functions that run on it see it."""
+    """A rank, as functions that run on it see it."""
 
     mesh: Mesh = LOCAL
     device: torch.device = CPU
@@ -37,7 +37,7 @@ HERE: Any = _Placeholder()  # as an argument of a call: the `Here` of the rank t
 
 @attrs.frozen(eq=False)
 class Lease:
-    """A result of a call, whose values stay on the ranks as long as one of their handles has it."""
+    """A result of a call; its values stay on the ranks as long as it has a handle."""
 
     group: str
     life: int  # which start of the group's ranks made it
@@ -48,7 +48,7 @@ class Lease:
 
 @attrs.frozen
 class Held(Away):
-    """A leaf of which every rank of a group holds a value of its own: what one call returned there.
+    """A leaf in place of a value that each rank of a group holds, its own part of one call's result.
 
     Handles are immutable, and are passed on as the values would be. The values go when the last handle does.
     """
@@ -80,12 +80,12 @@ def handles(lease: Lease, count: int) -> list[Held]:
 
 
 class Apart(dict[str, Any]):
-    """Stand-in for a mapping with entries of each rank's own, as of a pipeline's stages: one handle of all that a rank
-    has, under no name."""
+    """Stand-in for a mapping of which each rank has entries of its own, as stages of a pipeline have: one handle, under
+    no name, for all that a rank has."""
 
 
 class _Unnamed:
-    """A step in the path to a leaf of which the path does not tell."""
+    """A step in the path to a leaf that the path does not show."""
 
     def __str__(self) -> str:
         return ""
@@ -102,7 +102,7 @@ class _Unnamed:
 
 
 def _apart(children: Any, context: Any) -> Any:
-    """On a rank its own mapping, elsewhere what stands for it."""
+    """On a rank its own mapping, elsewhere the stand-in."""
     del context
     (one,) = children
     return one if isinstance(one, dict) else Apart({"": one})

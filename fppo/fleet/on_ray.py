@@ -83,10 +83,10 @@ class RayRanks:
         self._actors: list[Any] = []
 
     def start(self) -> Sequence[str]:
-        """Starts the actors. Raises RankLost if the cluster has no room for them, within the group's patience.
+        """Start the actors. Raises RankLost if the cluster has no room for them within the group's patience.
 
-        Room is asked for anew each time: that on a node which has died stays "ready" until the cluster has seen its
-        death, and what is put there ends before it begins.
+        Each attempt asks for room anew: on a node that has died room stays "ready" until the cluster notices, and
+        actors that are put there end as they begin.
         """
         deadline = time.monotonic() + self._spec.patience
         while True:
@@ -152,7 +152,7 @@ class RayRanks:
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
 
     def _stream(self, refs: Any) -> Future[Reply]:
-        """The first of the replies, each of which has the next."""
+        """The future of the first reply, each of which has the future of the next."""
         first: Future[Reply] = Future()
 
         def listen(future: Future[Reply]) -> None:
@@ -221,15 +221,15 @@ class _Actor:
         return address, self._rank.host(address)
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
-        """Becomes a rank."""
+        """Become a rank."""
         self._rank.join(member, address)
 
     def run(self, request: RankRequest, *large: Any) -> Reply:
-        """Runs a call; Ray has fetched what stands for large tensors."""
+        """Run a call; Ray has fetched the large tensors by their references."""
         return self._rank.run(request, list(large))
 
     def stream(self, request: RankRequest, *large: Any) -> Iterator[Reply]:
-        """Runs a call whose items are replies of their own."""
+        """Run a call whose items are replies of their own."""
         yield from self._rank.stream(request, list(large))
 
 

@@ -34,10 +34,10 @@ _ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUD
 class Processes:
     """The ranks of a mesh as processes of this machine: `Group("actor", Processes(RankSpec(count=2)))`.
 
-    With `gpus` each rank sees its own, by their numbers here, and no others. Functions that are
-    sent to them must be importable, as multiprocessing has it. Ranks of several pools that share `sent` find tensors
-    there that one of them was sent. With an `environment` each rank is a new Python that has no other variables, may
-    start processes, which end with it, and prints to standard error.
+    `gpus` are the numbers of each rank's GPUs here; it sees no others. Functions that are sent must be importable, by
+    the rules of multiprocessing. Pools that share `sent` write a tensor that goes to several of them once. With an
+    `environment` each rank is a new Python with these variables alone; it may start processes, which end with it, and
+    it prints to standard error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Processes:
         self._sent = sent or Sent(put)
 
     def start(self) -> Sequence[str]:
-        """Starts the processes. Raises RankLost if one does not come up."""
+        """Start the processes. Raises RankLost if one does not come up."""
         if self._environment is None:
             context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
             own = sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo")
@@ -96,7 +96,7 @@ class Processes:
 
 
 class _Child:
-    """A process, with a thread that passes its answers on, in the order of what was asked."""
+    """A process, and a thread that passes its replies on, in the order of the requests."""
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
         line, other = multiprocessing.Pipe()
@@ -109,13 +109,13 @@ class _Child:
         begun.result()
 
     def ask(self, parcel: Parcel) -> Future[Any]:
-        """Sends a request; what comes of it."""
+        """Send a request and return the future of its reply."""
         with contextlib.suppress(OSError):  # the listener says so
             self._lane.send(parcel)
         return self.answer()
 
     def answer(self) -> Future[Any]:
-        """The next answer that nobody waits for yet."""
+        """The future of the next reply."""
         future: Future[Any] = Future()
         self._asked.put(future)
         if self._over is not None:
@@ -123,12 +123,12 @@ class _Child:
         return future
 
     def end(self) -> None:
-        """Waits for the process, which was killed, and lets go of what there was for it; it is asked nothing more."""
+        """Wait for the process, which was killed, and release all that belongs to it; no request may follow."""
         self.process.join()
         self._asked.put(None)
 
     def _live(self, other: Connection, begun: Future[None]) -> None:
-        """Starts the process and listens to it: Linux ends a process with the thread that started it (`end_with`)."""
+        """Start the process and listen to it: Linux ends a process with the thread that started it (`end_with`)."""
         try:
             self.process.start()
         except BaseException as error:
@@ -155,8 +155,8 @@ class _Child:
                     future.set_exception(over)
 
     def _pass_on(self, lost: RankLost | None) -> tuple[bool, RankLost | None]:
-        """Waits for the next answer, and keeps none while it does; whether there will be none, and how the process was
-        lost, if it is."""
+        """Wait for the next reply, and hold none meanwhile. Returns whether it was the last one, and the loss of the
+        process, if it is lost."""
         if (future := self._asked.get()) is None:
             return True, lost
         try:
@@ -186,7 +186,7 @@ class _Pythons:
 
 
 class _Python:
-    """A new Python, with what is used of multiprocessing's processes."""
+    """A new Python, with the part of the interface of multiprocessing's processes that is used here."""
 
     def __init__(self, line: Connection, environment: Mapping[str, str]) -> None:
         self._line, self._environment = line, environment
@@ -215,13 +215,13 @@ class _Python:
 
 
 def serve(descriptor: str, parent: str) -> None:
-    """The life of a rank in a new Python."""
+    """Serve as a rank, in a new Python."""
     end_with(int(parent))
     _serve(Connection(int(descriptor)), None)
 
 
 def _serve(line: Connection, gpus: str | None) -> None:
-    """The life of a rank, which sees these GPUs alone."""
+    """Serve as a rank that sees these GPUs alone."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
     end_with(os.getppid())

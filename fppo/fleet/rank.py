@@ -20,9 +20,8 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo._errors import no_exit
-from fppo.fleet.codec import CPU, PackedTree, Run, array_of, pack, tensors_of, tree_of
+from fppo.fleet.codec import CPU, Outline, PackedTree, Run, array_of, pack, taken_apart, tensors_of, tree_of
 from fppo.fleet.held import HERE, Apart, Here
-from fppo.fleet.outline import Outline, taken_apart
 from fppo.runtime import launch
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Sharding
@@ -131,8 +130,8 @@ class Rank:
         self._store: Any = None
 
     def host(self, address: str) -> int:
-        """The port of a store in which the ranks meet, which is here and listens at this address of the machine; where
-        that is none of its own, as behind a translation of addresses, at all of them."""
+        """Open the store in which the ranks meet, and return its port. It listens at this address of the machine, or at
+        all of them if the address is another's, as behind a translation of addresses."""
         try:
             self._store = listening(address)
         except OSError:
@@ -140,7 +139,7 @@ class Rank:
         return self._store.port
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
-        """Becomes a rank of the group's mesh, by the code that torchrun's ranks come through."""
+        """Join the group's mesh, by the same code as ranks of torchrun."""
         spec = member.spec
         torch.set_num_threads(spec.threads)
         device = torch.device(spec.device)
@@ -167,7 +166,7 @@ class Rank:
         self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> Reply:
-        """Runs a call. Its errors are replies too."""
+        """Run a call. Its errors are replies too."""
         for key in request.forget:
             self._held.pop(key, None)
         start = time.perf_counter()
@@ -185,7 +184,7 @@ class Rank:
             return _failure(error, start)
 
     def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[Reply]:
-        """Runs a call that gives an iterator: a reply for each item, and one at the end."""
+        """Run a call that returns an iterator: a reply for each item, and one at the end."""
         start = time.perf_counter()
         try:
             with no_exit():
@@ -223,7 +222,7 @@ class Rank:
             yield from (own[leaf] for leaf in leaves)
 
     def _kept(self, request: RankRequest, value: Any) -> Any:
-        """The result with what stays here named by its place."""
+        """Keep the results that stay, and put stand-ins in their place."""
         if not request.stays:
             return value
         whole = self._apart(value)
@@ -247,7 +246,7 @@ class Rank:
         return Stayed(part, outline, here, plain=[x for x, stay in zip(leaves, here, strict=True) if not stay])
 
     def _apart(self, x: Any) -> bool:
-        """Whether it is what stages have entries of their own of: tensors by name, as parameters are held."""
+        """Whether each stage has entries of its own of this value: a dict of tensors by name, as parameters are."""
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
@@ -263,7 +262,7 @@ def _failure(error: Exception, start: float) -> Reply:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The error as it travels; as a RuntimeError with its words where it does not."""
+    """Pickle an error; of one that does not pickle, a RuntimeError with its text."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from fppo.rollout.embedded import EmbeddedEngine
     from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
     from fppo.rollout.interrupt import InterruptibleEngine
-    from fppo.rollout.placed import PlacedEngine
-    from fppo.rollout.pool import EnginePool, Policy
+    from fppo.rollout.pool import EnginePool, PlacedEngine, Policy
     from fppo.rollout.spread import FetchingEngine, SpreadEngine
     from fppo.rollout.sync import SyncError, reshard
     from fppo.rollout.turns.engine import TurnsEngine

@@ -1,4 +1,4 @@
-"""A lock for threads of which one comes again at once."""
+"""A lock that threads get in the order in which they ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class InOrder:
-    """Lets one thread in at a time, those who wait in the order in which they came."""
+    """A lock for one thread at a time, first come, first served, though one thread comes again at once."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -19,33 +19,62 @@ from torch import Tensor
 
 from fppo import batch as batches
 from fppo import tree
-from fppo.batch import Rollout
+from fppo.batch import Prompts, Rollout
 from fppo.fleet import HERE, AnyGroup, Group, GroupDied, Here, LocalGroup, at_once
+from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
-from fppo.rollout.engine import Ask
+from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.in_order import InOrder
-from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.records import check_prompts, response_limits, widened
 from fppo.rollout.sync import Bucket, CopyOrigin, How
 from fppo.rollout.vllm.host import EngineDied
+from fppo.runtime.restarts import Lost, Restarts
 
 _ENDING = 100  # tenths of seconds in which the thread of an engine may end
 
 Params = Mapping[str, Any]  # tensors, or handles of them
+Generate = Callable[[Mapping[str, Tensor], Ask], Rollout]
+
+
+@attrs.frozen
+class PlacedEngine:
+    """An engine on the ranks of a group, by a handle of its `generate`. Parameters are handles of the group; finished
+    rows are not reported, since the listener is in another process."""
+
+    group: Group
+    engine: Any  # a handle of `Engine.generate`
+
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
+        """The rollout of the engine on the ranks."""
+        asked = (ask.prompts, ask.sampling, ask.key, ask.version, ask.limits, ask.offset)
+        return self.group.call(_generate, self.engine, params, *asked, label="generate")
+
+
+def _generate(
+    generate: Generate,
+    params: Mapping[str, Tensor],
+    prompts: Prompts,
+    sampling: Sampling,
+    key: Key,
+    version: int,
+    limits: Tensor | None,
+    offset: int,
+) -> Rollout:
+    return generate(params, Ask(prompts, sampling, key, version=version, limits=limits, offset=offset))
 
 
 @attrs.frozen(kw_only=True)
 class Policy:
-    """Where the policy's parameters are, and with them its `model`, or a handle of that. They leave whole, in buckets
-    of about so many bytes."""
+    """The group of the policy's parameters, with its `model` or a handle of it. Parameters leave whole, in buckets of
+    about `bucket_bytes`."""
 
     group: AnyGroup
     model: Any
     bucket_bytes: int = 1 << 28
 
     def buckets(self, params: Params) -> Iterator[Bucket]:
-        """All of them, each bucket with the digests of what it holds."""
+        """All parameters in buckets, with the digests of the tensors in each."""
         whole = self.group.call(_whole, HERE, self.model, params, self.bucket_bytes, stays=True, label="read weights")
         while (bucket := self.group.call(next, whole, None, label="read weights")) is not None:
             yield bucket
@@ -57,19 +86,19 @@ def _whole(here: Here, model: Model, params: Mapping[str, Tensor], bucket_bytes:
 
 
 def _taken(tensors: dict[str, Tensor], how: How) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, and the digests of what is there."""
+    """The tensors, and their digests where they arrived."""
     return tensors, {name: sync.digest(x, how) for name, x in tensors.items()}
 
 
 @attrs.define(eq=False)
 class _Replica:
-    """One of the engines: `generate` is a handle of its own, `params` are handles of the weights that it confirmed."""
+    """One engine of the pool: a handle of its `generate`, and handles of the weights that it confirmed."""
 
     group: Group
     generate: Any
     params: Params | None = None
     origin: CopyOrigin | None = None  # of those weights
-    up: bool = True
+    lost: Lost | None = None  # until it is up again
     gone: bool = False  # for good
 
     def holds(self, params: Params, version: int) -> bool:
@@ -78,7 +107,7 @@ class _Replica:
 
 @attrs.define(eq=False)
 class _RolloutWork:
-    """A rollout under way. `todo` are numbers of requests, each of some prompts; the costliest is first."""
+    """A rollout under way. `todo` are numbers of requests of some prompts each, the costliest first."""
 
     params: Params
     ask: Ask
@@ -94,15 +123,15 @@ class _RolloutWork:
 
 
 class EnginePool:
-    """An engine that is as many as `groups`, each of which holds one that `make(group)` has a handle of.
+    """Several engines as one: each of the `groups` has an engine, of which `make(group)` returns the handle.
 
-    The weights of the asked version go to those that hold others, which confirm a digest of each tensor before they
-    answer. An engine that dies is started again in its group, at most `restarts` times over all, and meanwhile the
-    others answer for it: requests of at most `rows` rows, or one prompt's. `names` are those of the parameters, which
-    stay on an engine's host, if `on_host` says that it has copies of its own, or are on its device.
+    Weights of the asked version go to the engines that hold others, and each engine confirms a digest of every tensor
+    before it answers requests of at most `rows` rows, or of one prompt. An engine that dies is started again in its
+    group while the others answer for it, at most `restarts` times over all engines. `names` are those of the
+    parameters. On an engine they are on its device, or on its host if `on_host` says that it makes its own copies.
 
-    Use it in a `with`. Raises GroupDied from `generate` once all engines are gone, SyncError if one does not hold what
-    it was sent, and what an engine raises.
+    Use it in a `with`. `generate` raises GroupDied once all engines are gone, SyncError if an engine does not hold what
+    it was sent, and any error of an engine.
     """
 
     def __init__(
@@ -118,8 +147,7 @@ class EnginePool:
         on_host: bool = False,
     ) -> None:
         self._groups, self._make, self._policy, self._names = list(groups), make, policy, set(names)
-        self._pad, self._rows, self._restarts, self._limit = pad_token_id, rows, restarts, restarts
-        self._on_host = on_host
+        self._pad, self._rows, self._restarts, self._on_host = pad_token_id, rows, Restarts(restarts), on_host
         self._replicas: list[_Replica] = []
         self._threads: list[threading.Thread] = []
         self._one = InOrder()  # rollout at a time
@@ -151,11 +179,11 @@ class EnginePool:
                 tries -= 1
 
     def generate(self, params: Params, ask: Ask) -> Rollout:
-        """The rollout; `ask.on_finished` is called for the rows of a request once that is answered."""
+        """The rollout; `ask.on_finished` is called for the rows of a request when it is answered."""
         requests = _requests(ask, self._rows)
         work = _RolloutWork(params, ask, requests, deque(range(len(requests))))
         with self._one:
-            self._send([replica for replica in self._replicas if replica.up], params, ask.version)
+            self._send([replica for replica in self._replicas if replica.lost is None], params, ask.version)
             try:
                 with self._changed:
                     self._work = work
@@ -171,55 +199,59 @@ class EnginePool:
         return tree.map(lambda x: x.to(device), _joined(work, self._pad))
 
     def bring(self, params: Params) -> None:
-        """Sends what is kept for batches made ahead to the engines at once, where the policy is on ranks of its own:
-        later these train, and it would be read from them between two stages."""
+        """Send parameters that are kept for batches made ahead to the engines now, if the policy is on ranks of its
+        own, whose later reading would interrupt the training there."""
         if isinstance(self._policy.group, LocalGroup):
             return
         with self._one:
-            self._send([replica for replica in self._replicas if replica.up], params, 0)
+            self._send([replica for replica in self._replicas if replica.lost is None], params, 0)
 
     def _tell(self, work: _RolloutWork) -> None:
-        """Warns of engines that died since the last time. Raises what ended the work before it was done."""
+        """Warn of engines that died since the last time. Raises the error of unfinished work."""
         with self._changed:
             deaths, self._told = self._deaths[self._told :], len(self._deaths)
-        again = f"it may be started again {self._restarts} of {self._limit} times more"
+        limit = self._restarts.limit
+        again = f"it may be started again {limit - self._restarts.used} of {limit} times more"
         for death in deaths:
             warnings.warn(f"{death}; others answer for it, and {again}", RuntimeWarning, stacklevel=4)
         if work.error is not None:
             raise work.error
         if not work.ended:
-            text = f"all {len(self._replicas)} engines are gone, after {self._limit} starts again; the last: "
+            text = f"all {len(self._replicas)} engines are gone, after {limit} starts again; the last: "
             raise GroupDied(self._groups[0].name, f"{text}{self._deaths[-1]}")
 
     def _live(self, replica: _Replica) -> None:
-        """Run the loop of an engine's thread."""
-        while self._next(replica):
-            pass
+        """Run an engine's thread until the pool is closed, or the engine is gone for good."""
+
+        def attempt() -> None:
+            while self._next(replica):
+                pass
+
+        try:
+            self._restarts.run(attempt, Lost, lambda _: self._start_again(replica))
+        except Lost:
+            with self._changed:
+                replica.gone = True
+                self._changed.notify_all()
 
     def _next(self, replica: _Replica) -> bool:
-        """The next thing that is to be done for an engine; whether there may be more."""
+        """Have an engine answer its next request; returns whether there may be more, and raises Lost once it is."""
         with self._changed:  # in a function of its own: what waits here keeps no work, whose parameters are large
-            self._changed.wait_for(lambda: self._closed or not replica.up or self._wanted())
-            if self._closed or replica.gone:
+            self._changed.wait_for(lambda: self._closed or replica.lost is not None or self._wanted())
+            if self._closed:
                 return False
+            if replica.lost is not None:
+                raise replica.lost
             work = self._work
-        if not replica.up:
-            self._start_again(replica)
-        elif work is not None:
+        if work is not None:
             self._serve(replica, work)
         return True
 
     def _wanted(self) -> bool:
-        """Whether there is something to answer."""
+        """Whether a request waits for an engine."""
         return self._work is not None and self._work.error is None and bool(self._work.todo)
 
     def _start_again(self, replica: _Replica) -> None:
-        with self._changed:
-            replica.gone = not self._restarts
-            self._restarts -= not replica.gone
-            self._changed.notify_all()
-        if replica.gone:
-            return
         try:
             replica.group.start()
             replica.generate = self._make(replica.group)
@@ -227,16 +259,16 @@ class EnginePool:
             self._lose(replica, error)
             return
         with self._changed:
-            replica.up = True
+            replica.lost = None
 
     def _serve(self, replica: _Replica, work: _RolloutWork) -> None:
-        """Has the engine answer a request."""
+        """Have the engine answer a request."""
         number = None
         try:
             if not replica.holds(work.params, work.ask.version):
                 self._bring(replica, work)
             with self._changed:
-                if not replica.up or work is not self._work or not self._wanted():
+                if replica.lost is not None or work is not self._work or not self._wanted():
                     return
                 number = work.todo.popleft()
             answer = self._answer(replica, work, work.requests[number])
@@ -258,7 +290,7 @@ class EnginePool:
                 self._lose(replica, error)
 
     def _bring(self, replica: _Replica, work: _RolloutWork) -> None:
-        """Sends a newcomer the weights of the rollout under way, which waits for that before it ends."""
+        """Send the weights of the current rollout to a restarted engine; the rollout does not end meanwhile."""
         with self._changed:
             if work is not self._work:
                 return
@@ -271,7 +303,7 @@ class EnginePool:
                 self._changed.notify_all()
 
     def _send(self, replicas: Sequence[_Replica], params: Params, version: int) -> None:
-        """Gives these engines the weights, unless they hold them. Those that die on the way are taken out."""
+        """Send the weights to the engines that lack them. Engines that die meanwhile are taken out."""
         stale = {replica.group.name: replica for replica in replicas if not replica.holds(params, version)}
         for replica in stale.values():
             replica.params = replica.origin = None  # whose memory is free now
@@ -307,13 +339,13 @@ class EnginePool:
 
     def _lose(self, replica: _Replica, error: BaseException) -> None:
         with self._changed:
-            replica.up, replica.params, replica.origin = False, None, None
+            replica.lost, replica.params, replica.origin = Lost(str(error)), None, None
             self._deaths.append(str(error))
             self._changed.notify_all()
 
 
 def _requests(ask: Ask, rows: int) -> list[list[int]]:
-    """The prompts of each request, of at most so many rows together: those that may take most tokens come first.
+    """The prompts of each request, at most `rows` rows together, the longest first.
 
     Raises ValueError for prompts and limits that no engine answers.
     """
@@ -325,7 +357,7 @@ def _requests(ask: Ask, rows: int) -> list[list[int]]:
 
 
 def _report(answer: Rollout, prompts: Sequence[int], ask: Ask) -> None:
-    """Calls `ask.on_finished` for the rows of an answer to these prompts."""
+    """Call `ask.on_finished` for the rows of an answer to these prompts."""
     if ask.on_finished is None:
         return
     width, n = answer.response_mask.shape[1], ask.sampling.n
@@ -335,7 +367,7 @@ def _report(answer: Rollout, prompts: Sequence[int], ask: Ask) -> None:
 
 
 def _joined(work: _RolloutWork, pad_token_id: int) -> Rollout:
-    """The rollout whose rows were answered in parts."""
+    """Join the answers to the parts of a rollout, in the order of its rows."""
     answers, n = [work.done[number] for number in range(len(work.requests))], work.ask.sampling.n
     width = max(answer.response_mask.shape[1] for answer in answers)
     prompt = work.ask.prompts.tokens.shape[1]

@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from fppo.runtime.failure import FAILED, MONITOR, Limits, Monitor, not_done
 from fppo.runtime.mesh import SHARD_AXES, Mesh, Sharding, lines_of, with_dense, with_lanes
 from fppo.runtime.parent import LAUNCHER
+from fppo.runtime.restarts import Lost, Restarts
 from fppo.runtime.stores import LOOPBACK, TOKEN, listening, loopback_only, new_token, own_keys
 from fppo.runtime.watch import Watch, watched
 from fppo_kernels.collectives import Axis
@@ -128,18 +129,35 @@ def visible(gpus: Sequence[int], now: str | None) -> str:
     return ",".join(str(gpu) if names is None else names[gpu].strip() for gpu in gpus)
 
 
+class _RanksFailed(Lost):
+    """A start of all ranks ended with the exit status of a failure."""
+
+    def __init__(self, status: int, *, again: bool) -> None:
+        super().__init__(f"exit status {status}", again=again)
+        self.status = status
+
+
 def start(arguments: Sequence[str], ranks: int, *, max_restarts: int = 0) -> int:
     """Run `python -m fppo ARGUMENTS` as `ranks` processes of this machine, wait, and return the exit status.
 
     Ctrl-C and SIGTERM are forwarded to all processes. If one fails, the others are ended after some seconds; unless a
     stop was requested, all are restarted, up to `max_restarts` times.
     """
-    for attempt in range(max_restarts + 1):
-        status, asked = _attempt(arguments, ranks, attempt)
-        if asked or status in (0, STOPPED) or attempt == max_restarts:
-            return status
-        print(f"fppo: starting all {ranks} ranks again ({attempt + 1} of {max_restarts} times)", file=sys.stderr)
-    raise AssertionError("the last attempt returns")
+    restarts = Restarts(max_restarts)
+
+    def attempt() -> int:
+        status, stopped = _attempt(arguments, ranks, restarts.used)
+        if status not in (0, STOPPED):
+            raise _RanksFailed(status, again=not stopped)
+        return status
+
+    def restart(_: _RanksFailed) -> None:
+        print(f"fppo: starting all {ranks} ranks again ({restarts})", file=sys.stderr)
+
+    try:
+        return restarts.run(attempt, _RanksFailed, restart)
+    except _RanksFailed as error:
+        return error.status
 
 
 def _attempt(arguments: Sequence[str], ranks: int, attempt: int) -> tuple[int, bool]:

@@ -30,6 +30,7 @@ VALUE_HEADS: Functions = {
 OPTIMIZERS: Functions = {  # of a schedule
     "adamw": ("fppo.steps.optimizers:adamw",),
     "sgd": ("fppo.steps.optimizers:sgd",),
+    "lion": ("fppo.steps.optimizers:lion",),
     "muon": ("fppo.steps.muon:muon",),
 }
 CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the mask

@@ -14,7 +14,7 @@ from fppo.steps.loop import Loop, Objective, update, weighted_sum
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
-from fppo.steps.optimizers import Optimizer, adamw, from_function, sgd
+from fppo.steps.optimizers import Optimizer, adamw, from_function, lion, sgd
 from fppo.steps.outputs import Forward, TokenOutputs
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.schedules import schedule
@@ -54,6 +54,7 @@ __all__ = [
     "init_confidence",
     "init_hidden",
     "init_state",
+    "lion",
     "loss_scaled",
     "muon",
     "optimizer_step",

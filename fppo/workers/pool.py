@@ -139,15 +139,11 @@ class WorkerPool:
                 chosen = [tuple(run.samples[number]) for number in task]
                 worker.channel.send(pickle.dumps((run.function, tuple(run.mode), chosen)))
             except OSError:  # it died while idle, which is no sample's fault
-                self._replace(worker)
+                self._drop(worker)
                 continue
             run.pending.popleft()
             worker.task, worker.open = task, list(task)
             self._await(worker, run)
-
-    def _replace(self, worker: _Worker) -> None:
-        self._drop(worker)
-        self._workers.append(self._started())
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)

@@ -205,7 +205,7 @@ def momentum_alone(schedule):
 
 
 @pytest.mark.parametrize("offload", ["none", "moments", "all"])
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "tests.assembly.test_assembly:momentum_alone"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "tests.assembly.test_assembly:momentum_alone"])
 def test_an_optimizer_by_name_trains_and_its_state_has_the_shapes_of_parameters(tmp_path, name, offload):
     tiny_run.write_task(tmp_path)
     changes = {"actor__optimizer__name": name, "model__offload": offload, "actor__optimizer__lr": 0.01}
@@ -283,7 +283,7 @@ def test_every_part_of_the_library_is_a_setting_by_its_name():
     of_policy = {path for path in public(losses, "tuple[Tokens, Metrics]") if ".value:" not in path}
     selections = {path for path in public(losses, "Mask") if "select_" in path}
     assert set(named["POLICY_LOSSES"]) == of_policy | selections
-    assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "muon"}
+    assert {path.partition(":")[2] for path in named["OPTIMIZERS"]} == {"adamw", "sgd", "lion", "muon"}
     del kinds["REWARDS"]  # some are decorated
     for found in kinds.values():  # so that help and checks know their keywords
         assert all(component.signature_of(name, found) is not None for name in found)

@@ -33,6 +33,7 @@ WRONG = [
     ({"actor.optimizer.max_grad_norm": 0}, "max_grad_norm must be > 0, or None for no clipping"),
     ({"actor.optimizer": "muon", "actor.optimizer.momentum": 1.0}, "momentum must be 0 or more, and less than 1"),
     ({"actor.optimizer": "sgd", "actor.optimizer.weight_decay": -0.1}, "weight_decay must be 0 or more"),
+    ({"actor.optimizer": "lion", "actor.optimizer.betas": [1.0, 0.9]}, "betas must be 0 or more, and less than 1"),
     *(
         ({"algorithm.correction": "rollout", f"algorithm.correction.{name}": value}, text)
         for name, value, text in [

@@ -380,7 +380,7 @@ def test_a_model_without_a_tokenizer(task, capsys):
         ("--actor.loss.name ppo_clp", "there is no such policy loss; did you mean ppo_clip?"),
         (
             "--actor.optimizer.name adam",
-            "there is no such optimizer; did you mean adamw? there are adamw, sgd, muon and module",
+            "there is no such optimizer; did you mean adamw? there are adamw, sgd, lion, muon and module",
         ),
         ("--model.log-probs chunkd", "model.log_probs = 'chunkd': there is no such kernel; did you mean chunked?"),
         ("--actor.mini-batch-size 16", "actor.mini_batch_size = 16: must divide rollout.batch_size = 8"),

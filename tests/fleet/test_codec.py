@@ -4,7 +4,7 @@ import pickle
 from typing import ClassVar
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map_only
 
@@ -46,6 +46,7 @@ def there_and_back(value, device=CPU):
 
 
 @given(TREES)
+@example({"x": torch.empty(0)})
 def test_trees_come_back(value):
     found, _ = there_and_back(value)
     assert pytree.tree_structure(found) == pytree.tree_structure(value)

@@ -5,7 +5,7 @@ import pickle
 from hypothesis import example, given
 from torch.utils import _pytree as pytree
 
-from fppo.fleet.outline import put_together, taken_apart
+from fppo.fleet.codec import put_together, taken_apart
 from fppo.tree import state
 from tests.fleet.trees import TREES, Listed
 

@@ -25,7 +25,6 @@ from fppo.plan.track import STATE, Tracker, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
 from fppo.rollout.engine import Sampling as Drawn
-from fppo.rollout.shared_memory import places_of
 from fppo.rollout.sync import reshard
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL
@@ -160,7 +159,7 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
     written = sum(file.stat().st_size for file in saved.glob("*.safetensors"))
     assert written == pytest.approx(found.meanwhile[host.COPIES], rel=0.01)
     buckets = reshard(states["actor"].params, model_of(what, "actor").shapes, bucket_bytes=300_000)
-    assert found.meanwhile[host.BUCKET] == max(places_of(bucket.tensors)[1] for bucket in buckets)
+    assert found.meanwhile[host.BUCKET] == max(sum(x.nbytes for x in bucket.tensors.values()) for bucket in buckets)
     largest = max(x.nbytes for x in states["actor"].params.values())
     assert found.starting[host.READ] == largest
     gpu = host.host_of(attrs.evolve(what, hardware=hardware_of("h100")), built)

@@ -5,7 +5,7 @@ import torch
 
 from fppo.key import Key
 from fppo.rollout import Ask, Sampling
-from fppo.rollout.placed import PlacedEngine
+from fppo.rollout.pool import PlacedEngine
 
 
 class Group:

@@ -10,9 +10,10 @@ import torch
 
 from fppo import models
 from fppo.fleet import group
+from fppo.fleet.codec import tensors_of, tree_of
+from fppo.fleet.shared import Memory
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import probe as vllm_probe
@@ -439,10 +440,8 @@ class OnRank:
     def begin_load(self, how, transfer=False):
         self.got = {}
 
-    def take_in_from(self, path, places):
-        memory = SharedMemory.at(path)
-        self.take_in(memory.get(places))
-        memory.close()
+    def take_in_from(self, path, packed, spans):
+        self.take_in(tree_of(packed, tensors_of(packed, Memory.at(path).get(spans))))
 
     def take_in(self, tensors):
         if "wrong" in tensors:

@@ -82,3 +82,28 @@ def test_a_mesh_says_where_rows_are_without_a_group_of_its_own():
     assert Mesh({"expert": axes["expert"]}, Sharding()).shard_axis() == axes["expert"]
     with pytest.raises(ValueError, match=r"the mesh has the axes \['expert', 'shard'\]: name shard before expert"):
         meshes.with_dense(dict(reversed(axes.items())), torch.arange(6).view(3, 2), 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "starts"),
+    [
+        ([(0, False)], 0, 1),
+        ([(launch.STOPPED, False)], launch.STOPPED, 1),
+        ([(1, False), (9, False), (0, False)], 0, 3),
+        ([(1, False), (9, False), (3, False)], 3, 3),
+        ([(1, False), (9, True)], 9, 2),  # a stop was requested
+        ([(1, False), (launch.STOPPED, True)], launch.STOPPED, 2),
+    ],
+)
+def test_ranks_that_fail_are_restarted_unless_a_stop_was_requested(ends, status, starts, monkeypatch, capsys):
+    attempts = []
+
+    def attempt(arguments, ranks, number):
+        attempts.append(number)
+        return ends[number]
+
+    monkeypatch.setattr(launch, "_attempt", attempt)
+    assert launch.start(["train"], 4, max_restarts=2) == status
+    assert attempts == list(range(starts))
+    said = [f"fppo: starting all 4 ranks again ({number} of 2 times)" for number in range(1, starts)]
+    assert capsys.readouterr().err.splitlines() == said

@@ -206,7 +206,10 @@ def test_an_update_of_a_state_on_the_host_has_the_bits_of_a_plain_one(dtype, che
             assert tree.digest(home) == before
 
 
-@pytest.mark.parametrize("optimizer", [OPTIMIZER, optimizers.sgd(rate, momentum=0.9), muon(rate)])
+OTHERS = [optimizers.sgd(rate, momentum=0.9), optimizers.lion(rate), muon(rate)]
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, *OTHERS])
 @pytest.mark.parametrize(("late", "donate"), [(True, True), (False, False)])
 def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
     batch, lane = tiny.experience(3, 7, dtype=torch.float32), Watched(late)

@@ -15,7 +15,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.loss_scale import LEAST, MOST, loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
-from fppo.steps.optimizers import Optimizer, adamw, sgd
+from fppo.steps.optimizers import Optimizer, adamw, lion, sgd
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
 
@@ -34,7 +34,9 @@ def updated(state, optimizer, *, model=MODEL, batch=None, loop=LOOP, mesh=LOCAL,
 
 
 @pytest.mark.parametrize(
-    "optimizer", [adamw(lambda step: 0.01), muon(lambda step: 0.01), SGD], ids=["adamw", "muon", "sgd"]
+    "optimizer",
+    [adamw(lambda step: 0.01), muon(lambda step: 0.01), lion(lambda step: 0.01), SGD],
+    ids=["adamw", "muon", "lion", "sgd"],
 )
 def test_a_scale_changes_no_number(optimizer):
     """Neither of the parameters nor of what is reported; the norm that gradients are clipped to is theirs."""

@@ -15,7 +15,7 @@ from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import COEFFICIENTS, is_hidden_matrix, muon, orthogonalized
-from fppo.steps.optimizers import adamw, from_function, sgd
+from fppo.steps.optimizers import adamw, from_function, lion, sgd
 from fppo.steps.train_state import init_state, optimizer_step, whole_shapes
 from tests import tiny
 
@@ -42,6 +42,7 @@ OPTIMIZERS = {
     "adamw": adamw(rate),
     "sgd": sgd(rate, weight_decay=0.1),
     "sgd with momentum": sgd(rate, momentum=0.9, nesterov=True),
+    "lion": lion(rate),
     "muon": muon(rate),
     "own": OWN,
 }
@@ -165,6 +166,33 @@ def test_sgds_weight_decay_is_decoupled():
         state, _ = optimizer_step(state, grads, optimizer=ours)
     for name, x in params.items():
         torch.testing.assert_close(state.params[name], x, rtol=1e-12, atol=1e-12)
+
+
+def sign(x):
+    return (x > 0).to(x.dtype) - (x < 0).to(x.dtype)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("betas", [(0.9, 0.99), (0.95, 0.6), (0.0, 0.0)])
+def test_lion_is_its_papers(betas, clip):
+    """Algorithm 2 of arXiv:2302.06675; a gradient of exactly 0, without a momentum, moves nothing."""
+    ours, (first, second) = lion(rate, betas=betas, weight_decay=0.3, max_grad_norm=clip), betas
+    state = init_state(some(0), ours)
+    params, sums = some(0), tree.map(torch.zeros_like, some(0))
+    for step in range(4):
+        grads = some(step + 1)
+        grads["embed"][3] = 0.0
+        state, _ = optimizer_step(state, grads, optimizer=ours)
+        norm = torch.cat([g.flatten() for g in grads.values()]).norm()
+        for name, g in grads.items():
+            g = g if clip is None else g * clip / norm
+            update = first * sums[name] + (1 - first) * g
+            params[name] = params[name] - rate(step) * (sign(update) + 0.3 * params[name])
+            sums[name] = second * sums[name] + (1 - second) * g
+    for name, x in params.items():
+        torch.testing.assert_close(state.params[name], x, rtol=1e-12, atol=1e-12)
+        close = 1e-12 if clip is None else 1e-5  # the scale of the clipping is float32
+        torch.testing.assert_close(state.opt.momentum[name], sums[name], rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("donate", [False, True])

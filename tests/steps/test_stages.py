@@ -25,7 +25,7 @@ from fppo.steps.loop import Loop, Objective, update
 from fppo.steps.loss_scale import loss_scaled
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import muon
-from fppo.steps.optimizers import adamw
+from fppo.steps.optimizers import adamw, lion
 from fppo.steps.packed import indices_of
 from fppo.steps.scores import compute_reward_scores
 from fppo.steps.supervised import UpdateSupervised
@@ -118,9 +118,13 @@ def test_updates_are_those_of_one_process(name):
 
 
 @pytest.mark.slow
-def test_muon_has_whole_matrices_on_a_pipeline():
-    actor = partial(UpdateActor, loss_fn=losses.gpg)
-    assert_same({"pipeline": 2, "shard": 2}, actor, optimizer=muon(lambda step: 0.1))
+@pytest.mark.parametrize(
+    ("axes", "optimizer"),
+    [({"pipeline": 2, "shard": 2}, muon(lambda step: 0.1)), ({"pipeline": 2, "tensor": 2}, lion(lambda step: 0.1))],
+    ids=["muon, of whole matrices", "lion, of elements"],
+)
+def test_optimizers_are_those_of_one_process(axes, optimizer):
+    assert_same(axes, partial(UpdateActor, loss_fn=losses.gpg), optimizer=optimizer)
 
 
 def backward_last(ranks, micros, virtual_stages):

@@ -39,7 +39,7 @@ def with_room(model: Model, options: VllmOptions) -> VllmOptions:
 
 
 def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone: bool = False) -> Mapping[str, Tensor]:
-    """The weights that go for parameters: of an adapter the merged ones, or for one that goes `alone` the base, which
+    """The weights to send for parameters: with an adapter the merged ones, or for one that goes `alone` its base, which
     is dequantised if it was quantised."""
     if model.frozen is None:
         return params
@@ -47,13 +47,13 @@ def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone:
 
 
 def changes_something(factors: Mapping[str, Tensor]) -> bool:
-    """Whether there is a B that is not 0: else nobody can see whether the adapter was lost."""
+    """Whether any B is not 0, so that a lost adapter would be noticed."""
     return any(bool(x.any()) for name, x in factors.items() if ".lora_B." in name)
 
 
 def deliver(host: Host, number: int, model: Model, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Gives vLLM an adapter under a number that none had before. The digest of each factor as it came to all workers,
-    equal to none if theirs differ. Raises SyncError for what vLLM does not take."""
+    """Send vLLM an adapter under a new number. Returns the digest of each factor as it came to all workers, or theirs
+    joined if they differ. Raises SyncError for what vLLM does not take."""
     spec = frozen_of(model).lora
     config = {"r": spec.rank, "lora_alpha": spec.scale * spec.rank, "target_modules": []}
     try:

@@ -49,6 +49,7 @@ from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata,
 from fppo.rollout.vllm.vision import inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.parts import dtypes_of
+from fppo.runtime.restarts import Restarts
 
 __all__ = ["EngineFailure", "SyncError", "Synced", "VllmEngine", "VllmOptions"]
 
@@ -118,12 +119,12 @@ class VllmEngine:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine holds; None: none, or none that was confirmed."""
+        """The version that the engine holds; None if there is none, or none that was confirmed."""
         return None if self._weights is None else self._weights.origin.version
 
     @property
     def limit(self) -> int:
-        """The longest prompt and response together."""
+        """The most tokens of a prompt and its response together."""
         return self._running().limit
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
@@ -171,8 +172,8 @@ class VllmEngine:
     def log_probs(
         self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0, inputs: Inputs = None
     ) -> Tensor:
-        """Log-probs by the engine of tokens of rows of one length, from `start` on, given those before and the images
-        among them: float32 [B, T]."""
+        """The engine's log-probs of tokens from `start` on, in rows of one length, given the tokens and images before
+        them: float32 [B, T]."""
         whole = torch.tensor(rows)
         sampling = Sampling(max_tokens=whole.shape[1] - start, temperature=temperature)
         prompts, ids = [row[:start] for row in rows], torch.arange(len(rows))
@@ -260,7 +261,7 @@ class VllmEngine:
         return result
 
     def _readied(self, only: list[str]) -> EngineFailure | SyncError | None:
-        """Why vLLM cannot take these weights in, once it was started anew, or woken, where it must be."""
+        """Restart or wake vLLM if needed. Returns the error if it cannot take these weights in."""
         try:
             if self._broken:
                 self._restart()
@@ -276,7 +277,7 @@ class VllmEngine:
         return metadata(dtypes, shapes, only, self._rename, dtype, exact)
 
     def sleep(self) -> None:
-        """Gives vLLM's memory for weights and cache back; the next rollout takes it again and is sent all weights.
+        """Release vLLM's memory for weights and cache until the next rollout, which is sent all weights.
 
         Raises ValueError unless the engine was started with `sleep=True`.
         """
@@ -321,9 +322,9 @@ class VllmEngine:
         return self._weights is not None and self._weights.origin.matches(params, version)
 
     def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
-        """All rows' answers. A process that dies is replaced, and asked for the rows that it left.
+        """The answers of all rows. A process that dies is replaced, and generates the rows that are left.
 
-        On a mesh that cuts parameters all ranks go on together: where one was replaced, all sync again.
+        On a mesh that cuts parameters all ranks go on together: if one was replaced, all sync again.
         """
         answers: dict[int, Answer] = {}
 
@@ -333,33 +334,37 @@ class VllmEngine:
                 tokens = answer.tokens.tolist()
                 ask.on_finished(row, tokens, "stop" if ask.sampling.stopped(tokens) else "length")
 
-        for left in range(self._options.restarts, -1, -1):
+        def attempt() -> list[Answer]:
             rows = [row for row in range(len(request.prompts)) if row not in answers]
             died = None
             try:
                 if self._any(not self._holds(params, ask.version), params):
                     self.sync(params, version=ask.version)
                 if rows:
-                    self._generate(request.part(rows), lambda i, x, rows=rows: keep(rows[i], x))
+                    self._generate(request.part(rows), lambda i, x: keep(rows[i], x))
             except EngineDied as error:
                 died = error
-            if not self._any(died is not None, params):
-                return [answers[row] for row in range(len(request.prompts))]
-            if not left:
-                died = died or DiedElsewhere("the vLLM of another rank died")
-                died.add_note(
-                    f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
-                    "a run that is started again goes on from its last checkpoint"
-                )
-                raise died
-            if died is not None and not isinstance(died, DiedElsewhere):
+            if self._any(died is not None, params):
+                raise died or DiedElsewhere("the vLLM of another rank died")
+            return [answers[row] for row in range(len(request.prompts))]
+
+        def restart(died: EngineDied) -> None:
+            if not isinstance(died, DiedElsewhere):
                 self._replace(died, f"{len(answers)} of {len(request.prompts)} rows are done")
-        raise AssertionError
+
+        try:
+            return Restarts(self._options.restarts).run(attempt, EngineDied, restart)
+        except EngineDied as died:
+            died.add_note(
+                f"restarts = {self._options.restarts}: it is not replaced again in this rollout; "
+                "a run that is started again goes on from its last checkpoint"
+            )
+            raise
 
     def _replace(self, died: EngineDied, done: str) -> None:
         self.replaced += 1  # and named: a warning of the same text is shown once
         text = f"{died}; {done}, a new one goes on (replaced so far: {self.replaced})"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=6)
         self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
 
     def _generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
@@ -394,7 +399,7 @@ class VllmEngine:
             compare_log_probs(ours, theirs[0], self._dtype)
 
     def _any(self, flag: bool, params: Mapping[str, Tensor]) -> bool:
-        """Whether it is so here, or on any rank of a mesh whose ranks sync together: they gather parameters, or send
-        them by an engine of vLLM's, whose ranks may wait for each other."""
+        """Whether the flag is set here, or on any rank that syncs together with this one: ranks that gather parameters,
+        or send them by a transfer engine of vLLM, may wait for each other."""
         together = self._mesh.cuts or (self._info is not None and ranks_on(self._mesh, AXES) > 1)
         return any_rank(flag, self._mesh, device_of(params)) if together else flag

@@ -20,6 +20,7 @@ from fppo.models.vision import takes_images
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_stops
 from fppo.rollout.sync import How
+from fppo.runtime.restarts import Lost
 
 OLDEST = (0, 32)
 # environment variables that it must not get: it sets its own threads, and is no rank of the trainer's group
@@ -32,12 +33,12 @@ class EngineFailure(RuntimeError):
     """vLLM did not start, or stopped working; the message says which setting may help."""
 
 
-class EngineDied(EngineFailure):
+class EngineDied(EngineFailure, Lost):
     """The process that ran vLLM is gone; a new one may go on with what is left."""
 
 
 class DiedElsewhere(EngineDied):
-    """The engine of another rank died, not this one's."""
+    """The engine of another rank died."""
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +90,7 @@ class Answer(NamedTuple):
 
 
 class Host(Protocol):
-    """vLLM, wherever it runs. Weights come between `begin_load` and `end_load`."""
+    """vLLM in this process or elsewhere. Weights come between `begin_load` and `end_load`."""
 
     limit: int  # the longest prompt and response together
 
@@ -120,7 +121,7 @@ def check_installed() -> str:
 
 
 def check_rows(ask: Ask, lengths: list[int], limits: list[int], *, size: int, limit: int) -> None:
-    """Raises ValueError for tokens that a vocabulary of `size` tokens has not, and rows that may outgrow `limit`."""
+    """Raise ValueError for tokens beyond a vocabulary of `size` tokens, and for rows that may outgrow `limit`."""
     check_stops(ask.sampling, size)
     if int(ask.prompts.tokens.where(ask.prompts.attention_mask.bool(), 0).max()) >= size:
         raise ValueError(f"prompts hold tokens beyond the model's vocabulary of {size} tokens")
@@ -139,7 +140,7 @@ def _versions() -> str:
 
 @contextlib.contextmanager
 def config_directory(config: PreTrainedConfig, *, trust_remote_code: bool) -> Iterator[str]:
-    """A directory with the config; the model's own where it brings code."""
+    """A directory with the config; the model's own if it brings code."""
     if trust_remote_code:
         yield str(config.name_or_path)
         return

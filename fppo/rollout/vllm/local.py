@@ -19,8 +19,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader, StopTexts
+from fppo.fleet.codec import PackedTree
 from fppo.models.vision import takes_images
-from fppo.rollout.shared_memory import Place
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
 from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, check_installed
@@ -62,23 +62,23 @@ class LocalHost:
             return self._llm.collective_rpc(method, args=arguments)
 
     def begin_load(self, how: How, transfer: bool = False) -> None:
-        """Weights are to come, to be digested so; with `transfer` through vLLM's own transfer engine, by
-        `call("update_weights", ...)`."""
+        """Prepare for weights, which are digested as `how` says; with `transfer` they come through vLLM's own transfer
+        engine, by `call("update_weights", ...)`."""
         with _as_sync_error():
             self.call("fppo_begin_load", how, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes some weights in, which vLLM may keep until a layer is whole, and write to."""
+        """Load some weights. vLLM may keep them until a layer is whole, and write to them."""
         with _as_sync_error():
             self.call("fppo_take_in", tensors)
 
-    def take_in_from(self, path: str, places: list[Place]) -> None:
-        """Takes weights in from the memory of another process of this machine."""
+    def take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
+        """Load weights from the memory of another process of this machine."""
         with _as_sync_error():
-            self.call("fppo_take_in_from", path, places)
+            self.call("fppo_take_in_from", path, packed, spans)
 
     def end_load(self) -> tuple[dict[str, str], list[str]]:
-        """Each weight's digest as it came to every worker, and the parameters that a worker did not fill."""
+        """The digest of each weight as every worker got it, and the parameters that a worker did not fill."""
         with _as_sync_error():
             return _agreed(self.call("fppo_end_load"))
 
@@ -147,7 +147,8 @@ class LocalHost:
         return with_images(config.hf_config, config.dtype, prompt, inputs)
 
     def _drawn(self, ended: Sequence[tuple[int, list[int]]]) -> list[tuple[int, Answer]]:
-        """The rows that ended, with these tokens. Raises EngineFailure if vLLM went on with others than were drawn."""
+        """The answers of the rows that ended. Raises EngineFailure if vLLM went on with other tokens than were
+        drawn."""
         if not ended:
             return []
         answers = self.call("fppo_take", [(row, len(own)) for row, own in ended])[0]
@@ -162,7 +163,7 @@ class LocalHost:
         return [(row, answer) for (row, _), answer in zip(ended, answers, strict=True)]
 
     def _failed(self) -> bool:
-        """Whether a worker that is a process of its own has ended."""
+        """Whether a separate worker process has ended."""
         return bool(getattr(self._llm.llm_engine.engine_core.engine_core.model_executor, "is_failed", False))
 
     @contextlib.contextmanager
@@ -175,15 +176,15 @@ class LocalHost:
             raise
 
     def sleep(self) -> None:
-        """Gives the memory of weights and cache back to the device; both are lost."""
+        """Release the memory of weights and cache; both are lost."""
         self._llm.sleep(level=2)
 
     def wake(self, part: str) -> None:
-        """Takes the memory of "weights" or "kv_cache" again."""
+        """Allocate the memory of "weights" or "kv_cache" again."""
         self._llm.wake_up(tags=[part])
 
     def close(self) -> None:
-        """Ends vLLM and frees its memory. Idempotent."""
+        """End vLLM and free its memory. Idempotent."""
         llm, self._llm = self._llm, None
         if llm is None:
             return
@@ -216,7 +217,7 @@ class _EndedRows:
 
 
 def _check_prompts(outputs: Sequence[Any], ended: Sequence[tuple[int, Any]], prompts: Sequence[Sequence[int]]) -> None:
-    """Raises EngineFailure if vLLM answered other tokens than it was asked in rows that ended."""
+    """Raise EngineFailure if vLLM answered other prompts than were sent, in rows that ended."""
     answered = {int(output.request_id): list(output.prompt_token_ids) for output in outputs}
     for row, _ in ended:
         own, asked = answered[row], list(prompts[row])
@@ -247,7 +248,7 @@ def _set_environment(options: VllmOptions) -> None:
 
 
 def _shares(workers: int) -> str:
-    """Which of this machine's processors each worker's threads run on, as vLLM reads it."""
+    """The processors of each worker's threads, in vLLM's notation."""
     own = sorted(os.sched_getaffinity(0))
     if len(own) < workers:
         return "nobind"
@@ -255,7 +256,8 @@ def _shares(workers: int) -> str:
 
 
 def _agreed(workers: Sequence[tuple[dict[str, str], list[str]]]) -> tuple[dict[str, str], list[str]]:
-    """A digest of each weight that all workers got, equal to none if theirs differ; what one did not fill."""
+    """The digest of each weight that all workers got, or theirs joined if they differ; parameters that a worker did not
+    fill."""
     names = set.intersection(*(set(got) for got, _ in workers))
     digests = {name: "|".join(dict.fromkeys(got[name] for got, _ in workers)) for name in sorted(names)}
     return digests, sorted({name for _, unfilled in workers for name in unfilled})
@@ -314,7 +316,7 @@ def _start(path: str, options: VllmOptions, memory: Mapping[str, Any], *, dtype:
 
 
 def _sees(config: PreTrainedConfig) -> Mapping[str, Any]:
-    """Readies vLLM for a model that takes images; the keywords to start it with."""
+    """Prepare vLLM for a model that takes images, and return the keywords to start it with."""
     try:
         from fppo.rollout.vllm import images
 

@@ -23,7 +23,7 @@ class Names:
     targets: Mapping[str, Sequence[str]]
 
     def with_fused(self, changed: Collection[str]) -> list[str]:
-        """The parameters to send for those that changed: what vLLM fuses it loads together."""
+        """The parameters to send for changed ones: parameters that vLLM fuses are loaded together."""
         if not changed:
             return []
         together = {name: module for module, own in self.modules.items() for name in own}
@@ -32,7 +32,7 @@ class Names:
         return [name for name in self.targets if any(together.get(new) in modules for new in self._places_of(name))]
 
     def check(self, only: Collection[str]) -> None:
-        """Raises SyncError unless vLLM's modules are loaded from just these, each of them whole."""
+        """Raise SyncError unless these parameters fill vLLM's modules, each of them as a whole."""
         sent = {new for name in only for new in self._places_of(name)}
         modules = [set(own) for own in self.modules.values()]
         if len(only) < len(self.targets):

@@ -86,7 +86,7 @@ def conflicts(options: VllmOptions) -> Problems:
 
 
 def check_options(options: VllmOptions) -> None:
-    """Raises ValueError for values that cannot be, and for those that do not go with the host."""
+    """Raise ValueError for impossible values, and for those that do not go with the host."""
     choices = {name: get_args(kind) for name, kind in kinds_of(VllmOptions).items() if get_origin(kind) is Literal}
     wrong = [
         Problem(name, value, f"must be one of {', '.join(choices[name])}")

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from fppo.fleet import Group, GroupDied, Processes, RankSpec
+from fppo.fleet.codec import flat, pack
 from fppo.fleet.group import Ranks
 from fppo.fleet.on_ray import RayCluster, joined
+from fppo.fleet.shared import Memory
 from fppo.models.model import Model
-from fppo.rollout.shared_memory import SharedMemory
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import EngineGpus, gpus_of
 from fppo.rollout.vllm.families import check_family
@@ -44,11 +45,11 @@ _BEAT = 0.5  # seconds between two signs of life
 
 
 class RemoteHost:
-    """A `Host` whose vLLM is where the options say. Raises EngineDied, from any method, once its rank is gone or gives
-    no sign of life, and ValueError without the GPUs or the cluster that they name.
+    """A `Host` whose vLLM runs on a rank of its own, in the place that the options name. Any method raises EngineDied
+    once the rank is gone or gives no sign of life, and the start ValueError without the GPUs or the cluster.
 
-    Weights go through memory that the processes of this machine share, or as arguments to another one; one piece is
-    packed while the one before is taken in.
+    Weights go through memory that processes of this machine share, or as arguments to another machine. One piece is
+    packed while vLLM loads the one before.
     """
 
     def __init__(self, path: str, options: VllmOptions, *, dtype: str, trust_remote_code: bool) -> None:
@@ -56,7 +57,7 @@ class RemoteHost:
         self._options = options
         ranks, alone = _ranks_of(options)
         self._group = Group("vllm", ranks, patience=options.start_patience)
-        self._memories = [SharedMemory.make() for _ in range(2)] if options.host == "process" else []
+        self._memories = [Memory(reused=True) for _ in range(2)] if options.host == "process" else []
         self._loading: Future[None] | None = None
         self._finalizer = weakref.finalize(self, _end, self._group, self._memories)
         files = {} if trust_remote_code else {file.name: file.read_bytes() for file in Path(path).iterdir()}
@@ -79,11 +80,12 @@ class RemoteHost:
         self._ask("begin_load", how, transfer)
 
     def take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Implement `LocalHost.take_in`; what goes wrong the next call raises, or `end_load`."""
+        """Implement `LocalHost.take_in`. The next call, or `end_load`, raises its errors."""
         if self._memories:
             self._memories.reverse()
-            path, places = self._memories[0].path, self._memories[0].put(tensors)
-            load = partial(self._ask, "take_in_from", path, places)
+            packed, large = pack(dict(tensors))
+            spans = [place[1:] for place in self._memories[0].put([flat(x) for x in large])]
+            load = partial(self._ask, "take_in_from", self._memories[0].path, packed, spans)
         else:
             load = partial(self._ask, "take_in", tensors, fn=_take_in)
         self._loaded()
@@ -116,7 +118,7 @@ class RemoteHost:
         self._finalizer()
 
     def _loaded(self) -> None:
-        """Returns once what was sent is taken in."""
+        """Wait until the last piece of weights is loaded."""
         before, self._loading = self._loading, None
         if before is not None:
             before.result()
@@ -149,7 +151,7 @@ class RemoteHost:
 
 
 def _ranks_of(options: VllmOptions) -> tuple[Ranks, bool]:
-    """The rank for vLLM, and whether nobody trains on its GPUs."""
+    """The rank for vLLM, and whether no trainer uses its GPUs."""
     spec = RankSpec(device="cpu", threads=len(os.sched_getaffinity(0)), patience=options.start_patience)
     if options.host == "process":
         gpus = _gpus(options)
@@ -160,7 +162,7 @@ def _ranks_of(options: VllmOptions) -> tuple[Ranks, bool]:
 
 
 def _gpus(options: VllmOptions) -> EngineGpus | None:
-    """The GPUs for the process; None: it may see what this one does. Raises ValueError if there are too few."""
+    """The GPUs for the process; None: those of this process. Raises ValueError if there are too few."""
     on_gpu, place = torch.cuda.is_initialized(), Place.of_environment()
     if not (on_gpu or options.devices):
         return None
@@ -176,10 +178,9 @@ def _environment(gpus: EngineGpus | None) -> dict[str, str]:
     return variables
 
 
-def _end(group: Group, memories: Sequence[SharedMemory]) -> None:
+def _end(group: Group, memories: list[Memory]) -> None:
     group.close()
-    for memory in memories:
-        memory.close()
+    memories.clear()
 
 
 def _begun(do: Callable[[], None]) -> Future[None]:
@@ -208,12 +209,12 @@ def _started(path: str, files: dict[str, bytes], options: VllmOptions, rest: dic
 
 
 def _take_in(host: LocalHost, tensors: Mapping[str, Tensor]) -> None:
-    """Copies, for what Ray hands out cannot be written to."""
+    """Copy the tensors, since arrays from Ray are read-only, and load them."""
     host.take_in({name: x.clone() for name, x in tensors.items()})
 
 
 def _answers(host: LocalHost, request: Request) -> Iterator[list[tuple[int, Answer]]]:
-    """The rows that ended in each step; after a while without any none, as a sign of life."""
+    """The rows that ended in each step; an empty list now and then, as a sign of life."""
     yielded = time.monotonic()
     for ended in host.answers(request):
         if ended or time.monotonic() - yielded > _BEAT:
@@ -232,6 +233,6 @@ def start_host(model: Model, options: VllmOptions, dtype: str) -> Host:
 
 
 def give_memory_back() -> None:
-    """Lets the GPU have what torch keeps of its memory and uses for nothing: vLLM does not get it from torch."""
+    """Release the GPU memory that torch caches: vLLM is another user of the GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

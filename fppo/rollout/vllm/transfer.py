@@ -55,7 +55,7 @@ def metadata(
 
 
 def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
-    """The trainer's side of the transport that the options name, which takes a port that is free now."""
+    """The trainer's side of the transport that the options name, on a port that is free now."""
     if not torch.cuda.is_available():
         raise ValueError(f"transport = {options.transport!r} is between GPUs, and torch sees none here: give auto")
     sizes = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
@@ -75,7 +75,7 @@ def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
 
 
 def place(options: VllmOptions) -> tuple[str, int]:
-    """Where this process and vLLM's workers meet: an address that they reach, and a port that is free now."""
+    """An address that vLLM's workers reach in this process, and a port that is free now."""
     address = "127.0.0.1"
     if options.host == "ray":
         from vllm.utils.network_utils import get_ip  # pyright: ignore[reportMissingImports]
@@ -118,7 +118,7 @@ class WeightTransfer:
         return self._client.result
 
     def close(self) -> None:
-        """Leaves the group of the two sides."""
+        """Leave the group of the two sides."""
         self._engine.shutdown()
 
 

@@ -20,10 +20,11 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
     MoveDirectionality,
 )
 
+from fppo.fleet.codec import PackedTree, tensors_of, tree_of
+from fppo.fleet.shared import Memory
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
-from fppo.rollout.shared_memory import Place, SharedMemory
 from fppo.rollout.sync import How, digest
 from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.host import Answer
@@ -49,9 +50,9 @@ class _Step(NamedTuple):
 
 
 class KeyedDraws(LogitsProcessor):
-    """Draws each token as the embedded engine does, by the key, the row's number and the position; vLLM's own greedy
-    choice then finds it at an infinite logit. So both kinds of log-probs come from the very logits drawn from.
-    """
+    """Draw each token as the embedded engine does, by the key, the row's number and the position. Its logit is then set
+    to infinity, so that vLLM's own greedy choice finds it. Both kinds of log-probs come from the logits that were drawn
+    from."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
@@ -65,7 +66,7 @@ class KeyedDraws(LogitsProcessor):
         return False
 
     def begin(self, job: Job) -> None:
-        """A new rollout: what was drawn so far is forgotten."""
+        """Begin a rollout, and forget earlier draws."""
         width = job.sampling.max_tokens
         count = len(job.row_ids) * width
         self._job = job._replace(row_ids=job.row_ids.to(self._device), forced=_moved(job.forced, self._device))
@@ -146,28 +147,29 @@ class Extension:
     device: torch.device
     model_runner: Any
     vllm_config: Any
-    fppo_memory: Mapping[str, SharedMemory] = {}  # of the process that sends weights, by its path
+    fppo_memory: Mapping[str, Memory] = {}  # of the process that sends weights, by its path
     start_weight_update: Any
     finish_weight_update: Any
 
     def fppo_begin(self, job: Job) -> None:
-        """A rollout begins."""
+        """Begin a rollout."""
         self._draws().begin(job)
 
     def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
-        """The answers of rows that have ended, each with its length; all workers drew them, the first returns them."""
+        """The answers of rows that ended, each with its length. All workers drew them; the first returns them."""
         draws = self._draws()
         return [draws.take(row, length) for row, length in ended] if self.rank == 0 else None
 
     def fppo_names(self, sent: Sequence[str]) -> tuple[dict[str, list[str]], dict[str, str]]:
-        """The checkpoint names that each of the model's modules is loaded from, and which of them those `sent` are."""
+        """The checkpoint names that each module of the model is loaded from, and among them those of the names
+        `sent`."""
         model = self.model_runner.get_model()
         mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
         rename = mapper and mapper.get_rename_mapper()
         return checkpoint_names(model), {name: (rename and rename.map_name(name)) or name for name in sent}
 
     def fppo_begin_load(self, how: How, transfer: bool) -> None:
-        """Weights are to come, digested so: what `fppo_take_in` takes, or vLLM's own transfer engine brings."""
+        """Prepare for weights, by `fppo_take_in` or by vLLM's own transfer engine, and digest them as `how` says."""
         model = self.model_runner.get_model()
         loading = self._loading = _Loading({}, set(), transfer)
         load_weights = type(model).load_weights
@@ -190,19 +192,20 @@ class Extension:
                 initialize_layerwise_reload(model)
 
     def fppo_take_in(self, tensors: Mapping[str, Tensor]) -> None:
-        """Takes these weights in, from wherever they are: they are digested on the worker's own device."""
+        """Load these weights from any device; they are digested on the worker's own."""
         here = {name: x.to(self.device) for name, x in tensors.items()}
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(here.items())
 
-    def fppo_take_in_from(self, path: str, places: list[Place]) -> None:
-        """Takes weights in that another process has put into its memory."""
+    def fppo_take_in_from(self, path: str, packed: PackedTree, spans: Sequence[tuple[int, int]]) -> None:
+        """Load weights from another process's memory: large tensors are in these spans of bytes."""
         if path not in self.fppo_memory:  # kept open: it is mapped, and pinned, once
-            self.fppo_memory = {**self.fppo_memory, path: SharedMemory.at(path)}
-        self.fppo_take_in(self.fppo_memory[path].get(places, self.device))
+            self.fppo_memory = {**self.fppo_memory, path: Memory.at(path)}
+        arrays = self.fppo_memory[path].get(spans, self.device)
+        self.fppo_take_in(tree_of(packed, tensors_of(packed, arrays, device=self.device)))
 
     def fppo_end_load(self) -> tuple[dict[str, str], list[str]]:
-        """All is here: the digest of each weight as it came, and the names of what vLLM did not fill."""
+        """End a load: the digest of each weight as it came, and the names of what vLLM did not fill."""
         model = self.model_runner.get_model()
         del model.load_weights
         if self._loading.transfer:
@@ -218,9 +221,10 @@ class Extension:
     def fppo_take_adapter(
         self, number: int, config: Mapping[str, Any], factors: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """Holds an adapter, and no other, under a number that none had before. The digest of each factor as it came.
+        """Hold an adapter, and no other, under a new number. Returns the digest of each factor as it came.
 
-        Raises ValueError for factors of modules that cannot have any, which vLLM would drop, and for others than came.
+        Raises ValueError for factors that vLLM would drop, since their modules cannot have any, and for others than
+        came.
         """
         manager: Any = self.model_runner.lora_manager._adapter_manager
         rename = getattr(manager.model, "hf_to_vllm_mapper", None)
@@ -252,13 +256,13 @@ class Extension:
 
 
 def _plain(name: str) -> str:
-    """The name of a parameter without that of its place in a module that has room for an adapter."""
+    """The name of a parameter, without the part for a module that has room for an adapter."""
     return name.replace(".base_layer.", ".")
 
 
 def _repack_shared(model: Any, filled: Set[str]) -> None:
-    """Prepares again what shares its weight with a module that was filled: vLLM only prepares the one it loads, so that
-    on CPUs a head tied to the embedding would go on with the packed weights of the load before."""
+    """Prepare the modules again that share their weight with a loaded one: vLLM prepares the loaded module alone, so
+    that on a CPU a head tied to the embedding would keep the packed weights of the load before."""
     holders: dict[int, list[tuple[bool, Any]]] = {}
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
@@ -271,9 +275,9 @@ def _repack_shared(model: Any, filled: Set[str]) -> None:
 
 
 def checkpoint_names(model: Any) -> dict[str, list[str]]:
-    """The checkpoint's names of what each module of a vLLM model holds, which fuses some (q, k and v; gate and up).
+    """The checkpoint's names of the parameters in each module of a vLLM model; it fuses some (q, k and v; gate and up).
 
-    Those of experts are left out: vLLM documents nowhere how it stacks them.
+    Experts are left out: vLLM does not document how it stacks them.
     """
     packed: dict[str, list[str]] = {}
     for module in reversed([*model.modules()]):  # the model's own last; one that takes images may leave it to its parts

@@ -1,0 +1,46 @@
+"""Restarts of lost processes, which every room that starts processes shares. No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+
+class Lost(RuntimeError):
+    """Processes are gone, with all that they held. `again`: whether a new start may help."""
+
+    def __init__(self, text: str, *, again: bool = True) -> None:
+        super().__init__(text)
+        self.again = again
+
+
+T = TypeVar("T")
+L = TypeVar("L", bound=Lost)
+
+
+class Restarts:
+    """Up to `limit` restarts. Threads may share them: each loss takes one, whoever meets it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._lock = threading.Lock()
+
+    def run(self, attempt: Callable[[], T], kind: type[L], restart: Callable[[L], None]) -> T:
+        """Call `attempt` until it returns, and return its result.
+
+        After a loss of this kind `restart` is called with it, and then `attempt` again, which decides what work is kept
+        and may start the processes itself. Raises the loss if no restart is left, or if none can help.
+        """
+        while True:
+            try:
+                return attempt()
+            except kind as loss:
+                with self._lock:
+                    if self.used == self.limit or not loss.again:
+                        raise
+                    self.used += 1
+                restart(loss)
+
+    def __str__(self) -> str:
+        return f"{self.used} of {self.limit} times"
