@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fppo._errors import did_you_mean
-from fppo.laws._search import Law, Suite, describe, first_breach, fn_name
+from fppo.laws._search import Law, Suite, describe, first_breach, fn_name, nothing
 from fppo.laws.estimators import advantages_suite, whiten_suite
 from fppo.laws.losses import policy_suite, value_suite
 from fppo.laws.temporal import gae_suite, temporal_suite
@@ -23,6 +24,7 @@ _MAKERS: Mapping[str, Callable[..., Suite]] = MappingProxyType(
         "policy_loss": policy_suite,
         "value_loss": value_suite,
         "whole_loss": whole_suite,
+        "whole_value_loss": partial(whole_suite, values=True),
         "advantages": advantages_suite,
         "gae": gae_suite,
         "temporal": temporal_suite,
@@ -61,6 +63,7 @@ def verdicts(
     kind: str,
     reference: Callable | None = None,
     group_rows: int = 1,
+    tokens: int = 0,
     dtype: torch.dtype = torch.float64,
     name: str | None = None,
 ) -> tuple[Verdict, ...]:
@@ -70,19 +73,21 @@ def verdicts(
 
     The kinds, and the checks whose laws they have:
 
-    - "policy_loss" (`check_policy_loss`), "value_loss" (`check_value_loss`), "whole_loss" (`check_whole_loss`)
+    - "policy_loss" (`check_policy_loss`), "value_loss" (`check_value_loss`), "whole_loss" and "whole_value_loss"
+      (`check_whole_loss`)
     - "advantages" (`check_advantages`), "gae" (`check_gae`), "temporal" (`check_temporal`), "whiten" (`check_whiten`)
 
     Every law searches the same batches in the same order, so that equal functions get equal verdicts. What a function
     does with garbage where the mask is False is tried with NaN and infinities first, then with finite numbers: if only
     the former reach the result, the verdict is a note. A `reference` of the same signature adds the law that both
     agree; "gae" and "whiten" take none, and none a `dtype`. `group_rows` (for "advantages") is the least number of rows
-    of a group, `name` what the lines of a counter-example call the function.
+    of a group, `tokens` the least number of tokens in the mask of a batch, and `name` what the lines of a
+    counter-example call the function.
 
     Raises ValueError for an unknown kind, and for arguments that the kind does not take.
     """
     suite = _suite(kind, reference, group_rows, dtype)
-    examples = suite.examples()
+    examples = [(seed, example) for seed, example in suite.examples() if example.mask.sum() >= tokens]
     return tuple(_verdict(fn, law, suite, examples, name or fn_name(fn)) for law in suite.laws)
 
 
@@ -105,10 +110,10 @@ def _verdict(fn: Callable, law: Law, suite: Suite, examples: list, name: str) ->
         return Verdict(law.name, law.statement, "holds")
     if law.mild is not None:
         worse = first_breach(fn, law._replace(breach=law.mild), examples)
-        if worse is None:
+        if worse is None and not (law.mild is nothing and found[1].reason.startswith("it raised ")):
             outcome, note = "note", f"; {law.note}"
         else:
-            found = worse
+            found = worse or found
     size, (reason, example) = found
     tensors = {**example.inputs, **example.extras}
     shown = tuple(describe(example, name, suite.see))

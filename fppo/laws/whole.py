@@ -28,32 +28,41 @@ from fppo.laws._search import (
     stain,
     widen,
 )
-from fppo.laws.losses import DETACHED_NOTE, FINITE_NOTE, GARBAGE_TEXT, PADDING_TEXT, POLICY, LossFn, make_example
+from fppo.laws.losses import (
+    DETACHED_NOTE,
+    FINITE_NOTE,
+    GARBAGE_TEXT,
+    PADDING_TEXT,
+    POLICY,
+    VALUES,
+    LossFn,
+    make_example,
+)
 from fppo.losses import count_totals, loss_weights
 from fppo.shapes import Mask, Scalar, Tokens
 
+NEAR = 1e-6  # how far a small number in a denominator may move a loss from its reference
 WholeLoss = Callable[..., Tensor]
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3), (4, 5), (6, 7))
 
 
 class _Whole(NamedTuple):
     loss: Tensor  # 0-d
-    grad: Tensor  # of the loss by log_probs, [B, T]
+    grad: Tensor  # of the loss by the first input, [B, T]
 
 
 def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> WholeLoss:
     """Make a whole loss of a loss per token: the sum of its weights in a mode times the loss, float 0-d.
 
-    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss of `fppo.losses` or one's own, `mode` and
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss of `fppo.losses` or one's own, or a value
+    loss of values, old values, returns and a mask. `mode` and
     `horizon` are those of `losses.loss_weights`. The result is the plain definition to hold another one against:
     `laws.verdicts(my_loss, kind="whole_loss", reference=laws.whole_loss(losses.ppo_clip, "token-mean"))`.
     """
 
-    def whole_of(
-        log_probs: Tokens, old_log_probs: Tokens, advantages: Tokens, mask: Mask, *, pieces: int, whole: Mask
-    ) -> Tensor:
-        weights = loss_weights(mask, mode, totals=count_totals(whole), horizon=horizon).to(log_probs)
-        return (weights * loss_fn(log_probs, old_log_probs, advantages, mask)[0]).sum()
+    def whole_of(first: Tokens, second: Tokens, third: Tokens, mask: Mask, *, pieces: int, whole: Mask) -> Tensor:
+        weights = loss_weights(mask, mode, totals=count_totals(whole), horizon=horizon).to(first)
+        return (weights * loss_fn(first, second, third, mask)[0]).sum()
 
     whole_of.__name__ = f"{fn_name(loss_fn)}, {mode}"
     return whole_of
@@ -63,13 +72,13 @@ def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, tr
     """The losses of the micro-batches added up, and their gradients, each in its place; `trim` cuts the columns that no
     row of the micro-batch has in its mask."""
     mask, total = example.mask, example.weights.new_zeros(())
-    grad = torch.zeros_like(example.inputs["log_probs"])
+    grad = torch.zeros_like(next(iter(example.inputs.values())))
     for rows in cuts:
         part = mask[rows]
         width = int(part.any(0).nonzero().max()) + 1 if trim and part.any() else mask.shape[1]
-        log_probs, old, advantages, part = (x[rows][:, :width] for x in example.inputs.values())
-        leaf = log_probs.detach().clone().requires_grad_()
-        loss = fn(leaf, old, advantages, part, pieces=len(cuts), whole=mask)
+        first, *others = (x[rows][:, :width] for x in example.inputs.values())
+        leaf = first.detach().clone().requires_grad_()
+        loss = fn(leaf, *others, pieces=len(cuts), whole=mask)
         if loss.requires_grad:
             grad[rows, :width] = torch.autograd.grad(loss, leaf)[0]
         total = total + loss.detach()
@@ -124,6 +133,8 @@ def _all_masked(fn: WholeLoss, example: LawExample, generator: torch.Generator) 
 
 
 def _masked_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    if not example.mask.any():
+        return None
     mask, plain = example.mask, _evaluate(fn, example)
     for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
         spoiled = example.map(lambda x, kind=kind: spoil(x, ~mask, generator, kind)).put(mask=mask)
@@ -133,6 +144,8 @@ def _masked_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generat
 
 
 def _finite_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    if not example.mask.any():
+        return None
     spoiled = stain(example, generator)
     reason = _differ(_evaluate(fn, example), _evaluate(fn, spoiled))
     return changed(reason, "with finite numbers where the mask is False, ", spoiled)
@@ -142,7 +155,7 @@ def _constants(fn: WholeLoss, example: LawExample, generator: torch.Generator) -
     leaves = [x.detach().clone().requires_grad_() for x in list(example.inputs.values())[:3]]
     loss = fn(*leaves, example.mask, pieces=1, whole=example.mask)
     grads = torch.autograd.grad(loss, leaves[1:], allow_unused=True) if loss.requires_grad else (None, None)
-    for name, grad in zip(POLICY[1:], grads, strict=True):
+    for name, grad in zip(list(example.inputs)[1:3], grads, strict=True):
         if grad is not None and (reason := differ("it", torch.zeros_like(grad), grad, 0.0)):
             return f"a gradient reaches {name}; detach it. {reason}"
     return None
@@ -212,12 +225,31 @@ def _reinforce(
     return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
 
 
-def _as_reference(reference: WholeLoss, fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
-    reason = _filled(example) and _differ(_evaluate(reference, example), _evaluate(fn, example))
+def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    """Whether at old == new the gradient is a positive weight times the error, whatever the returns."""
+    values, _, returns, mask = example.inputs.values()
+    example = example.put(old_values=values.clone())
+    weights = _evaluate(fn, example.put(returns=values - 1.0)).grad.where(mask, 0.0)
+    if _filled(example) and not (weights[mask] > 0).all():
+        return Breach("for errors of 1 a token's gradient is not above 0", example)
+    expected, actual = (weights * (values - returns)).where(mask, 0.0), _evaluate(fn, example).grad.where(mask, 0.0)
+    return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
+
+
+def _as_reference(
+    reference: WholeLoss,
+    fn: WholeLoss,
+    example: LawExample,
+    generator: torch.Generator,
+    *,
+    tolerance: float | None = None,
+) -> str | None:
+    reason = _filled(example) and _differ(_evaluate(reference, example), _evaluate(fn, example), tolerance)
     return f"{reason}, as of {fn_name(reference)}" if reason else None
 
 
 _REINFORCE_TEXT = "at old == new the gradient is -weight * advantage, with weights above 0 that no advantage changes"
+_ERROR_TEXT = "at old == new the gradient is weight * (value - return), with weights above 0 that no return changes"
 _EVEN_TEXT = "losses and gradients of micro-batches of one size add up to those of the whole"
 _TRIM_TEXT = "they do if every micro-batch is padded to its own longest row"
 LAWS = (
@@ -244,33 +276,42 @@ LAWS = (
         mild=nothing,
         note="a convention: such rows count in the number of rows",
     ),
-    Law(
-        "REINFORCE",
-        _REINFORCE_TEXT,
-        _reinforce,
-        mild=partial(_reinforce, by_row=True),
-        note="for advantages that are equal along a row it is",
-    ),
 )
+POLICY_LAW = Law(
+    "REINFORCE",
+    _REINFORCE_TEXT,
+    _reinforce,
+    mild=partial(_reinforce, by_row=True),
+    note="for advantages that are equal along a row it is",
+)
+VALUE_LAW = Law("squared error", _ERROR_TEXT, _squared_error)
 
 
-def whole_suite(*, reference: WholeLoss | None = None, dtype: torch.dtype = torch.float64) -> Suite:
+def whole_suite(
+    *, reference: WholeLoss | None = None, dtype: torch.dtype = torch.float64, values: bool = False
+) -> Suite:
     """The laws of `check_whole_loss`, with its arguments."""
     checked((dtype,))
-    laws = LAWS
+    names = VALUES if values else POLICY
+    laws = (*LAWS, VALUE_LAW if values else POLICY_LAW)
     if reference is not None:
         text = "loss and gradient are those of the reference"
-        laws += (Law("reference", text, partial(_as_reference, reference)),)
+        mild, note = partial(_as_reference, reference, tolerance=NEAR), f"they agree to {NEAR}"
+        laws += (Law("reference", text, partial(_as_reference, reference), mild=mild, note=note),)
     see = (
-        "loss = {}(log_probs.requires_grad_(), old_log_probs, advantages, mask, pieces=1, whole=mask)",
+        f"loss = {{}}({names[0]}.requires_grad_(), {', '.join(names[1:])}, mask, pieces=1, whole=mask)",
         "loss.backward()",
-        "print(loss, log_probs.grad)",
+        f"print(loss, {names[0]}.grad)",
     )
-    return Suite(laws, partial(make_example, POLICY, None, dtype), see, SIZES)
+    return Suite(laws, partial(make_example, names, None, dtype), see, SIZES)
 
 
 def check_whole_loss(
-    loss_fn: WholeLoss, *, reference: WholeLoss | None = None, dtype: torch.dtype = torch.float64
+    loss_fn: WholeLoss,
+    *,
+    reference: WholeLoss | None = None,
+    dtype: torch.dtype = torch.float64,
+    values: bool = False,
 ) -> None:
     """Put a whole loss through its laws: `laws.check_whole_loss(my_loss)`. LawViolation for the first that fails.
 
@@ -282,5 +323,8 @@ def check_whole_loss(
     garbage outside the mask, rows without tokens and empty micro-batches change nothing; only log_probs gets a
     gradient, which at old == new is a positive weight times -advantages. With a `reference` (as `laws.whole_loss` makes
     one of a loss per token), loss and gradient are the reference's. `dtype` is that of the batches.
+
+    With `values` it is a value loss, of values, old values, returns and a mask: the gradient at old == new then is a
+    positive weight times (values - returns).
     """
-    check_suite(loss_fn, whole_suite(reference=reference, dtype=dtype))
+    check_suite(loss_fn, whole_suite(reference=reference, dtype=dtype, values=values))

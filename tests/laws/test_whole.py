@@ -1,13 +1,13 @@
 """Our whole losses keep the laws, and every law catches the mistake it is there for."""
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 
 from fppo import laws, losses
 from fppo.laws.verdicts import KINDS
-from fppo.laws.whole import LAWS
+from fppo.laws.whole import LAWS, POLICY_LAW
 
 token_mean = laws.whole_loss(losses.ppo_clip, "token-mean")
 
@@ -82,18 +82,26 @@ MISTAKES = {
 }
 
 
+@cache
+def found_in(mistake):
+    return {verdict.law: verdict for verdict in laws.verdicts(mistake, kind="whole_loss")}
+
+
 @pytest.mark.parametrize("law", MISTAKES)
 def test_every_law_notices_its_mistake(law):
     mistake, outcome = MISTAKES[law]
-    found = {verdict.law: verdict for verdict in laws.verdicts(mistake, kind="whole_loss")}
+    found = found_in(mistake)
     assert found[law].outcome == outcome
     assert found[law].example.keys() == {"log_probs", "old_log_probs", "advantages", "mask"}
-    with pytest.raises(laws.LawViolation):
-        laws.check_whole_loss(mistake)
+
+
+def test_the_first_fault_is_raised():
+    with pytest.raises(laws.LawViolation, match="micro-batches of 1 and 1"):
+        laws.check_whole_loss(mean_of_means)
 
 
 def test_every_law_has_a_mistake():
-    assert MISTAKES.keys() == {law.name for law in LAWS}
+    assert MISTAKES.keys() == {law.name for law in (*LAWS, POLICY_LAW)}
 
 
 def test_the_smallest_whole_loss_keeps_every_law():
@@ -101,8 +109,7 @@ def test_the_smallest_whole_loss_keeps_every_law():
 
 
 def test_a_mean_of_means_breaks_no_law_but_those_of_cuts():
-    found = laws.verdicts(mean_of_means, kind="whole_loss")
-    broken = {verdict.law for verdict in found if verdict.outcome != "holds"}
+    broken = {law for law, verdict in found_in(mean_of_means).items() if verdict.outcome != "holds"}
     assert broken == {"micro-batches", "width of micro-batches", "uneven micro-batches"}
 
 
@@ -113,9 +120,16 @@ def test_a_reference_of_another_mode_is_noticed():
     assert "as of ppo_clip, seq-mean-token-mean" in (last.reason or "")
 
 
+def test_a_value_loss_with_a_wrong_sign_is_a_fault():
+    def wrong(*tensors, pieces, whole):
+        return -laws.whole_loss(losses.value_loss, "token-mean")(*tensors, pieces=pieces, whole=whole)
+
+    *_, last = laws.verdicts(wrong, kind="whole_value_loss")
+    assert (last.law, last.outcome) == ("squared error", "fault")
+
+
 def test_what_a_counter_example_shows_runs():
-    found = {verdict.law: verdict for verdict in laws.verdicts(plus_for_minus, kind="whole_loss")}
-    exec("\n".join(found["REINFORCE"].shown), {"plus_for_minus": plus_for_minus, "print": lambda *values: None})
+    exec("\n".join(found_in(plus_for_minus)["REINFORCE"].shown), {"plus_for_minus": plus_for_minus, "print": lambda *values: None})
 
 
 def summed_mask(scores, mask, groups):
@@ -178,6 +192,7 @@ def test_verdicts_of_our_own_functions_hold():
         "temporal": partial(advantages.gae, gamma=0.9, lam=0.7),
         "whiten": advantages.whiten,
         "whole_loss": token_mean,
+        "whole_value_loss": laws.whole_loss(losses.value_loss, "token-mean"),
     }
     assert tuple(sorted(owns)) == tuple(sorted(KINDS))
     for kind, fn in owns.items():
