@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Literal
@@ -66,6 +66,7 @@ def verdicts(
     tokens: int = 0,
     dtype: torch.dtype = torch.float64,
     name: str | None = None,
+    only: Sequence[str] | None = None,
 ) -> tuple[Verdict, ...]:
     """Put `fn` through all laws of a kind, and say of each whether it holds.
 
@@ -82,13 +83,17 @@ def verdicts(
     the former reach the result, the verdict is a note. A `reference` of the same signature adds the law that both
     agree; "gae" and "whiten" take none, and none a `dtype`. `group_rows` (for "advantages") is the least number of rows
     of a group, `tokens` the least number of tokens in the mask of a batch, and `name` what the lines of a
-    counter-example call the function.
+    counter-example call the function. `only` names the laws to try, in place of all.
 
-    Raises ValueError for an unknown kind, and for arguments that the kind does not take.
+    Raises ValueError for an unknown kind or law, and for arguments that the kind does not take.
     """
     suite = _suite(kind, reference, group_rows, dtype)
     examples = [(seed, example) for seed, example in suite.examples() if example.mask.sum() >= tokens]
-    return tuple(_verdict(fn, law, suite, examples, name or fn_name(fn)) for law in suite.laws)
+    names = [law.name for law in suite.laws]
+    if unknown := next((law for law in only or () if law not in names), None):
+        raise ValueError(f"the kind {kind!r} has no law {unknown!r}; {did_you_mean(unknown, names)}")
+    chosen = [law for law in suite.laws if only is None or law.name in only]
+    return tuple(_verdict(fn, law, suite, examples, name or fn_name(fn)) for law in chosen)
 
 
 def _suite(kind: str, reference: Callable | None, group_rows: int, dtype: torch.dtype) -> Suite:
