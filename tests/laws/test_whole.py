@@ -129,7 +129,8 @@ def test_a_value_loss_with_a_wrong_sign_is_a_fault():
 
 
 def test_what_a_counter_example_shows_runs():
-    exec("\n".join(found_in(plus_for_minus)["REINFORCE"].shown), {"plus_for_minus": plus_for_minus, "print": lambda *values: None})
+    names = {"plus_for_minus": plus_for_minus, "print": lambda *values: None}
+    exec("\n".join(found_in(plus_for_minus)["REINFORCE"].shown), names)
 
 
 def summed_mask(scores, mask, groups):

@@ -7,7 +7,6 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-import torch
 
 from fppo import laws
 
@@ -18,6 +17,7 @@ GITHUB: Mapping[str, str] = MappingProxyType(
         "DeepSeekRL-Extended": "brendanhogan/DeepSeekRL-Extended",
         "DeepSpeedExamples": "deepspeedai/DeepSpeedExamples",
         "Gym": "NVIDIA-NeMo/Gym",
+        "Liger-Kernel": "linkedin/Liger-Kernel",
         "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
         "NeMo-RL": "NVIDIA-NeMo/RL",
         "OpenRLHF": "OpenRLHF/OpenRLHF",
@@ -31,7 +31,6 @@ GITHUB: Mapping[str, str] = MappingProxyType(
         "marin": "marin-community/marin",
         "miles": "radixark/miles",
         "ms-swift": "modelscope/ms-swift",
-        "open-instruct": "allenai/open-instruct",
         "prime-rl": "PrimeIntellect-ai/prime-rl",
         "rlhf-book": "natolambert/rlhf-book",
         "slime": "THUDM/slime",
@@ -87,8 +86,3 @@ def raised(source: str, story: str, law: str, check: Callable[[], None]) -> Exhi
         return None
 
     return Exhibit(source, story, law, show)
-
-
-def ones_like(x: torch.Tensor) -> torch.Tensor:
-    """A mask that lets everything through."""
-    return torch.ones_like(x, dtype=torch.bool)

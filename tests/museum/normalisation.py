@@ -91,7 +91,7 @@ def scale_of_a_rank(*tensors, pieces, whole):
 
 @whole("SkyRL#925", "The loss is reduced per micro-batch, then averaged over micro-batches.", "micro-batches")
 def reduced_twice(*tensors, pieces, whole):
-    return row_mean(*tensors, pieces=1, whole=tensors[-1]) ** 1 / (2 * pieces) + mean_of_tokens(*tensors) / (2 * pieces)
+    return mean_of_tokens(*tensors) / pieces
 
 
 @whole("AReaL#1273", "One backend divides the summed gradient by the number of micro-batches again.", "micro-batches")
@@ -132,11 +132,12 @@ def right_rows_here(*tensors, pieces, whole):
     return token_mean(*tensors, pieces=pieces, whole=whole) + nll
 
 
-@whole("open-instruct#1137", "The loss is scaled by the accumulation steps of a local mean.", "micro-batches")
-def local_mean(*tensors, pieces, whole):
+@whole("NeMo-RL#212", "Micro-batches without a valid row count in the mean over micro-batches.", "micro-batches")
+def empty_ones_count(*tensors, pieces, whole):
     mask = tensors[-1]
+    valid = mask[:, 0] & mask[:, -1]  # a row that is as long as the batch
     per_row = losses.ppo_clip(*tensors)[0].sum(1) / mask.sum(1).clamp(min=1)
-    return summed(per_row, mask.any(1)) / mask.any(1).sum().clamp(min=1)
+    return summed(per_row, valid) / valid.sum().clamp(min=1) / pieces
 
 
 @whole("arXiv:2604.23747", "Micro-batches are dropped before the optimizer's step.", "micro-batches")
@@ -154,5 +155,5 @@ def emptied_mask(*tensors, pieces, whole):
 ROOM = (
     *(by_rows, mean_of_means, critic_by_micro_batch, falls_back, geo_mean, distilled, window_of_generation),
     *(accumulated, counts_what_is_masked, scale_of_a_rank, reduced_twice, divided_again, without_ranks, by_steps_too),
-    *(sum_of_tokens, summed_gradients, right_rows_here, local_mean, dropped, emptied_mask),
+    *(sum_of_tokens, summed_gradients, right_rows_here, empty_ones_count, dropped, emptied_mask),
 )

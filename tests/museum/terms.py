@@ -69,7 +69,7 @@ def other_loss(log_probs, old, advantages, mask):
 def summed_means(log_probs, old, advantages, mask):
     loss, metrics = losses.ppo_clip(log_probs, old, advantages, mask)
     mean = masked_mean(loss.detach(), mask)
-    return loss, {**metrics, "actor/pg_loss": Sum(mean.total / mean.weight.clamp(min=1))}
+    return loss, {**metrics, "actor/pg_loss": Sum(mean.total / mean.count.clamp(min=1))}
 
 
 @exhibit(
@@ -120,12 +120,14 @@ def slope_of(source, story, estimator):
     return Exhibit(source, story, "KL in expectation", show)
 
 
-squared_log_ratio = value_of(
-    "marin#1708",
-    "The penalty is a squared log-ratio that is no estimate of the divergence.",
-    lambda new, ref: (new - ref) ** 2,
+rewarded_divergence = slope_of(
+    "marin#1742",
+    "The squared log-ratio encouraged divergence where it should penalise it.",
+    lambda new, ref: -losses.kl_estimate(new, ref, "k2"),
 )
-wrong_sign = value_of("ToolRL#52", "The sign of the term is wrong, and the policy is driven away.", lambda a, b: -(a - b))
+wrong_sign = value_of(
+    "ToolRL#52", "The sign of the term is wrong, and the policy is driven away.", lambda a, b: -(a - b)
+)
 turned_ratio = value_of(
     "PAE#8",
     "The exponent of the estimator has the other sign, so that its mean is no divergence.",
@@ -144,5 +146,5 @@ k3_as_a_loss = slope_of(
 
 ROOM = (
     *(advantage_of_a_row, attached_weight, ratio_to_itself, ratio_of_sums, other_loss, summed_means),
-    *(clip_without_effect, squared_log_ratio, wrong_sign, turned_ratio, k1_as_a_loss, k3_as_a_loss),
+    *(clip_without_effect, rewarded_divergence, wrong_sign, turned_ratio, k1_as_a_loss, k3_as_a_loss),
 )

@@ -52,11 +52,13 @@ def policy(module: Any, **settings: Any) -> Callable[..., Tensor]:
     return loss
 
 
-def value(
-    module: Any, values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, pieces: int, whole: Tensor
-) -> Tensor:
-    """Its `ValueLoss`, with the totals of the global batch."""
-    return module.ValueLoss(clip_eps=0.5)(values, old, returns, action_mask=mask.to(values), **_totals(whole))
+def value(module: Any) -> Callable[..., Tensor]:
+    """A `ValueLoss`, with the totals of the global batch."""
+
+    def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
+        return module.ValueLoss(clip_eps=0.5)(values, old, returns, action_mask=mask.to(values), **_totals(whole))
+
+    return loss
 
 
 def gae(maker: Any, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Any:
