@@ -81,11 +81,14 @@ class StageComparison:
     rows: tuple[int, ...] = ()
 
 
-def load(path: Path | str, names: Mapping[str, str], group_size: int | None = None) -> dict[str, Tensor]:
-    """Read the columns of a batch from a safetensors file, in float64, under our names; `names` has theirs by ours.
+def load(
+    path: Path | str, names: Mapping[str, str], mapped: Mapping[str, str] | None = None, group_size: int | None = None
+) -> dict[str, Tensor]:
+    """Read the columns of a batch from a safetensors file, in float64, under our names.
 
-    `group_size` rows, one behind the other, are a group where the file has no groups. Nothing is unpickled. Raises
-    UsageError for a file that is no safetensors file, a name that it lacks, a mask that it lacks, and other shapes.
+    `names` has the trainer's names by ours, of which the file may lack some, and `mapped` further ones that it must
+    have. `group_size` rows, one behind the other, are a group where the file has no groups. Nothing is unpickled.
+    Raises UsageError for a file that is no safetensors file, a mapped name or a mask that it lacks, and other shapes.
     """
     try:
         found = load_file(path)
@@ -94,15 +97,14 @@ def load(path: Path | str, names: Mapping[str, str], group_size: int | None = No
     except (SafetensorError, OSError) as error:
         advice = "write one by safetensors.torch.save_file; pickles and .pt files are not read, for they can run code"
         raise UsageError(f"--dump {path} is not a safetensors file ({printable(str(error), 200)}); {advice}") from None
-    columns: dict[str, Tensor] = {}
-    for ours in COLUMNS:
-        theirs = names.get(ours, ours)
-        if theirs in found:
-            columns[ours] = found[theirs].double()
-        elif ours in names and names[ours] not in [name for preset in PRESETS.values() for name in preset.values()]:
+    mapped = {} if mapped is None else mapped
+    for ours, theirs in mapped.items():
+        if theirs not in found:
             raise UsageError(f"--map {ours}={theirs}: the file has {_listed(found)}")
+    names = {**{name: name for name in COLUMNS}, **names, **mapped}
+    columns = {ours: found[theirs].double() for ours, theirs in names.items() if theirs in found}
     if "mask" not in columns:
-        raise UsageError(f"--dump {path} has no mask ({names.get('mask', 'mask')!r}), but {_listed(found)}; see --map")
+        raise UsageError(f"--dump {path} has no mask ({names['mask']!r}), but {_listed(found)}; see --map")
     if group_size is not None:
         columns.setdefault("groups", torch.arange(len(columns["mask"])).div(group_size, rounding_mode="floor"))
     return _checked(columns)
@@ -216,11 +218,6 @@ def _function(room: Any, kind: str, name: str, names: Sequence[str], settings: M
     keywords = [x.name for x in parameters]
     if unknown := next((key for key in settings if key not in keywords), None):
         raise UsageError(f"--{kind}-settings {unknown}: {did_you_mean(unknown, keywords)}")
-    lacking = [
-        x.name for x in parameters if x.kind is x.KEYWORD_ONLY and x.default is x.empty and x.name not in settings
-    ]
-    if lacking:
-        raise UsageError(f"--{kind}-settings: {name} needs {', '.join(f'{key}=...' for key in lacking)}")
     return fn
 
 

@@ -64,8 +64,8 @@ def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
 def _dump(options: AuditOptions, path: str) -> int:
     if options.preset not in dump.PRESETS:
         raise UsageError(f"--preset {options.preset!r}: {did_you_mean(options.preset, dump.PRESETS)}")
-    names = {**dump.PRESETS[options.preset], **_pairs("--map", options.map)}
-    if unknown := next((name for name in names if name not in dump.COLUMNS), None):
+    mapped = _pairs("--map", options.map)
+    if unknown := next((name for name in mapped if name not in dump.COLUMNS), None):
         raise UsageError(f"--map {unknown}: {did_you_mean(unknown, dump.COLUMNS)}")
     if options.group_size is not None and options.group_size < 1:
         raise UsageError(f"--group-size must be 1 or more, got {options.group_size}")
@@ -79,7 +79,7 @@ def _dump(options: AuditOptions, path: str) -> int:
         horizon=options.horizon,
         tolerance=options.tolerance,
     )
-    stages = dump.compare(dump.load(path, names, options.group_size), recipe)
+    stages = dump.compare(dump.load(path, dump.PRESETS[options.preset], mapped, options.group_size), recipe)
     _show(options, dump.text(stages), dump.to_json(stages))
     return 1 if any(stage.outcome == "differs" for stage in stages) else 0
 
