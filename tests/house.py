@@ -22,7 +22,7 @@ FLOORS = (
     ("rollout", "laws"),
     ("rewards",),
     ("pipeline", "settings"),
-    ("ablate", "assembly", "quickstart"),
+    ("ablate", "assembly", "audit", "quickstart"),
     ("plan", "runs"),
     ("report",),
     ("commands",),

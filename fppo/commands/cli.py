@@ -19,7 +19,7 @@ from fppo.commands import help as helps
 from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
-from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.commands.options import AuditOptions, DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
 from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
@@ -235,6 +235,16 @@ def _ablate(rest: Sequence[str]) -> int | None:
     return ablate.ablate(options)
 
 
+def _audit(rest: Sequence[str]) -> int | None:
+    """Put another trainer's losses through the laws: fppo audit trl|verl|openrlhf|module:adapters [--dump FILE ...]"""
+    if helps.wanted(rest):
+        return helps.show("fppo audit trl|verl|openrlhf|module:adapters [--OPTION VALUE ...]", AuditOptions)
+    options = tyro.cli(AuditOptions, args=rest, prog="fppo audit")
+    from fppo.commands import audit
+
+    return audit.audit(options)
+
+
 def _compare(rest: Sequence[str]) -> int | None:
     """Train and compare variants over several seeds: fppo compare FILE.toml --vary critic.loss=mse,hl_gauss"""
     prog = f"fppo compare FILE.toml --vary SECTION.SETTING=A,B {PROCESSES} [--SECTION.SETTING VALUE ...]"
@@ -338,6 +348,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "trace": _trace,
     "diff": _diff,
     "ablate": _ablate,
+    "audit": _audit,
     "compare": _compare,
     "plan": _plan,
     "completion": _completion,

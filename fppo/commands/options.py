@@ -74,3 +74,43 @@ class DiffOptions:
 
     runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")]
     """The output_dirs of the two runs."""
+
+
+@attrs.frozen(kw_only=True)
+class AuditOptions:
+    """Put another trainer's losses and estimators through the laws, or recompute a batch that it wrote.
+
+    TRAINER is trl, verl, openrlhf, or a function or tuple of your own as module:adapters. Exits with 0 if no law is
+    broken but by a convention, and no number of the batch differs, else 1.
+    """
+
+    trainer: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="TRAINER")] = None
+    """The trainer; None with --dump."""
+    batches: bool = False
+    """Print the smallest batch that breaks each law, too, as lines of Python."""
+    json: str | None = None
+    """Write everything to this JSON file; -: print it."""
+    dump: str | None = None
+    """A safetensors file with the tensors of a batch: recompute them, and print the first row that differs."""
+    preset: str = "none"
+    """Names of the tensors in the file: those of trl or verl; none: ours."""
+    map: tuple[str, ...] = ()
+    """Single names, as old_log_probs=logprobs.old, beside the preset's."""
+    group_size: int | None = None
+    """Rows of a group, which follow each other, for a file without groups."""
+    estimator: str = "grpo"
+    """The estimator of the advantages: gae, grpo, rloo, opo, gpg, grpo_passk or reinforce_plus_plus_baseline."""
+    estimator_settings: tuple[str, ...] = ()
+    """Keywords of the estimator, as gamma=1.0 lam=0.95 scale=none."""
+    whiten: bool = False
+    """Whiten the advantages."""
+    loss: str = "ppo_clip"
+    """The policy loss, by its name in fppo.losses."""
+    loss_settings: tuple[str, ...] = ()
+    """Keywords of the loss, as clip_low=0.2 dual_clip=none."""
+    mode: str = "token-mean"
+    """The weights of the tokens: token-mean, seq-mean-token-mean, ..."""
+    horizon: float | None = None
+    """The constant length of the mode seq-mean-token-sum-norm."""
+    tolerance: float = 1e-3
+    """How far a number may be from ours, absolute plus relative."""

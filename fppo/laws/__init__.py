@@ -22,9 +22,12 @@ from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
+from fppo.laws.verdicts import Verdict, verdicts
+from fppo.laws.whole import check_whole_loss, whole_loss
 
 __all__ = [
     "LawViolation",
+    "Verdict",
     "check_adamw",
     "check_advantages",
     "check_all_to_all",
@@ -49,7 +52,10 @@ __all__ = [
     "check_update_fn",
     "check_value_loss",
     "check_whiten",
+    "check_whole_loss",
     "screen_estimator",
     "screen_kernel",
     "screen_policy_loss",
+    "verdicts",
+    "whole_loss",
 ]

@@ -32,13 +32,16 @@ class LawViolation(AssertionError):
 class Law(NamedTuple):
     """A law: `breach(fn, example, generator)` says what is wrong on an example, or returns None.
 
-    `way_out` is what to write where the law is not meant to hold.
+    `way_out` is what to write where the law is not meant to hold. `mild` is a weaker form of `breach`: where it holds
+    and the law does not, `verdicts` gives a note, which ends with the words `note`, in place of a fault.
     """
 
     name: str
     statement: str
     breach: Callable[[Callable, Any, torch.Generator], str | Breach | None]
     way_out: str = ""
+    mild: Callable[[Callable, Any, torch.Generator], str | Breach | None] | None = None
+    note: str = ""
 
 
 class Breach(NamedTuple):
@@ -79,6 +82,26 @@ class LawExample(NamedTuple):
         return self._replace(inputs=inputs, extras={k: changes.get(k, v) for k, v in self.extras.items()})
 
 
+class Suite(NamedTuple):
+    """The laws of a kind of function: `example(rows, width, seed)` of all `sizes`, and lines of Python that show one.
+
+    In the lines `see`, {} is the function.
+    """
+
+    laws: tuple[Law, ...]
+    example: Callable[[int, int, int], LawExample]
+    see: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = SIZES
+
+    def examples(self) -> list[tuple[int, LawExample]]:
+        """All examples, the smallest first, each with its seed."""
+        return [(seed, self.example(rows, width, seed)) for rows, width in self.sizes for seed in range(SEEDS)]
+
+
+def nothing(fn: Callable, example: Any, generator: torch.Generator) -> None:
+    """Find no breach: the weaker form of a law that a caller can keep instead of the function."""
+
+
 def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
     """A mask of one of three kinds, by the seed: full, ragged on the right, with holes and empty rows."""
     kind = seed % 3
@@ -115,12 +138,26 @@ def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mix
     return torch.tensor(GARBAGE, dtype=x.dtype)[picks].where(where, x)
 
 
-def widen(x: Tensor, columns: int) -> Tensor:
-    """[B, T, ...] with columns of padding on the right: False in a mask, NaN elsewhere; [B] unchanged."""
+def stain(example: LawExample, generator: torch.Generator) -> LawExample:
+    """The example with finite numbers of up to some tens where the mask is False, as padding may hold; not in its
+    weights, nor in its mask."""
+
+    def dirty(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        mask = example.mask if x.dim() >= 2 else example.mask.any(1)
+        drawn = torch.randn(x.shape, generator=generator, dtype=torch.float64).mul(30).to(x.dtype)
+        return x.where(mask.view(*mask.shape, *[1] * (x.dim() - mask.dim())), short(drawn))
+
+    return example.map(dirty)._replace(weights=example.weights).put(mask=example.mask)
+
+
+def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
+    """[B, T, ...] with columns of padding on the right: False in a mask, `fill` elsewhere; [B] unchanged."""
     if x.dim() < 2:
         return x
-    fill = float("nan") if x.is_floating_point() else 0
-    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, columns), value=fill)
+    value = fill if x.is_floating_point() else 0
+    return torch.nn.functional.pad(x, (*[0, 0] * (x.dim() - 2), 0, columns), value=value)
 
 
 def differ(
@@ -196,7 +233,7 @@ def _digits(x: Tensor) -> tuple[str, bool]:
     return str(numbers), torch.isclose(whole, x.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True).all().item() is True
 
 
-def _describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
+def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     """The example in 4 digits, as lines of Python that run where these are all of its digits and there are lines to
     `see` what it shows."""
     tensors = {**example.inputs, **example.extras}
@@ -215,7 +252,7 @@ def _describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     return [*lines, *(line.format(name) for line in see)]
 
 
-def _first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
+def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
     """The first example that breaks the law: its size, and the breach."""
     for seed, example in examples:
         try:
@@ -244,7 +281,7 @@ def check(
     function.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
-    broken = [(law, breach) for law in laws if (breach := _first_breach(fn, law, examples)) is not None]
+    broken = [(law, breach) for law in laws if (breach := first_breach(fn, law, examples)) is not None]
     if not broken:
         return
     law, (size, (reason, example)) = broken[0]
@@ -254,8 +291,13 @@ def check(
         f"  {reason}",
         *([f"  If that is meant: {law.way_out}."] if law.way_out else []),
         f"  The smallest counter-example, {size}, as it was used:",
-        *(f"    {line}" for line in _describe(example, name, see)),
+        *(f"    {line}" for line in describe(example, name, see)),
     ]
     if broken[1:]:
         lines.append("  It also breaks: " + ", ".join(f'"{other.name}"' for other, _ in broken[1:]))
     raise LawViolation("\n".join(lines), law.name, {**example.inputs, **example.extras})
+
+
+def check_suite(fn: Callable, suite: Suite) -> None:
+    """Put `fn` through every law of a suite; LawViolation as by `check`."""
+    check(fn, suite.laws, suite.example, sizes=suite.sizes, see=suite.see)

@@ -14,15 +14,18 @@ from fppo.laws._search import (
     Breach,
     Law,
     LawExample,
+    Suite,
     changed,
-    check,
+    check_suite,
     differ,
     draw_mask,
     fn_name,
     impure,
     normal,
+    nothing,
     short,
     spoil,
+    stain,
     widen,
 )
 from fppo.metrics import Max, Mean, Metric, Min, Sum, merge
@@ -31,6 +34,10 @@ LossFn = Callable[..., tuple[Tensor, Mapping[str, Metric]]]
 POLICY = ("log_probs", "old_log_probs", "advantages")
 VALUES = ("values", "old_values", "returns")
 OUTPUTS = ("outputs", "old_values", "returns")
+GARBAGE_TEXT = "what stands where the mask is False changes no bit"
+PADDING_TEXT = "columns outside the mask change nothing"
+FINITE_NOTE = "finite numbers there change nothing"
+DETACHED_NOTE = "callers that detach it see no difference"
 TOKENS = 6  # that an example must have where single tokens may be clipped or equal by chance
 
 
@@ -132,6 +139,17 @@ def _masked_garbage(fn: LossFn, example: LawExample, generator: torch.Generator)
     return None
 
 
+def _finite_garbage(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
+    """Whether numbers of up to some tens where the mask is False change loss or gradient where it is True."""
+    mask = example.mask
+    spoiled = stain(example, generator)
+    plain, stained = (
+        x._replace(loss=x.loss.where(mask, 0.0), grad=x.grad.where(_along(mask, x.grad), 0.0), metrics={})
+        for x in (_evaluate(fn, example), _evaluate(fn, spoiled))
+    )
+    return changed(_outcomes_differ(plain, stained), "with finite numbers where the mask is False, ", spoiled)
+
+
 def _zero_outside(fn: LossFn, example: LawExample, generator: torch.Generator) -> str | None:
     outcome = _evaluate(fn, example)
     for what, x in (("the loss", outcome.loss), ("the gradient", outcome.grad)):
@@ -201,10 +219,10 @@ def _row_order(fn: LossFn, example: LawExample, generator: torch.Generator) -> B
     return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
 
 
-def _padding(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
+def _padding(fn: LossFn, example: LawExample, generator: torch.Generator, *, finite: bool = False) -> Breach | None:
     width = example.mask.shape[1]
     for columns in (1, 3):
-        wide = example.map(partial(widen, columns=columns))._replace(
+        wide = example.map(partial(widen, columns=columns, fill=0.0 if finite else torch.nan))._replace(
             weights=torch.nn.functional.pad(example.weights, (0, columns))
         )
         outcome = _evaluate(fn, wide)
@@ -246,12 +264,12 @@ COMMON = (
     Law("precision", "it computes in the dtype of its arguments", _precision, "give dtype=torch.float32"),
     Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
     Law("empty mask", "with nothing in the mask, loss and gradient are 0", _all_masked),
-    Law("masked garbage", "what stands where the mask is False changes no bit", _masked_garbage),
+    Law("masked garbage", GARBAGE_TEXT, _masked_garbage, mild=_finite_garbage, note=FINITE_NOTE),
     Law("zero outside the mask", "loss and gradient are exactly 0 where the mask is False", _zero_outside),
-    Law("constants", "the gradient reaches the first argument alone", _constants),
+    Law("constants", "the gradient reaches the first argument alone", _constants, mild=nothing, note=DETACHED_NOTE),
     Law("micro-batches", "the sum of weights * loss and its gradient do not depend on the split", _micro_batches),
     Law("row order", "loss, gradient and metrics go with their rows", _row_order),
-    Law("padding width", "columns outside the mask change nothing", _padding),
+    Law("padding width", PADDING_TEXT, _padding, mild=partial(_padding, finite=True), note=FINITE_NOTE),
     Law("metrics add", "the metrics of single rows, merged, are those of the whole", _metrics_add),
 )
 
@@ -280,23 +298,22 @@ def make_example(
     return LawExample(inputs, {} if extras is None else extras(*inputs.values()), short(weights).to(dtype))
 
 
-def _check(
-    fn: LossFn,
-    laws: tuple[Law, ...],
+def _suite(
+    own: tuple[Law, ...],
     names: tuple[str, str, str],
     *,
     extras: Callable[..., dict[str, Any]] | None = None,
     reference: LossFn | None = None,
     dtype: torch.dtype = torch.float64,
     outputs: int = 1,
-) -> None:
-    """The laws of all losses, then `laws`, then the comparison with a reference, on batches of these names."""
+) -> Suite:
+    """The laws of all losses, then `own`, then the comparison with a reference, on batches of these names."""
     checked((dtype,))
     if reference is not None:
         text = "loss and gradient are those of the reference"
-        laws += (Law("reference", text, partial(_as_reference, reference)),)
+        own += (Law("reference", text, partial(_as_reference, reference)),)
     example = partial(make_example, names, extras, dtype, outputs=outputs)
-    check(fn, (*COMMON, *laws), example, see=see(names, [] if extras is None else list(example(1, 1, 0).extras)))
+    return Suite((*COMMON, *own), example, see(names, [] if extras is None else list(example(1, 1, 0).extras)))
 
 
 def see(names: tuple[str, str, str], extras: Sequence[str] = ()) -> tuple[str, str, str]:
@@ -334,6 +351,17 @@ def check_policy_loss(
     [B] of the loss, which go with their rows. `dtype` is that of the batches, and the precision that is asked for:
     1e-9 in float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes or kinds of `reinforce`.
     """
+    check_suite(loss_fn, policy_suite(reinforce=reinforce, extras=extras, reference=reference, dtype=dtype))
+
+
+def policy_suite(
+    *,
+    reinforce: str | None = "token",
+    extras: Callable[..., dict[str, Any]] | None = None,
+    reference: LossFn | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Suite:
+    """The laws of `check_policy_loss`, with its arguments."""
     if reinforce not in ("token", "row", None):
         raise ValueError(f"reinforce must be 'token', 'row' or None, got {reinforce!r}")
     own = ()
@@ -342,8 +370,9 @@ def check_policy_loss(
         way_out = "give reinforce=None" + (
             ', or reinforce="row" for advantages that are equal along a row' if reinforce == "token" else ""
         )
-        own = (Law("REINFORCE", "at old == new the gradient is -weights * advantages", law, way_out),)
-    _check(loss_fn, own, POLICY, extras=extras, reference=reference, dtype=dtype)
+        text, by_row = "at old == new the gradient is -weights * advantages", partial(_reinforce, by_row=True)
+        own = (Law("REINFORCE", text, law, way_out, by_row, "for advantages that are equal along a row it is"),)
+    return _suite(own, POLICY, extras=extras, reference=reference, dtype=dtype)
 
 
 def check_value_loss(
@@ -363,6 +392,17 @@ def check_value_loss(
     With `outputs` above 1 it is a loss of a head of so many numbers, `loss_fn(outputs, old_values, returns, mask)` with
     outputs [B, T, K], to which that last law does not apply. Raises ValueError for a number below 1.
     """
+    check_suite(loss_fn, value_suite(squared=squared, outputs=outputs, reference=reference, dtype=dtype))
+
+
+def value_suite(
+    *,
+    squared: bool = True,
+    outputs: int = 1,
+    reference: LossFn | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Suite:
+    """The laws of `check_value_loss`, with its arguments."""
     if outputs < 1:
         raise ValueError(f"outputs must be 1 or more, got {outputs}")
     own = ()
@@ -370,4 +410,4 @@ def check_value_loss(
         statement = "at old == new the gradient is weights * (values - returns)"
         own = (Law("squared error", statement, _error_gradient, "give squared=False"),)
     names = VALUES if outputs == 1 else OUTPUTS
-    _check(loss_fn, own, names, reference=reference, dtype=dtype, outputs=outputs)
+    return _suite(own, names, reference=reference, dtype=dtype, outputs=outputs)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import apart, checked, place, words
-from fppo.laws._search import SIZES, Law, LawExample, check, differ
+from fppo.laws._search import SIZES, Law, LawExample, Suite, check_suite, differ
 from fppo.laws.estimators import COMMON, as_reference, call, results_differ, token_example
 
 _DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
+_GAE_TEXT = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
 _LONG = ((1, 63), (1, 65), (2, 127), (2, 128), (2, 129), (1, 300))  # about the blocks in which a scan may work
 
 
@@ -46,10 +47,11 @@ def _is_definition(
     return None
 
 
-def _monte_carlo(fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
+def _monte_carlo(fn: Callable, example: LawExample, generator: torch.Generator, *, cut: bool = False) -> str | None:
     rewards, values, mask = example.inputs.values()
     returns = rewards.where(mask, 0.0).flip(1).cumsum(1).flip(1)
     advantages = call(partial(fn, gamma=1.0, lam=1.0), example)[0]
+    advantages = advantages.where(mask, 0.0) if cut else advantages
     return differ("the advantage", (returns - values).where(mask, 0.0), advantages)
 
 
@@ -79,19 +81,25 @@ def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = 
     too; lam = 1 gives return minus value, deleting masked steps changes nothing, and the laws of `check_advantages`
     about masked garbage, row order, padding and purity.
     """
-    bound = [law._replace(breach=partial(_discounted, law.breach)) for law in COMMON]
-    statement = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
+    suite = gae_suite(dtypes=dtypes)
+    check_suite(estimator, suite)
+    long = tuple(Law("long rows", _GAE_TEXT, partial(_is_definition, dtype=dtype)) for dtype in dtypes)
+    check_suite(estimator, suite._replace(laws=long, sizes=_LONG))
+
+
+def gae_suite(*, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> Suite:
+    """The laws of `check_gae` on short rows."""
+    mild = [law.mild and partial(_discounted, law.mild) for law in COMMON]
+    bound = [law._replace(breach=partial(_discounted, law.breach), mild=m) for law, m in zip(COMMON, mild, strict=True)]
+    inside, text = partial(_monte_carlo, cut=True), "lam = 1 and gamma = 1 give the return minus the value"
     laws = (
         *bound,
-        Law("return minus value", "lam = 1 and gamma = 1 give the return minus the value", _monte_carlo),
+        Law("return minus value", text, _monte_carlo, mild=inside, note="where the mask is True they do"),
         Law("masked steps", "a row with masked steps equals the row without them", _deletion),
-        *(Law("definition", statement, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
+        *(Law("definition", _GAE_TEXT, partial(_is_definition, dtype=dtype)) for dtype in checked(dtypes)),
     )
-    example = partial(token_example, ("rewards", "values"))
     see = ("print({}(rewards, values, mask, gamma=0.9, lam=0.7))",)
-    check(estimator, laws, example, sizes=(*SIZES, (0, 3)), see=see)
-    long = tuple(Law("long rows", statement, partial(_is_definition, dtype=dtype)) for dtype in dtypes)
-    check(estimator, long, example, sizes=_LONG, see=see)
+    return Suite(laws, partial(token_example, ("rewards", "values")), see, (*SIZES, (0, 3)))
 
 
 def check_temporal(
@@ -111,6 +119,17 @@ def check_temporal(
     equals a `reference`, a slow and plain estimator of the same signature. LawViolation for the first that fails.
     `dtype` is that of the batches, and the precision asked for (see `check_policy_loss`).
     """
+    check_suite(estimator, temporal_suite(columns=columns, bridges=bridges, reference=reference, dtype=dtype))
+
+
+def temporal_suite(
+    *,
+    columns: Sequence[str] = ("rewards", "values"),
+    bridges: bool = True,
+    reference: Callable[..., Any] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Suite:
+    """The laws of `check_temporal`, with its arguments."""
     laws = COMMON
     if bridges:
         text = "a row with masked steps equals the row without them"
@@ -119,4 +138,4 @@ def check_temporal(
         laws += (Law("reference", "the results are those of the reference", partial(as_reference, reference)),)
     (dtype,) = checked((dtype,))
     example = partial(token_example, tuple(columns), dtype=dtype)
-    check(estimator, laws, example, see=(f"print({{}}({', '.join(columns)}, mask))",))
+    return Suite(laws, example, (f"print({{}}({', '.join(columns)}, mask))",))

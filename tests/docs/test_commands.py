@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.assembly import trials
-from fppo.commands import ablate, actions, cli, compare, distributed, plan
+from fppo.commands import ablate, actions, audit, cli, compare, distributed, plan
 from fppo.report import timeline, write
 from fppo.settings import files, machine, modules, places
 
@@ -49,6 +49,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         reached(actions, function)
     reached(distributed, "run")
     reached(ablate, "ablate")
+    reached(audit, "audit")
     reached(compare, "compare")
     reached(plan, "run")
     reached(write, "write_report")

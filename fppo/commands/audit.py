@@ -1,0 +1,109 @@
+"""The work of `fppo audit`, after its arguments are read."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fppo._errors import UsageError, did_you_mean
+from fppo.audit import dump, report
+from fppo.audit.peers import PEERS, adapters_of
+from fppo.audit.report import Audited
+from fppo.commands.options import AuditOptions
+from fppo.workers.imports import imported
+
+FORM = "give a trainer (trl, verl, openrlhf, or module:adapters), or --dump FILE"
+
+
+def audit(options: AuditOptions) -> int:
+    """Prints the verdicts on a trainer, or where a batch differs, and writes JSON; 1 for a fault or a difference."""
+    if (options.trainer is None) == (options.dump is None):
+        raise UsageError(f"{FORM}, not both" if options.dump else FORM)
+    return _dump(options, options.dump) if options.dump is not None else _laws(options, options.trainer or "")
+
+
+def _laws(options: AuditOptions, trainer: str) -> int:
+    functions, versions = _own(trainer) if ":" in trainer else _peer(trainer)
+    found = report.audit(trainer, functions, versions, _progress)
+    _progress("")
+    width = shutil.get_terminal_size((120, 24)).columns
+    _show(options, report.table(found, width=width, batches=options.batches), report.to_json(found))
+    return 1 if found.faults else 0
+
+
+def _progress(name: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
+
+
+def _show(options: AuditOptions, words: str, numbers: str) -> None:
+    print(numbers if options.json == "-" else words)
+    if options.json not in (None, "-"):
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(numbers + "\n", encoding="utf-8")
+
+
+def _peer(name: str) -> tuple[Sequence[Audited], Sequence[str]]:
+    if name not in PEERS:
+        raise UsageError(f"trainer {name!r}: {did_you_mean(name, PEERS)}; your own are named as module:adapters")
+    return adapters_of(name)
+
+
+def _own(place: str) -> tuple[Sequence[Audited], Sequence[str]]:
+    """A tuple or list of `Audited`, or what a function without arguments returns as one."""
+    found = imported(place, "trainer", also=(tuple, list))
+    found = found if isinstance(found, (tuple, list)) else found()
+    if not isinstance(found, (tuple, list)) or not all(isinstance(x, Audited) for x in found):
+        raise UsageError(f"trainer {place!r}: expected a tuple of fppo.audit.Audited, or a function that returns one")
+    return found, ()
+
+
+def _dump(options: AuditOptions, path: str) -> int:
+    if options.preset not in dump.PRESETS:
+        raise UsageError(f"--preset {options.preset!r}: {did_you_mean(options.preset, dump.PRESETS)}")
+    mapped = _pairs("--map", options.map)
+    if unknown := next((name for name in mapped if name not in dump.COLUMNS), None):
+        raise UsageError(f"--map {unknown}: {did_you_mean(unknown, dump.COLUMNS)}")
+    if options.group_size is not None and options.group_size < 1:
+        raise UsageError(f"--group-size must be 1 or more, got {options.group_size}")
+    recipe = dump.Recipe(
+        estimator=options.estimator,
+        estimator_settings=_values("--estimator-settings", options.estimator_settings),
+        whiten=options.whiten,
+        loss=options.loss,
+        loss_settings=_values("--loss-settings", options.loss_settings),
+        mode=options.mode,
+        horizon=options.horizon,
+        tolerance=options.tolerance,
+    )
+    stages = dump.compare(dump.load(path, dump.PRESETS[options.preset], mapped, options.group_size), recipe)
+    _show(options, dump.text(stages), dump.to_json(stages))
+    return 1 if any(stage.outcome == "differs" for stage in stages) else 0
+
+
+def _pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
+    """The pairs of name=value, by commas or spaces."""
+    pairs = [part.partition("=") for word in words for part in word.split(",")]
+    if wrong := next((pair for pair in pairs if not pair[0] or not pair[2]), None):
+        raise UsageError(f"{flag} {''.join(wrong)!r}: write name=value")
+    return {name: value for name, _, value in pairs}
+
+
+def _values(flag: str, words: Sequence[str]) -> Mapping[str, Any]:
+    """Keywords: numbers, true, false, none where a number would stand, and texts."""
+    fixed = {"true": True, "false": False}
+
+    def value(name: str, text: str) -> Any:
+        if text.lower() in fixed:
+            return fixed[text.lower()]
+        if text.lower() == "none":
+            return "none" if name == "scale" else None
+        try:
+            return float(text)
+        except ValueError:
+            return text
+
+    return {name: value(name, text) for name, text in _pairs(flag, words).items()}

@@ -1,0 +1,330 @@
+"""Laws of whole losses, one number for a micro-batch, whose sum over the micro-batches is that of the mini-batch.
+
+Faults of normalisation live here: a loss per token has none, since its weights are counted before the rows are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.laws._kernels import TOLERANCES, checked, words
+from fppo.laws._search import (
+    Breach,
+    Law,
+    LawExample,
+    Suite,
+    changed,
+    check_suite,
+    differ,
+    fn_name,
+    impure,
+    nothing,
+    spoil,
+    stain,
+    widen,
+)
+from fppo.laws.losses import (
+    DETACHED_NOTE,
+    FINITE_NOTE,
+    GARBAGE_TEXT,
+    PADDING_TEXT,
+    POLICY,
+    VALUES,
+    LossFn,
+    make_example,
+)
+from fppo.losses import count_totals, loss_weights
+from fppo.shapes import Mask, Scalar, Tokens
+
+NEAR = 1e-6  # how far a small number in a denominator may move a loss from its reference
+WholeLoss = Callable[..., Tensor]
+SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3), (4, 5), (6, 7))
+
+
+class _Whole(NamedTuple):
+    loss: Tensor  # 0-d
+    grad: Tensor  # of the loss by the first input, [B, T]
+
+
+def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> WholeLoss:
+    """Make a whole loss of a loss per token: the sum of its weights in a mode times the loss, float 0-d.
+
+    `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss of `fppo.losses` or one's own, or a value
+    loss of values, old values, returns and a mask. `mode` and
+    `horizon` are those of `losses.loss_weights`. The result is the plain definition to hold another one against:
+    `laws.verdicts(my_loss, kind="whole_loss", reference=laws.whole_loss(losses.ppo_clip, "token-mean"))`.
+    """
+
+    def whole_of(first: Tokens, second: Tokens, third: Tokens, mask: Mask, *, pieces: int, whole: Mask) -> Tensor:
+        weights = loss_weights(mask, mode, totals=count_totals(whole), horizon=horizon).to(first)
+        return (weights * loss_fn(first, second, third, mask)[0]).sum()
+
+    whole_of.__name__ = f"{fn_name(loss_fn)}, {mode}"
+    return whole_of
+
+
+def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, trim: bool = False) -> _Whole:
+    """The losses of the micro-batches added up, and their gradients, each in its place; `trim` cuts the columns that no
+    row of the micro-batch has in its mask."""
+    mask, total = example.mask, example.weights.new_zeros(())
+    grad = torch.zeros_like(next(iter(example.inputs.values())))
+    for rows in cuts:
+        part = mask[rows]
+        width = int(part.any(0).nonzero().max()) + 1 if trim and part.any() else mask.shape[1]
+        first, *others = (x[rows][:, :width] for x in example.inputs.values())
+        leaf = first.detach().clone().requires_grad_()
+        loss = fn(leaf, *others, pieces=len(cuts), whole=mask)
+        if loss.requires_grad:
+            grad[rows, :width] = torch.autograd.grad(loss, leaf)[0]
+        total = total + loss.detach()
+    return _Whole(total, grad)
+
+
+def _evaluate(fn: WholeLoss, example: LawExample) -> _Whole:
+    return _in_pieces(fn, example, [torch.arange(len(example.mask))])
+
+
+def _differ(expected: _Whole, actual: _Whole, tolerance: float | None = None) -> str | None:
+    """Where the gradients or the losses differ, by more than the tolerance of their dtype or the one that is given."""
+    within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
+    return differ("the gradient", expected.grad, actual.grad, within) or differ(
+        "the loss", expected.loss.to(expected.grad), actual.loss.to(actual.grad), within
+    )
+
+
+def _filled(example: LawExample) -> bool:
+    """Whether every row has a token: what rows without any count for is a law of its own."""
+    return bool(example.mask.any(1).all())
+
+
+def _number(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
+    inputs = list(example.inputs.values())
+    loss = fn(inputs[0].requires_grad_(), *inputs[1:], pieces=1, whole=example.mask)
+    if not isinstance(loss, Tensor) or loss.dim():
+        got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        return f"it returned {got}, expected a 0-d tensor"
+    if loss.dtype != example.weights.dtype:
+        return f"{words(example.weights.dtype)} arguments gave a loss in {words(loss.dtype)}"
+    return None if loss.isfinite() or not _filled(example) else f"the loss is {loss.item()}"
+
+
+def _purity(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
+    return impure(example, lambda: _evaluate(fn, example), partial(_differ, tolerance=0.0))
+
+
+def _all_masked(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    rows, width = example.mask.shape
+    more = example.map(lambda x: torch.cat([x, x])).put(mask=torch.zeros(2 * rows, width, dtype=torch.bool))
+    more.mask[rows:] = example.mask
+    if not example.mask.any():
+        return None
+    empty, _ = torch.arange(2 * rows).chunk(2)
+    inputs = [x[empty] for x in more.inputs.values()]
+    leaf = inputs[0].clone().requires_grad_()
+    loss = fn(leaf, *inputs[1:], pieces=2, whole=more.mask)
+    grad = torch.autograd.grad(loss, leaf)[0] if loss.requires_grad else torch.zeros_like(leaf)
+    zero = _Whole(torch.zeros_like(loss), torch.zeros_like(grad))
+    return changed(_differ(zero, _Whole(loss.detach(), grad), 0.0), "of its first half as a micro-batch ", more)
+
+
+def _masked_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    if not example.mask.any():
+        return None
+    mask, plain = example.mask, _evaluate(fn, example)
+    for kind, garbage in (("nan", "NaN"), ("mixed", "NaN, inf or 1e300")):
+        spoiled = example.map(lambda x, kind=kind: spoil(x, ~mask, generator, kind)).put(mask=mask)
+        if reason := _differ(plain, _evaluate(fn, spoiled), 0.0):
+            return Breach(f"with {garbage} where the mask is False, {reason}", spoiled)
+    return None
+
+
+def _finite_garbage(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    if not example.mask.any():
+        return None
+    spoiled = stain(example, generator)
+    reason = _differ(_evaluate(fn, example), _evaluate(fn, spoiled))
+    return changed(reason, "with finite numbers where the mask is False, ", spoiled)
+
+
+def _constants(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> str | None:
+    leaves = [x.detach().clone().requires_grad_() for x in list(example.inputs.values())[:3]]
+    loss = fn(*leaves, example.mask, pieces=1, whole=example.mask)
+    grads = torch.autograd.grad(loss, leaves[1:], allow_unused=True) if loss.requires_grad else (None, None)
+    for name, grad in zip(list(example.inputs)[1:3], grads, strict=True):
+        if grad is not None and (reason := differ("it", torch.zeros_like(grad), grad, 0.0)):
+            return f"a gradient reaches {name}; detach it. {reason}"
+    return None
+
+
+def _cuts(rows: int, *, even: bool) -> Iterator[list[Tensor]]:
+    """Cuts of the rows into micro-batches: of one size (`even`), or the first of one row and the rest."""
+    numbers = torch.arange(rows)
+    if even:
+        yield from (list(numbers.split(size)) for size in range(1, rows) if rows % size == 0)
+    else:
+        yield from ([numbers[:size], numbers[size:]] for size in range(1, rows) if 2 * size != rows)
+
+
+def _micro_batches(
+    fn: WholeLoss, example: LawExample, generator: torch.Generator, *, even: bool, trim: bool = False
+) -> str | None:
+    if not _filled(example):
+        return None
+    one = _evaluate(fn, example)
+    for cuts in _cuts(len(example.mask), even=even):
+        if reason := _differ(one, _in_pieces(fn, example, cuts, trim=trim)):
+            sizes = " and ".join(str(len(cut)) for cut in cuts)
+            padded = ", each padded to its own longest row" if trim else ""
+            return f"in micro-batches of {sizes} rows{padded}, {reason}, as in the whole batch"
+    return None
+
+
+def _row_order(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    order = torch.randperm(len(example.mask), generator=generator)
+    moved, plain = example.map(lambda x: x[order]), _evaluate(fn, example)
+    reason = _differ(plain._replace(grad=plain.grad[order]), _evaluate(fn, moved))
+    return changed(reason, f"with the rows in the order {order.tolist()}, which they have here, ", moved)
+
+
+def _padding(fn: WholeLoss, example: LawExample, generator: torch.Generator, *, finite: bool = False) -> Breach | None:
+    width = example.mask.shape[1]
+    for columns in (1, 3):
+        wide = example.map(partial(widen, columns=columns, fill=0.0 if finite else torch.nan))
+        outcome = _evaluate(fn, wide)
+        if reason := _differ(_evaluate(fn, example), outcome._replace(grad=outcome.grad[:, :width])):
+            return Breach(f"with {columns} more columns of padding, {reason}", wide)
+    return None
+
+
+def _empty_rows(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    if not _filled(example):
+        return None
+    more = example.map(lambda x: torch.cat([x, torch.zeros_like(x[:2])]))
+    outcome, rows = _evaluate(fn, more), len(example.mask)
+    reason = _differ(_evaluate(fn, example), outcome._replace(grad=outcome.grad[:rows]))
+    return changed(reason, "with two rows more that have no token in the mask, ", more)
+
+
+def _reinforce(
+    fn: WholeLoss, example: LawExample, generator: torch.Generator, *, by_row: bool = False
+) -> Breach | None:
+    """Whether at old == new the gradient is minus a positive weight times the advantage, whatever the advantages."""
+    log_probs, _, advantages, mask = example.inputs.values()
+    if by_row:
+        advantages = advantages[:, :1].expand_as(advantages).clone()
+    example = example.put(old_log_probs=log_probs.clone(), advantages=advantages)
+    weights = -_evaluate(fn, example.put(advantages=torch.ones_like(advantages))).grad.where(mask, 0.0)
+    if _filled(example) and not (weights[mask] > 0).all():
+        return Breach("for advantages of 1 a token's gradient is not below 0", example)
+    expected, actual = (-weights * advantages).where(mask, 0.0), _evaluate(fn, example).grad.where(mask, 0.0)
+    return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
+
+
+def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
+    """Whether at old == new the gradient is a positive weight times the error, whatever the returns."""
+    values, _, returns, mask = example.inputs.values()
+    example = example.put(old_values=values.clone())
+    weights = _evaluate(fn, example.put(returns=values - 1.0)).grad.where(mask, 0.0)
+    if _filled(example) and not (weights[mask] > 0).all():
+        return Breach("for errors of 1 a token's gradient is not above 0", example)
+    expected, actual = (weights * (values - returns)).where(mask, 0.0), _evaluate(fn, example).grad.where(mask, 0.0)
+    return changed(differ("the gradient at old == new", expected, actual, TOLERANCES[actual.dtype]), "", example)
+
+
+def _as_reference(
+    reference: WholeLoss,
+    fn: WholeLoss,
+    example: LawExample,
+    generator: torch.Generator,
+    *,
+    tolerance: float | None = None,
+) -> str | None:
+    reason = _filled(example) and _differ(_evaluate(reference, example), _evaluate(fn, example), tolerance)
+    return f"{reason}, as of {fn_name(reference)}" if reason else None
+
+
+_REINFORCE_TEXT = "at old == new the gradient is -weight * advantage, with weights above 0 that no advantage changes"
+_ERROR_TEXT = "at old == new the gradient is weight * (value - return), with weights above 0 that no return changes"
+_EVEN_TEXT = "losses and gradients of micro-batches of one size add up to those of the whole"
+_TRIM_TEXT = "they do if every micro-batch is padded to its own longest row"
+LAWS = (
+    Law("number", "it returns a finite 0-d tensor in the dtype of its arguments", _number),
+    Law("purity", "arguments stay as they are, and equal arguments give equal bits", _purity),
+    Law("empty micro-batch", "a micro-batch with nothing in the mask gives 0 and a gradient of 0", _all_masked),
+    Law("masked garbage", GARBAGE_TEXT, _masked_garbage, mild=_finite_garbage, note=FINITE_NOTE),
+    Law("constants", "the gradient reaches the first argument alone", _constants, mild=nothing, note=DETACHED_NOTE),
+    Law("micro-batches", _EVEN_TEXT, partial(_micro_batches, even=True)),
+    Law("width of micro-batches", _TRIM_TEXT, partial(_micro_batches, even=True, trim=True)),
+    Law(
+        "uneven micro-batches",
+        "losses and gradients of micro-batches of different sizes add up to those of the whole",
+        partial(_micro_batches, even=False),
+        mild=nothing,
+        note="a trainer whose micro-batches all have one size never meets it",
+    ),
+    Law("row order", "the loss does not depend on the order of rows, and the gradient goes with them", _row_order),
+    Law("padding width", PADDING_TEXT, _padding, mild=partial(_padding, finite=True), note=FINITE_NOTE),
+    Law(
+        "rows without tokens",
+        "rows of which nothing is in the mask change nothing",
+        _empty_rows,
+        mild=nothing,
+        note="a convention: such rows count in the number of rows",
+    ),
+)
+POLICY_LAW = Law(
+    "REINFORCE",
+    _REINFORCE_TEXT,
+    _reinforce,
+    mild=partial(_reinforce, by_row=True),
+    note="for advantages that are equal along a row it is",
+)
+VALUE_LAW = Law("squared error", _ERROR_TEXT, _squared_error)
+
+
+def whole_suite(
+    *, reference: WholeLoss | None = None, dtype: torch.dtype = torch.float64, values: bool = False
+) -> Suite:
+    """The laws of `check_whole_loss`, with its arguments."""
+    checked((dtype,))
+    names = VALUES if values else POLICY
+    laws = (*LAWS, VALUE_LAW if values else POLICY_LAW)
+    if reference is not None:
+        text = "loss and gradient are those of the reference"
+        mild, note = partial(_as_reference, reference, tolerance=NEAR), f"they agree to {NEAR}"
+        laws += (Law("reference", text, partial(_as_reference, reference), mild=mild, note=note),)
+    see = (
+        f"loss = {{}}({names[0]}.requires_grad_(), {', '.join(names[1:])}, mask, pieces=1, whole=mask)",
+        "loss.backward()",
+        f"print(loss, {names[0]}.grad)",
+    )
+    return Suite(laws, partial(make_example, names, None, dtype), see, SIZES)
+
+
+def check_whole_loss(
+    loss_fn: WholeLoss,
+    *,
+    reference: WholeLoss | None = None,
+    dtype: torch.dtype = torch.float64,
+    values: bool = False,
+) -> None:
+    """Put a whole loss through its laws: `laws.check_whole_loss(my_loss)`. LawViolation for the first that fails.
+
+    `loss_fn(log_probs, old_log_probs, advantages, mask, *, pieces, whole)` takes a micro-batch, tensors [B, T], and
+    returns its share of the loss, 0-d. A trainer adds up losses and gradients of its micro-batches: `pieces` is how
+    many there are, `whole` bool [N, T] the mask of the mini-batch. Both are the same for all of them.
+
+    The sum over micro-batches of any size is the loss of the whole, in any order of rows and at any width of padding;
+    garbage outside the mask, rows without tokens and empty micro-batches change nothing; only log_probs gets a
+    gradient, which at old == new is a positive weight times -advantages. With a `reference` (as `laws.whole_loss` makes
+    one of a loss per token), loss and gradient are the reference's. `dtype` is that of the batches.
+
+    With `values` it is a value loss, of values, old values, returns and a mask: the gradient at old == new then is a
+    positive weight times (values - returns).
+    """
+    check_suite(loss_fn, whole_suite(reference=reference, dtype=dtype, values=values))
