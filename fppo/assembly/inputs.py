@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.advantages.columns import AdvantageFn
 from fppo.assembly.optimizers import optimizers_of
 from fppo.assembly.parts import (
     bare_model,
@@ -42,7 +43,6 @@ from fppo.data.cursor import Order
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
-from fppo.pipeline.estimators import AdvantageFn
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fppo import advantages, losses
+from fppo.advantages.columns import AdvantageFn, OfRows, by_token, reads, whitens
 from fppo.assembly.optimizers import optimizers_of, timeline_of
 from fppo.assembly.parts import Role, micro_batching_of, offload_of, value_head_of
 from fppo.batch import Annotated
 from fppo.pipeline.checks import SCREENED, screened
 from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
-from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads, whitens
 from fppo.pipeline.gap import WatchAnnotate, WatchUpdate
 from fppo.pipeline.measure import Measured
 from fppo.pipeline.passes import Passes, View

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, rewards
+from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines, sharing_lines
 from fppo.assembly.answers import right_answers
@@ -33,7 +34,6 @@ from fppo.losses import KLState
 from fppo.metrics import Metrics
 from fppo.models.model import Model, Params
 from fppo.pipeline import stages
-from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateRun, OnScored, evaluate
 from fppo.pipeline.games import Played
 from fppo.pipeline.pretrain import Pretraining

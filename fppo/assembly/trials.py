@@ -10,12 +10,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo.advantages.columns import WEIGHTS, columns_of
 from fppo.assembly.optimizers import optimizer_of
 from fppo.assembly.parts import value_head_of
 from fppo.assembly.program import policy_loss
 from fppo.fields import Problem, said
 from fppo.losses import ValueHead
-from fppo.pipeline.estimators import WEIGHTS, columns_of
 from fppo.settings.component import Component, bound, parts
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
