@@ -10,6 +10,7 @@ from fppo.laws.adamw import check_adamw
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
+from fppo.laws.expectation import KL, Bias, bias, check_gradient
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -21,9 +22,15 @@ from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
+from fppo.laws.worlds import DIVERGENCES, World, world, worlds
 
 __all__ = [
+    "DIVERGENCES",
+    "KL",
+    "Bias",
     "LawViolation",
+    "World",
+    "bias",
     "check_adamw",
     "check_advantages",
     "check_all_to_all",
@@ -32,6 +39,7 @@ __all__ = [
     "check_context",
     "check_donation",
     "check_gae",
+    "check_gradient",
     "check_kernel",
     "check_layout",
     "check_layout_fn",
@@ -50,4 +58,6 @@ __all__ = [
     "screen_estimator",
     "screen_kernel",
     "screen_policy_loss",
+    "world",
+    "worlds",
 ]
