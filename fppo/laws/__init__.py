@@ -22,14 +22,14 @@ from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
-from fppo.laws.worlds import DIVERGENCES, World, world, worlds
+from fppo.laws.worlds import DIVERGENCES, SmallWorld, world, worlds
 
 __all__ = [
     "DIVERGENCES",
     "KL",
     "Bias",
     "LawViolation",
-    "World",
+    "SmallWorld",
     "bias",
     "check_adamw",
     "check_advantages",

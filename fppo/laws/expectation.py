@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fppo import losses
 from fppo.laws._search import LawViolation, fn_name
-from fppo.laws.worlds import DIVERGENCES, OUTSIDE, Batches, Divergence, World, all_batches
+from fppo.laws.worlds import DIVERGENCES, OUTSIDE, Batches, Divergence, SmallWorld, all_batches
 from fppo.laws.worlds import worlds as small_worlds
 from fppo.losses import KLState, Totals
 
@@ -83,7 +83,7 @@ class Bias:
 def bias(
     estimator: Callable[..., Any],
     *,
-    world: World,
+    world: SmallWorld,
     loss_fn: Callable[..., Any] = losses.ppo_clip,
     mode: str = "seq-mean-token-sum",
     n: int = 2,
@@ -123,7 +123,7 @@ def check_gradient(
     correct: Callable[..., Any] | None = None,
     old_log_probs: Literal["pass", "engine"] = "pass",
     up_to: Literal["nothing", "scale"] = "nothing",
-    worlds: Sequence[World] | None = None,
+    worlds: Sequence[SmallWorld] | None = None,
 ) -> None:
     """Put a step's gradient through the law of its expectation: `laws.check_gradient(my_estimator, n=3)`.
 
@@ -151,7 +151,7 @@ def check_gradient(
             raise _violation(math, world, up_to, reason)
 
 
-def _breach(math: StepMath, world: World, up_to: str) -> str | None:
+def _breach(math: StepMath, world: SmallWorld, up_to: str) -> str | None:
     """How the mean gradient on a world differs from the objective's, in words; None if it does not."""
     batches = all_batches(world, math.n)
     found = step_bias(math, world, batches)
@@ -169,7 +169,7 @@ def _breach(math: StepMath, world: World, up_to: str) -> str | None:
     )
 
 
-def _violation(math: StepMath, world: World, up_to: str, reason: str) -> LawViolation:
+def _violation(math: StepMath, world: SmallWorld, up_to: str, reason: str) -> LawViolation:
     """The violation by a step on a world, with lines of Python that show it and the rows of its likeliest batch."""
     name, tail = fn_name(math.estimator), " up to a positive factor" if up_to == "scale" else ""
     defaults = {field.name: field.default for field in attrs.fields(StepMath)}
@@ -195,7 +195,7 @@ def _written(x: Any) -> str:
     return f"laws.{x!r}" if isinstance(x, KL) else fn_name(x) if callable(x) else repr(x)
 
 
-def _likeliest(math: StepMath, world: World) -> list[str]:
+def _likeliest(math: StepMath, world: SmallWorld) -> list[str]:
     """The likeliest batch of several responses: a line for each row, with its tokens, score and advantages."""
     batches = all_batches(world, math.n)
     rows = batches.responses.view(batches.count, -1)
@@ -211,7 +211,7 @@ def _likeliest(math: StepMath, world: World) -> list[str]:
     return lines
 
 
-def step_bias(math: StepMath, world: World, batches: Batches | None = None) -> Bias:
+def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None) -> Bias:
     """Measure the bias of a step's math on a world; see `bias`."""
     _check_loss(math.loss_fn)
     batches = all_batches(world, math.n) if batches is None else batches
@@ -252,7 +252,7 @@ def _check_loss(loss_fn: Any) -> None:
         )
 
 
-def _experience(math: StepMath, world: World, batches: Batches) -> Experience:
+def _experience(math: StepMath, world: SmallWorld, batches: Batches) -> Experience:
     """All batches with their advantages: by one call, or by one for each where an estimator compares rows of different
     batches."""
     from fppo.batch import concat, rows
@@ -277,7 +277,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     )
 
 
-def _estimated(math: StepMath, world: World, batches: Batches, index: Tensor) -> Experience:
+def _estimated(math: StepMath, world: SmallWorld, batches: Batches, index: Tensor) -> Experience:
     """The rows at `index`, with the advantages that a step gives them together."""
     from fppo.advantages.experience import estimate
 
@@ -294,7 +294,7 @@ def _estimated(math: StepMath, world: World, batches: Batches, index: Tensor) ->
     )[0]
 
 
-def _annotated(math: StepMath, world: World, batches: Batches, index: Tensor) -> Annotated:
+def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tensor) -> Annotated:
     """The rows at `index` with all that models say of them; what stands outside of the mask is no number of theirs."""
     from fppo.batch import Annotated, Column
 
@@ -332,7 +332,9 @@ def _annotated(math: StepMath, world: World, batches: Batches, index: Tensor) ->
     )
 
 
-def _objective_slope(math: StepMath, world: World, batches: Batches, experience: Experience, weights: Tensor) -> Tensor:
+def _objective_slope(
+    math: StepMath, world: SmallWorld, batches: Batches, experience: Experience, weights: Tensor
+) -> Tensor:
     """The gradient of the library's objective by the policy's log-probs, [R, W]: each row's share of its batch's."""
     from fppo.steps.actor import PolicyObjective, PolicyTerms
     from fppo.steps.outputs import TokenOutputs

@@ -18,7 +18,7 @@ DIVERGENCES: tuple[Divergence, ...] = ("sequence", "token", "reverse", "variatio
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class World:
+class SmallWorld:
     """A policy, a reference, the policy that samples, and a score for every response; all float64.
 
     A response [W] is tokens up to the first `END`, or `horizon` of them. Each token is drawn from the logits [V] of the
@@ -107,7 +107,7 @@ def world(
     lag: float = 0.0,
     critic_error: float = 0.0,
     gap: bool = False,
-) -> World:
+) -> SmallWorld:
     """Draw a world: normal logits, a reference near by, and normal scores, or of 0 and 1 (`binary`).
 
     `lag` is how far the logits of the policy that samples lie from the policy's, and `critic_error` the deviation of a
@@ -142,7 +142,7 @@ def world(
     scores = (scores > scores.median(1, keepdim=True).values).double() if binary else scores
     given = {"prompts": prompts, "vocabulary": vocabulary, "horizon": horizon, "seed": seed, "binary": binary}
     given |= {"lag": lag, "critic_error": critic_error, "gap": gap}
-    return World(
+    return SmallWorld(
         logits=logits,
         ref_logits=logits + 0.5 * away,
         sampler_logits=logits + lag * moved,
@@ -156,7 +156,7 @@ def world(
     )
 
 
-def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0) -> tuple[World, ...]:
+def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0) -> tuple[SmallWorld, ...]:
     """Worlds of growing sizes, from one prompt and one step to three steps with a gap: what `check_gradient` takes."""
     sizes = ((1, 2, 1, False), (1, 2, 2, False), (1, 3, 2, False), (2, 2, 2, True), (1, 3, 3, True))
     return tuple(
@@ -190,7 +190,7 @@ class Batches:
         return len(self.numbers) // self.count
 
 
-def all_batches(of: World, n: int) -> Batches:
+def all_batches(of: SmallWorld, n: int) -> Batches:
     """List the batches that the world's sampling policy can draw: for each prompt every multiset of n responses."""
     log_p = of.log_probs(of.sampler_logits).sum(-1)
     every = list(itertools.combinations_with_replacement(range(len(of.tokens)), n))
