@@ -22,6 +22,7 @@ from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
+from fppo.laws.whole import check_update_gradient
 from fppo.laws.worlds import DIVERGENCES, SmallWorld, world, worlds
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "check_ulysses",
     "check_update",
     "check_update_fn",
+    "check_update_gradient",
     "check_value_loss",
     "check_whiten",
     "screen_estimator",
