@@ -24,7 +24,7 @@ FLOORS = (
     ("pipeline", "settings"),
     ("ablate", "assembly", "quickstart"),
     ("plan", "runs"),
-    ("report",),
+    ("report", "bias"),
     ("commands",),
     ("__main__",),
 )

@@ -210,7 +210,7 @@ def _estimate(settings: TrainSettings, resources: Resources) -> Estimate:
         kl_in_reward=kl.coef > 0,
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=_by_row_if_needed(settings),
+        correct=loss_correction(settings),
         drop=_dropped(settings.rollout.filter),
         whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
@@ -222,7 +222,7 @@ def _correction_of(settings: TrainSettings) -> Correct | None:
     return found[0] if found else None
 
 
-def _by_row_if_needed(settings: TrainSettings) -> Correct | None:
+def loss_correction(settings: TrainSettings) -> Correct | None:
     """The off-policy correction of the policy loss: gmpo, whose loss is a row's, has one weight for a row."""
     correct = _correction_of(settings)
     if correct is None or settings.actor.loss.name != "gmpo":

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # the objective of an update needs transformers; the other la
 EXACT = 1e-9
 PROBES = 12  # batches that say whether an estimator compares rows of different batches
 ZERO = 1e-12
+SCORE = "score"  # the name of the one score of a world's rows
 
 
 @attrs.frozen
@@ -66,6 +67,8 @@ class Bias:
     """<mean, g> / <g, g>: a factor that a learning rate makes up for."""
     turned: float
     """|mean - scale g| / |scale g|: what no learning rate makes up for."""
+    deviation: float
+    """The standard deviation of a batch's gradient."""
     noise: float
     """The standard deviation of a batch's gradient over |mean|; inf where the mean is 0."""
     mean: Tensor = attrs.field(repr=False)
@@ -223,13 +226,12 @@ def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None)
     each = by_row.new_zeros(batches.count, by_row.shape[1]).index_add(0, batches.numbers, by_row)
     mean = (batches.chances[:, None] * each).sum(0)
     variance = (batches.chances * (each - mean).square().sum(1)).sum()
-    leaf = world.logits.clone().requires_grad_()
-    coef, of = (0.0, "sequence") if math.kl is None else (math.kl.coef, math.kl.of)
-    gradient = torch.autograd.grad(-world.objective(leaf, coef, of), leaf)[0].flatten()
-    return _compared(mean, gradient, variance.sqrt())
+    gradient = world.gradient() if math.kl is None else world.gradient(math.kl.coef, math.kl.of)
+    return compared(mean, gradient, float(variance.sqrt()))
 
 
-def _compared(mean: Tensor, gradient: Tensor, deviation: Tensor) -> Bias:
+def compared(mean: Tensor, gradient: Tensor, deviation: float) -> Bias:
+    """Compare a mean gradient with the objective's, both flat; `deviation` is that of a batch's gradient."""
     size, wanted = float(mean.norm()), float(gradient.norm())
     product = float(mean @ gradient)
     scale = product / wanted**2 if wanted > ZERO else 0.0
@@ -238,7 +240,8 @@ def _compared(mean: Tensor, gradient: Tensor, deviation: Tensor) -> Bias:
         cosine=product / (size * wanted) if min(size, wanted) > ZERO else torch.nan,
         scale=scale,
         turned=float((mean - scale * gradient).norm()) / along if along > ZERO else torch.inf if size > ZERO else 0.0,
-        noise=float(deviation) / size if size > ZERO else torch.inf,
+        deviation=deviation,
+        noise=deviation / size if size > ZERO else torch.inf,
         mean=mean,
         gradient=gradient,
     )
@@ -323,7 +326,7 @@ def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
         source=none,
         extras=none,
         scores=scores,
-        named_scores={"score": scores},
+        named_scores={SCORE: scores},
         baselines=world.baselines()[p],
         old_log_probs=policy if math.old_log_probs == "pass" else sampled,
         ref_log_probs=ref,

@@ -96,6 +96,11 @@ class SmallWorld:
         visited = log_p.detach().exp()[..., None].where(self.mask, 0.0)
         return (reward - kl_coef * (visited * at_place[:, self.places]).sum((1, 2))).mean()
 
+    def gradient(self, kl_coef: float = 0.0, of: Divergence = "sequence") -> Tensor:
+        """The gradient by all logits, flat, of what a step makes smaller: -objective."""
+        leaf = self.logits.clone().requires_grad_()
+        return torch.autograd.grad(-self.objective(leaf, kl_coef, of), leaf)[0].flatten()
+
 
 def world(
     *,

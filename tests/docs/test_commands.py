@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.assembly import trials
-from fppo.commands import ablate, actions, cli, compare, distributed, plan
+from fppo.commands import ablate, actions, bias, cli, compare, distributed, plan
 from fppo.report import timeline, write
 from fppo.settings import files, machine, modules, places
 
@@ -51,6 +51,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(ablate, "ablate")
     reached(compare, "compare")
     reached(plan, "run")
+    reached(bias, "run")
     reached(write, "write_report")
     reached(timeline, "write")
     return names
