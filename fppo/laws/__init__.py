@@ -12,6 +12,7 @@ from fppo.laws.collectives import check_all_to_all, check_collective, check_coll
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.expectation import KL, Bias, bias, check_gradient
+from fppo.laws.fixed_points import fixed_point
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -58,6 +59,7 @@ __all__ = [
     "check_update_gradient",
     "check_value_loss",
     "check_whiten",
+    "fixed_point",
     "references",
     "screen_estimator",
     "screen_kernel",
