@@ -38,7 +38,7 @@ ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "opo": advantages.opo,
     "opo, leave_one_out": partial(advantages.opo, leave_one_out=True),
     "optimal_token_baseline": advantages.optimal_token_baseline,
-    "the same, leave_one_out": partial(advantages.optimal_token_baseline, leave_one_out=True),
+    "optimal_token_baseline, leave_one_out": partial(advantages.optimal_token_baseline, leave_one_out=True),
     "gpg": advantages.gpg,
     "grpo_passk": advantages.grpo_passk,
     "reinforce_plus_plus": advantages.reinforce_plus_plus,
@@ -222,9 +222,10 @@ def critics(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
         cells: list[Number] = []
         for error in errors:
             worlds = [sizes.world(seed, critic_error=error) for seed in range(sizes.worlds)]
-            cells += _cells(typical(StepMath(estimator=partial(advantages.gae, lam=lam)), worlds))
+            found = typical(StepMath(estimator=partial(advantages.gae, lam=lam)), worlds)
+            cells += [found.turned, found.noise]
         rows.append((f"lam {lam:g}", tuple(cells)))
-    heads = tuple(f"{head}, error {error:g}" for error in errors for head in ("turned", "size", "noise"))
+    heads = tuple(f"{head}, error {error:g}" for error in errors for head in ("turned", "noise"))
     about = "Groups of 2. The values are exact plus normal errors of this deviation, one for each place."
     return BiasTable(name="critics", title="GAE under a critic's errors", about=about, heads=heads, rows=tuple(rows))
 

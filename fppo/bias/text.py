@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def cell(head: str, value: Number) -> str:
         return "0"
     if head.startswith("turned"):
         return f"{100 * value:.1f} %" if value < 10 else f"{100 * value:,.0f} %"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    return f"{value:z.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 def shown(table: BiasTable) -> Table:
@@ -44,14 +45,8 @@ def markdown(tables: Iterable[BiasTable]) -> str:
     """All tables as Markdown, each below its title."""
     lines: list[str] = []
     for table in tables:
-        lines += [
-            f"### {table.title}",
-            "",
-            table.about,
-            "",
-            _line(["", *table.heads]),
-            _line(["---"] * (1 + len(table.heads))),
-        ]
+        lines += [f"### {table.title}", "", *textwrap.wrap(table.about, 120), "", _line(["", *table.heads])]
+        lines += [_line(["---"] * (1 + len(table.heads)))]
         lines += [_line([label, *_cells(table, numbers)]) for label, numbers in table.rows]
         lines += [""]
     return "\n".join(lines)
