@@ -24,7 +24,7 @@ FLOORS = (
     ("pipeline", "settings"),
     ("ablate", "assembly", "audit", "quickstart"),
     ("plan", "runs"),
-    ("report",),
+    ("report", "bias"),
     ("commands",),
     ("__main__", "fppo"),
 )

@@ -4,7 +4,7 @@ import importlib
 from functools import partial
 
 from fppo import advantages
-from fppo.pipeline.estimators import reads
+from fppo.advantages.columns import reads
 from fppo.settings.tables import ESTIMATORS
 
 

@@ -112,7 +112,9 @@ def length_lam(mask: Mask, *, alpha: float = 0.05) -> Rows:
     """The decay of each row by its length l, the tokens of its mask: max(0, 1 - 1 / (alpha l)), float64 [B].
 
     The weights of GAE's terms then add up to alpha l, in proportion to the length. VAPO, arXiv:2504.05118, with alpha
-    0.05. A row of 1 / alpha tokens or fewer has 0. Raises ValueError for an alpha <= 0.
+    0.05. A row of 1 / alpha tokens or fewer has 0. Later tokens decide the length that weighs the earlier ones: even
+    with exact values that turns the gradient, by 2 % in responses of 1 to 3 tokens (`fppo bias`). Raises ValueError for
+    an alpha <= 0.
     """
     check_mask(mask)
     positive("alpha", alpha)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fppo import losses
+from fppo.advantages.columns import AdvantageFn, OfRows, by_token, reads
 from fppo.losses import ValueHead
 from fppo.pipeline.checks import SCREENED, screened
-from fppo.pipeline.estimators import AdvantageFn, OfRows, by_token, reads
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
 from fppo.settings.component import Component, bound, takes
@@ -99,6 +99,24 @@ def correction_of(part: Component) -> Correct | None:
     """The off-policy correction of the settings; None if nothing is to be corrected."""
     found = bound(part, CORRECTIONS, "algorithm.correction")
     return found[0] if found else None
+
+
+def loss_correction(part: Component, loss: LossSettings) -> Correct | None:
+    """The off-policy correction of the policy loss: gmpo, whose loss is a row's, has one weight for a row."""
+    correct = correction_of(part)
+    return correct if correct is None or loss.name != "gmpo" else _by_row(correct)
+
+
+def _by_row(correct: Correct) -> Correct:
+    """The correction with one weight for a row, for gmpo, whose loss is a row's."""
+
+    def by_row(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> losses.Correction:
+        correction = correct(old_log_probs, rollout_log_probs, mask)
+        if correction.weights is None:
+            return correction
+        return correction._replace(weights=losses.geometric_mean(correction.weights, correction.mask))
+
+    return by_row
 
 
 def check_laws(

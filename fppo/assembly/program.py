@@ -7,17 +7,16 @@ from pathlib import Path
 
 import attrs
 import torch
-from torch import Tensor
 
 from fppo import losses
-from fppo.assembly.functions import Correct, correction_of
+from fppo.advantages.columns import AdvantageFn, whitens
+from fppo.assembly.functions import Correct, loss_correction
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.learning import watch_of
 from fppo.assembly.rewards import Scoring
 from fppo.assembly.roles import Roles
 from fppo.models.model import Model
 from fppo.pipeline.draw import SampleGroups, SampleSaved, Saving, equal_groups, truncated
-from fppo.pipeline.estimators import AdvantageFn, whitens
 from fppo.pipeline.gap import WatchAnnotate
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretrain, plain_returns
@@ -52,7 +51,8 @@ def program_of(
     """The stages of the settings' algorithm: `engine` is `alone` with turns of its own, and batches are on `device`."""
     critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
-    estimate = _estimate(advantage_fn, algorithm, rollout, by_row=settings.actor.loss.name == "gmpo")
+    correct = loss_correction(algorithm.correction, settings.actor.loss)
+    estimate = _estimate(advantage_fn, algorithm, rollout, correct)
     program = wire(
         rollout=RollOut(
             engine=engine,
@@ -90,10 +90,9 @@ def program_of(
 
 
 def _estimate(
-    advantage_fn: AdvantageFn, algorithm: AlgorithmSettings, rollout: RolloutSettings, *, by_row: bool
+    advantage_fn: AdvantageFn, algorithm: AlgorithmSettings, rollout: RolloutSettings, correct: Correct | None
 ) -> Estimate:
-    dropped = rollout.filter
-    kl, correct = algorithm.kl, correction_of(algorithm.correction)
+    dropped, kl = rollout.filter, algorithm.kl
     groups = [partial(equal_groups, by=dropped.by)] if dropped.groups else []
     return Estimate(
         advantage_fn=advantage_fn,
@@ -101,22 +100,10 @@ def _estimate(
         kl_in_reward=kl.coef > 0,
         kl_kind=kl.kind,
         update_kl=partial(losses.update_kl, kind=kl.controller, target=kl.target, horizon=kl.horizon),
-        correct=_by_row(correct) if correct and by_row else correct,
+        correct=correct,
         drop=[*groups, *([truncated] if dropped.truncated else [])],
         whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
-
-
-def _by_row(correct: Correct) -> Correct:
-    """The correction with one weight for a row, for gmpo, whose loss is a row's."""
-
-    def by_row(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> losses.Correction:
-        correction = correct(old_log_probs, rollout_log_probs, mask)
-        if correction.weights is None:
-            return correction
-        return correction._replace(weights=losses.geometric_mean(correction.weights, correction.mask))
-
-    return by_row
 
 
 def _sample(

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
 from fppo.assembly.announce import input_lines, model_lines, sharing_lines
 from fppo.assembly.engines import (
@@ -38,7 +39,6 @@ from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model
 from fppo.pipeline.answers import right_answers
-from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
 from fppo.pipeline.passes import Passes

@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo.advantages.columns import WEIGHTS, columns_of
 from fppo.assembly.functions import optimizer_of, policy_loss, value_head_of
 from fppo.fields import Problem, said
 from fppo.losses import ValueHead
-from fppo.pipeline.estimators import WEIGHTS, columns_of
 from fppo.settings.component import Component, Functions, bound
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.steps.actor import LossFn, SelectiveLoss

@@ -23,10 +23,12 @@ from fppo.commands.options import AuditOptions, DiffOptions, Export, Quickstart,
 from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
+from fppo.settings import bias as settings_bias
 from fppo.settings import checks, files, machine, modules, places
 from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.bias import BiasSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
 from fppo.settings.placement import MeshSettings
@@ -284,6 +286,17 @@ def _plan(rest: Sequence[str]) -> int | None:
     return plan.run(of, options)
 
 
+def _bias(rest: Sequence[str]) -> int | None:
+    """Measure the bias and noise of estimators, losses and KL kinds, or of a run's: fppo bias [FILE.toml]"""
+    if helps.wanted(rest):
+        more = "With a file, or settings of fppo train, three lines say what that run optimises: fppo train --help."
+        return helps.show("fppo bias [FILE.toml] [--OPTION VALUE ...]", BiasSettings, more)
+    of, options = settings_bias.load(*file_and_overrides(rest, "bias"))
+    from fppo.commands import bias
+
+    return bias.run(of, options)
+
+
 def _no_file(command: str) -> int:
     """Print an example of a file of settings, and return the exit status."""
     least = textwrap.indent(LEAST.rstrip(), "  ")
@@ -351,5 +364,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "audit": _audit,
     "compare": _compare,
     "plan": _plan,
+    "bias": _bias,
     "completion": _completion,
 }

@@ -12,6 +12,7 @@ from fppo._errors import UsageError, did_you_mean
 from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.bias import BiasSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts, signature_of
 from fppo.settings.plan import PlanSettings
@@ -29,8 +30,8 @@ _OWN = {
     "trace": TraceOptions,
     "diff": DiffOptions,
 }
-_OWN |= {"ablate": AblateSettings, "compare": CompareSettings, "plan": PlanSettings}
-_SETTINGS = ("train", "rollout", "eval", "compare", "plan")
+_OWN |= {"ablate": AblateSettings, "bias": BiasSettings, "compare": CompareSettings, "plan": PlanSettings}
+_SETTINGS = ("train", "rollout", "eval", "compare", "plan", "bias")
 _LAUNCHED = ("quickstart", "train", "rollout", "eval", "compare")
 
 

@@ -5,12 +5,15 @@ smallest inputs on which it does not hold, found by Hypothesis in float64.
 Begin with `losses.check_policy_loss`; `screening` has the laws that take no time, for the start of a run.
 """
 
+from fppo.laws import references
 from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.exact import check_exact
+from fppo.laws.expectation import KL, Bias, bias, check_gradient
+from fppo.laws.fixed_points import fixed_point
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -21,13 +24,20 @@ from fppo.laws.shared import check_shared
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
+from fppo.laws.update_gradient import check_update_gradient
 from fppo.laws.updates import check_update, check_update_fn
 from fppo.laws.verdicts import Verdict, verdicts
 from fppo.laws.whole import check_whole_loss, whole_loss
+from fppo.laws.worlds import DIVERGENCES, SmallWorld, world, worlds
 
 __all__ = [
+    "DIVERGENCES",
+    "KL",
+    "Bias",
     "LawViolation",
+    "SmallWorld",
     "Verdict",
+    "bias",
     "check_adamw",
     "check_advantages",
     "check_all_to_all",
@@ -37,6 +47,7 @@ __all__ = [
     "check_donation",
     "check_exact",
     "check_gae",
+    "check_gradient",
     "check_kernel",
     "check_layout",
     "check_layout_fn",
@@ -50,12 +61,17 @@ __all__ = [
     "check_ulysses",
     "check_update",
     "check_update_fn",
+    "check_update_gradient",
     "check_value_loss",
     "check_whiten",
     "check_whole_loss",
+    "fixed_point",
+    "references",
     "screen_estimator",
     "screen_kernel",
     "screen_policy_loss",
     "verdicts",
     "whole_loss",
+    "world",
+    "worlds",
 ]

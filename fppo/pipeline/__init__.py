@@ -2,10 +2,10 @@
 
 In: a `RunState` and a `Program` of stages: sample, score, annotate, estimate, update. Out: the next state, the step's
 `Experience` and metrics. Each stage adds columns to the record of the stage before it.
-Begin with `step.ppo_step` and `wiring.pieces`; `stages` has the stages, `estimators` what reads their columns.
+Begin with `step.ppo_step` and `wiring.pieces`; `stages` has the stages, `checks` what is looked at before a run.
 """
 
-from fppo.pipeline.estimators import OfRows
+from fppo.advantages.columns import OfRows
 from fppo.pipeline.evaluate import evaluate
 from fppo.pipeline.passes import Passes, PolicyPass, ValuePass, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, SampleBatch, in_turn

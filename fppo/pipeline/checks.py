@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fppo import laws
+from fppo.advantages.columns import of_rows
 from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
 from fppo.models.probe import check_model
-from fppo.pipeline.estimators import of_rows
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.steps.actor import SelectiveLoss

@@ -7,18 +7,17 @@ from functools import partial
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import advantages, losses, metrics
 from fppo._errors import RunFailed
-from fppo.advantages import Advantages
+from fppo.advantages.columns import Estimator
+from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
-from fppo.pipeline.estimators import Estimator, of_rows
 from fppo.pipeline.gap import of_engine
 from fppo.pipeline.measure import batch_metrics
 from fppo.pipeline.passes import Passes, PolicyFn, RouterReplay, ValueFn, read_values, required
@@ -255,49 +254,23 @@ class Estimate:
         """
         if self.kl_in_reward:
             _check_penalty(annotated, kl, self.kl_kind)
-        mask, report = annotated.response_mask, {}
-        penalty, coef = None, 0.0
-        if annotated.ref_log_probs is not None:
-            penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, self.kl_kind, mask=mask)
-            current = losses.sequence_kl(penalty, mask)
-            report |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
-            if self.kl_in_reward:
-                coef = kl.coef
-            if self.update_kl is not None:
-                kl = self.update_kl(kl, current.total / current.count.clamp(min=1), current.count)
-        mask = mask & _scored(annotated)[:, None]
-        rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
-        result = of_rows(self.advantage_fn)(replace(annotated, response_mask=mask), rewards)
-        _check_shapes(result, mask)
-        if self.drop:
-            gone = torch.stack([fn(annotated) for fn in self.drop]).any(0)[:, None].expand(mask.shape)
-            report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
-        weights = None
-        if self.correct is not None:
-            correction = self.correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
-            mask, weights = correction.mask, correction.weights
-            report |= correction.metrics
-        estimated = result.advantages.where(mask, 0.0)
-        experience = extend(
-            Experience,
+        _check_scores(annotated)
+        experience, kl, report = estimate(
             annotated,
-            response_mask=mask,
-            token_rewards=rewards,
-            advantages=advantages.whiten(estimated, mask) if self.whiten else estimated,
-            returns=result.returns.where(mask, 0.0),
-            correction_weights=weights,
+            kl,
+            advantage_fn=self.advantage_fn,
+            kl_in_reward=self.kl_in_reward,
+            kl_kind=self.kl_kind,
+            update_kl=self.update_kl,
+            correct=self.correct,
+            drop=self.drop,
+            whiten=self.whiten,
         )
         return experience, kl, report | batch_metrics(experience, max_tokens=self.max_tokens)
 
 
-def _check_shapes(result: Advantages, mask: Tensor) -> None:
-    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
-        if x.shape != mask.shape:
-            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")
-
-
-def _scored(annotated: Annotated) -> Tensor:
-    """The rows with a score. Raises RunFailed where the first policy, which has had no update, has none."""
+def _check_scores(annotated: Annotated) -> None:
+    """Raises RunFailed where the first policy, which has had no update, has no row with a score."""
     there = annotated.has_score
     if not there.any() and not annotated.versions.any():
         lacking = [name for name, x in annotated.named_scores.items() if x.isnan().any()]
@@ -305,7 +278,6 @@ def _scored(annotated: Annotated) -> Tensor:
             f"none of the first {len(there)} responses has a score, so there is nothing to learn from: {lacking} gave "
             "none, as the counts of what failed say; mend that, or name the score of a failure (reward.failure_score)"
         )
-    return there
 
 
 def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from fppo import advantages, data, losses, models, rewards
+from fppo.advantages.columns import Estimator, name_of, reads, whitens
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline.estimators import Estimator, name_of, reads, whitens
 from fppo.pipeline.passes import Passes, RouterReplay, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, Together, UpdateStage, in_turn
 from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreFn, ScoreWithGreedy

@@ -97,14 +97,21 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings, Pla
         now = [RENAMED[name].replace("_", "-") for name in old]
         raise files.SettingsError([f"{a}: it is {b} now" for a, b in zip(lines, now, strict=True)])
     options, rest = tyro.cli(PlanSettings, args=arguments, prog="fppo plan [FILE.toml]", return_unknown_args=True)
-    if file is not None:
-        run, wrong = files.load(file, rest), []
-    else:
-        run, wrong = files.override(TrainSettings(), rest)
-        wrong += [problem for problem in checks.problems(run) if not str(problem).startswith(_UNREAD)]
+    run, wrong = run_of(file, rest)
     if wrong := [*wrong, *problems(run, options)]:
         raise files.SettingsError(list(dict.fromkeys(wrong)))
     return run, options
+
+
+def run_of(
+    file: str | None, arguments: Sequence[str], unread: tuple[str, ...] = _UNREAD
+) -> tuple[TrainSettings, list[str]]:
+    """The run of a file (None: the defaults) and of flags, and problems with flags but for those of what is `unread`.
+    Raises SettingsError with every problem of a file."""
+    if file is not None:
+        return files.load(file, arguments), []
+    run, wrong = files.override(TrainSettings(), arguments)
+    return run, [*wrong, *(problem for problem in checks.problems(run) if not str(problem).startswith(unread))]
 
 
 def sizes_of(mesh: MeshSettings, gpus: int | None = None) -> dict[str, int]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fppo import advantages
 from fppo.advantages import discounted_returns, gae, reinforce_plus_plus, remax, token_rewards, whiten
+from fppo.laws.references import advantages as references
 from fppo_kernels.gae.loop import loop
 from tests.advantages._data import cases, close, spoil
 
@@ -17,33 +18,13 @@ def steps(row):
     return [t for t in range(len(row)) if row[t]]
 
 
-def slow_gae(rewards, values, mask, gamma, lam):
-    """sum over l of (gamma lam)^l delta_{t+l}, row by row over the tokens of the mask: the definition, O(T^2)."""
-    result = torch.zeros_like(rewards)
-    for b, row in enumerate(mask):
-        at = steps(row)
-        value = [values[b, t].item() for t in at] + [0.0]
-        delta = [rewards[b, t].item() + gamma * value[i + 1] - value[i] for i, t in enumerate(at)]
-        for i, t in enumerate(at):
-            result[b, t] = sum((gamma * lam) ** (j - i) * delta[j] for j in range(i, len(at)))
-    return result
-
-
-def slow_returns(rewards, mask, gamma):
-    result = torch.zeros_like(rewards)
-    for b, row in enumerate(mask):
-        at = steps(row)
-        for i, t in enumerate(at):
-            result[b, t] = sum(gamma ** (j - i) * rewards[b, at[j]].item() for j in range(i, len(at)))
-    return result
-
-
 @given(cases(), units, units)
 def test_gae_is_its_definition(case, gamma, lam):
     rewards, values, _ = case.tokens
     result = gae(rewards, values, case.mask, gamma=gamma, lam=lam)
-    close(result.advantages, slow_gae(rewards, values, case.mask, gamma, lam))
-    close(result.returns, (result.advantages + values).where(case.mask, 0.0))
+    expected = references.gae(rewards, values, case.mask, gamma=gamma, lam=lam)
+    close(result.advantages, expected.advantages)
+    close(result.returns, expected.returns)
 
 
 @given(cases(), units)
@@ -51,8 +32,8 @@ def test_gae_with_lam_one_is_return_minus_value_and_with_zero_the_td_error(case,
     rewards, values, _ = case.tokens
     mask = case.mask
     one = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    close(one.advantages, (slow_returns(rewards, mask, gamma) - values).where(mask, 0.0))
-    close(one.returns, slow_returns(rewards, mask, gamma))
+    close(one.advantages, (references.discounted_returns(rewards, mask, gamma=gamma) - values).where(mask, 0.0))
+    close(one.returns, references.discounted_returns(rewards, mask, gamma=gamma))
     zero = gae(rewards, values, mask, gamma=gamma, lam=0.0).advantages
     for b, row in enumerate(mask):
         at = steps(row)
@@ -116,12 +97,8 @@ def test_score_lands_on_the_last_token_and_kl_on_every_one(case):
     kl = case.tokens[0]
     plain = token_rewards(case.scores, case.mask)
     full = token_rewards(case.scores, case.mask, kl=spoil(kl, ~case.mask, case.generator), kl_coef=0.3)
-    for b, row in enumerate(case.mask):
-        expected = torch.zeros_like(kl[b])
-        if row.any():
-            expected[steps(row)[-1]] = case.scores[b]
-        assert torch.equal(plain[b], expected)
-        close(full[b], expected - 0.3 * kl[b].where(row, 0.0))
+    assert torch.equal(plain, references.token_rewards(case.scores, case.mask))
+    close(full, references.token_rewards(case.scores, case.mask, kl=kl, kl_coef=0.3))
     assert torch.equal(
         full, token_rewards(case.scores, case.mask, kl=kl, kl_coef=torch.tensor(0.3, dtype=torch.float64))
     )
@@ -136,7 +113,7 @@ def test_score_of_a_row_without_tokens_goes_nowhere():
 def test_reinforce_plus_plus_is_whitened_reward_to_go_across_tool_gaps(case, gamma):
     rewards = case.tokens[0]
     result = reinforce_plus_plus(spoil(rewards, ~case.mask, case.generator), case.mask, gamma=gamma)
-    expected = slow_returns(rewards, case.mask, gamma)
+    expected = references.discounted_returns(rewards, case.mask, gamma=gamma)
     close(result.returns, expected)
     close(result.advantages, whiten(expected, case.mask), 1e-7)
 
@@ -152,9 +129,9 @@ def test_remax_is_reward_to_go_minus_the_greedy_score(case):
     rewards, mask = case.tokens[0], case.mask
     baselines = spoil(case.scores, ~mask.any(1), case.generator)
     result = remax(rewards, baselines, mask)
-    expected = slow_returns(rewards, mask, 1.0)
+    expected = references.discounted_returns(rewards, mask, gamma=1.0)
     close(result.returns, expected)
-    close(result.advantages, (expected - case.scores[:, None]).where(mask, 0.0))
+    close(result.advantages, references.remax(rewards, case.scores, mask).advantages)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

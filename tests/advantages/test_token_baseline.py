@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 
 from fppo.advantages import optimal_token_baseline, token_rewards
+from fppo.laws.references import advantages as references
 from tests.advantages._data import cases, close, spoil
 
 
@@ -12,36 +13,17 @@ def inputs(case):
     return rewards, log_probs, log_probs.exp().square() + 0.1 * torch.sigmoid(b)
 
 
-def slow(case, rewards, log_probs, squares, correction=None):
-    """Token by token: G_k - sum_i G_ik W_ik / sum_i W_ik over the rows of the group that have a k-th token."""
-    result = torch.zeros_like(rewards)
-    at = [[t for t in range(len(row)) if row[t]] for row in case.mask]
-    for b, places in enumerate(at):
-        for k, t in enumerate(places):
-            above = below = 0.0
-            rows = [i for i in range(len(at)) if case.groups[i] == case.groups[b] and len(at[i]) > k]
-            for i in rows:
-                energy = 0.0
-                for s in at[i][: k + 1]:
-                    rho = 1.0 if correction is None else correction[i, s].item()
-                    energy += rho**2 * (1 - 2 * log_probs[i, s].exp().item() + squares[i, s].item())
-                above += sum(rewards[i, s].item() for s in at[i][k:]) * energy
-                below += energy
-            baseline = above / below if len(rows) > 1 else 0.0
-            result[b, t] = sum(rewards[b, s].item() for s in places[k:]) - baseline
-    return result
-
-
 @given(cases())
 def test_is_its_definition(case):
     rewards, log_probs, squares = inputs(case)
-    run = optimal_token_baseline(rewards, case.mask, case.groups, log_probs=log_probs, sum_squared_probs=squares)
-    close(run.advantages, slow(case, rewards, log_probs, squares))
     rho = torch.rand(rewards.shape, generator=case.generator).double() + 0.5
-    run = optimal_token_baseline(
-        rewards, case.mask, case.groups, log_probs=log_probs, sum_squared_probs=squares, correction=rho
-    )
-    close(run.advantages, slow(case, rewards, log_probs, squares, rho))
+    for how in ({}, {"correction": rho}, {"leave_one_out": True}):
+        own, expected = (
+            fn(rewards, case.mask, case.groups, log_probs=log_probs, sum_squared_probs=squares, **how)
+            for fn in (optimal_token_baseline, references.optimal_token_baseline)
+        )
+        close(own.advantages, expected.advantages)
+        close(own.returns, expected.returns)
 
 
 @given(cases())

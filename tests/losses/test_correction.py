@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import losses
+from fppo.laws import references
 from fppo.metrics import report
 
 from .batches import batches, clip, kept, mean, spoil, std
@@ -53,14 +54,16 @@ def weights_of(correction: losses.Correction) -> torch.Tensor:
 @given(batches(), st.sampled_from(PAIRS))
 def test_weights_are_the_loop_s(level, normalize, batch, threshold):
     found = correct(batch, level=level, threshold=threshold, batch_normalize=normalize)
-    rows = [cut for cut, _ in slow_weights(batch, level, threshold)]
-    factor = 1.0
-    if normalize and any(rows):
-        factor = mean(w for row in rows for w in row) if level == "token" else mean(row[0] for row in rows if row)
-        factor = factor if factor > 1e-8 else 1.0
-        assert report(found.metrics)[P + "rollout_is_batch_norm_factor"] == pytest.approx(factor)
-    for got, row in zip(kept(weights_of(found), batch.mask), rows, strict=True):
-        assert got == pytest.approx([w / factor for w in row], rel=1e-12)
+    low, high = bounds_of(threshold)
+    plain = (*batch[:2], batch.mask)
+    how = {"level": level, "threshold": high if low is None else (low, high)}
+    expected = references.losses.rollout_correction(*plain, **how, batch_normalize=normalize)
+    torch.testing.assert_close(weights_of(found), weights_of(expected), rtol=1e-12, atol=1e-14)
+    if normalize and batch.mask.any():
+        once = weights_of(references.losses.rollout_correction(*plain, **how))
+        factor = once[batch.mask].mean() if level == "token" else once.amax(1)[batch.mask.any(1)].mean()
+        name = P + "rollout_is_batch_norm_factor"
+        assert report(found.metrics)[name] == pytest.approx(factor.item() if factor > 1e-8 else 1.0)
     assert (weights_of(found)[~batch.mask] == 0).all()
     assert torch.equal(found.mask, batch.mask)
 
@@ -101,23 +104,13 @@ def test_weight_metrics_are_the_loop_s(level, batch, threshold):
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-7)
 
 
-def slow_statistic(row, option):
-    """(statistic of each token, of the row)."""
-    kind = option[-2:]
-    x = [clip(v, -20, 20) for v in row]
-    tokens = [{"k1": -v, "k2": v * v / 2, "k3": math.exp(v) - 1 - v}[kind] for v in x]
-    whole = {"toke": mean, "seq_s": sum, "seq_me": mean, "seq_ma": max}
-    value = next(fn for prefix, fn in whole.items() if option.startswith(prefix))(tokens)
-    return (tokens if option.startswith("token") else [value] * len(tokens)), value
-
-
 @pytest.mark.parametrize("option", losses.REJECTIONS)
 @given(batches(spread=0.6))
 def test_each_rejection_is_the_loop_s(option, batch):
     low, high, text = (math.log(0.7), math.log(1.5), "0.7_1.5") if option[-1] == "1" else (0.0, 0.15, "0.15")
     found = correct(batch, level=None, reject=option, reject_threshold=text)
     assert found.weights is None
-    stats = [slow_statistic(row, option) if row else None for row in ratios(batch)]
+    stats = [references.losses.rejection_statistic(row, option) if row else None for row in ratios(batch)]
     keeps = [[low <= s <= high for s in st[0]] if st else [] for st in stats]
     for i, columns in enumerate(batch.mask.tolist()):
         verdicts = iter(keeps[i])

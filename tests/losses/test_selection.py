@@ -1,6 +1,5 @@
 """Clip-Cov and KL-Cov: the losses given a choice, and the choice over the mini-batch."""
 
-import math
 from functools import partial
 
 import pytest
@@ -9,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import losses
+from fppo.laws import references
 from fppo.metrics import report
 
-from .batches import batches, clip, gradient, mean, spoil
+from .batches import batches, gradient, spoil
 
 LOW, HIGH = 0.3, 0.4
 BOUNDS = {"clip_low": LOW, "clip_high": HIGH}
@@ -21,60 +21,20 @@ def uniform(mask, seed):
     return torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def flat(batch):
-    """(row, column, log-prob, old log-prob, advantage) of every masked-in token."""
-    lp, old, adv, mask = (x.tolist() for x in batch)
-    return [(i, t, lp[i][t], old[i][t], adv[i][t]) for i in range(len(mask)) for t in range(len(mask[0])) if mask[i][t]]
-
-
-def covariances(tokens):
-    a, x = mean(t[4] for t in tokens), mean(t[2] for t in tokens)
-    return [(t[4] - a) * (t[2] - x) for t in tokens]
-
-
-def as_mask(places, like):
-    out = torch.zeros_like(like)
-    for i, t in places:
-        out[i, t] = True
-    return out
-
-
-def slow_clip_cov_choice(batch, noise, ratio, low, high):
-    tokens = flat(batch)
-    if not tokens:
-        return as_mask([], batch.mask)
-    candidates = []
-    for (i, t, x, y, a), cov in zip(tokens, covariances(tokens), strict=True):
-        r = math.exp(x - y)
-        if low < cov < high and not -a * clip(r, 1 - LOW, 1 + HIGH) > -a * r:
-            candidates.append((noise[i, t].item(), i, t))
-    count = max(int(ratio * len(tokens)), 1)
-    return as_mask([c[1:] for c in sorted(candidates)[:count]], batch.mask)
-
-
-def slow_kl_cov_choice(batch, noise, ratio):
-    tokens = flat(batch)
-    if not tokens:
-        return as_mask([], batch.mask)
-    ranked = sorted(
-        (-cov, noise[i, t].item(), i, t) for (i, t, *_), cov in zip(tokens, covariances(tokens), strict=True)
-    )
-    return as_mask([c[2:] for c in ranked[: max(1, int(len(tokens) * ratio))]], batch.mask)
-
-
 @given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]), st.sampled_from([(0.0, 0.5), (-9.0, 9.0)]))
 def test_clip_cov_choice_is_the_loop_s(batch, seed, ratio, bounds):
     noise = uniform(batch.mask, seed)
     low, high = bounds
     found = losses.select_clip_cov(*batch, noise=noise, ratio=ratio, low=low, high=high, **BOUNDS)
-    assert torch.equal(found, slow_clip_cov_choice(batch, noise, ratio, low, high))
+    expected = references.losses.select_clip_cov(*batch, noise=noise, ratio=ratio, low=low, high=high, **BOUNDS)
+    assert torch.equal(found, expected)
 
 
 @given(batches(), st.integers(0, 999), st.sampled_from([0.0002, 0.3, 1.0]))
 def test_kl_cov_choice_is_the_loop_s(batch, seed, ratio):
     noise = uniform(batch.mask, seed)
     found = losses.select_kl_cov(*batch, noise=noise, ratio=ratio)
-    assert torch.equal(found, slow_kl_cov_choice(batch, noise, ratio))
+    assert torch.equal(found, references.losses.select_kl_cov(*batch, noise=noise, ratio=ratio))
 
 
 SELECTIONS = [
@@ -125,10 +85,7 @@ def test_clip_cov_is_ppo_without_the_selected(batch, seed):
     lp, old, adv, mask = batch
     selected = uniform(mask, seed) < 0.4
     per_token, metrics = losses.clip_cov(*batch, selected=selected, **BOUNDS)
-    for i, t, x, y, a in flat(batch):
-        r = math.exp(x - y)
-        expected = 0.0 if selected[i, t] else max(-a * r, -a * clip(r, 1 - LOW, 1 + HIGH))
-        assert per_token[i, t].item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(per_token, references.losses.clip_cov(*batch, selected=selected, **BOUNDS)[0])
     assert (per_token[~mask] == 0).all()
     plain = gradient(lambda x: losses.ppo_clip(x, old, adv, mask, **BOUNDS, dual_clip=None)[0], lp)
     found = gradient(lambda x: losses.clip_cov(x, old, adv, mask, selected=selected, **BOUNDS)[0], lp)
@@ -142,9 +99,7 @@ def test_kl_cov_holds_the_selected_back(batch, seed):
     lp, old, adv, mask = batch
     selected = uniform(mask, seed) < 0.4
     per_token, metrics = losses.kl_cov(*batch, selected=selected, kl_coef=0.7)
-    for i, t, x, y, a in flat(batch):
-        expected = -a * math.exp(x - y) + 0.7 * abs(x - y) * selected[i, t].item()
-        assert per_token[i, t].item() == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(per_token, references.losses.kl_cov(*batch, selected=selected, kl_coef=0.7)[0])
     found = gradient(lambda x: losses.kl_cov(x, old, adv, mask, selected=selected, kl_coef=0.7)[0], lp)
     expected = -adv * (lp - old).exp() + torch.where(selected, 0.7 * (lp - old).sign(), 0.0)
     torch.testing.assert_close(found, torch.where(mask, expected, 0.0))

@@ -1,86 +1,30 @@
 """Losses of heads of several outputs, and Huber's, against their formulas as loops over floats."""
 
-import math
 from functools import partial
 
 import pytest
 import torch
 
 from fppo import laws, losses
+from fppo.laws import references
 
 LOW, HIGH = -0.8, 1.3
 
 
-def by_token(of_token):
-    """A loss [B, T] of one of a token: outputs, a list of numbers with gradients, the old value and the return."""
-
-    def loss_fn(outputs, old_values, returns, mask):
-        zero = outputs.flatten()[:0].sum()
-        columns = [[zero] * mask.shape[1] for _ in mask]
-        for b, t in mask.nonzero().tolist():
-            columns[b][t] = of_token(list(outputs[b, t].reshape(-1)), old_values[b, t].item(), returns[b, t].item())
-        return torch.stack([torch.stack(row) for row in columns]), {}
-
-    return loss_fn
-
-
-def cross_entropy(logits, target):
-    total = torch.stack([x.exp() for x in logits]).sum().log()
-    return sum(share * (total - x) for share, x in zip(target, logits, strict=True))
-
-
-def slow_hl_gauss(logits, old, goal):
-    def below(x):
-        return 0.5 * (1 + math.erf((x - goal) / (width * math.sqrt(2))))
-
-    goal, count = min(max(goal, LOW), HIGH), len(logits)
-    size = (HIGH - LOW) / count
-    width = 0.75 * size
-    parts = [below(LOW + (i + 1) * size) - below(LOW + i * size) for i in range(count)]
-    return cross_entropy(logits, [x / sum(parts) for x in parts])
-
-
-def slow_two_hot(logits, old, goal):
-    goal, count = min(max(goal, LOW), HIGH), len(logits)
-    places = [LOW + i * (HIGH - LOW) / (count - 1) for i in range(count)]
-    upper = next(i for i in range(1, count) if goal <= places[i] or i == count - 1)
-    share = (goal - places[upper - 1]) / (places[upper] - places[upper - 1])
-    target = [0.0] * count
-    target[upper - 1], target[upper] = 1 - share, share
-    return cross_entropy(logits, target)
-
-
-def huber(error, delta):
-    return error**2 / 2 if abs(error) <= delta else delta * (abs(error) - delta / 2)
-
-
-def slow_quantile(quantiles, old, goal):
-    total = 0.0
-    for i, q in enumerate(quantiles):
-        share = (i + 0.5) / len(quantiles)
-        weight = abs(share - float(goal < q))
-        total = total + weight * huber(goal - q, 0.4) / 0.4
-    return total
-
-
-def slow_huber(values, old, goal):
-    near = values[0].clamp(old - 0.3, old + 0.3)
-    return torch.maximum(huber(values[0] - goal, 0.4) + 0.0 * near, huber(near - goal, 0.4))
-
-
 SPAN = {"low": LOW, "high": HIGH}
 CASES = {
-    "hl_gauss": (partial(losses.hl_gauss, **SPAN), slow_hl_gauss, 5),
-    "two_hot": (partial(losses.two_hot, **SPAN), slow_two_hot, 5),
-    "quantile": (partial(losses.quantile_loss, delta=0.4), slow_quantile, 4),
-    "huber": (partial(losses.huber_value_loss, delta=0.4, clip=0.3), slow_huber, 1),
+    "hl_gauss": (SPAN, 5),
+    "two_hot": (SPAN, 5),
+    "quantile_loss": ({"delta": 0.4}, 4),
+    "huber_value_loss": ({"delta": 0.4, "clip": 0.3}, 1),
 }
 
 
 @pytest.mark.parametrize("name", [n if n == "hl_gauss" else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_a_loss_is_its_formula_and_keeps_the_laws(name):
-    loss_fn, of_token, outputs = CASES[name]
-    laws.check_value_loss(loss_fn, squared=False, outputs=outputs, reference=by_token(of_token))
+    scalars, outputs = CASES[name]
+    loss_fn, reference = (partial(getattr(of, name), **scalars) for of in (losses, references.values))
+    laws.check_value_loss(loss_fn, squared=False, outputs=outputs, reference=reference)
 
 
 @pytest.mark.slow
@@ -91,8 +35,9 @@ def test_a_law_sees_garbage_that_reaches_a_head_of_several_outputs():
 
     with pytest.raises(laws.LawViolation, match="with NaN where the mask is False"):
         laws.check_value_loss(leaking, outputs=3)
-    with pytest.raises(laws.LawViolation, match="as of loss_fn"):
-        laws.check_value_loss(partial(losses.hl_gauss, **SPAN, sigma=0.7), outputs=5, reference=by_token(slow_hl_gauss))
+    reference = partial(references.values.hl_gauss, **SPAN)
+    with pytest.raises(laws.LawViolation, match=r"as of partial\(hl_gauss"):
+        laws.check_value_loss(partial(losses.hl_gauss, **SPAN, sigma=0.7), outputs=5, reference=reference)
 
 
 @pytest.mark.parametrize("name", ["hl_gauss", "two_hot", "quantile"])

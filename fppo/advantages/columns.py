@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fppo import advantages, losses
 from fppo.advantages import Advantages
+from fppo.advantages._common import group_rows
 from fppo.batch import Annotated
 from fppo.losses import Correction
 
@@ -54,7 +55,7 @@ class OfRows:
 
     def __call__(self, rows: Annotated, rewards: Tensor) -> Advantages:
         name, (needed, optional) = name_of(self.fn), columns_of(self.fn)
-        if "groups" in needed and len(rows.groups) == len(rows.groups.unique()):
+        if "groups" in needed and len(rows.groups) == len(group_rows(rows.groups).lengths):
             text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
             raise ValueError(f"the estimator {name!r} {text}")
         if "named_scores" in needed:
@@ -129,7 +130,7 @@ def name_of(fn: Any) -> str:
 
 def _compared(rows: Annotated) -> Tensor:
     """The response mask without the rows that have nothing to be compared with, as the others have no score."""
-    mask, (_, group) = rows.response_mask, rows.groups.unique(return_inverse=True)
+    mask, group = rows.response_mask, group_rows(rows.groups).group_of
     there, missing = mask.any(1), rows.scores.isnan()
     left, lost = (torch.zeros_like(group).index_add(0, group, x.long())[group] for x in (there, missing))
     return mask & ~((left == 1) & (lost > 0))[:, None]

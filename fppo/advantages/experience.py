@@ -1,0 +1,77 @@
+"""Annotated rows to experience: token rewards, advantages, returns, and the weights of an off-policy correction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fppo import losses, metrics
+from fppo.advantages import temporal
+from fppo.advantages._common import Advantages
+from fppo.advantages.columns import Estimator, of_rows
+from fppo.advantages.whitening import whiten as whitened
+from fppo.batch import Annotated, Experience, extend
+from fppo.losses import Correction, KLState
+from fppo.metrics import Metrics
+from fppo.tree import replace
+
+
+def estimate(
+    annotated: Annotated,
+    kl: KLState,
+    *,
+    advantage_fn: Estimator,
+    kl_in_reward: bool = False,
+    kl_kind: str = "k1",
+    update_kl: Callable[[KLState, Tensor, Tensor], KLState] | None = None,
+    correct: Callable[[Tensor, Tensor, Tensor], Correction] | None = None,
+    drop: Sequence[Callable[[Annotated], Tensor]] = (),
+    whiten: bool = False,
+) -> tuple[Experience, KLState, Metrics]:
+    """Extend rows by token rewards, advantages and returns [B, T], and move the KL controller; with metrics.
+
+    See `pipeline.Estimate`, the stage of a run, which also refuses penalties that are no KL's, for the arguments.
+    Raises ValueError for an estimator whose results are not [B, T].
+    """
+    mask = annotated.response_mask
+    report: Metrics = {}
+    penalty, coef = None, 0.0
+    if annotated.ref_log_probs is not None:
+        penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kl_kind, mask=mask)
+        current = losses.sequence_kl(penalty, mask)
+        report |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
+        if kl_in_reward:
+            coef = kl.coef
+        if update_kl is not None:
+            kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
+    mask = mask & annotated.has_score[:, None]
+    rewards = temporal.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
+    result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
+    _check_shapes(result, mask)
+    if drop:
+        gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
+        report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
+    weights = None
+    if correct is not None:
+        correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
+        mask, weights = correction.mask, correction.weights
+        report |= correction.metrics
+    estimated = result.advantages.where(mask, 0.0)
+    experience = extend(
+        Experience,
+        annotated,
+        response_mask=mask,
+        token_rewards=rewards,
+        advantages=whitened(estimated, mask) if whiten else estimated,
+        returns=result.returns.where(mask, 0.0),
+        correction_weights=weights,
+    )
+    return experience, kl, report
+
+
+def _check_shapes(result: Advantages, mask: Tensor) -> None:
+    for name, x in (("advantages", result.advantages), ("returns", result.returns)):
+        if x.shape != mask.shape:
+            raise ValueError(f"the estimator gave {name} {list(x.shape)}, expected [B, T] = {list(mask.shape)}")

@@ -1,0 +1,113 @@
+"""What one run optimises, in three lines: its policy gradient, its KL, and its critic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from fppo import advantages
+from fppo.advantages.columns import OfRows, name_of, reads
+from fppo.bias.study import EXACT, Sizes, nearest, reinforce, typical
+from fppo.laws.expectation import StepMath, step_bias
+from fppo.laws.worlds import SmallWorld
+
+SMALL = 0.005  # what is turned by less is not named
+DIVERGENCE = {
+    "sequence": "KL(policy || reference) of whole responses",
+    "token": "KL(policy || reference) of each token",
+    "reverse": "KL(reference || policy) of each token",
+    "variation": "twice the total variation of each token",
+}
+
+
+@attrs.frozen(kw_only=True)
+class RunBias:
+    """The math of a run's step without whitening, the sizes of worlds, and how far its engine is taken to lie from its
+    policy. Over many rows whitening is a factor; over the few of a world's batch it turns the gradient."""
+
+    step: StepMath
+    sizes: Sizes
+    lag: float = 0.0
+    whitens: bool = False
+
+
+@attrs.frozen(kw_only=True)
+class RunReport:
+    """Lines for a terminal, and their numbers for JSON."""
+
+    lines: tuple[str, ...]
+    numbers: dict[str, Any]
+
+
+def lines_of(run: RunBias) -> RunReport:
+    """Three lines on what a run optimises: over two prompts, scores of 0 and 1, and exact values if it has a critic."""
+    step, sizes = run.step, run.sizes
+    worlds = [sizes.world(seed, prompts=2, lag=run.lag) for seed in range(sizes.worlds)]
+    whole = typical(attrs.evolve(step, kl=None), worlds)
+    parts = {name: typical(part, worlds).turned for name, part in _parts(step).items()}
+    causes = [f"{name} alone by {_percent(x)}" for name, x in parts.items() if x > SMALL]
+    far = f"turned by {_percent(whole.turned)} from it" + (f" ({', '.join(causes)})" if causes else "")
+    exact = "its direction, exactly" if whole.turned < EXACT else far
+    first = (
+        f"score: the gradient of the expected score, {exact}; {whole.scale:.3g} of its size, noise {whole.noise:.3g}"
+    )
+    kl, second = _kl(step, worlds)
+    critic, third = _critic(step, sizes)
+    numbers = {"score": attrs.asdict(whole), "turned_alone": parts, "kl": kl, "critic": critic}
+    about = f"in groups of {step.n}, mode {step.mode}, {name_of(_plain(step))}{', not whitened' * run.whitens}"
+    return RunReport(lines=(f"{first} ({about})", second, third), numbers=numbers)
+
+
+def _parts(step: StepMath) -> dict[str, StepMath]:
+    """Each part of a step beside others that have no bias."""
+    right = StepMath(estimator=advantages.rloo, n=step.n)
+    loss = {"loss_fn": step.loss_fn, "old_log_probs": step.old_log_probs, "correct": step.correct}
+    return {
+        "the estimator": attrs.evolve(right, estimator=step.estimator),
+        "the weight mode": attrs.evolve(right, mode=step.mode),
+        "the loss and its ratios": attrs.evolve(right, **loss),
+    }
+
+
+def _plain(step: StepMath) -> Any:
+    return step.estimator.fn if isinstance(step.estimator, OfRows) else step.estimator
+
+
+def _percent(x: float) -> str:
+    return "0" if x < EXACT else f"{100 * x:.2g} %"
+
+
+def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | None, str]:
+    """The divergence whose gradient a run's KL has, by itself and under the run's weight mode."""
+    if step.kl is None:
+        return None, "KL: none"
+    still = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
+    plain = StepMath(estimator=reinforce, kl=step.kl)
+    of, _ = nearest([step_bias(plain, x) for x in still], still, step.kl.coef)
+    against = attrs.evolve(step.kl, of=of) if of in DIVERGENCE else step.kl
+    own = StepMath(estimator=step.estimator if step.kl.where == "reward" else reinforce, mode=step.mode, n=step.n)
+    found = typical(attrs.evolve(own, kl=against), still)
+    if found.still:
+        return {"gradient_of": "none"}, f"KL: {step.kl.kind} in the {step.kl.where} has no gradient"
+    words, turned = DIVERGENCE.get(of, "no divergence"), _percent(found.turned)
+    numbers = {"gradient_of": of, **attrs.asdict(found)}
+    return numbers, (
+        f"KL: {step.kl.coef:g} * {step.kl.kind} in the {step.kl.where}, the gradient of {words}; "
+        f"with the estimator and weight mode of this run turned by {turned}, "
+        f"{found.scale:.3g} of its size"
+    )
+
+
+def _critic(step: StepMath, sizes: Sizes) -> tuple[dict[str, float] | None, str]:
+    """How far a critic's errors turn the gradient of an estimator that reads values."""
+    if not reads(step.estimator, "values"):
+        return None, "critic: none"
+    own, turned = StepMath(estimator=step.estimator), dict[str, float]()
+    for error in (0.1, 0.3, 1.0):
+        worlds = [sizes.world(seed, critic_error=error) for seed in range(sizes.worlds)]
+        turned[f"{error:g}"] = typical(own, worlds).turned
+    each = ", ".join(f"{_percent(x)} at {error}" for error, x in turned.items())
+    return turned, f"critic: errors of its values turn the gradient by {each} (their deviation, scores being 0 or 1)"

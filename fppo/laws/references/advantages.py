@@ -1,0 +1,313 @@
+"""Estimators of advantages, as loops over groups, rows and tokens.
+
+Signatures, defaults and sources are those of `fppo.advantages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fppo.advantages import Advantages
+
+Numbers = list[float]
+
+
+def _grouped(of_row: Callable[[Tensor, Tensor, int], Tensor | float], scores: Tensor, mask: Tensor, groups: Tensor):
+    """The advantages of a function of a group's scores [n], its lengths [n] and a row's place among them, spread over
+    the row's tokens; rows without tokens are in no group. Returns are the scores."""
+    members: dict[int, list[int]] = {}
+    for b, group in enumerate(groups.tolist()):
+        if mask[b].any():
+            members.setdefault(group, []).append(b)
+    each = torch.zeros_like(scores)
+    for rows in members.values():
+        own, lengths = scores[rows].detach(), mask[rows].sum(1).to(scores)
+        for i, b in enumerate(rows):
+            each = each.index_put((torch.tensor(b),), torch.as_tensor(of_row(own, lengths, i), dtype=scores.dtype))
+    return Advantages(each[:, None].where(mask, 0.0), scores.detach()[:, None].where(mask, 0.0))
+
+
+def _deviation(s: Tensor, i: int) -> Tensor:
+    """A score less its group's mean, taken from the first, so that equal scores give exactly 0."""
+    return s[i] if len(s) == 1 else (s[i] - s[0]) - (s - s[0]).mean()
+
+
+def _divisor(s: Tensor, scale: str) -> Tensor | float:
+    return 1.0 if scale == "none" else (1.0 if len(s) == 1 else s.std()) + 1e-6
+
+
+def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
+    """(S - mean) / (std + 1e-6) over the group; a single row has a mean of 0 and a deviation of 1."""
+    return _grouped(lambda s, n, i: _deviation(s, i) / _divisor(s, scale), scores, mask, groups)
+
+
+def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+    """(S - mean) / mean over the group, 0 where the mean is at most 1e-6; a single row has its score."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
+        mean = s[0] + (s - s[0]).mean()
+        return s[i] if len(s) == 1 else _deviation(s, i) / mean if mean > 1e-6 else 0.0
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+    """S less the mean of the group's other rows."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
+        others = [s[j] for j in range(len(s)) if j != i]
+        return s[i] - sum(others) / len(others) if others else s[i]
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Advantages:
+    """S less the mean of the group, or of its other rows, weighted by their lengths."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
+        rows = [j for j in range(len(s)) if j != i or not leave_one_out]
+        return s[i] if len(s) == 1 else s[i] - sum(s[j] * n[j] for j in rows) / sum(n[j] for j in rows)
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def gpg(scores: Tensor, mask: Tensor, groups: Tensor, *, outcomes: Tensor | None = None) -> Advantages:
+    """alpha (S - mean), alpha = rows of the batch / rows whose outcome is not 0."""
+    right = scores if outcomes is None else outcomes
+    rows = [b for b in range(len(mask)) if mask[b].any()]
+    alpha = len(rows) / max(sum(right[b].item() != 0 for b in rows), 1)
+    return _grouped(lambda s, n, i: alpha * _deviation(s, i), scores, mask, groups)
+
+
+def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
+    """(best - second) / (std + 1e-6) for the group's best row, 0 for all others and where two share the best."""
+
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
+        best, second = sorted(s.tolist(), reverse=True)[:2]
+        return (best - second) / _divisor(s, scale) if s[i] == best else 0.0
+
+    return _grouped(of_row, scores, mask, groups)
+
+
+def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """(x - mean) / std over all tokens of the mask, by the unbiased deviation; 0, or the mean, where all are equal."""
+    kept = x.detach()[mask].double()
+    if not len(kept):
+        return torch.zeros_like(x)
+    mean = kept[0] + (kept - kept[0]).mean()
+    alike = len(kept) < 2 or bool((kept == kept[0]).all())
+    unit = torch.zeros_like(kept) if alike else (kept - mean) / kept.std()
+    return torch.zeros_like(x).masked_scatter(mask, (unit if shift_mean else unit + mean).to(x.dtype))
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+    """S less the mean of the group, whitened over the batch's tokens."""
+    plain = _grouped(lambda s, n, i: _deviation(s, i), scores, mask, groups)
+    return plain._replace(advantages=whiten(plain.advantages, mask))
+
+
+def gdpo(
+    named_scores: Mapping[str, Tensor],
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    weights: Mapping[str, float] | None = None,
+    scale: str = "std",
+) -> Advantages:
+    """The weighted sum of the grpo advantages of each named score, whitened over the batch's tokens."""
+    factors = dict.fromkeys(named_scores, 1.0) if weights is None else weights
+    terms = [(factor, grpo(named_scores[name], mask, groups, scale=scale)) for name, factor in factors.items()]
+    total = sum(factor * term.advantages for factor, term in terms)
+    returns = sum(factor * term.returns for factor, term in terms)
+    assert isinstance(total, Tensor)
+    assert isinstance(returns, Tensor)
+    return Advantages(whiten(total, mask), returns)
+
+
+def along_rows(of_row: Callable[..., tuple[Numbers, Numbers]], mask: Tensor, *columns: Tensor) -> Advantages:
+    """The advantages and returns of a function of each row's tokens in the mask: a list [n] of every column [B, T]."""
+    results = [torch.zeros_like(columns[0]) for _ in range(2)]
+    for b, row in enumerate(mask):
+        if row.any():
+            found = of_row(*(x[b, row].tolist() for x in columns))
+            here = torch.zeros_like(mask).index_put((torch.tensor(b),), row)
+            results = [
+                x.masked_scatter(here, torch.tensor(numbers, dtype=x.dtype))
+                for x, numbers in zip(results, found, strict=True)
+            ]
+    return Advantages(*(x.detach() for x in results))
+
+
+def _plus(a: Sequence[float], b: Sequence[float]) -> Numbers:
+    return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _less(a: Sequence[float], b: Sequence[float]) -> Numbers:
+    return [x - y for x, y in zip(a, b, strict=True)]
+
+
+def _returns(rewards: Numbers, gamma: float) -> Numbers:
+    return [sum(gamma ** (j - t) * rewards[j] for j in range(t, len(rewards))) for t in range(len(rewards))]
+
+
+def _gae(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
+    """The sum over l of (gamma lam)^l delta_{t + l}: the definition."""
+    v = [*values, 0.0]
+    delta = [rewards[t] + gamma * v[t + 1] - v[t] for t in range(len(rewards))]
+    return [sum((gamma * lam) ** (j - t) * delta[j] for j in range(t, len(delta))) for t in range(len(delta))]
+
+
+def token_rewards(scores: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
+    """The score at the last token of each row, less kl_coef * kl at every token."""
+
+    def of_row(score: Numbers, penalty: Numbers) -> tuple[Numbers, Numbers]:
+        last = len(score) - 1
+        rewards = [(score[t] if t == last else 0.0) - kl_coef * penalty[t] for t in range(len(score))]
+        return rewards, rewards
+
+    every = scores[:, None].expand(mask.shape)
+    return along_rows(of_row, mask, every, torch.zeros_like(every) if kl is None else kl).advantages
+
+
+def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """The sum over later tokens of gamma^l r_{t + l}."""
+
+    def of_row(r: Numbers) -> tuple[Numbers, Numbers]:
+        return _returns(r, gamma), _returns(r, gamma)
+
+    return along_rows(of_row, mask, rewards).advantages
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    critic_lam: float | None = None,
+    lam_alpha: float | None = None,
+) -> Advantages:
+    """The sum over l of (gamma lam)^l delta_{t + l}; returns are that of critic_lam plus the values. With `lam_alpha`
+    a row of n tokens has lam = max(0, 1 - 1 / (lam_alpha n))."""
+
+    def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
+        own = lam if lam_alpha is None else max(0.0, 1 - 1 / (lam_alpha * len(r)))
+        critics = _gae(r, v, gamma, own if critic_lam is None else critic_lam)
+        return _gae(r, v, gamma, own), _plus(critics, v)
+
+    return along_rows(of_row, mask, rewards, values)
+
+
+def td(rewards: Tensor, values: Tensor, mask: Tensor, *, steps: int, gamma: float = 1.0) -> Advantages:
+    """The sum of the next `steps` rewards, discounted, and the value after them, less the value."""
+
+    def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
+        goals: Numbers = []
+        for t in range(len(r)):
+            ahead = sum(gamma ** (k - t) * r[k] for k in range(t, min(t + steps, len(r))))
+            goals.append(ahead + (gamma**steps * v[t + steps] if t + steps < len(r) else 0.0))
+        return _less(goals, v), goals
+
+    return along_rows(of_row, mask, rewards, values)
+
+
+def vtrace(
+    rewards: Tensor,
+    values: Tensor,
+    correction_weights: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    cut: float = 1.0,
+) -> Advantages:
+    """Remark 1 of the paper, backwards over each row."""
+
+    def of_row(r: Numbers, v: Numbers, w: Numbers) -> tuple[Numbers, Numbers]:
+        following = goal = 0.0  # the value of the next state, and its target
+        advantages, goals = [], []
+        for reward, value, weight in zip(reversed(r), reversed(v), reversed(w), strict=True):
+            delta = weight * (reward + gamma * following - value)
+            advantages.append(reward + gamma * goal - value)
+            goal = value + delta + gamma * lam * min(cut, weight) * (goal - following)
+            following = value
+            goals.append(goal)
+        return advantages[::-1], goals[::-1]
+
+    return along_rows(of_row, mask, rewards, values, correction_weights)
+
+
+def _turns(row: Sequence[bool]) -> list[list[int]]:
+    """The places of each run of tokens in the mask."""
+    turns: list[list[int]] = []
+    for t, inside in enumerate(row):
+        if inside and (t == 0 or not row[t - 1]):
+            turns.append([])
+        if inside:
+            turns[-1].append(t)
+    return turns
+
+
+def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+    """GAE whose steps are turns, at every token of a turn; a token's target is its turn's rewards from it on, and what
+    follows."""
+    advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
+    for b, row in enumerate(mask.tolist()):
+        turns = _turns(row)
+        r = [sum(rewards[b, t].item() for t in turn) for turn in turns]
+        v = [values[b, turn[0]].item() for turn in turns]
+        of_turns = _gae(r, v, gamma, lam)
+        later, following = [*_plus(of_turns, v), 0.0], [*v, 0.0]
+        for k, turn in enumerate(turns):
+            for place, t in enumerate(turn):
+                left = sum(rewards[b, s].item() for s in turn[place:])
+                advantages[b][t] = of_turns[k]
+                returns[b][t] = left + gamma * ((1 - lam) * following[k + 1] + lam * later[k + 1])
+    return Advantages(*(torch.tensor(x, dtype=rewards.dtype).view(mask.shape) for x in (advantages, returns)))
+
+
+def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Advantages:
+    """The reward to go less the baseline of the row."""
+
+    def of_row(r: Numbers, baseline: Numbers) -> tuple[Numbers, Numbers]:
+        return _less(_returns(r, 1.0), baseline), _returns(r, 1.0)
+
+    return along_rows(of_row, mask, rewards, baselines[:, None].expand(mask.shape))
+
+
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Advantages:
+    """The reward to go, whitened over the batch's tokens."""
+    returns = discounted_returns(rewards, mask, gamma=gamma)
+    return Advantages(whiten(returns, mask), returns)
+
+
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    *,
+    log_probs: Tensor,
+    sum_squared_probs: Tensor,
+    correction: Tensor | None = None,
+    leave_one_out: bool = False,
+) -> Advantages:
+    """Token by token G_k - sum_i G_ik W_ik / sum_i W_ik over the rows of the group, or others, with a k-th token."""
+    places = [[t for t, inside in enumerate(row) if inside] for row in mask.tolist()]
+    rho = torch.ones_like(rewards) if correction is None else correction
+    terms = rho**2 * (1 - 2 * log_probs.exp() + sum_squared_probs)
+    advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
+    for b, own in enumerate(places):
+        for k, t in enumerate(own):
+            rows = [i for i, at in enumerate(places) if groups[i] == groups[b] and len(at) > k]
+            rows = [i for i in rows if i != b or not leave_one_out]
+            weights = {i: sum(terms[i, s].item() for s in places[i][: k + 1]) for i in rows}
+            to_go = {i: sum(rewards[i, s].item() for s in places[i][k:]) for i in {*rows, b}}
+            total = sum(weights.values())
+            alone = not rows or (len(rows) == 1 and not leave_one_out)
+            baseline = 0.0 if alone else sum(to_go[i] * w for i, w in weights.items()) / total
+            advantages[b][t], returns[b][t] = to_go[b] - baseline, to_go[b]
+    return Advantages(*(torch.tensor(x, dtype=rewards.dtype).view(mask.shape) for x in (advantages, returns)))

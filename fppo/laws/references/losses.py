@@ -1,0 +1,406 @@
+"""Policy losses, KL estimates, weights of tokens and off-policy corrections, as loops over the papers' formulas.
+
+Signatures, defaults and sources are those of `fppo.losses`; a loss returns (loss per token [B, T], no metrics).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from fppo.losses import Correction
+from fppo.metrics import Metrics
+
+Row = list[Tensor]  # the numbers of a row's tokens in its mask, each 0-d
+Result = tuple[Tensor, Metrics]
+
+
+def by_row(of_row: Callable[..., Sequence[Tensor]], mask: Tensor, *columns: Tensor) -> Tensor:
+    """The results [B, T] of a function of each row's tokens in the mask, 0 elsewhere; it takes a list [n] of every
+    column [B, T] and returns a list [n]."""
+    zero = columns[0].new_zeros(())
+    rows = [[zero] * mask.shape[1] for _ in mask]
+    for b, kept in enumerate(mask.tolist()):
+        places = [t for t, inside in enumerate(kept) if inside]
+        if places:
+            for t, x in zip(places, of_row(*([column[b, t] for t in places] for column in columns)), strict=True):
+                rows[b][t] = x
+    return torch.stack([torch.stack(row) if row else columns[0].new_zeros(0) for row in rows]) if rows else columns[0]
+
+
+def _by_token(of_token: Callable[[Tensor, Tensor, Tensor], Tensor], *batch: Tensor) -> Result:
+    log_probs, old, advantages, mask = batch
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        return [of_token(*token) for token in zip(x, y, a, strict=True)]
+
+    return by_row(of_row, mask, log_probs, old.detach(), advantages.detach()), {}
+
+
+def _ratio(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).clamp(-20.0, 20.0).exp()
+
+
+def _clip(x: Tensor, low: float, high: float) -> Tensor:
+    return x.clamp(low, high)
+
+
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    return a if a >= b else b
+
+
+def ppo_clip(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = 3.0,
+) -> Result:
+    """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), at most -A dual_clip where A < 0."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        r = _ratio(x, y)
+        loss = _larger(-a * r, -a * _clip(r, 1 - clip_low, 1 + clip_high))
+        return -a * dual_clip if dual_clip is not None and a < 0 and loss > -a * dual_clip else loss
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Result:
+    """PPO's clipped loss on the row's ratio s = exp(mean of the log-ratios), with the gradient of s_t = s * r_t, whose
+    r_t = pi / (pi, a constant) is 1."""
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        mean = sum(u.detach() - v for u, v in zip(x, y, strict=True)) / len(x)
+        losses: Row = []
+        for u, b in zip(x, a, strict=True):
+            s = (u - u.detach() + mean).clamp(max=10.0).exp()
+            losses.append(_larger(-b * s, -b * _clip(s, 1 - clip_low, 1 + clip_high)))
+        return losses
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
+
+
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Result:
+    """-A (4 / tau) / (1 + exp(-tau (r - 1)))."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        tau = tau_pos if a > 0 else tau_neg
+        return -a * 4 / tau / (1 + (-tau * (_ratio(x, y) - 1)).exp())
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Result:
+    """-A log pi."""
+    return _by_token(lambda x, y, a: -a * x, log_probs, old_log_probs, advantages, mask)
+
+
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Result:
+    """-A clip(r) log pi, the clipped ratio a constant."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        return -a * _clip(_ratio(x, y), 1 - clip_low, 1 + clip_high).detach() * x
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def gmpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Result:
+    """-mean(A) exp(mean(u)) at every token; u is min(d, clip_high) where A > 0, max(d, -clip_low) where A < 0."""
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        total = x[0] * 0.0
+        for u, v, b in zip(x, y, a, strict=True):
+            d = u - v
+            total = total + (d.clamp(max=clip_high) if b > 0 else d.clamp(min=-clip_low) if b < 0 else 0.0)
+        return [-sum(a) / len(a) * (total / len(x)).exp()] * len(x)
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
+
+
+def dppo_tv(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_ratio: float = 20.0,
+) -> Result:
+    """-A min(r, max_ratio) log pi, the ratio a constant, where p - p_old is at most clip_high (A > 0), or at least
+    -clip_low (else); 0 elsewhere."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        moved = x.exp() - y.exp()
+        kept = moved <= clip_high if a > 0 else moved >= -clip_low
+        return -a * _ratio(x, y).clamp(max=max_ratio).detach() * x * float(kept)
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def dppo_kl(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    max_ratio: float = 20.0,
+) -> Result:
+    """`dppo_tv` with the KL divergence of "this token or another" as the distance, or moved against the advantage."""
+
+    def of_token(x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+        p, q = x.exp(), y.exp()
+        kl = q * (q / p).log() + (1 - q) * ((1 - q + 1e-8) / (1 - p + 1e-8)).log()
+        kept = (kl <= clip_high or p <= q) if a > 0 else (kl <= clip_low or p >= q)
+        return -a * _ratio(x, y).clamp(max=max_ratio).detach() * x * float(kept)
+
+    return _by_token(of_token, log_probs, old_log_probs, advantages, mask)
+
+
+def dro(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, *, beta: float = 0.1) -> Result:
+    """-(A log pi - beta / 2 (log pi / pi_old)^2)."""
+    return _by_token(lambda x, y, a: -(x * a - beta / 2 * (x - y) ** 2), log_probs, old_log_probs, advantages, mask)
+
+
+def vespo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lam_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lam_neg: float = 2.0,
+) -> Result:
+    """-A W^k exp(lam (1 - W)) log pi, the weight a constant, W the product of the row's ratios."""
+
+    def of_row(x: Row, y: Row, a: Row) -> Row:
+        total = torch.stack([u.detach() - v for u, v in zip(x, y, strict=True)]).sum().clamp(-20.0, 20.0)
+        losses: Row = []
+        for u, b in zip(x, a, strict=True):
+            k, lam = (k_pos, lam_pos) if b > 0 else (k_neg, lam_neg)
+            losses.append(-b * (k * total).exp() * (lam * (1 - total.exp())).exp() * u)
+        return losses
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach()), {}
+
+
+def clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    selected: Tensor,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Result:
+    """PPO's clipped loss without a dual clip, 0 at the selected tokens."""
+
+    def of_row(x: Row, y: Row, a: Row, chosen: Row) -> Row:
+        losses: Row = []
+        for u, v, b, gone in zip(x, y, a, chosen, strict=True):
+            r = (u - v).exp()
+            losses.append(u * 0.0 if gone else _larger(-b * r, -b * _clip(r, 1 - clip_low, 1 + clip_high)))
+        return losses
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach(), selected), {}
+
+
+def kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    selected: Tensor,
+    kl_coef: float = 0.1,
+) -> Result:
+    """-A r, plus kl_coef |log r| at the selected tokens."""
+
+    def of_row(x: Row, y: Row, a: Row, chosen: Row) -> Row:
+        each = zip(x, y, a, chosen, strict=True)
+        return [-b * (u - v).exp() + kl_coef * (u - v).abs() * float(held) for u, v, b, held in each]
+
+    return by_row(of_row, mask, log_probs, old_log_probs.detach(), advantages.detach(), selected), {}
+
+
+Place = tuple[int, int, float, float, float]  # row, column, log-prob, old log-prob, advantage
+
+
+def _places(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> list[Place]:
+    lp, y, a = (x.tolist() for x in (log_probs, old, advantages))
+    return [(i, t, lp[i][t], y[i][t], a[i][t]) for i, t in mask.nonzero().tolist()]
+
+
+def _covariances(places: Sequence[Place]) -> list[float]:
+    a, x = (sum(place[i] for place in places) / len(places) for i in (4, 2))
+    return [(place[4] - a) * (place[2] - x) for place in places]
+
+
+def _chosen(places: Sequence[tuple[int, int]], mask: Tensor) -> Tensor:
+    every = set(places)
+    return torch.tensor([[(i, t) in every for t in range(mask.shape[1])] for i in range(len(mask))]).view(mask.shape)
+
+
+def select_clip_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    noise: Tensor,
+    ratio: float = 0.0002,
+    low: float = 1.0,
+    high: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Tensor:
+    """The max(1, ratio * tokens) tokens of least noise whose covariance is in (low, high) and whose loss is not
+    clipped; bool [B, T]."""
+    places, found = _places(log_probs, old_log_probs, advantages, mask), list[tuple[float, int, int]]()
+    for (i, t, x, y, a), cov in zip(places, _covariances(places) if places else (), strict=True):
+        r = math.exp(x - y)
+        clipped = -a * max(1 - clip_low, min(r, 1 + clip_high)) > -a * r
+        if low < cov < high and not clipped:
+            found.append((noise[i, t].item(), i, t))
+    return _chosen([(i, t) for _, i, t in sorted(found)[: max(int(ratio * len(places)), 1)]], mask)
+
+
+def select_kl_cov(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    noise: Tensor,
+    ratio: float = 0.0002,
+) -> Tensor:
+    """The max(1, ratio * tokens) tokens of greatest covariance, of equal ones those of least noise; bool [B, T]."""
+    places = _places(log_probs, old_log_probs, advantages, mask)
+    covariances = _covariances(places) if places else []
+    ranked = sorted((-cov, noise[i, t].item(), i, t) for (i, t, *_), cov in zip(places, covariances, strict=True))
+    return _chosen([(i, t) for _, _, i, t in ranked[: max(1, int(len(places) * ratio))]], mask)
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:
+    """The KL estimate of each token; of kinds with "+" the gradient is that of half the squared log-ratio."""
+
+    def of_row(x: Row, y: Row) -> Row:
+        estimates: Row = []
+        for u, v in zip(x, y, strict=True):
+            d, e = u - v, (v - u).clamp(-20.0, 20.0)
+            k3 = (e.exp() - 1 - e).clamp(-10.0, 10.0)
+            value = {"k1": d, "abs": d.abs(), "k2": d * d / 2, "k3": k3}[kind.removesuffix("+")]
+            half = d * d / 2
+            estimates.append(value.detach() + half - half.detach() if kind.endswith("+") else value)
+        return estimates
+
+    every = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
+    return by_row(of_row, every, log_probs, ref_log_probs.detach())
+
+
+def mini_batch_loss(per_token: Tensor, mask: Tensor, mode: str, *, horizon: float | None = None) -> Tensor:
+    """The loss of a whole mini-batch, 0-d: what sum(loss_weights * per_token) is to be, over all its rows."""
+    rows = [per_token[b][mask[b]] for b in range(len(mask)) if mask[b].any()]
+    if not rows:
+        return per_token.new_zeros(())
+    sums, lengths = torch.stack([row.sum() for row in rows]), torch.tensor([len(row) for row in rows])
+    if mode == "token-mean":
+        return sums.sum() / lengths.sum()
+    if mode == "token-sum":
+        return sums.sum()
+    if mode == "seq-mean-token-sum":
+        return sums.sum() / len(rows)
+    if mode == "seq-mean-token-mean":
+        return (sums / lengths).sum() / len(rows)
+    if horizon is None:
+        raise ValueError(f"mode {mode!r} needs a horizon")
+    return sums.sum() / len(rows) / horizon
+
+
+def rollout_correction(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    level: str | None = "token",
+    threshold: float | tuple[float, float] = 2.0,
+    batch_normalize: bool = False,
+    reject: str | None = None,
+    reject_bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> Correction:
+    """The weights training / rollout, cut above a threshold or 0 outside of two, and the mask without what one option
+    rejects: tokens whose statistic (`rejection_statistic`) is outside of `reject_bounds`, both included."""
+    ratios = [x[kept].tolist() for x, kept in zip((old_log_probs - rollout_log_probs).detach(), mask, strict=True)]
+    low, high = threshold if isinstance(threshold, tuple) else (None, threshold)
+    weights: list[list[float]] = []
+    for row in ratios:
+        logs = row if level == "token" else [sum(row)] * len(row)
+        raw = [math.exp(max(-20.0, min(x, 20.0))) for x in logs]
+        weights.append([min(w, high) if low is None else w if low <= w <= high else 0.0 for w in raw])
+    if batch_normalize and any(weights):
+        over = [w for row in weights for w in (row if level == "token" else row[:1])]
+        mean = sum(over) / len(over)
+        weights = [[w / mean if mean > 1e-8 else w for w in row] for row in weights]
+    keeps = [[True] * len(row) for row in ratios]
+    if reject is not None:
+        statistics = [rejection_statistic(row, reject)[0] if row else [] for row in ratios]
+        keeps = [[reject_bounds[0] <= s <= reject_bounds[1] for s in row] for row in statistics]
+    kept = mask.clone().masked_scatter(mask, torch.tensor([k for row in keeps for k in row], dtype=torch.bool))
+    if level is None:
+        return Correction(None, kept, {})
+    numbers = torch.tensor([w for row in weights for w in row], dtype=old_log_probs.dtype)
+    spread = torch.zeros_like(old_log_probs).masked_scatter(mask, numbers)
+    return Correction(spread.where(kept, 0.0), kept, {})
+
+
+def rejection_statistic(log_ratios: Sequence[float], option: str) -> tuple[list[float], float]:
+    """A rejection option's statistic at each token of a row, and of the row, from log(training / rollout)."""
+    kind, x = option[-2:], [max(-20.0, min(v, 20.0)) for v in log_ratios]
+    tokens = [{"k1": -v, "k2": v * v / 2, "k3": math.exp(v) - 1 - v}[kind] for v in x]
+    value = max(tokens) if option.startswith("seq_max") else sum(tokens)
+    value = value if option.startswith(("seq_max", "seq_sum")) else value / len(tokens)
+    return (tokens if option.startswith("token") else [value] * len(tokens)), value

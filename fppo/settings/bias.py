@@ -1,0 +1,73 @@
+"""The settings of `fppo bias`; no torch, so that its help answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import attrs
+import tyro
+
+from fppo._errors import did_you_mean
+from fppo.fields import at_least, nonempty, setting, wrong_values
+from fppo.settings import files
+from fppo.settings.plan import run_of
+from fppo.settings.train import TrainSettings
+
+_UNREAD = ("model.path = ''", "data.path = []", "reward.functions = []")  # what a run needs, and its math does not
+TABLES = ("estimators", "modes", "kl", "losses", "corrections", "critics", "values")
+
+
+def _functions(values: tuple[str, ...]) -> str | None:
+    wrong = next((text for text in values if not all(text.partition(":")[::2])), None)
+    return None if wrong is None else f"{wrong!r} is not of the form module:function"
+
+
+def _groups(values: tuple[int, ...]) -> str | None:
+    return None if values and min(values) >= 2 else "give sizes of groups, of 2 or more rows"
+
+
+@attrs.frozen(kw_only=True)
+class BiasSettings:
+    """Measures what steps optimise, exactly, in small worlds: how far their mean gradient is turned, and its noise."""
+
+    tables: tuple[str, ...] = setting(TABLES, nonempty("give tables, as estimators,kl"))
+    """Which tables, by commas or spaces."""
+    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions)
+    """Estimators and policy losses of your own among the rows, as module:function."""
+    n: tuple[int, ...] = setting((2, 4, 8), _groups)
+    """Rows of a group, in the table of estimators."""
+    vocabulary: int = setting(2, at_least(2))
+    """Tokens of a world; with 3, groups of 4 take minutes."""
+    horizon: int = setting(3, at_least(1))
+    """The longest response of a world, in tokens."""
+    worlds: int = setting(5, at_least(1))
+    """Worlds that medians are taken over."""
+    json: str | None = setting(None)
+    """Write all numbers to this JSON file; -: print them in place of the tables."""
+    markdown: str | None = setting(None)
+    """Write the tables to this Markdown file."""
+    png: str | None = setting(None)
+    """Draw the tables to this PNG file."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tables one by one."""
+        return tuple(dict.fromkeys(part for text in self.tables for part in text.split(",") if part))
+
+
+def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | None, BiasSettings]:
+    """The run of a file and of flags, None without both, and what else these say. Raises SettingsError with every
+    problem."""
+    options, rest = tyro.cli(BiasSettings, args=arguments, prog="fppo bias [FILE.toml]", return_unknown_args=True)
+    run, wrong = (None, []) if file is None and not rest else run_of(file, rest, _UNREAD)
+    if wrong := [*wrong, *problems(options)]:
+        raise files.SettingsError(list(dict.fromkeys(wrong)))
+    return run, options
+
+
+def problems(options: BiasSettings) -> list[str]:
+    """List the problems of the settings, one line each."""
+    lines = [f"--{name.rstrip('_')} {value!r}: {text}" for name, value, text in wrong_values(options)]
+    unknown = [name for name in options.names if name not in TABLES]
+    return lines + [f"--tables {name}: there is no such table; {did_you_mean(name, TABLES)}" for name in unknown]

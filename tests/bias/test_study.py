@@ -1,0 +1,55 @@
+"""The page on bias holds what the command prints, and losses of critics settle where it says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fppo import laws, losses
+from fppo.bias import study, text
+from fppo.settings import bias as settings
+
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "bias.md"
+NUMBER = r"-?\d+\.\d+"
+
+
+def test_the_settings_name_every_table():
+    assert tuple(study.TABLES) == settings.TABLES
+
+
+@pytest.mark.slow
+def test_the_page_has_the_tables_that_the_command_prints():
+    """Words exactly; numbers to a unit of their last digit, which machines may round differently."""
+    shown = PAGE.read_text().partition("`fppo bias --markdown FILE` writes what follows.\n")[2].strip()
+    wanted = text.markdown(study.study(settings.TABLES, study.Sizes(), {})).strip()
+    assert re.sub(NUMBER, "x", shown) == re.sub(NUMBER, "x", wanted)
+    a, b = (torch.tensor([float(x) for x in re.findall(NUMBER, page)]) for page in (shown, wanted))
+    assert len(a) > 400
+    assert ((a - b).abs() < 0.11).all()
+    assert ((a - b).abs() < 0.0011).float().mean() > 0.98
+
+
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        (losses.mse_head(), 0.3),
+        (losses.mse_head(clip=None), 0.3),
+        (losses.huber_head(), 0.3),  # errors up to 1 are in its square part
+        (losses.huber_head(delta=0.1), 0.1 * 0.3 / 0.7),  # 0.7 v = 0.3 * 0.1
+        (losses.two_hot_head(bins=7), 0.3),
+    ],
+)
+def test_a_loss_settles_where_its_slopes_cancel(head, expected):
+    assert laws.fixed_point(head, (0.0, 1.0), (0.7, 0.3)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_clipped_loss_that_begins_far_away_still_arrives():
+    assert laws.fixed_point(losses.mse_head(clip=0.5), (3.0, 5.0), (0.5, 0.5)) == pytest.approx(4.0, abs=1e-6)
+
+
+def test_chances_that_are_no_distribution_are_named():
+    with pytest.raises(ValueError, match="1 in all"):
+        laws.fixed_point(losses.mse_head(), (0.0, 1.0), (0.7, 0.7))
