@@ -73,11 +73,8 @@ def _check_own(own: dict[str, Any]) -> None:
 def run_bias(of: TrainSettings, sizes: Sizes) -> RunBias:
     """The math of a run's step, in groups of at most four rows. Raises UsageError for what has no list of batches."""
     search(of.module_dirs)
-    loss_fn, estimator, correct = (
-        policy_loss(of.actor.loss),
-        advantage_of(of.algorithm, Kernels.named()),
-        loss_correction(of.algorithm.correction, of.actor.loss),
-    )
+    loss_fn, estimator = policy_loss(of.actor.loss), advantage_of(of.algorithm, Kernels.named())
+    correct = loss_correction(of.algorithm.correction, of.actor.loss)
     if isinstance(loss_fn, SelectiveLoss):
         name = name_of(loss_fn.loss_fn)
         raise UsageError(f"actor.loss.name = {of.actor.loss.name!r}: {name} selects tokens by noise; give another loss")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
