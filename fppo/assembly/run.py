@@ -278,10 +278,8 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
 
 
 def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    size, shuffle = rollout.batch_size // rollout.n, rows.shuffle
-    return lambda cursor: data.next_batch(
-        inputs.prompts, cursor, size=size, key=key, shuffle=shuffle, order=inputs.order
-    )
+    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, "order": inputs.order}
+    return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 
 def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
