@@ -23,9 +23,8 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
 )
-from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.texts import load_tokenizer, vocabulary_size_of
-from fppo.data import with_truth
+from fppo.data import truth_signs, with_truth
 from fppo.data.tokenizers import within
 from fppo.fields import only
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
@@ -41,6 +40,7 @@ from fppo.pipeline.passes import (
     PolicyFn,
     PolicyPass,
     RouterReplay,
+    TruthSigns,
     ValueFn,
     ValuePass,
     View,
@@ -367,3 +367,11 @@ def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
         return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)
 
     return partial(with_truth, encode=encode, limit=limit)
+
+
+def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
+    """The function from rows to signs of the truth, for a privileged critic; None for another one, or for a model."""
+    limit = critic.privileged
+    if not limit or critic.reads == "tokens":
+        return None
+    return partial(truth_signs, encode=partial(tokenizer.encode, add_special_tokens=False), limit=limit)

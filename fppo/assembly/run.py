@@ -37,7 +37,6 @@ from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGrou
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model
-from fppo.pipeline.answers import right_answers
 from fppo.pipeline.estimators import of_values
 from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
@@ -45,7 +44,7 @@ from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.truth import Known, critic_truth, one_answer
+from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout.engine import Engine
 from fppo.rollout.placed import Generate, PlacedEngine
 from fppo.rollout.pool import EnginePool, Policy
