@@ -92,8 +92,8 @@ def learning_of(
 
 
 def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
-    """How far the dtypes let the engine's policy be from the trainer's, and what happens beyond; None where the
-    settings do not look."""
+    """The largest gap that the dtypes explain between the engine's policy and the trainer's, and what to do beyond it;
+    None where nothing is watched."""
     if rollout.gap == "off" or rollout.from_ is not None:
         return None
     exact = {compute_dtype, rollout.vllm.dtype or compute_dtype} == {"float32"}

@@ -186,11 +186,11 @@ def make_reference(
     model: Model | None = None,
     params: Params | None = None,
 ) -> Reference:
-    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too;
-    else `load` gets the policy where it takes that one.
+    """The reference on a rank. `model` and `params` are the policy's before its first update, where that is on the same
+    rank; elsewhere `load` loads an adapted policy.
 
-    Of an adapted policy it is the policy as it starts: the base, which costs nothing, with a copy of the adapter where
-    that is no fresh one, unless the settings name another.
+    The reference of an adapted policy is the policy as it starts, unless the settings name another: its base, which
+    takes no memory, and a copy of an adapter that is not a fresh one.
     """
     if model is None and section.lora.used and section.ref_path is None:
         model, params = load(here.mesh, here.device)
@@ -265,7 +265,8 @@ class Roles:
         return at_once if self.placed else in_turn
 
     def passes(self, section: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> Passes:
-        """The passes over a batch that they make; what a critic without a model knows of the truth is made here."""
+        """The passes over a batch, each on its role's group; signs of the truth, for a critic without a model, are made
+        in this process."""
         actor, critic = self.actor, self.critic
         reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
         alone = isinstance(group := self.at["actor"], Group) and group.ranks == 1
@@ -308,8 +309,10 @@ def make_roles(
     local: LocalGroup,
     groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Roles:
-    """All of them, each on its group, where `begin` makes tools, or in this process without one; the reference beside
-    the actor without one."""
+    """Make every role on its group, where `begin` makes the tools, or in this process.
+
+    A reference without a group of its own is on the actor's.
+    """
     model, actor, critic, algorithm = settings.model, settings.actor, settings.critic, settings.algorithm
     rows, key = settings.data, Key(settings.seed)
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
