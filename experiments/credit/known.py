@@ -24,10 +24,9 @@ from fppo.batch import Rollout, Scored, extend
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline import Passes, PolicyPass, Program, RunState, StepRecord, ValuePass, stages, train
-from fppo.pipeline.answers import right_answers
 from fppo.pipeline.pretrain import Pretrain, Pretraining
 from fppo.pipeline.train import Evaluation
-from fppo.pipeline.truth import Known, critic_truth, one_answer
+from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps.popart import UpdatePopart
 from fppo.steps.train_state import Scale

@@ -1,4 +1,4 @@
-"""Adapters of a run's roles, as its settings name them, over one base wherever that is the same."""
+"""Policy and critic of a run, as its settings name them: adapters over one base wherever that is the same."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Literal
 import attrs
 import torch
 
+from fppo.assembly.functions import value_head_of
 from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
-from fppo.assembly.readers import reader_params
 from fppo.assembly.texts import directory_of
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.key import Key
-from fppo.models import bases, lora, lora_files
+from fppo.models import bases, hidden_width, lora, lora_files
 from fppo.models.adapted import Lora
 from fppo.models.init import init_value_head
 from fppo.models.load import read_value_head
@@ -23,6 +24,8 @@ from fppo.pipeline.program import Base
 from fppo.runtime.mesh import Mesh
 from fppo.settings.learning import CriticSettings
 from fppo.settings.model import LoraSettings, ModelSettings
+from fppo.steps.confidence import init_confidence
+from fppo.steps.hidden import init_hidden
 
 
 def lora_of(section: LoraSettings) -> Lora:
@@ -84,6 +87,15 @@ def adapted_critic(
     if not section.lora.of_critic:
         return model, params
     return lora.adapt(model, params, _critic_spec(section.lora), key=key.fold("critic's adapter"), mesh=mesh)
+
+
+def reader_params(section: ModelSettings, critic: CriticSettings, key: Key) -> Params:
+    """The parameters of a critic that is no model, before its first update."""
+    outputs = value_head_of(critic.loss).outputs
+    shape = {"members": critic.ensemble, "outputs": outputs, "signs": TRUTH_SIGNS if critic.privileged else 0}
+    if critic.reads == "confidence":
+        return init_confidence(key, **shape)
+    return init_hidden(key, hidden_width(bare_model(section)), **shape)
 
 
 def _on_base(

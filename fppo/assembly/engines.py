@@ -50,8 +50,7 @@ class EngineOptions:
 
 
 def engine_options(section: RolloutSettings, model: ModelSettings, *, routed: bool, held_out: bool) -> EngineOptions:
-    """The engine that the settings name, which need not start where all rollouts are saved and no prompt is held
-    out."""
+    """The engine that the settings name; not vLLM where all rollouts are saved ones and no prompt is held out."""
     used = section.engine == "vllm" and (section.from_ is None or held_out)
     return EngineOptions(
         vllm=attrs.evolve(section.vllm, adapter=model.lora.send) if used else None,
@@ -75,8 +74,10 @@ def engine_of(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mes
 
 
 def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mesh: Mesh, tools: Tools) -> SpreadEngine:
-    """The one that generates with the trainer's own parameters, on every rank; they come by the lane from the host, if
-    they wait there. Raises ValueError for a model that it cannot run, and for an exact one that this machine cannot."""
+    """The engine on the trainer's own parameters, on every rank, which fetches them if they wait on the host.
+
+    Raises ValueError for a model that it cannot run, and for an exact one that this machine cannot.
+    """
     check_engine(model)
     embedded = EmbeddedEngine(
         model=model,
@@ -96,7 +97,7 @@ def embedded_engine(options: EngineOptions, model: Model, pad_token_id: int, mes
 def make_engine(
     here: Here, begin: Callable[[Here], Tools], options: EngineOptions, model: Model, pad_token_id: int
 ) -> Generate:
-    """The function that generates on a rank, by the model of the policy there, with the policy's own parameters."""
+    """The `generate` of an engine on a rank of the actor, with the actor's own parameters."""
     return embedded_engine(options, model, pad_token_id, here.mesh, begin(here)).generate
 
 
@@ -107,7 +108,7 @@ def make_engine_of_pool(
     options: EngineOptions,
     pad_token_id: int,
 ) -> Generate:
-    """The function that generates on a rank reserved for generation, with parameters passed to it."""
+    """The `generate` of an engine on a rank of its own, which parameters are sent to."""
     tools = begin(here)
     model = load(here.mesh, here.device if options.vllm is None else torch.device("cpu"))  # where parameters come
     if options.vllm is not None:
@@ -144,8 +145,8 @@ def answering(
     pad_token_id: int,
     mesh: Mesh,
 ) -> Iterator[Engine]:
-    """The engine with the settings' tool, if there is one, and with newer weights on the way, for as long as the
-    context lasts.
+    """The engine in turns with the settings' tool, if they name one, and with newer weights between pieces of a
+    response, if they interrupt it; for as long as the context lasts.
 
     Raises ValueError if there is no such tool, or the chat template does not take its messages.
     """

@@ -1,4 +1,4 @@
-"""All that a run is made from but its weights: looked at as a whole, so that one error names all that is wrong."""
+"""The inputs of a run apart from its weights, opened together so that one error names all problems."""
 
 from __future__ import annotations
 
@@ -96,8 +96,10 @@ class Inputs:
 def read_inputs(
     settings: TrainSettings, *, mesh: Mesh, kernels: Kernels | None = None, device: torch.device | None = None
 ) -> Inputs:
-    """All of it. Raises SettingsError that names everything that is wrong. `kernels` stand in for those that the
-    settings name, and `device` for the one they name."""
+    """Open everything that the settings name, with `kernels` and `device` in place of theirs.
+
+    Raises SettingsError that names all problems at once.
+    """
     search(settings.module_dirs)
     tried = _Tried()
     check = settings.check and kernels is None  # kernels that are compared with others may be wrong
@@ -154,7 +156,7 @@ def read_inputs(
 
 
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
-    """The inputs of an evaluation, and none for training alone. Raises SettingsError with everything that is wrong."""
+    """Open what an evaluation takes, and nothing that is for training alone. Raises SettingsError with all problems."""
     search(settings.module_dirs)
     tried = _Tried()
     device = device or tried(lambda: device_of(settings.device, settings.placement))

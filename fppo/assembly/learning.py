@@ -32,7 +32,7 @@ _EXACT_GAP, _COARSE_GAP = 1e-4, 0.05
 Watch = tuple[float, Then]  # the largest gap to the engine that passes without a word, and what then
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Learning:
     """How a role learns in a run: its optimizer, how often, and what waits on the host meanwhile."""
 
@@ -40,8 +40,8 @@ class Learning:
     optimizer: OptimizerSettings
     updates: int  # in the whole run, as far as settings know; what a run knows better its clock says (`steps.clock`)
     loop: Loop
-    offload: Offload = "none"  # of the state, between uses
-    offload_activations: bool = False
+    offload: Offload  # of the state, between uses
+    offload_activations: bool
 
     def optimizer_on(self, tools: Tools, model: Model | None) -> Optimizer:
         """The optimizer in a process, with a loss scale for a model that computes in float16."""
@@ -90,19 +90,12 @@ def learning_of(
         balance_rate=section.experts.bias_rate if isinstance(section, ActorSettings) else 0.0,
         timeline=None if constant else Timeline(optimizer.warmup_steps, updates),
     )
-    return Learning(
-        role=role,
-        optimizer=optimizer,
-        updates=updates,
-        loop=loop,
-        offload=offload,
-        offload_activations=offload_activations,
-    )
+    return Learning(role, optimizer, updates, loop, offload, offload_activations)
 
 
 def watch_of(rollout: RolloutSettings, compute_dtype: str) -> Watch | None:
-    """How far the dtypes let the engine's policy be from the trainer's, and what happens beyond; None where the
-    settings do not look."""
+    """The largest gap that the dtypes explain between the engine's policy and the trainer's, and what to do beyond it;
+    None where nothing is watched."""
     if rollout.gap == "off" or rollout.from_ is not None:
         return None
     exact = {compute_dtype, rollout.vllm.dtype or compute_dtype} == {"float32"}

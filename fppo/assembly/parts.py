@@ -155,8 +155,8 @@ def _loader(section: ModelSettings, mesh: Mesh) -> Callable[..., tuple[Model, Pa
 
 
 def offload_of(common: Offload, own: Offload | bool | None) -> Offload:
-    """The part of a role on the host between uses: nothing, the optimizer's moments, or all of it; as `common` has it
-    where its own setting leaves it open."""
+    """The part of a role that is on the host between uses: nothing, the optimizer's moments, or all of it. A role whose
+    `own` setting is None has the `common` one."""
     if own is None:
         return common
     return ("all" if own else "none") if isinstance(own, bool) else own
@@ -253,7 +253,7 @@ def check_length(
 
 
 def lacks_something(names: Mapping[str, str], *, compiled: bool) -> bool:
-    """Whether a kernel that the settings name may have not what some model asks of it, or no place in it."""
+    """Whether a kernel that the settings name may lack a feature that some model needs, or a place in it."""
     table = kernel_table(names)
     named = [table[op].get(names[f"model.{op}"]) for op in ("attention", "decode_attention", "log_probs")]
     inside = any(names[f"model.{op}"] != tables.DEFAULTS[op] for op in tables.INSIDE)

@@ -48,7 +48,7 @@ def program_of(
     mesh: Mesh,
     device: torch.device,
 ) -> Program:
-    """The stages of the settings' algorithm: `engine` is `alone` with turns of its own, and batches are on `device`."""
+    """The stages of the settings' algorithm: `engine` answers by `alone`, in turns, and batches are on `device`."""
     critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
     correct = loss_correction(algorithm.correction, settings.actor.loss)

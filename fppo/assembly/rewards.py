@@ -82,8 +82,8 @@ def scoring(
     device: torch.device,
     group: AnyGroup = LOCAL_GROUP,
 ) -> Iterator[Scoring]:
-    """All that scores the run's responses, ready to run, for as long as the context lasts; the reward model on the
-    ranks of a group, if it is not here."""
+    """The scoring of a run's responses, for as long as the context lasts, with the reward model on the ranks of a group
+    or in this process."""
     section, model, here, placement = settings.reward, settings.model, Here(mesh, device), settings.placement
     names = kernels_named(settings)
     make = partial(
@@ -126,8 +126,10 @@ def check_scorers(
     pool: tuple[str, Mesh],
     rows: DataSettings,
 ) -> None:
-    """Raises ValueError for a reward model, on a pool with words that name it, or a judge that will not do, as far as
-    that is seen without its weights."""
+    """Raises ValueError for a reward model or a judge whose files, tokenizer or mesh do not fit; weights are not read.
+
+    `pool` is the mesh of the reward model, with the words that name it.
+    """
     model, judge, remote = section.model, section.judge, common.trust_remote_code
     if model.path is not None:
         directory_of(model.path, "reward.model.path")

@@ -23,9 +23,8 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
 )
-from fppo.assembly.readers import truth_signs_of
 from fppo.assembly.texts import load_tokenizer, vocabulary_size_of
-from fppo.data import with_truth
+from fppo.data import truth_signs, with_truth
 from fppo.data.tokenizers import within
 from fppo.fields import only
 from fppo.fleet import HERE, AnyGroup, Group, Here, LocalGroup, Stays, at_once, on
@@ -40,6 +39,7 @@ from fppo.pipeline.passes import (
     PolicyFn,
     PolicyPass,
     RouterReplay,
+    TruthSigns,
     ValueFn,
     ValuePass,
     View,
@@ -185,11 +185,11 @@ def make_reference(
     model: Model | None = None,
     params: Params | None = None,
 ) -> Reference:
-    """The reference on a rank. `model` and `params` are the policy's before its first update, if they are there too;
-    else `load` gets the policy where it takes that one.
+    """The reference on a rank. `model` and `params` are the policy's before its first update, where that is on the same
+    rank; elsewhere `load` loads an adapted policy.
 
-    Of an adapted policy it is the policy as it starts: the base, which costs nothing, with a copy of the adapter where
-    that is no fresh one, unless the settings name another.
+    The reference of an adapted policy is the policy as it starts, unless the settings name another: its base, which
+    takes no memory, and a copy of an adapter that is not a fresh one.
     """
     if model is None and section.lora.used and section.ref_path is None:
         model, params = load(here.mesh, here.device)
@@ -264,7 +264,8 @@ class Roles:
         return at_once if self.placed else in_turn
 
     def passes(self, section: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> Passes:
-        """The passes over a batch that they make; what a critic without a model knows of the truth is made here."""
+        """The passes over a batch, each on its role's group; signs of the truth, for a critic without a model, are made
+        in this process."""
         actor, critic = self.actor, self.critic
         reference, beside = (actor, "actor") if self.reference is None else (self.reference, "reference")
         alone = isinstance(group := self.at["actor"], Group) and group.ranks == 1
@@ -307,8 +308,10 @@ def make_roles(
     local: LocalGroup,
     groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Roles:
-    """All of them, each on its group, where `begin` makes tools, or in this process without one; the reference beside
-    the actor without one."""
+    """Make every role on its group, where `begin` makes the tools, or in this process.
+
+    A reference without a group of its own is on the actor's.
+    """
     model, actor, critic, algorithm = settings.model, settings.actor, settings.critic, settings.algorithm
     rows, key = settings.data, Key(settings.seed)
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
@@ -366,3 +369,11 @@ def view_of(limit: int, section: ModelSettings, rows: DataSettings) -> View:
         return within(tokenizer.encode(text, add_special_tokens=False), vocabulary)
 
     return partial(with_truth, encode=encode, limit=limit)
+
+
+def truth_signs_of(critic: CriticSettings, tokenizer: PreTrainedTokenizerBase) -> TruthSigns | None:
+    """The function from rows to signs of the truth, for a privileged critic; None for another one, or for a model."""
+    limit = critic.privileged
+    if not limit or critic.reads == "tokens":
+        return None
+    return partial(truth_signs, encode=partial(tokenizer.encode, add_special_tokens=False), limit=limit)

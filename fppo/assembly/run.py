@@ -38,14 +38,13 @@ from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGrou
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model
-from fppo.pipeline.answers import right_answers
 from fppo.pipeline.evaluate import EvaluateHeldOut, EvaluateRun
 from fppo.pipeline.games import Played
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
 from fppo.pipeline.stages import ScoreFn
-from fppo.pipeline.truth import Known, critic_truth, one_answer
+from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
 from fppo.rollout.turns.engine import TurnsEngine
@@ -277,10 +276,8 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
 
 
 def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    size, shuffle = rollout.batch_size // rollout.n, rows.shuffle
-    return lambda cursor: data.next_batch(
-        inputs.prompts, cursor, size=size, key=key, shuffle=shuffle, order=inputs.order
-    )
+    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, "order": inputs.order}
+    return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 
 def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
