@@ -26,9 +26,17 @@ from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.finished import FinishedRows, Step, assemble
-from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits
-from fppo.rollout.routed import Fed, of_prompts
+from fppo.rollout.records import (
+    Fed,
+    FinishedRows,
+    Step,
+    assemble,
+    check_prompts,
+    check_stops,
+    experts_of_prompts,
+    number_rows,
+    response_limits,
+)
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, fixed_steps, plain_steps, wide_product
@@ -276,7 +284,7 @@ def _prefill(
         count = part.stop - part.start
         if routes is not None:
             experts = experts_of(routes.routed, policy.routers, packed.tokens)
-            fed.append(of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
+            fed.append(experts_of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
         states.append(carried.states_(count, n))
         last = all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1]
         logits.append(logits_of(policy.head, last, policy.product))
