@@ -25,8 +25,7 @@ from fppo.models.model import Model, Params, state_dtype
 from fppo.models.narrow import narrow
 from fppo.models.spans import layer_spans
 from fppo.models.vision import takes_images
-from fppo.runtime.devices import named_device
-from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.mesh import Mesh, Sharding, named_device
 from fppo.runtime.offload import Lane
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import ModelSettings

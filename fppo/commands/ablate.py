@@ -26,7 +26,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.swap import Parting, Trace
 from fppo.pipeline.train import iterate
 from fppo.runs import session, starts
-from fppo.runtime.devices import named_device
+from fppo.runtime.mesh import named_device
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.modules import kernels_named

@@ -27,9 +27,18 @@ from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
-from fppo.rollout.finished import FinishedRows, Step, Steps, assemble
-from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits
-from fppo.rollout.routed import Fed, of_prompts
+from fppo.rollout.records import (
+    Fed,
+    FinishedRows,
+    Step,
+    Steps,
+    assemble,
+    check_prompts,
+    check_stops,
+    experts_of_prompts,
+    number_rows,
+    response_limits,
+)
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps, wide_product
@@ -287,7 +296,7 @@ def _prefill(
         count = part.stop - part.start
         if routes is not None:
             experts = experts_of(routes.routed, policy.routers, packed.tokens)
-            fed.append(of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
+            fed.append(experts_of_prompts(experts, packed.index, wave.rows.view(-1, n)[part], wave.mask.shape[1]))
         states.append(carried.states_(count, n))
         ends.append(all_gather(hidden, axis)[packed.lengths.cu_seqlens[1 : count + 1].long() - 1])
         cache = cache or caches.allocate(prompts, len(wave.rows), columns, zeroed=policy.record is not None)

@@ -1,8 +1,9 @@
-"""Steps around sampling that all engines share: the prompts' checks, and the record of the responses."""
+"""Steps around sampling that all engines share: checks of prompts, rollouts of tokens and steps, columns of experts."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,11 +11,59 @@ from torch.nn import functional as F
 
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.data.stops import StopTexts
-from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.routed import completed
+from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.tree import replace
 
 R = TypeVar("R", bound=Rollout)
+_SCORED = 4096  # tokens whose log-probs are computed together, for which hidden states are kept
+
+
+class Fed(NamedTuple):
+    """The experts of tokens that went through the model. The indices, of one shape or of shapes that broadcast to it,
+    say where they stand: in which rows of the rollout, and in which columns from the first response token on, so that
+    those of prompts are negative."""
+
+    rows: Tensor  # [*M]
+    columns: Tensor  # [*M]
+    experts: Tensor  # [*M, L, k]
+
+
+def experts_of_prompts(experts: Tensor, index: Tensor, rows: Tensor, width: int) -> Fed:
+    """The experts of packed prompts for the draws [P, n] of each: the first of [N, L, k] are at the flat places `index`
+    [M] of prompts that are `width` wide."""
+    columns = (index % width - width)[:, None]
+    return Fed(rows[index // width], columns, experts[: len(index), None])
+
+
+def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) -> Tensor:
+    """The experts of a rollout of so many rows, prompt and response positions: [B, P + T, L, k]."""
+    first = fed[0].experts
+    whole = first.new_zeros(rows, prompt + response, *first.shape[-2:])
+    for part in fed:
+        whole[part.rows, part.columns + prompt] = part.experts
+    return whole
+
+
+def continued_experts(
+    routed: Tensor, mask: Tensor, rows: Tensor, kept: Tensor, later: Tensor, later_mask: Tensor
+) -> Tensor:
+    """The experts [B, S, L, k] of rows with this attention mask [B, S], of which `rows` [R] were gone on with: in each
+    the tokens behind the first `kept` [R] have those of the `later` rollout [R, S', L, k], which has the same tokens.
+    `routed` may have fewer positions than the mask."""
+    whole = F.pad(routed, (0, 0, 0, 0, 0, mask.shape[1] - routed.shape[1]))
+    row, source = later_mask.nonzero(as_tuple=True)
+    own, target = mask[rows].nonzero(as_tuple=True)
+    new = (later_mask.cumsum(1)[row, source] > kept[row]).nonzero()[:, 0]
+    whole[rows[own[new]], target[new]] = later[row[new], source[new]]
+    return whole
+
+
+def completed_experts(routed: Tensor, mask: Tensor) -> Tensor:
+    """A rollout's experts [B, S, L, k] with zeros outside the attention mask [B, S]. The last token of a row, which no
+    engine runs, has those of the token before it: no log-prob depends on them, and loads stay as they are."""
+    last = mask & ~F.pad(mask, (0, 1))[:, 1:]
+    whole = routed.where(~last[..., None, None], routed.roll(1, 1))
+    return whole.where(mask[..., None, None], 0)
 
 
 def check_prompts(mask: Tensor) -> list[int]:
@@ -84,7 +133,7 @@ def rollout_of(
         groups=rows.row_ids.to(device),
         versions=torch.full_like(row_ids, ask.version),
         finish=Column("stop" if ended else "length" for ended in (stops & mask).any(1).tolist()),
-        routed=None if routed is None else completed(routed, whole),
+        routed=None if routed is None else completed_experts(routed, whole),
     )
 
 
@@ -109,3 +158,103 @@ def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
     ends = [texts.end(row[:count]) for row, count in zip(tokens.tolist(), counts, strict=True)]
     places = torch.tensor([-1 if end is None else end[0] - 1 for end in ends], device=tokens.device)
     return torch.arange(tokens.shape[1], device=tokens.device) == places[:, None]
+
+
+class Step(NamedTuple):
+    """One token of each live row: what row rows[i] of the rollout got at one position."""
+
+    rows: Tensor
+    position: int
+    tokens: Tensor
+    log_probs: Tensor
+    sampling_log_probs: Tensor
+
+
+class Steps:
+    """The steps of a wave, in order. With `score(hidden, tokens)` their log-probs are those that it gives of many
+    tokens at once, by the hidden states [R, H] before them."""
+
+    def __init__(self, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
+        self._score = score
+        self._done: list[Step] = []
+        self._open: list[tuple[Step, Tensor]] = []
+
+    def add(self, step: Step, hidden: Tensor | None) -> None:
+        """Takes the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
+        if self._score is None:
+            self._done.append(step)
+            return
+        assert hidden is not None
+        self._open.append((step, hidden))
+        if sum(len(step.rows) for step, _ in self._open) >= _SCORED:
+            self._close()
+
+    def taken(self) -> list[Step]:
+        """All steps so far."""
+        self._close()
+        return self._done
+
+    def _close(self) -> None:
+        if self._score is None or not self._open:
+            return
+        steps, hidden = zip(*self._open, strict=True)
+        log_probs = self._score(torch.cat(hidden), torch.cat([step.tokens for step in steps]))
+        parts = log_probs.split([len(step.rows) for step in steps])
+        self._done += [step._replace(log_probs=part) for step, part in zip(steps, parts, strict=True)]
+        self._open = []
+
+
+class FinishedRows:
+    """Calls `on_finished` for rows as they finish, from the steps of all waves."""
+
+    def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
+        self._on_finished = on_finished
+        self._limits = [limit for limit in limits for _ in range(sampling.n)]
+        self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
+
+    def __call__(self, step: Step, stops: Tensor) -> None:
+        """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
+        the live ones, are passed over."""
+        for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
+            response = self._open.get(row)
+            if response is None:
+                continue
+            response.append(token)
+            if stopped or len(response) == self._limits[row]:
+                del self._open[row]
+                self._on_finished(row, response, "stop" if stopped else "length")
+
+
+def assemble(
+    steps: Sequence[Step],
+    fed: Sequence[Fed],
+    ask: Ask,
+    row_ids: Tensor,
+    *,
+    limits: Sequence[int],
+    pad_token_id: int,
+) -> Rollout:
+    """The rollout of all steps of all waves, and the experts of the tokens that went through the model."""
+    batch, length = len(row_ids), 1 + max(step.position for step in steps)
+    place = torch.cat([step.rows * length + step.position for step in steps])
+
+    def lay_out(columns: Sequence[Tensor], fill: float) -> Tensor:
+        x = torch.cat(list(columns))
+        return x.new_full((batch * length,), fill).index_copy(0, place, x).view(batch, length)
+
+    tokens = lay_out([step.tokens for step in steps], pad_token_id)
+    log_probs = lay_out([step.log_probs for step in steps], 0.0)
+    sampling_log_probs = lay_out([step.sampling_log_probs for step in steps], 0.0)
+    most = torch.tensor(limits, device=place.device).repeat_interleave(ask.sampling.n)
+    drawn = lay_out([step.position < most[step.rows] for step in steps], False)
+    routed = experts_column(fed, batch, ask.prompts.tokens.shape[1], length) if fed else None
+    return rollout_of(
+        ask,
+        tokens,
+        drawn,
+        log_probs,
+        sampling_log_probs,
+        row_ids=row_ids,
+        pad_token_id=pad_token_id,
+        routed=routed,
+    )

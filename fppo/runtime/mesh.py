@@ -330,6 +330,16 @@ def data_metrics(metrics: Metrics, mesh: Mesh) -> Metrics:
     return reduced
 
 
+def named_device(name: str, setting: str) -> torch.device:
+    """The device of a name. Raises ValueError that begins with `setting` for a missing GPU."""
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"{setting}: torch sees no GPU here; give cpu")
+    device = torch.device(name)
+    if device.index is not None and device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise ValueError(f"{setting}: there are {torch.cuda.device_count()} GPUs here, cuda:0 the first")
+    return device
+
+
 def device_of(params: Mapping[str, Tensor]) -> torch.device:
     """The device of the parameters."""
     return next(iter(params.values())).device

@@ -11,8 +11,7 @@ from fppo import models, tree
 from fppo.key import Key
 from fppo.metrics import report
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.records import widened
-from fppo.rollout.routed import completed
+from fppo.rollout.records import completed_experts, widened
 from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -55,7 +54,8 @@ def test_the_engine_tells_what_it_chose_and_replayed_it_is_the_plain_pass(name):
     assert rows.routed.shape == (*rows.tokens.shape, len(model.routers), 2)
     assert torch.equal(rows.routed[mask], free.routed[mask])
     assert torch.equal(again.routed[mask], free.routed[mask])
-    beyond = completed(torch.ones_like(rows.routed), rows.attention_mask)  # as of rows that wait for others to end
+    # as of rows that wait for others to end
+    beyond = completed_experts(torch.ones_like(rows.routed), rows.attention_mask)
     assert torch.equal(beyond.amax((-2, -1)).bool(), rows.attention_mask)
     last = rows.attention_mask & ~mask
     assert torch.equal(rows.routed[last], rows.routed[:, :-1][last[:, 1:]])
@@ -126,7 +126,7 @@ class Numbered:
     def generate(self, params, ask):
         rollout, self.calls = self.inner.generate(params, ask), self.calls + 1
         number = torch.full_like(rollout.routed, self.calls)
-        return tree.replace(rollout, routed=completed(number, rollout.attention_mask))
+        return tree.replace(rollout, routed=completed_experts(number, rollout.attention_mask))
 
 
 def test_a_token_of_several_turns_has_the_experts_of_the_turn_that_first_ran_it():

@@ -14,8 +14,7 @@ from fppo import batch as batches
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.examples import MESSAGES
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.rollout.records import response_limits
-from fppo.rollout.routed import continued
+from fppo.rollout.records import continued_experts, response_limits
 from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode
 from fppo.rollout.turns.runner import Responder, ToolResult
@@ -116,7 +115,7 @@ class TurnsEngine:
             section = _appended(section, live, _section_of(rollout))
             if routed is not None and rollout.routed is not None:
                 index, seen = torch.tensor(live, device=routed.device), _seen(start, section)
-                routed = continued(routed, seen, index, ran, rollout.routed, rollout.attention_mask)
+                routed = continued_experts(routed, seen, index, ran, rollout.routed, rollout.attention_mask)
             for row, reason in zip(live, rollout.finish, strict=True):
                 finish[row] = reason
         self._report(ask, live, section, finish)
