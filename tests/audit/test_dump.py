@@ -91,12 +91,9 @@ def test_advantages_of_rows_and_groups_by_size(tmp_path):
     tensors = {"completion_mask": x["mask"].int(), "rewards": x["scores"].float()}
     tensors["advantages"] = x["advantages"].abs().amax(1) * x["advantages"].sum(1).sign()
     save_file(tensors, tmp_path / "t.safetensors")
-    assert (
-        outcomes(compare(load(tmp_path / "t.safetensors", dump.PRESETS["trl"], 3), Recipe()))["advantages"] == "equal"
-    )
-    assert (
-        outcomes(compare(load(tmp_path / "t.safetensors", dump.PRESETS["trl"]), Recipe()))["advantages"] == "left out"
-    )
+    by_size, without = (load(tmp_path / "t.safetensors", dump.PRESETS["trl"], group_size=x) for x in (3, None))
+    assert outcomes(compare(by_size, Recipe()))["advantages"] == "equal"
+    assert outcomes(compare(without, Recipe()))["advantages"] == "left out"
 
 
 class Harmful:
