@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import attrs
 import torch
@@ -26,7 +26,7 @@ _PASSES = ((None, None), (1, None), (3, None), (None, 40))  # rows of a micro-ba
 
 
 class ExactCase(NamedTuple):
-    """An engine with its parameters, which a law samples from."""
+    """An engine with its parameters, which a law samples from in the place of a function."""
 
     engine: EmbeddedEngine
     params: Mapping[str, Tensor]
@@ -81,13 +81,13 @@ def _pass(
     )
 
 
-def _one_pass(case: ExactCase, example: LawExample, generator: torch.Generator) -> str | None:
+def _one_pass(case: Any, example: LawExample, generator: torch.Generator) -> str | None:
     ask = _ask(example)
     rows = case.engine.generate(case.params, ask)
     return _differ(rows, _pass(case, rows, ask, None, None))
 
 
-def _cuts(case: ExactCase, example: LawExample, generator: torch.Generator) -> str | None:
+def _cuts(case: Any, example: LawExample, generator: torch.Generator) -> str | None:
     from fppo.batch import rows as rows_of
 
     ask = _ask(example)
@@ -101,13 +101,13 @@ def _cuts(case: ExactCase, example: LawExample, generator: torch.Generator) -> s
     return None
 
 
-def _shared(case: ExactCase, example: LawExample, generator: torch.Generator) -> str | None:
+def _shared(case: Any, example: LawExample, generator: torch.Generator) -> str | None:
     ask = _ask(example)
     rows = case.engine.generate(case.params, ask)
     return _differ(rows, _pass(case, rows, ask, None, None, share=True))
 
 
-def _company(case: ExactCase, example: LawExample, generator: torch.Generator) -> str | None:
+def _company(case: Any, example: LawExample, generator: torch.Generator) -> str | None:
     ask = _ask(example)
     rollout = case.engine.generate(case.params, ask)
     alone = {"max_rows": 1, "prefill_tokens": 1}

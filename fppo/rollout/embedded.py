@@ -160,7 +160,7 @@ class EmbeddedEngine:
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
         """The recorder of steps, or None: steps of other code may wait for the device, and collectives are not
         replayed."""
-        able = decoder is not None and axis.size == 1
+        able = decoder is not None and axis.size == 1 and not self.exact
         if self.graphs and not able:
             kind = self.model.config.model_type
             raise ValueError(f"graphs = True: model type {kind!r} has steps that cannot be recorded; leave it out")

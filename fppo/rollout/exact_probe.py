@@ -22,7 +22,7 @@ from fppo.steps import Forward, MicroBatching, compute_log_probs
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import EXACT, Kernels
 
-ROWS = 67  # that are computed together, and of them parts of these sizes
+ROWS, MANY = 67, 1024  # that are computed together, MANY by products, and of them parts of these sizes
 _PARTS = (1, 2, 3, 5, 8, 13, 31, 64)
 _WIDEST = 1 << 25  # numbers of a weight that is tried; wider ones are tried in part
 _PROMPTS, _TOKENS = (1, 9, 4), 6
@@ -89,7 +89,8 @@ def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
 
 def _product_holds(linear: Callable[..., Tensor], weight: Callable[[], Tensor], draw: Callable[..., Tensor]) -> bool:
     """Also for some of the columns, which decoding computes side by side with others."""
-    whole, rows = weight(), draw(ROWS, weight().shape[1])
+    whole = weight()
+    rows = draw(MANY, whole.shape[1])
     half = whole[: (len(whole) + 1) // 2].clone()
     apart = torch.equal(linear(rows, half), linear(rows, whole)[:, : len(half)])
     return apart and _rows_hold(lambda x: (linear(x, whole),), rows)
