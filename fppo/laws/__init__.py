@@ -24,6 +24,7 @@ from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
+from fppo.laws.weights import check_correction, check_weights
 from fppo.laws.whole import check_update_gradient
 from fppo.laws.worlds import DIVERGENCES, SmallWorld, world, worlds
 
@@ -40,6 +41,7 @@ __all__ = [
     "check_collective",
     "check_collectives",
     "check_context",
+    "check_correction",
     "check_donation",
     "check_gae",
     "check_gradient",
@@ -58,6 +60,7 @@ __all__ = [
     "check_update_fn",
     "check_update_gradient",
     "check_value_loss",
+    "check_weights",
     "check_whiten",
     "fixed_point",
     "references",
