@@ -12,7 +12,7 @@ from fppo.laws.collectives import check_all_to_all, check_collective, check_coll
 from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.expectation import KL, Bias, bias, check_gradient
-from fppo.laws.fixed_points import fixed_point
+from fppo.laws.fixed_points import check_fixed_point, fixed_point
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -43,6 +43,7 @@ __all__ = [
     "check_context",
     "check_correction",
     "check_donation",
+    "check_fixed_point",
     "check_gae",
     "check_gradient",
     "check_kernel",

@@ -44,9 +44,10 @@ def _definition(mode: str, fn: Callable[..., Tensor], example: LawExample, gener
 def check_weights(loss_weights: Callable[..., Tensor], *, modes: tuple[str, ...] = MODES) -> None:
     """Put a function like `losses.loss_weights` through its law: `laws.check_weights(my_weights)`.
 
-    `loss_weights(mask, mode, *, totals, horizon)` gives the weights [B, T] of some rows of a mini-batch. For each of the
-    `modes`, in any split of the rows, sum(weights * per_token) must be the mode's definition over the whole mini-batch
-    (`references.losses.mini_batch_loss`), and weights outside the mask 0. Raises LawViolation for the first that fails.
+    `loss_weights(mask, mode, *, totals, horizon)` gives the weights [B, T] of some rows of a mini-batch. For each of
+    the `modes`, in any split of the rows, sum(weights * per_token) must be the mode's definition over the whole
+    mini-batch (`references.losses.mini_batch_loss`), and weights outside the mask 0. Raises LawViolation for the first
+    that fails.
     """
     text = "in any split, sum(weights * per_token) is the definition over the mini-batch"
     laws = [Law(f"weights, {mode}", text, partial(_definition, mode)) for mode in modes]
