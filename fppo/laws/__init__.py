@@ -13,7 +13,7 @@ from fppo.laws.context import check_context
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.exact import check_exact
 from fppo.laws.expectation import KL, Bias, bias, check_gradient
-from fppo.laws.fixed_points import fixed_point
+from fppo.laws.fixed_points import check_fixed_point, fixed_point
 from fppo.laws.kernels import check_kernel
 from fppo.laws.layout import check_layout, check_layout_fn
 from fppo.laws.losses import check_policy_loss, check_value_loss
@@ -27,6 +27,7 @@ from fppo.laws.ulysses import check_ulysses
 from fppo.laws.update_gradient import check_update_gradient
 from fppo.laws.updates import check_update, check_update_fn
 from fppo.laws.verdicts import Verdict, verdicts
+from fppo.laws.weights import check_correction, check_weights
 from fppo.laws.whole import check_whole_loss, whole_loss
 from fppo.laws.worlds import DIVERGENCES, SmallWorld, world, worlds
 
@@ -44,8 +45,10 @@ __all__ = [
     "check_collective",
     "check_collectives",
     "check_context",
+    "check_correction",
     "check_donation",
     "check_exact",
+    "check_fixed_point",
     "check_gae",
     "check_gradient",
     "check_kernel",
@@ -63,6 +66,7 @@ __all__ = [
     "check_update_fn",
     "check_update_gradient",
     "check_value_loss",
+    "check_weights",
     "check_whiten",
     "check_whole_loss",
     "fixed_point",

@@ -8,10 +8,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fppo.laws._search import LawViolation
 from fppo.losses import ValueHead
 
 ROUNDS = 40  # updates at most, each from the value of the one before
 STEADY = 1e-7
+# returns and their chances
+SAMPLES = (
+    ((0.0, 1.0), (0.95, 0.05)),
+    ((0.0, 1.0), (0.4, 0.6)),
+    ((0.0, 0.13, 1.0), (0.5, 0.3, 0.2)),
+)
 
 
 def fixed_point(head: ValueHead, returns: Sequence[float], chances: Sequence[float]) -> float:
@@ -32,6 +39,24 @@ def fixed_point(head: ValueHead, returns: Sequence[float], chances: Sequence[flo
         if float((value - before).abs()) < STEADY:
             break
     return float(value)
+
+
+def check_fixed_point(head: ValueHead, *, tolerance: float = 1e-3) -> None:
+    """Put a critic's head through the law of its fixed point: `laws.check_fixed_point(losses.two_hot_head())`.
+
+    Where returns vary, between 0 and 1, the value of least expected loss must be their mean, to `tolerance`. Raises
+    LawViolation with the returns and chances for which it is not.
+    """
+    for returns, chances in SAMPLES:
+        mean = sum(x * p for x, p in zip(returns, chances, strict=True))
+        found = fixed_point(head, returns, chances)
+        if not abs(found - mean) <= tolerance:
+            lines = [
+                'the head breaks the law "fixed point": the value of least expected loss is the mean of the returns.',
+                f"  of the returns {list(returns)} with the chances {list(chances)} it is {found:.6g}, not {mean:.6g}",
+            ]
+            shown = {"returns": torch.tensor(returns), "chances": torch.tensor(chances)}
+            raise LawViolation("\n".join(lines), "fixed point", shown)
 
 
 def _read(head: ValueHead, outputs: Tensor) -> Tensor:

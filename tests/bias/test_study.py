@@ -50,6 +50,18 @@ def test_a_clipped_loss_that_begins_far_away_still_arrives():
     assert laws.fixed_point(losses.mse_head(clip=0.5), (3.0, 5.0), (0.5, 0.5)) == pytest.approx(4.0, abs=1e-6)
 
 
+@pytest.mark.parametrize("head", [losses.mse_head(), losses.two_hot_head(bins=5)])
+def test_a_head_settles_on_the_mean(head):
+    laws.check_fixed_point(head)
+
+
+@pytest.mark.parametrize("head", [losses.huber_head(delta=0.1), losses.quantile_head(bins=3)])
+def test_a_head_that_does_not_is_seen(head):
+    with pytest.raises(laws.LawViolation, match="with the chances") as caught:
+        laws.check_fixed_point(head)
+    assert caught.value.law == "fixed point"
+
+
 def test_chances_that_are_no_distribution_are_named():
     with pytest.raises(ValueError, match="1 in all"):
         laws.fixed_point(losses.mse_head(), (0.0, 1.0), (0.7, 0.7))
