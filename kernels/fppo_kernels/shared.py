@@ -80,10 +80,15 @@ def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str =
 class _Read(torch.autograd.Function):
     """x[tokens], whose gradient is added up in one order, in float32 or wider, on every device."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, reads: Readings) -> Tensor:
-        ctx.reads = reads
+    def forward(x: Tensor, reads: Readings) -> Tensor:
         return x.index_select(0, reads.tokens)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Readings], output: Tensor) -> None:
+        ctx.reads = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -96,6 +101,10 @@ class _Read(torch.autograd.Function):
         for tokens, places in rounds:  # no token twice, so nothing is added in an order that may change
             total.index_add_(0, tokens, grad.index_select(0, places).to(wide))
         return total.to(grad.dtype), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].index_select(0, ctx.reads.tokens)
 
 
 def read(x: Float[Tensor, " n *k"], reads: Readings) -> Float[Tensor, " m *k"]:

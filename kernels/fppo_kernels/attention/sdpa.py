@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
+from fppo_kernels.transforms import active, stacked
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
 
@@ -58,13 +59,15 @@ def batch_attention(
     """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], which are the last L of M tokens, key [B, M, Hkv, D] and
     value [B, M, Hkv, Dv], no padding.
 
-    A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window.
+    A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window. Under transforms of
+    torch.func, one reverse pass excepted, it computes all scores at once.
     """
     length, keys = query.shape[1], key.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if mask is None and (softcap is not None or sinks is not None or (window is not None and window < keys)):
+    by_hand = softcap is not None or sinks is not None or stacked()  # torch's kernels have first derivatives only
+    if mask is None and (by_hand or (window is not None and window < keys)):
         mask = causal_mask(length, keys, window, query.device)
-    if softcap is not None or sinks is not None:
+    if by_hand:
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is None and length < keys:
@@ -117,16 +120,28 @@ class _GatheredRows(torch.autograd.Function):
     `real`, unless None, says which rows of `x` are read at all.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
-        ctx.save_for_backward(back, real)
+    def forward(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
         return x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        _, index, back, real = inputs
+        ctx.save_for_backward(back, real)
+        if active():
+            ctx.save_for_forward(index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         back, real = ctx.saved_tensors
         grad = grads[0].index_select(0, back)
         return grad if real is None else grad.where(real[:, None, None], 0.0), None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        return tangents[0].index_select(0, ctx.saved_tensors[0])
 
 
 class _Plan(NamedTuple):
