@@ -19,6 +19,7 @@ from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_l
 from fppo.laws.shared import check_shared
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
+from fppo.laws.transforms import check_func
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.updates import check_update, check_update_fn
 
@@ -31,6 +32,7 @@ __all__ = [
     "check_collectives",
     "check_context",
     "check_donation",
+    "check_func",
     "check_gae",
     "check_kernel",
     "check_layout",

@@ -235,7 +235,12 @@ def _pushed(fn: Callable[..., tuple[Tensor, ...]], *arguments: Tensor | None) ->
     tensors, tangents = arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]
     places = [number for number, x in enumerate(tangents) if x is not None]
     primals = tuple(_forward.unpack_dual(tensors[place]).primal for place in places)
-    return jvp(_of_some(fn, tensors, places), primals, tuple(x for x in tangents if x is not None))[1]
+    along, some = tuple(x for x in tangents if x is not None), _of_some(fn, tensors, places)
+    if _levels.get_interpreter_stack():
+        return jvp(some, primals, along)[1]
+    with _forward._set_fwd_grad_enabled(True):  # at torch's own level, of which there is one
+        results = [_forward.unpack_dual(x) for x in some(*map(_forward.make_dual, primals, along))]
+    return tuple(torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in results)
 
 
 def _pulled(
