@@ -17,7 +17,7 @@ from fppo.steps import forward_micro_batch
 
 
 def main(
-    out: str = "hessian_vector.png", warm_up: int = 600, prompts: int = 32, iterations: int = 12, radius: float = 0.3
+    out: str = "hessian_vector.png", warm_up: int = 600, prompts: int = 32, iterations: int = 12, radius: float = 0.06
 ) -> float:
     """The largest curvature, per squared unit of distance."""
     params, sample, rows = start(Key(0), warm_up=warm_up, prompts=prompts)
@@ -53,7 +53,6 @@ def main(
     right.set(title="change of the policy loss", xlabel="distance along the top direction")
     right.legend()
     figure.savefig(out)
-    print(f"curvature {values[0]:.2f} to {values[-1]:.2f}; slope {slope:.3f} along the top direction")
     return values[-1].item()
 
 

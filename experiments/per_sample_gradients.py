@@ -36,7 +36,7 @@ def main(out: str = "per_sample_gradients.png", warm_up: int = 600, prompts: int
     signal = whole - noise / count
     sizes = [2**n for n in range(count.bit_length() - 1)]
     drawn = [
-        torch.stack([dots[x][:, x].mean() for x in torch.rand(100, count).argsort(1)[:, :n]]).mean() for n in sizes
+        torch.stack([dots[x][:, x].mean() for x in torch.rand(1000, count).argsort(1)[:, :n]]).mean() for n in sizes
     ]
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -48,7 +48,7 @@ def main(out: str = "per_sample_gradients.png", warm_up: int = 600, prompts: int
     left.set(title="cosines of the gradients of responses", xlabel="responses, wrong answers first")
     figure.colorbar(image, ax=left)
     right.loglog(sizes, drawn, "o", label="batches that are drawn")
-    right.loglog(sizes, [signal + noise * (1 / n - 1 / count) + noise / count for n in sizes], label="noise scale")
+    right.loglog(sizes, [signal + noise / n for n in sizes], label="noise scale")
     right.set(title=f"squared gradient of a batch; noise scale {noise / signal:.0f}", xlabel="responses in it")
     right.legend()
     figure.savefig(out)

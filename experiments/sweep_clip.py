@@ -16,16 +16,16 @@ from torch.func import vmap
 
 from fppo import losses, tree
 from fppo.key import Key
-from fppo.steps import Loop, MicroBatching, TrainState, UpdateActor, adamw, init_state
+from fppo.steps import Loop, MicroBatching, TrainState, UpdateActor, adamw
 
 RANGES = (0.05, 0.2, 0.8, 3.2)
 CURVES = {"actor/ppo_kl": "KL to the policy that sampled", "actor/pg_clipfrac": "share of tokens that are clipped"}
 
 
 def main(
-    out: str = "sweep_clip.png", warm_up: int = 600, prompts: int = 64, updates: int = 24, lr: float = 1e-3
+    out: str = "sweep_clip.png", warm_up: int = 600, prompts: int = 64, updates: int = 24, lr: float = 2e-4
 ) -> dict[str, Tensor]:
-    """The curves [clips, updates] by name, and "rewards": before, and after by clip."""
+    """Curves [clips, updates] by name, and "rewards": before, and after by clip."""
     params, sample, rows = start(Key(0), warm_up=warm_up, prompts=prompts)
     loop = Loop(mini_batch_size=8 * prompts, micro_batching=MicroBatching(size=8 * prompts))
     optimizer = adamw(lambda step: lr)
@@ -36,16 +36,14 @@ def main(
         state, report = stage(TrainState(params=params, opt=opt, step=0), rows)
         return state.params, state.opt, {name: report[name].total / report[name].count for name in CURVES}
 
-    clips, state = torch.tensor(RANGES), init_state(params, optimizer)
-    many, opt = tree.map(lambda x: torch.stack([x] * len(RANGES)), (state.params, state.opt))
-    curves = list[dict[str, Tensor]]()
+    many, opt = tree.map(lambda x: torch.stack([x] * len(RANGES)), (params, optimizer.init(params)))
+    curves, clips = list[dict[str, Tensor]](), torch.tensor(RANGES)
     for _ in range(updates):
         many, opt, means = vmap(updated)(many, opt, clips)
         curves += [means]
     found = {name: torch.stack([means[name] for means in curves], 1) for name in CURVES}
     each = [params, *({name: x[n] for name, x in many.items()} for n in range(len(RANGES)))]
     found["rewards"] = torch.stack([sample(x, Key(2)).scores.mean() for x in each])
-
     figure = Figure(figsize=(12, 4), layout="constrained")
     *panels, last = figure.subplots(1, 3)
     for panel, (name, title) in zip(panels, CURVES.items(), strict=True):
@@ -53,7 +51,7 @@ def main(
         panel.set(title=title, xlabel="updates on the same responses")
         panel.legend()
     last.bar(["before", *map(str, RANGES)], found["rewards"])
-    last.set(title="reward afterwards", xlabel="clip range")
+    last.set(title="reward, before and after", xlabel="clip range")
     figure.savefig(out)
     return found
 

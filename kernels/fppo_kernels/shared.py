@@ -17,6 +17,7 @@ from torch import Tensor
 from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.table import takes_key_lengths
+from fppo_kernels.transforms import active
 
 
 class Branch(NamedTuple):
@@ -80,15 +81,10 @@ def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str =
 class _Read(torch.autograd.Function):
     """x[tokens], whose gradient is added up in one order, in float32 or wider, on every device."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, reads: Readings) -> Tensor:
+    def forward(ctx: Any, x: Tensor, reads: Readings) -> Tensor:
+        ctx.reads = reads
         return x.index_select(0, reads.tokens)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Readings], output: Tensor) -> None:
-        ctx.reads = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -102,14 +98,10 @@ class _Read(torch.autograd.Function):
             total.index_add_(0, tokens, grad.index_select(0, places).to(wide))
         return total.to(grad.dtype), None
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return tangents[0].index_select(0, ctx.reads.tokens)
-
 
 def read(x: Float[Tensor, " n *k"], reads: Readings) -> Float[Tensor, " m *k"]:
     """x[tokens] of the readings, whose gradient is added up in one order, in float32 or wider, on every device."""
-    return _Read.apply(x, reads)  # type: ignore[return-value]
+    return x.index_select(0, reads.tokens) if active() else _Read.apply(x, reads)  # type: ignore[return-value]
 
 
 def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Callable[..., Tensor]:

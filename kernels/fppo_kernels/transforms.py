@@ -105,8 +105,10 @@ class TwoPass:
 
 def run(passes: TwoPass, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
     """The outputs of an operation. `options` are its arguments that are no tensors."""
-    if torch.is_grad_enabled() or active():
+    if active():
         return _Forward.apply(passes, options, *tensors)[: passes.outputs]  # pyright: ignore[reportReturnType]
+    if torch.is_grad_enabled():
+        return _Plain.apply(passes, options, *tensors)[: passes.outputs]  # pyright: ignore[reportReturnType]
     return cast(tuple[Tensor, ...], passes.forward(options, *tensors)[0])
 
 
@@ -149,6 +151,19 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         return _one_by_one(_Forward, info.batch_size, in_dims, arguments)
+
+
+class _Plain(torch.autograd.Function):
+    """`_Forward` where no transform is running: torch looks at the signature of a function with a `setup_context` in
+    every call, which takes longer than a small norm."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: TwoPass, options: Any, *tensors: Tensor | None) -> Tensors:
+        results = _Forward.forward(passes, options, *tensors)
+        _Forward.setup_context(ctx, (passes, options, *tensors), cast(tuple[Tensor, ...], results))
+        return results
+
+    backward = _Forward.backward
 
 
 class _Backward(torch.autograd.Function):

@@ -104,14 +104,19 @@ def sdpa(
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
     own, keys = _plans(lengths.lengths, seen.lengths, query.device)
     groups: list[tuple[Tensor, ...]] = [
-        _GatheredRows.apply(x, plan.places, plan.slots, None).split(plan.sizes)
+        _gathered(x, plan.places, plan.slots).split(plan.sizes)
         for x, plan in ((query, own), (key, keys), (value, keys))
     ]
     outputs: list[Tensor] = []
     for (count, _), *group in zip(own.shapes, *groups, strict=True):
         batch = [x.view(count, -1, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
-    return _GatheredRows.apply(torch.cat(outputs), own.slots, own.places, own.real)
+    return _gathered(torch.cat(outputs), own.slots, own.places, own.real)
+
+
+def _gathered(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
+    """x[index]; see `_GatheredRows`."""
+    return x.index_select(0, index) if active() else _GatheredRows.apply(x, index, back, real)
 
 
 class _GatheredRows(torch.autograd.Function):
@@ -120,28 +125,16 @@ class _GatheredRows(torch.autograd.Function):
     `real`, unless None, says which rows of `x` are read at all.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
-        return x.index_select(0, index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        _, index, back, real = inputs
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, real: Tensor | None) -> Tensor:
         ctx.save_for_backward(back, real)
-        if active():
-            ctx.save_for_forward(index)
+        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         back, real = ctx.saved_tensors
         grad = grads[0].index_select(0, back)
         return grad if real is None else grad.where(real[:, None, None], 0.0), None, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        return tangents[0].index_select(0, ctx.saved_tensors[0])
 
 
 class _Plan(NamedTuple):
