@@ -160,10 +160,12 @@ def test_the_derivative_of_an_update_is_that_of_differences(optimizer):
     def after(params):
         return loss(plain(init_state(params, optimizer), BATCH)[0].params, forward=plain.forward, terms=SMOOTH)
 
-    step = 1e-3  # the norm that clips is rounded to float32
+    step = 1e-5
     ends = [after(moved(PARAMS, along, sign * step)) for sign in (1, -1)]
     found = dot(grad(after)(PARAMS), along)
-    torch.testing.assert_close(found, (ends[0] - ends[1]) / (2 * step), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        found, (ends[0] - ends[1]) / (2 * step), rtol=2e-3, atol=1e-7
+    )  # the norm is rounded to float32
 
 
 def test_an_adapter_is_differentiated():
