@@ -67,7 +67,7 @@ def _vmap(op: Operation, kernel: Kernel, example: LawExample, generator: torch.G
     one_by_one = torch.stack([outcome(*each) for each in several])
     pairs = [("vmap", one_by_one, vmap(outcome)(*stacked))]
     alone = [_gradient(outcome, each) for each in several]
-    mapped = vmap(lambda *each: _gradient(outcome, each))(*stacked)
+    mapped = vmap(grad(outcome, argnums=tuple(range(len(leaves)))))(*stacked)
     pairs += [("vmap(grad)", torch.stack(x), y) for *x, y in zip(*alone, mapped, strict=True)]
     mixed = vmap(lambda first: _gradient(outcome, (first, *leaves[1:])))(stacked[0])  # the others are shared by all
     alone = [_gradient(outcome, (first, *leaves[1:])) for first in stacked[0]]
@@ -78,7 +78,7 @@ def _vmap(op: Operation, kernel: Kernel, example: LawExample, generator: torch.G
 def _jvp(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
     outcome, leaves = _function(op, kernel, example)
     along = _directions(leaves, generator)
-    value, tangent = jvp(outcome, leaves, along)
+    value, tangent = jvp(outcome, leaves, along)[:2]
     pairs = [("the value beside jvp", outcome(*leaves), value)]
     pairs += [("jvp, as the gradient says it,", _dot(_gradient(outcome, leaves), along), tangent)]
     return _first(pairs, leaves[0].dtype) or _difference("jvp", outcome, leaves, along, (tangent,))

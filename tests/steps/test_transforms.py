@@ -6,8 +6,9 @@ import attrs
 import pytest
 import torch
 from torch.func import grad, jvp, vjp, vmap
+from transformers import MixtralConfig
 
-from fppo import losses, tree
+from fppo import losses, models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import lora
@@ -168,11 +169,63 @@ def test_the_derivative_of_an_update_is_that_of_differences(optimizer):
     )  # the norm is rounded to float32
 
 
-def test_an_adapter_is_differentiated():
-    frozen, params = lora.adapt(MODEL, PARAMS, Lora(rank=2, alpha=4.0), key=Key(0), dtype=torch.float64)
-    params = {name: x + 0.1 for name, x in params.items()}
-    fn = partial(loss, forward=Forward(frozen))
+def check_all(fn, params):
+    """All transforms of a loss of parameters, against plain passes."""
+    expected, along = value_and_grad(fn)(params)[1], {name: torch.ones_like(x) for name, x in params.items()}
+    torch.testing.assert_close(grad(fn)(params), expected)
+    torch.testing.assert_close(jvp(fn, (params,), (along,))[1], dot(expected, along))
+    twice = {name: torch.stack([x, x]) for name, x in params.items()}
+    torch.testing.assert_close({name: x[1] for name, x in vmap(grad(fn))(twice).items()}, expected)
+    ends = [value_and_grad(fn)(moved(params, along, sign * 1e-5))[1] for sign in (1, -1)]
+    differences = {name: (x - ends[1][name]) / 2e-5 for name, x in ends[0].items()}
+    torch.testing.assert_close(jvp(grad(fn), (params,), (along,))[1], differences, rtol=1e-4, atol=1e-5)
+
+
+def test_all_transforms_of_an_adapter():
+    model, params = lora.adapt(MODEL, PARAMS, Lora(rank=2, alpha=4.0), key=Key(0), dtype=torch.float64)
+    check_all(partial(loss, forward=Forward(model), terms=SMOOTH), {name: x + 0.1 for name, x in params.items()})
+
+
+def test_all_transforms_of_values_and_hidden_states():
+    critic, params = tiny.model_and_params("value")
+    for model, start, output in ((critic, params, "values"), (MODEL, PARAMS, "hidden")):
+
+        def squares(params, model=model, output=output):
+            out = forward_micro_batch(params, BATCH, forward=Forward(model), outputs=(output,))
+            return getattr(out, output).square().mean()
+
+        check_all(squares, start)
+
+
+def test_of_experts_one_reverse_pass_is_taken():
+    model = models.build(
+        MixtralConfig(
+            vocab_size=tiny.VOCAB,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+    fn = partial(loss, forward=Forward(model))
+    params = models.init_params(model, Key(0), torch.float64)
     torch.testing.assert_close(grad(fn)(params), value_and_grad(fn)(params)[1])
+    with pytest.raises(ValueError, match="'mixtral' sends tokens to experts"):
+        jvp(fn, (params,), (params,))
+
+
+def test_masks_that_a_map_is_over_are_refused_where_they_are_read():
+    """A whole update packs its rows: it needs their masks."""
+    plain = updates(Forward(MODEL))
+
+    def updated(mask):
+        return plain(init_state(PARAMS, plain.optimizer), tree.replace(BATCH, response_mask=mask))[0].params
+
+    with pytest.raises(ValueError, match="vmap maps over it: leave it out of vmap's in_dims"):
+        vmap(updated)(torch.stack([BATCH.response_mask] * 2))
 
 
 @pytest.mark.parametrize(
