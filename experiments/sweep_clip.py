@@ -1,55 +1,60 @@
-"""What a clip range does to the update: loss, clipped tokens and gradient for many ranges at once, by torch.func.vmap.
+"""Several clip ranges trained side by side: torch.func.vmap over whole updates of a stacked tree of parameters.
 
-The log-probs are fixed: a policy that has moved away from the one that sampled. "cosine" compares the gradient of the
-loss, by the log-probs, with the gradient without any clipping: how much of its direction the clipped update keeps.
+All begin with one policy and make many updates on its responses; the clip decides how far they move. At the end each
+policy samples responses of its own.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
+import tyro
+from answers.sampled import start
+from matplotlib.figure import Figure
 from torch import Tensor
-from torch.func import grad_and_value, vmap
+from torch.func import vmap
 
-from fppo import losses
+from fppo import losses, tree
 from fppo.key import Key
-from fppo.metrics import Mean
+from fppo.steps import Loop, MicroBatching, TrainState, UpdateActor, adamw
 
-RANGES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
-
-
-def synthetic(rows: int, width: int, moved: float, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log_probs, old_log_probs, advantages, mask), [rows, width]: the log-ratio has the spread `moved`."""
-    generator = key.generator()
-    old = -torch.rand(rows, width, generator=generator) * 3
-    log_probs = (old + moved * torch.randn(rows, width, generator=generator)).clamp(max=0.0)
-    advantages = torch.randn(rows, 1, generator=generator).expand(rows, width)
-    mask = torch.arange(width) < torch.randint(1, width + 1, (rows, 1), generator=generator)
-    return log_probs, old, advantages, mask
+RANGES = (0.05, 0.2, 0.8, 3.2)
+CURVES = {"actor/ppo_kl": "KL to the policy that sampled", "actor/pg_clipfrac": "share of tokens that are clipped"}
 
 
-def loss_at(clip: Tensor, log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """(The token-mean PPO loss, the fraction of clipped tokens) at a clip range, a 0-d tensor."""
-    per_token, report = losses.ppo_clip(log_probs, old, advantages, mask, clip_low=clip, clip_high=clip, dual_clip=None)
-    weights = losses.loss_weights(mask, "token-mean", totals=losses.count_totals(mask))
-    clipped = report["actor/pg_clipfrac"]
-    assert isinstance(clipped, Mean)
-    return (weights * per_token).sum(), clipped.total / clipped.count
+def main(
+    out: str = "sweep_clip.png", warm_up: int = 600, prompts: int = 64, updates: int = 24, lr: float = 2e-4
+) -> dict[str, Tensor]:
+    """Curves [clips, updates] by name, and "rewards": before, and after by clip."""
+    params, sample, rows = start(Key(0), warm_up=warm_up, prompts=prompts)
+    loop = Loop(mini_batch_size=8 * prompts, micro_batching=MicroBatching(size=8 * prompts))
+    optimizer = adamw(lambda step: lr)
 
+    def updated(params: Any, opt: Any, clip: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
+        loss = partial(losses.ppo_clip, clip_low=clip, clip_high=clip, dual_clip=None)
+        stage = UpdateActor(forward=sample.forward, loss_fn=loss, loop=loop, optimizer=optimizer)
+        state, report = stage(TrainState(params=params, opt=opt, step=0), rows)
+        return state.params, state.opt, {name: report[name].total / report[name].count for name in CURVES}
 
-def sweep(ranges: Tensor, *batch: Tensor) -> dict[str, Tensor]:
-    """The columns of the table, each with one entry per range."""
-    at = grad_and_value(loss_at, argnums=1, has_aux=True)
-    grads, (loss, clipped) = vmap(at, in_dims=(0, None, None, None, None))(ranges, *batch)
-    whole, _ = at(torch.tensor(torch.inf), *batch)
-    cosine = torch.cosine_similarity(grads.flatten(1), whole.flatten()[None])
-    return {"clip range": ranges, "clip fraction": clipped, "loss": loss, "cosine": cosine}
-
-
-def main() -> dict[str, Tensor]:
-    columns = sweep(torch.tensor(RANGES), *synthetic(256, 64, 0.15, Key(0)))
-    print("".join(f"{name:>15}" for name in columns))
-    for row in zip(*columns.values(), strict=True):
-        print("".join(f"{x.item():>15.4f}" for x in row))
-    return columns
+    many, opt = tree.map(lambda x: torch.stack([x] * len(RANGES)), (params, optimizer.init(params)))
+    curves, clips = list[dict[str, Tensor]](), torch.tensor(RANGES)
+    for _ in range(updates):
+        many, opt, means = vmap(updated)(many, opt, clips)
+        curves += [means]
+    found = {name: torch.stack([means[name] for means in curves], 1) for name in CURVES}
+    each = [params, *({name: x[n] for name, x in many.items()} for n in range(len(RANGES)))]
+    found["rewards"] = torch.stack([sample(x, Key(2)).scores.mean() for x in each])
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    *panels, last = figure.subplots(1, 3)
+    for panel, (name, title) in zip(panels, CURVES.items(), strict=True):
+        panel.plot(range(1, updates + 1), found[name].T, label=[f"clip {clip}" for clip in RANGES])
+        panel.set(title=title, xlabel="updates on the same responses")
+        panel.legend()
+    last.bar(["before", *map(str, RANGES)], found["rewards"])
+    last.set(title="reward, before and after", xlabel="clip range")
+    figure.savefig(out)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

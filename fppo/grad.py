@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.func import grad_and_value
 from torch.utils import _pytree as pytree
+
+from fppo_kernels.transforms import active
 
 
 def variables(tree: Any) -> Any:
@@ -17,7 +20,7 @@ def variables(tree: Any) -> Any:
 def gradients(loss: torch.Tensor, tree: Any) -> Any:
     """The gradients of a 0-d loss by the leaves of a tree of `variables`, a tree like it. A leaf that the loss does not
     use gets zeros. It rests on `torch.autograd.grad`, since `torch.func.grad` does not run checkpointed layers or
-    collectives."""
+    collectives; `value_and_grad` takes the latter where it is itself inside a transform of torch.func."""
     leaves, spec = pytree.tree_flatten(tree)
     if not loss.requires_grad:  # every token was masked, or no leaf was used
         return pytree.tree_unflatten([torch.zeros_like(leaf) for leaf in leaves], spec)
@@ -28,10 +31,12 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
     """`jax.value_and_grad` over the first argument of `fn`, a tree of floating-point tensors.
 
     `fn` returns a 0-d loss, or (loss, aux) with `has_aux`. The result is (what `fn` returned, detached; the
-    gradients, a tree like the first argument).
+    gradients, a tree like the first argument). Inside a transform of torch.func the gradients can be transformed, too.
     """
 
     def wrapped(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if active():
+            return _transformed(fn, has_aux, params, *args, **kwargs)
         params = variables(params)
         with torch.enable_grad():
             out = fn(params, *args, **kwargs)
@@ -39,6 +44,12 @@ def value_and_grad(fn: Callable[..., Any], *, has_aux: bool = False) -> Callable
         return detached(out), grads
 
     return wrapped
+
+
+def _transformed(fn: Callable[..., Any], has_aux: bool, params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    # torch.func would wrap the other arguments, too
+    grads, out = grad_and_value(lambda own: fn(own, *args, **kwargs), has_aux=has_aux)(params)
+    return detached(out), grads
 
 
 def detached(tree: Any) -> Any:

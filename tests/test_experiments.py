@@ -18,7 +18,7 @@ import torch
 from PIL import Image, ImageColor
 
 import fppo
-from fppo import quickstart, tree
+from fppo import quickstart, rewards, tree
 from fppo.key import Key
 from fppo.rollout.turns.tools import evaluate
 from fppo.runs import jsonl
@@ -63,16 +63,40 @@ def test_custom_loss(capsys):
     assert numbers["advantages * change of log-probs"] > 10  # the policy went where the advantages point
 
 
-def test_sweep_clip(capsys):
-    module = _load("sweep_clip")
-    columns = module.main()
-    assert len(capsys.readouterr().out.splitlines()) == 1 + len(module.RANGES)
-    assert (columns["clip fraction"].diff() <= 0).all()
-    assert (columns["cosine"].diff() >= 0).all()
-    assert columns["cosine"][-1] > 0.999
-    batch = module.synthetic(256, 64, 0.15, module.Key(0))
-    for clip, loss in zip(columns["clip range"], columns["loss"], strict=True):  # vmap against the loop
-        torch.testing.assert_close(module.loss_at(clip, *batch)[0], loss)
+@pytest.fixture
+def on_a_page(monkeypatch, tmp_path):
+    """The scripts of torch.func, on a model that is hardly warmed up; its answers are right by chance."""
+    monkeypatch.syspath_prepend(EXPERIMENTS)
+    chance = rewards.inline_reward(lambda sample: float(sum(map(ord, sample.response)) % 2))
+    monkeypatch.setattr(rewards, "exact_match", chance)
+    return partial(_on_a_page, tmp_path / "picture.png")
+
+
+def _on_a_page(picture, name, **arguments):
+    result = _load(name).main(out=str(picture), warm_up=2, prompts=2, **arguments)
+    with Image.open(picture) as image:
+        assert len(set(image.convert("L").getdata())) > 10  # something is drawn
+    return result
+
+
+def test_per_sample_gradients(on_a_page):
+    assert math.isfinite(on_a_page("per_sample_gradients"))
+
+
+def test_hessian_vector(on_a_page):
+    """More products find no smaller curvature: the vectors of fewer are among theirs."""
+    few, more = (on_a_page("hessian_vector", iterations=count) for count in (2, 4))
+    assert 0 < few <= more * 1.001
+
+
+def test_sweep_clip(on_a_page):
+    found = on_a_page("sweep_clip", updates=3)
+    clipped, moved = found["actor/pg_clipfrac"], found["actor/ppo_kl"]
+    assert found["rewards"].shape == (1 + len(clipped),)
+    assert (moved[:, 0].abs() < 1e-6).all()  # at first each is the policy that sampled
+    assert (clipped[:, 1].diff() <= 0).all()  # and makes one step alike
+    assert moved[:, 1].std() < 1e-3 * moved[:, 1].mean().abs()
+    assert moved[0, 2] != moved[-1, 2]
 
 
 def test_the_bench_of_micro_batching_prints_ratios(capsys):

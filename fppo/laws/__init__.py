@@ -23,6 +23,7 @@ from fppo.laws.screening import screen_estimator, screen_kernel, screen_policy_l
 from fppo.laws.shared import check_shared
 from fppo.laws.states import check_donation, check_purity, check_resume
 from fppo.laws.temporal import check_gae, check_temporal
+from fppo.laws.transforms import check_func
 from fppo.laws.ulysses import check_ulysses
 from fppo.laws.update_gradient import check_update_gradient
 from fppo.laws.updates import check_update, check_update_fn
@@ -49,6 +50,7 @@ __all__ = [
     "check_donation",
     "check_exact",
     "check_fixed_point",
+    "check_func",
     "check_gae",
     "check_gradient",
     "check_kernel",

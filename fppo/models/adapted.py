@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo.models.quantised import taking_quantised
+from fppo_kernels.transforms import active
 
 Scaling = Literal["standard", "rslora"]
 FACTORS = (".lora_A", ".lora_B")  # suffixes of the adapted weight's name
@@ -125,7 +126,7 @@ def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., 
     else:
         out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     inner = rows @ a.t()
-    if linear is F.linear:  # fresh memory, which no backward pass reads
+    if linear is F.linear and not active():  # fresh memory, which no backward pass reads
         out = out.addmm_(inner, b.t(), alpha=scale)
     else:
         out = torch.addmm(out, inner, b.t(), alpha=scale)

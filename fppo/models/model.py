@@ -24,6 +24,7 @@ from fppo.models.states import ALONE, has_attention, put_mixers, slides_along, s
 from fppo.models.vision import Vision, parts_of, put_attention, takes_images, vision_of
 from fppo.runtime.layout import Cut, Extent, Layout
 from fppo_kernels.padding import sent
+from fppo_kernels.transforms import outside
 
 __all__ = ["HeadKind", "Model", "Params", "build", "packed_attention", "padded_attention"]
 
@@ -146,7 +147,7 @@ class Model:
         kept: dict[torch.device, Mapping[str, Tensor]] = self._copies.__dict__.setdefault("constants", {})
         if device not in kept:
             with torch.inference_mode(False):  # so that training may use a rollout's copies
-                kept[device] = {name: sent(x, device) for name, x in self.constants.items()}
+                kept[device] = outside(lambda: {name: sent(x, device) for name, x in self.constants.items()})
         return kept[device]
 
     @property

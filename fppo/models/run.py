@@ -24,6 +24,7 @@ from fppo.models.seams import ApplyLayer, Attend, LayerSeam
 from fppo.models.spans import Relay, absent
 from fppo.models.vision_pass import Deep, Images, see
 from fppo_kernels.table import Kernels
+from fppo_kernels.transforms import outside
 
 T = TypeVar("T")
 
@@ -59,7 +60,8 @@ def bind(
         missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
         if missing:
             raise ValueError(f"the model's parameters {missing} are missing")
-    skeleton = model.own_skeleton(OWN if kernels is None else inner_of(kernels), compiled=compiled)
+    inner = OWN if kernels is None else inner_of(kernels)
+    skeleton = outside(lambda: model.own_skeleton(inner, compiled=compiled))  # the first of a kind is built here
     base_params = _base_params(model, params)
     device = next(iter(base_params.values())).device
     woven = _woven(model, model.prefix, base_params)

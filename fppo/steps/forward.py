@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import chain, count, repeat
 
+import attrs
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import models
 from fppo.models.model import Model
-from fppo.runtime.mesh import all_reduce
+from fppo.runtime.mesh import AXES, all_reduce
 from fppo.runtime.offload import OnHost
 from fppo.shapes import Tokens
 from fppo.steps import experts
@@ -26,6 +27,7 @@ from fppo.steps.packed import (
     MicroBatch,
     blank_masks,
     cut,
+    every_place,
     gathered,
     indexed,
     indices_of,
@@ -42,6 +44,7 @@ from fppo.steps.train_state import Params
 from fppo_kernels.collectives import all_gather, same
 from fppo_kernels.padding import sent
 from fppo_kernels.shared import read
+from fppo_kernels.transforms import active, is_mapped, stacked
 
 
 def forward_micro_batch(
@@ -64,6 +67,9 @@ def forward_micro_batch(
     With the `indices` of the rows' tokens (`packed.indexed`) the pass waits for no device. A stage of a pipeline goes
     on from the hidden states [N, H] `received` from the stage before it.
 
+    Transforms of torch.func go through it, on one process. Where vmap maps over the rows' masks, the rows run with
+    their padding, since the packed row would have another length for each; over parameters they run packed.
+
     On a mesh with a sequence, context or tensor axis all its ranks hold the same rows; each runs its tokens of the
     packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
     sum over the axis is the gradient.
@@ -71,7 +77,10 @@ def forward_micro_batch(
     check_outputs(forward.model, outputs)
     if goes_on(forward.model):
         raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
-    mask, tensor = rows.response_mask, forward.mesh["tensor"]
+    mask, tensor, padded = rows.response_mask, forward.mesh["tensor"], _maps_over(rows)
+    check_transforms(forward)
+    if padded:
+        forward, indices = attrs.evolve(forward, remove_padding=False), every_place(rows, forward.mesh)
     indices = indices_of(rows, indices, forward)
     ready = opened(params, forward.model, forward.mesh)
     hidden, routed = _hidden(ready, rows, indices, forward, outputs, received)
@@ -101,7 +110,37 @@ def forward_micro_batch(
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
     columns = gathered(own_columns, own, forward.mesh.token_axis)
     tokens = {name: pad(x, indices.responses, mask.shape) for name, x in zip(names, columns, strict=True)}
+    if padded:
+        tokens = {name: x.where(mask if x.dim() == 2 else mask[..., None], 0.0) for name, x in tokens.items()}
     return TokenOutputs(**tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, pad))
+
+
+def _maps_over(rows: Rows) -> bool:
+    return is_mapped(rows.attention_mask) or is_mapped(rows.response_mask)
+
+
+def check_transforms(forward: Forward) -> None:
+    """Raise ValueError where a transform of torch.func is running that the passes of a forward do not go through."""
+    if not active():
+        return
+    model, mesh = forward.model, forward.mesh
+    if cut := [name for name in AXES if name != "replicate" and mesh[name].size > 1]:
+        raise ValueError(
+            f"torch.func goes through no collectives: this mesh has {cut}. Use fppo.grad.value_and_grad, or a mesh of "
+            "one rank"
+        )
+    if model.checkpoint_layers:
+        raise ValueError(
+            "torch.func does not run checkpointed layers: give attrs.evolve(model, checkpoint_layers=False), or use "
+            "fppo.grad.value_and_grad"
+        )
+    if model.compile_layers:
+        raise ValueError("torch.func does not run compiled layers: give attrs.evolve(model, compile_layers=False)")
+    if model.routers and stacked():
+        raise ValueError(
+            f"model type {model.config.model_type!r} sends tokens to experts by numbers that are read: of torch.func's "
+            "transforms it takes one reverse pass, as grad and vjp"
+        )
 
 
 def stage_states(

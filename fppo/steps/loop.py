@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
-from fppo.grad import detached, gradients, value_and_grad, variables
+from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime import fsdp
@@ -41,6 +41,7 @@ from fppo.steps.sharded import Gathered, Rooted, Whole, accumulable, rooted, sca
 from fppo.steps.stages import stage_gradients
 from fppo.steps.train_state import Params, TrainState, optimizer_step
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import active
 
 
 class TrainRows(Rows, Protocol):
@@ -293,11 +294,7 @@ def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Reco
         if record is not None and record.takes(inputs, micro.rows, micro.masks, forward):
             report, new = _recorded(inputs, micro, weights, passes, record)
         else:
-            leaves = variables(inputs)
-            with torch.enable_grad():
-                loss, report = passes.loss(leaves, micro, weights)
-                report, new = detached(report), gradients(loss, leaves)
-            del loss
+            (_, report), new = value_and_grad(passes.loss, has_aux=True)(inputs, micro, weights)
         leaves, structure = pytree.tree_flatten(accumulable(new, params, forward.mesh) if once else new)
         del new  # or it would live through the next pass
         if number == 0:
@@ -307,6 +304,8 @@ def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Reco
         elif number == 1:  # one by one, so that two trees are in memory and never three
             for place in range(len(total)):
                 leaves[place] = total[place] = total[place] + leaves[place]
+        elif active():
+            total = [x + y for x, y in zip(total, leaves, strict=True)]
         else:  # the memory of the sums is this function's own by now
             torch._foreach_add_(total, leaves)  # pyright: ignore[reportPrivateImportUsage]
         del leaves

@@ -22,6 +22,7 @@ from fppo.runtime.offload import Lane, copied, to_device, to_host
 from fppo.steps.schedules import Schedule
 from fppo.tree import state
 from fppo_kernels.adamw import adamw_
+from fppo_kernels.transforms import active
 
 
 class Update(Protocol):
@@ -95,12 +96,17 @@ def _update(
     max_grad_norm: float | None,
     schedule: Schedule | None,
 ) -> tuple[Params, Any, Metrics]:
-    take = tree.donate if donate else tree.copy
-    params, grads, state = take(params), take(grads), take(state)
+    mapped = active()  # then a copy is to be mapped over as the norm is
+    if not mapped:
+        take = tree.donate if donate else tree.copy
+        params, grads, state = take(params), take(grads), take(state)
     layout = mesh.layout  # a rank may own nothing, but has the norm's dtype and device
     sharded = mesh.sharded
     owned = [g if layout is None or layout.owns(name, sharded=sharded) else g[:0] for name, g in grads.items()]
     norm = _global_norm(owned, mesh)
+    if mapped:
+        take = _mapped_as(norm, schedule, step)
+        params, grads, state = take(params), take(grads), take(state)
     skipped = (~norm.isfinite()).float()
     scale = None
     if max_grad_norm is not None:
@@ -112,10 +118,17 @@ def _update(
     return params, state, report | {"skipped": metrics.mean(skipped)}
 
 
+def _mapped_as(norm: Tensor, schedule: Schedule | None, step: float) -> Callable[[Any], Any]:
+    """A copy of trees that vmap maps over wherever it does over a gradient or the rate, for writing into them."""
+    rate = norm if schedule is None else torch.as_tensor(schedule(step), device=norm.device)
+    nothing = torch.zeros_like(norm, dtype=torch.bool) & torch.zeros_like(rate, dtype=torch.bool)
+    return lambda each: tree.map(lambda x: torch.where(nothing, torch.zeros_like(x), x), each)
+
+
 def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
     """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
     mesh cuts parameters over."""
-    norm = get_total_norm(grads)
+    norm = torch.cat([g.flatten() for g in grads]).norm() if active() else get_total_norm(grads)
     axes, done = ([mesh.shard_axis()], SHARD_AXES) if mesh.sharded else ([], ())
     if mesh.layout is not None:
         axes += [mesh[name] for name in (*CUTTING_AXES, "pipeline") if name not in done]
@@ -239,6 +252,9 @@ def sgd(
         lr, names = schedule(call.step), list(params)
         if weight_decay:
             decay_(list(params.values()), lr * weight_decay, call.skipped)
+        if active():
+            _plain_sgd_(params, grads, state, call, lr=lr, momentum=momentum, nesterov=nesterov)
+            return state
         fused_sgd(
             [params[n] for n in names],
             [_laid_out_as(params[n], grads[n]) for n in names],
@@ -296,6 +312,20 @@ def lion(
         return LionState(momentum=zeros_like(params))
 
     return clipped(init, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+
+
+def _plain_sgd_(
+    params: Params, grads: Params, state: SgdState, call: UpdateCall, *, lr: float, momentum: float, nesterov: bool
+) -> None:
+    """What torch's kernel does, for transforms of torch.func, which it does not go through."""
+    skipped = call.skipped.bool()
+    for name, p in params.items():
+        grad = grads[name] if call.scale is None else grads[name] / call.scale
+        if momentum:
+            total = momentum * state.momentum[name] + grad
+            state.momentum[name].copy_(torch.where(skipped, state.momentum[name], total))
+            grad = grad + momentum * total if nesterov else total
+        p.copy_(torch.where(skipped, p, p - lr * grad))
 
 
 def decay_(params: Sequence[Tensor], rate: float, skipped: Tensor) -> None:

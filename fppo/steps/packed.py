@@ -25,6 +25,7 @@ from fppo_kernels.padding import Packed, Places, find_places, sent
 from fppo_kernels.ring import ring_attention
 from fppo_kernels.shared import Branch, Readings, SharedKeys, readings, share, shared_attention
 from fppo_kernels.table import Kernels
+from fppo_kernels.transforms import active, is_mapped, outside
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
 LEAST_SAVED = 0.1  # the share of tokens that rows which begin alike must save, for "auto" to let them
@@ -63,7 +64,7 @@ class Masks(NamedTuple):
         """The rows in an order in which those that begin alike stand together; None where each has its own tokens."""
         if self.tokens is None:
             return None
-        return sort_rows(self.tokens, self.attention, self.attention.shape[1] - self.response.shape[1])
+        return outside(sort_rows, self.tokens, self.attention, self.attention.shape[1] - self.response.shape[1])
 
     @property
     def depths(self) -> list[int]:
@@ -74,18 +75,26 @@ class Masks(NamedTuple):
 
 def masks_of(rows: Masked, forward: Forward | None = None) -> Masks:
     """The masks of rows, and their tokens where passes of a forward share them. Waits for the device, if the rows are
-    on one."""
+    on one. Raises ValueError for masks that vmap maps over."""
     if forward is None or not _shares(forward):
-        return Masks(rows.attention_mask.cpu(), rows.response_mask.cpu())
+        return _on_host(rows)
     return worth(masks_and_tokens(rows), forward)
+
+
+def _on_host(rows: Masked) -> Masks:
+    return outside(lambda *masks: Masks(*(x.cpu() for x in masks)), rows.attention_mask, rows.response_mask)
 
 
 def masks_and_tokens(rows: Masked) -> Masks:
     """The masks of rows, and their tokens where these have numbers."""
-    masks, tokens = Masks(rows.attention_mask.cpu(), rows.response_mask.cpu()), getattr(rows, "tokens", None)
-    if type(tokens) is not Tensor or tokens.is_meta:
+    masks, tokens = _on_host(rows), getattr(rows, "tokens", None)
+    if type(tokens) is not Tensor or tokens.is_meta or is_mapped(tokens):
         return masks
-    return masks._replace(tokens=distinct_inputs(tokens.cpu(), getattr(rows, "inputs", None)))
+    return masks._replace(tokens=outside(_distinct, tokens, getattr(rows, "inputs", None)))
+
+
+def _distinct(tokens: Tensor, inputs: Any) -> Tensor:
+    return distinct_inputs(tokens.cpu(), inputs)
 
 
 def sorted_rows(rows: Masked) -> SortedRows:
@@ -181,6 +190,25 @@ class Indices:
         return same and self.mesh is mesh and self.packed == packed
 
 
+def every_place(rows: Masked, mesh: Mesh) -> Indices:
+    """The indices of all places of rows, padding too, whose masks vmap maps over: none of their numbers is read."""
+    (count, width), length, device = rows.attention_mask.shape, rows.response_mask.shape[1], rows.attention_mask.device
+    place = torch.arange(count * length, device=device)
+    before = (place // max(length, 1) * width + width - length + place % max(length, 1) - 1).clamp(min=0)
+    return Indices(
+        attention_mask=rows.attention_mask,
+        response_mask=rows.response_mask,
+        mesh=mesh,
+        packed=False,
+        real=Places(torch.arange(count * width, device=device), (width,) * count),
+        responses=place,
+        before=before,
+        own=Own(slice(None), before),
+        length=count * width,
+        dealt=None,
+    )
+
+
 def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed: bool) -> Indices:
     """Where the tokens of rows with these masks are, by work on the host alone."""
     (count, width), length, device = masks.attention.shape, masks.response.shape[1], rows.attention_mask.device
@@ -241,8 +269,11 @@ class MicroBatch(NamedTuple):
 
 def indexed(rows: Masked, masks: Masks, forward: Forward) -> MicroBatch:
     """Find the tokens of rows with these masks, for a pass of the forward."""
-    indices = find_indices(rows, masks, forward.model, forward.mesh, packed=forward.remove_padding)
-    return MicroBatch(rows, indices, masks)
+    find = partial(find_indices, model=forward.model, mesh=forward.mesh, packed=forward.remove_padding)
+    found = outside(find, rows, masks)
+    if active():  # then they were found of what is in the rows
+        found = attrs.evolve(found, attention_mask=rows.attention_mask, response_mask=rows.response_mask)
+    return MicroBatch(rows, found, masks)
 
 
 def indices_of(rows: Masked, known: Indices | None, forward: Forward) -> Indices:

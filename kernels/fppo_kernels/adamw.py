@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from fppo_kernels.operation import Arguments, Drawn, Kernel, Operation, OperationCost, Shape, normal
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import active
 
 LEAF = 1 << 20  # numbers in one parameter of an ablation
 
@@ -33,8 +34,12 @@ def adamw_(
 
     `steps` holds one float32 0-d count per parameter, raised by 1 here. The gradients are divided by `grad_scale` (0-d
     float32), in place too, or in a copy of one that lies in memory otherwise than its parameter. Where `found_inf`
-    (0-d float32) is 1, parameters, moments and steps keep every bit.
+    (0-d float32) is 1, parameters, moments and steps keep every bit. Transforms of torch.func get the paper's formula.
     """
+    if active():
+        lists = params, grads, exp_avgs, exp_avg_sqs, steps
+        _write_(*lists, lr=lr, betas=betas, eps=eps, decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
+        return
     adamw(
         params,
         [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)],
@@ -76,7 +81,21 @@ def reference_(
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
     """The update of `adamw_`, as the paper writes it, in the dtype of the parameters."""
-    for param, grad, mu, nu, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
+    lists = params, grads, exp_avgs, exp_avg_sqs, steps
+    _write_(*lists, lr=lr, betas=betas, eps=eps, decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
+
+
+def _write_(
+    *lists: list[Tensor],
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    decay: float,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """The formula, which has derivatives: that of a root of 0 is 0."""
+    for param, grad, mu, nu, step in zip(*lists, strict=True):
         if grad_scale is not None:
             grad.div_(grad_scale)
         count = step + 1
@@ -84,7 +103,9 @@ def reference_(
         second = betas[1] * nu + (1 - betas[1]) * grad.square()
         unbiased_first = first / (1 - betas[0] ** count.double())
         unbiased_second = second / (1 - betas[1] ** count.double())
-        update = unbiased_first / (unbiased_second.sqrt() + eps) + weight_decay * param
+        seen = unbiased_second > 0
+        root = torch.where(seen, unbiased_second.where(seen, 1.0).sqrt(), unbiased_second)
+        update = unbiased_first / (root + eps) + decay * param
         for old, new in ((param, param - lr * update), (mu, first), (nu, second), (step, count)):
             old.copy_(new if found_inf is None else torch.where(found_inf == 1, old, new))
 
@@ -129,4 +150,5 @@ OPERATION = Operation(
     sized=_sized,
     cost=_cost,
     timed=(),
+    transforms=("grad", "vmap"),
 )

@@ -314,5 +314,6 @@ OPERATION = Operation(
     cost=_cost_all_to_all,
     multiples={"N": 2, "heads": 2},
     ranks=2,
+    transforms=(),
     exact=_exact_all_to_all,
 )

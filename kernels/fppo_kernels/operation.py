@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fppo_kernels import table
 
+TRANSFORMS = ("grad", "vmap", "jvp", "hessian")  # of torch.func; vjp and jacrev are as grad, jacfwd as jvp
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 Shape = Mapping[str, int]
 Kernel = Callable[..., Any]
@@ -64,7 +65,8 @@ class Operation:
     `screened`, (rows, width, number), and gives `usual` keywords as a run does.
 
     Ablations draw `sized(shape, dtype, device)` and measure the outputs `timed` against `cost(shape, itemsize)`, on as
-    many simulated `ranks`. The reference in float64 is that of the pieces of `split`, whose gradients by the leaves
+    many simulated `ranks`. `transforms` are those of torch.func that kernels go through, unless `Implementation.opaque`
+    says otherwise. The reference in float64 is that of the pieces of `split`, whose gradients by the leaves
     `shared` are summed; or `exact`.
     """
 
@@ -87,6 +89,7 @@ class Operation:
     sized: Callable[[Shape, torch.dtype, torch.device], Drawn]
     cost: Callable[[Shape, int], OperationCost]
     dtypes: tuple[torch.dtype, ...] = FLOATS
+    transforms: tuple[str, ...] = TRANSFORMS
     bound: Literal["matmul", "copy"] = "copy"
     timed: tuple[str, ...] = attrs.field(default=attrs.Factory(lambda self: self.outputs, takes_self=True))
     multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # of a size or a number, by size

@@ -103,7 +103,8 @@ class Implementation:
 
     `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it
     cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour, and the
-    dtypes that it does not compute in. `reference` is what it computes, in float64, where that is not the operation
+    dtypes that it does not compute in. An `opaque` one goes through no transform of torch.func; others go through those
+    of the operation's record. `reference` is what it computes, in float64, where that is not the operation
     itself: a function or "module:function".
     """
 
@@ -111,6 +112,7 @@ class Implementation:
     refuse: Callable[[], str | None] = _never
     lacks: frozenset[str] = frozenset()
     reference: Callable[..., Any] | str | None = None
+    opaque: bool = False
 
     def load(self) -> Callable[..., Any]:
         """The function itself."""
@@ -146,14 +148,20 @@ BUILTIN: Table = MappingProxyType(
             "eager": Implementation("fppo_kernels.attention.eager:eager"),
             "cpp": Implementation("fppo_kernels.attention.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "flash": Implementation(
-                "fppo_kernels.attention.flash:flash", _needs_flash, lacks=frozenset({"sinks", "float32", "float64"})
+                "fppo_kernels.attention.flash:flash",
+                _needs_flash,
+                lacks=frozenset({"sinks", "float32", "float64"}),
+                opaque=True,
             ),
             "varlen": Implementation(
                 "fppo_kernels.attention.varlen:varlen",
                 _needs_cuda,
                 lacks=frozenset({"softcap", "sinks", "float32", "float64"}),
+                opaque=True,
             ),
-            "flex": Implementation("fppo_kernels.attention.flex:flex", _needs_flex, lacks=frozenset({"float64"})),
+            "flex": Implementation(
+                "fppo_kernels.attention.flex:flex", _needs_flex, lacks=frozenset({"float64"}), opaque=True
+            ),
         },
         "decode_attention": {
             "sdpa": Implementation("fppo_kernels.decode_attention.sdpa:sdpa"),
@@ -165,12 +173,13 @@ BUILTIN: Table = MappingProxyType(
             "chunked": Implementation("fppo_kernels.log_probs.chunked:chunked"),
             "cpp": Implementation("fppo_kernels.log_probs.cpp:cpp", _needs_cpp, lacks=NO_HALF),
             "compiled": Implementation(
-                "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"})
+                "fppo_kernels.log_probs.compiled:compiled", needs_compiler, lacks=frozenset({"axis"}), opaque=True
             ),
             "liger": Implementation(
                 "fppo_kernels.log_probs.liger:liger",
                 _needs_liger,
                 lacks=frozenset({"bias", "softcap", "sum_squared", "axis"}),
+                opaque=True,
             ),
             "triton": Implementation("fppo_kernels.log_probs.triton:triton", _needs_triton, lacks=NO_HALF),
         },
@@ -182,36 +191,43 @@ BUILTIN: Table = MappingProxyType(
                 _needs_float8,
                 lacks=NO_DOUBLE,
                 reference="fppo_kernels.linear.float8_reference:reference",
+                opaque=True,
             ),
         },
         "rms_norm": {
             "eager": Implementation("fppo_kernels.rms_norm.eager:eager"),
             "torch": Implementation("fppo_kernels.rms_norm.functional:functional"),
             "cpp": Implementation("fppo_kernels.rms_norm.cpp:cpp", _needs_cpp, lacks=NO_HALF),
-            "liger": Implementation("fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "liger": Implementation(
+                "fppo_kernels.rms_norm.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE, opaque=True
+            ),
             "triton": Implementation("fppo_kernels.rms_norm.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "add_rms_norm": {
             "eager": Implementation("fppo_kernels.rms_norm.eager:add_eager"),
             "cpp": Implementation("fppo_kernels.rms_norm.cpp:add_cpp", _needs_cpp, lacks=NO_HALF),
-            "liger": Implementation("fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "liger": Implementation(
+                "fppo_kernels.rms_norm.liger:add_liger", _needs_liger_cuda, lacks=NO_DOUBLE, opaque=True
+            ),
             "triton": Implementation("fppo_kernels.rms_norm.triton:add_triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "layer_norm": {
             "eager": Implementation("fppo_kernels.layer_norm:eager"),
             "torch": Implementation("fppo_kernels.layer_norm:functional"),
-            "liger": Implementation("fppo_kernels.layer_norm:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "liger": Implementation("fppo_kernels.layer_norm:liger", _needs_liger_cuda, lacks=NO_DOUBLE, opaque=True),
         },
         "rotary": {
             "eager": Implementation("fppo_kernels.rotary.eager:eager"),
             "cpp": Implementation("fppo_kernels.rotary.cpp:cpp", _needs_cpp, lacks=NO_HALF),
-            "liger": Implementation("fppo_kernels.rotary.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE),
+            "liger": Implementation("fppo_kernels.rotary.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE, opaque=True),
             "triton": Implementation("fppo_kernels.rotary.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "glu": {
             "eager": Implementation("fppo_kernels.glu.eager:eager"),
             "cpp": Implementation("fppo_kernels.glu.cpp:cpp", _needs_cpp, lacks=NO_HALF),
-            "liger": Implementation("fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}),
+            "liger": Implementation(
+                "fppo_kernels.glu.liger:liger", _needs_liger_cuda, lacks=NO_DOUBLE | {"gelu"}, opaque=True
+            ),
             "triton": Implementation("fppo_kernels.glu.triton:triton", _needs_triton, lacks=NO_DOUBLE),
         },
         "all_to_all": {"torch": Implementation("fppo_kernels.collectives:all_to_all")},

@@ -7,13 +7,14 @@ import threading
 from functools import partial
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from fppo.laws import LawViolation
+from fppo.laws import LawViolation, check_func
 from fppo.laws._kernels import bound, example_of
 from fppo.laws._search import check
 from fppo.laws.kernels import laws_of
@@ -71,6 +72,13 @@ def check_layer(name, dtype, numbers, small):
 def layers_in_float32():
     for name in ("rms_norm", "glu", "add_rms_norm", "rotary"):
         check_layer(name, torch.float32, range(3 if name == "glu" else 4), slice(None, -1, 4))
+
+
+def transforms_of_layers():
+    """As `laws.check_func`, in one size."""
+    for name in ("rms_norm", "add_rms_norm", "glu", "rotary", "log_probs"):
+        op = attrs.evolve(operation_of(name), sizes=((2, 3),), features=(frozenset(),) * 2)
+        assert check_func(op, table.get(name, "triton"), dtypes=(torch.float32,))
 
 
 def layers_in_bfloat16():
@@ -274,6 +282,7 @@ CHECKS = {
         refusals,
         mistakes,
         layers_in_float32,
+        transforms_of_layers,
         layers_in_bfloat16,
         layers_of_other_layouts,
         layer_refusals,

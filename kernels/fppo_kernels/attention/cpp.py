@@ -3,45 +3,81 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels._cpp import call, kind_of
+from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import TwoPass, run
 
 _PROGRAM = "attention/_sequences.cpp"
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ends: Any, numbers: Any
-    ) -> Tensor:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        out = query.new_empty(*query.shape[:2], value.shape[2])
-        wide = torch.promote_types(query.dtype, torch.float32)
-        of_sinks = None if sinks is None else sinks.to(wide).contiguous()
-        log_sums = query.new_empty(query.shape[:2], dtype=wide)
-        call(_PROGRAM, f"forward_{kind_of(query)}", query, key, value, of_sinks, *ends, out, log_sums, *numbers)
-        ctx.save_for_backward(query, key, value, sinks, *ends, out, log_sums)
-        ctx.numbers = numbers
-        return out
+class PackedOptions(NamedTuple):
+    """The arguments of the operation that are no tensors."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        query, key, value, sinks, ends, key_ends, out, log_sums = ctx.saved_tensors
-        grad = grad.contiguous()
-        dots = (grad.to(log_sums.dtype) * out.to(log_sums.dtype)).sum(-1)
-        slopes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        tensors = query, key, value, grad, log_sums, dots, ends, key_ends, *slopes
-        call(_PROGRAM, f"backward_{kind_of(query)}", *tensors, *ctx.numbers)
-        of_sinks = None if sinks is None else -((sinks - log_sums).exp() * dots).sum(0).to(sinks.dtype)
-        return *slopes, of_sinks, None, None
+    numbers: tuple[int | float, ...]  # sequences, heads, heads of keys, widths, window, scale and soft cap
+    lengths: Lengths
+    key_lengths: Lengths | None
+
+
+def _forward(
+    options: PackedOptions, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    out = query.new_empty(*query.shape[:2], value.shape[2])
+    wide = torch.promote_types(query.dtype, torch.float32)
+    of_sinks = None if sinks is None else sinks.to(wide).contiguous()
+    log_sums = query.new_empty(query.shape[:2], dtype=wide)
+    tensors = query, key, value, of_sinks, *_ends(options), out, log_sums
+    call(_PROGRAM, f"forward_{kind_of(query)}", *tensors, *options.numbers)
+    return (out,), (log_sums,)
+
+
+def _backward(
+    options: PackedOptions,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kept: tuple[Tensor, Tensor],
+    grads: tuple[Tensor],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    (out, log_sums), sinks = kept, tensors[3]
+    query, key, value, grad = (x.contiguous() for x in (*tensors[:3], grads[0]))
+    dots = (grad.to(log_sums.dtype) * out.to(log_sums.dtype)).sum(-1)
+    slopes = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    every = query, key, value, grad, log_sums, dots, *_ends(options), *slopes
+    call(_PROGRAM, f"backward_{kind_of(query)}", *every, *options.numbers)
+    of_sinks = None if sinks is None else -((sinks - log_sums).exp() * dots).sum(0).to(sinks.dtype)
+    return *slopes, of_sinks
+
+
+def _ends(options: PackedOptions) -> tuple[Tensor, Tensor]:
+    return options.lengths.cu_seqlens.long(), (options.key_lengths or options.lengths).cu_seqlens.long()
+
+
+def _definition(
+    options: PackedOptions, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> tuple[Tensor]:
+    *_, window, scale, softcap = options.numbers
+    out = sdpa(
+        query,
+        key,
+        value,
+        lengths=options.lengths,
+        scale=scale,
+        window=int(window) or None,
+        softcap=softcap or None,
+        sinks=sinks,
+        key_lengths=options.key_lengths,
+    )
+    return (out,)
+
+
+_PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition, reads=(0,))
 
 
 def cpp(
@@ -56,13 +92,12 @@ def cpp(
     sinks: Float[Tensor, " q"] | None = None,
     key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """`eager` in float32 or wider, rounded once. It has first derivatives only.
+    """`eager` in float32 or wider, rounded once. Derivatives other than the first are those of `sdpa`.
 
     Threads share sequences and heads of keys out among themselves. Raises ValueError for float16, several dtypes, and
     tensors that are not on the CPU.
     """
     kind_of(query, key, value)
     sizes = len(lengths.lengths), query.shape[1], *key.shape[1:], value.shape[2]
-    ends = lengths.cu_seqlens.long(), (key_lengths or lengths).cu_seqlens.long()
     numbers = *sizes, window or 0, float(scale), float(softcap or 0.0)
-    return _Attention.apply(query, key, value, sinks, ends, numbers)
+    return run(_PASSES, PackedOptions(numbers, lengths, key_lengths), query, key, value, sinks)[0]

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from fppo_kernels.attention.eager import masked_attention
 from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
+from fppo_kernels.transforms import active, stacked
 
 FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
 
@@ -58,13 +59,15 @@ def batch_attention(
     """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], which are the last L of M tokens, key [B, M, Hkv, D] and
     value [B, M, Hkv, Dv], no padding.
 
-    A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window.
+    A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window. Under transforms of
+    torch.func, one reverse pass excepted, it computes all scores at once.
     """
     length, keys = query.shape[1], key.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if mask is None and (softcap is not None or sinks is not None or (window is not None and window < keys)):
+    by_hand = softcap is not None or sinks is not None or stacked()  # torch's kernels have first derivatives only
+    if mask is None and (by_hand or (window is not None and window < keys)):
         mask = causal_mask(length, keys, window, query.device)
-    if softcap is not None or sinks is not None:
+    if by_hand:
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is None and length < keys:
@@ -101,14 +104,19 @@ def sdpa(
         return query.new_zeros(0, query.shape[1], value.shape[2]) + (query.sum() + key.sum() + value.sum()) * 0
     own, keys = _plans(lengths.lengths, seen.lengths, query.device)
     groups: list[tuple[Tensor, ...]] = [
-        _GatheredRows.apply(x, plan.places, plan.slots, None).split(plan.sizes)
+        _gathered(x, plan.places, plan.slots).split(plan.sizes)
         for x, plan in ((query, own), (key, keys), (value, keys))
     ]
     outputs: list[Tensor] = []
     for (count, _), *group in zip(own.shapes, *groups, strict=True):
         batch = [x.view(count, -1, *x.shape[1:]) for x in group]
         outputs.append(batch_attention(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(0, 1))
-    return _GatheredRows.apply(torch.cat(outputs), own.slots, own.places, own.real)
+    return _gathered(torch.cat(outputs), own.slots, own.places, own.real)
+
+
+def _gathered(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
+    """x[index]; see `_GatheredRows`."""
+    return x.index_select(0, index) if active() else _GatheredRows.apply(x, index, back, real)
 
 
 class _GatheredRows(torch.autograd.Function):

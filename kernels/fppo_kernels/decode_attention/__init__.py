@@ -91,4 +91,5 @@ OPERATION = Operation(
     sized=_sized,
     cost=_cost,
     multiples={"heads": "kv_heads"},
+    transforms=(),
 )

@@ -49,4 +49,5 @@ OPERATION = Operation(
     sized=_sized,
     cost=_cost,
     dtypes=FLOATS[:2],
+    transforms=(),
 )

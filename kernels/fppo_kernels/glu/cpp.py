@@ -3,41 +3,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels._cpp import call, kind_of
-from fppo_kernels.glu.eager import ACTIVATIONS
+from fppo_kernels.glu.eager import ACTIVATIONS, eager
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import TwoPass, run
 
 _FILE = "glu/_numbers.cpp"
 
 
-def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+def _forward(activation: str, gate: Tensor, up: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+    gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     call(_FILE, f"{activation}_forward_{kind_of(gate)}", gate, up, out, gate.numel())
-    return out
+    return (out,), ()
 
 
-class _CppGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return _forward(gate, up, activation)
+def _backward(
+    activation: str, tensors: tuple[Tensor, Tensor], kept: tuple[()], grads: tuple[Tensor], needed: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    gate, up, grad = (x.contiguous() for x in (*tensors, *grads))
+    slopes = torch.empty_like(gate), torch.empty_like(up)
+    call(_FILE, f"{activation}_backward_{kind_of(gate)}", gate, up, grad, *slopes, gate.numel())
+    return slopes
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        tensors = gate, up, grad.contiguous(), torch.empty_like(gate), torch.empty_like(up)
-        call(_FILE, f"{ctx.activation}_backward_{kind_of(gate)}", *tensors, gate.numel())
-        return tensors[3], tensors[4], None
+
+def _definition(activation: str, gate: Tensor, up: Tensor) -> tuple[Tensor]:
+    return (eager(gate, up, activation=activation),)
+
+
+_PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition)
 
 
 def cpp(
@@ -45,10 +42,10 @@ def cpp(
 ) -> Float[Tensor, "*rows h"]:
     """`eager` in one pass, in float32 or wider and rounded once. It keeps `gate` and `up` alone for the pass back.
 
-    It has first derivatives only. Raises ValueError for float16, two dtypes, tensors that are not on the CPU, and an
-    activation that is not known.
+    Derivatives other than the first are those of `eager`. Raises ValueError for float16, two dtypes, tensors that are
+    not on the CPU, and an activation that is not known.
     """
     kind_of(gate, up)
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu/cpp has no activation {activation!r}; it has {list(ACTIVATIONS)}")
-    return (_CppGlu.apply if torch.is_grad_enabled() else _forward)(gate.contiguous(), up.contiguous(), activation)
+    return run(_PASSES, activation, gate.contiguous(), up.contiguous())[0]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import triton as _triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels.glu._triton_kernels import backward_kernel, forward_kernel
-from fppo_kernels.glu.eager import ACTIVATIONS
+from fppo_kernels.glu.eager import ACTIVATIONS, eager
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024
@@ -23,30 +23,33 @@ def _cut(count: int, activation: str) -> tuple[tuple[int], dict[str, Any]]:
     return (_triton.cdiv(count, BLOCK),), {"KIND": activation, "BLOCK": BLOCK}
 
 
-class _TritonGlu(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        out, count = torch.empty_like(gate), gate.numel()
-        grid, settings = _cut(count, activation)
-        if count:
-            with torch.cuda.device_of(gate):
-                forward_kernel[grid](gate, up, out, count, **settings)
-        ctx.save_for_backward(gate, up)
-        ctx.activation = activation
-        return out
+def _forward(activation: str, gate: Tensor, up: Tensor) -> tuple[tuple[Tensor], tuple[()]]:
+    gate, up = gate.contiguous(), up.contiguous()
+    out, count = torch.empty_like(gate), gate.numel()
+    grid, settings = _cut(count, activation)
+    if count:
+        with torch.cuda.device_of(gate):
+            forward_kernel[grid](gate, up, out, count, **settings)
+    return (out,), ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
-        gate, up = ctx.saved_tensors
-        d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
-        grid, settings = _cut(count, ctx.activation)
-        if count:
-            with torch.cuda.device_of(gate):
-                backward_kernel[grid](gate, up, grad.contiguous(), d_gate, d_up, count, **settings)
-        return d_gate, d_up, None
+
+def _backward(
+    activation: str, tensors: tuple[Tensor, Tensor], kept: tuple[()], grads: tuple[Tensor], needed: tuple[bool, ...]
+) -> tuple[Tensor, Tensor]:
+    gate, up, grad = (x.contiguous() for x in (*tensors, *grads))
+    d_gate, d_up, count = torch.empty_like(gate), torch.empty_like(up), gate.numel()
+    grid, settings = _cut(count, activation)
+    if count:
+        with torch.cuda.device_of(gate):
+            backward_kernel[grid](gate, up, grad, d_gate, d_up, count, **settings)
+    return d_gate, d_up
+
+
+def _definition(activation: str, gate: Tensor, up: Tensor) -> tuple[Tensor]:
+    return (eager(gate, up, activation=activation),)
+
+
+_PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition)
 
 
 def triton(
@@ -54,7 +57,8 @@ def triton(
 ) -> Float[Tensor, "*rows h"]:
     """`eager` in one pass, in float32 and rounded once. It keeps `gate` and `up` alone for the pass back.
 
-    It has first derivatives only. Raises ValueError for float64, two dtypes, and an activation that is not known.
+    Derivatives other than the first are those of `eager`. Raises ValueError for float64, two dtypes, and an activation
+    that is not known.
     """
     if gate.dtype not in DTYPES or gate.dtype != up.dtype:
         raise ValueError(
@@ -62,4 +66,4 @@ def triton(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"glu/triton has no activation {activation!r}; it has {list(ACTIVATIONS)}")
-    return _TritonGlu.apply(gate.contiguous(), up.contiguous(), activation)
+    return run(_PASSES, activation, gate.contiguous(), up.contiguous())[0]

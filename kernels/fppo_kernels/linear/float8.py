@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import refuse
 
 CODES = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -60,6 +61,7 @@ def float8(
     On a GPU the sums of y are those of its fast accumulation. Raises ValueError for a dtype that is not float32,
     bfloat16 or float16.
     """
+    refuse("linear/float8", "its codes are steps; linear/torch has")
     if x.dtype not in DTYPES:
         raise ValueError(f"linear/float8 computes in {[str(d) for d in DTYPES]}, got {x.dtype}: take linear/torch")
     if not x.numel() or not weight.numel():

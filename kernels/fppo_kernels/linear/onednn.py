@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import active
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -70,14 +71,16 @@ def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 def onednn(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
-    """x @ weight.T + bias by oneDNN, forward and backward. It has first derivatives only.
+    """x @ weight.T + bias by oneDNN, forward and backward, with first derivatives only; under transforms of torch.func
+    it is torch's.
 
     What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, this one on CPUs that do not
     have it (AVX-512), other devices, tensors without numbers (empty, on meta, fake) and `x` without rows.
     """
     operands = [x, weight] if bias is None else [x, weight, bias]
     fits = _multiplies(x.dtype) and x.dim() > 1 and x.numel() and weight.numel()
-    if not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
+    transformed = not torch.compiler.is_compiling() and active()
+    if transformed or not fits or not all(_is_plain(each) and each.dtype == x.dtype for each in operands):
         return F.linear(x, weight, bias)
     if torch.is_grad_enabled() and any(each.requires_grad for each in operands):
         return _OnednnLinear.apply(x, weight, bias)

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._matmul import matmul
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs.reference import LogProbs, per_token
+from fppo_kernels.log_probs.reference import PIECE, LogProbs, every_output, per_token
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.transforms import TwoPass, run
 
 
 class Tiles(NamedTuple):
@@ -201,46 +201,69 @@ def _differentiate(
 BLOCKS = SlabWork(_measure, _differentiate)
 
 
-class _Chunked(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: Tensor,
-        rule: Rule,
-        axis: Axis,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        wide_bias = None if bias is None else bias.to(temperature)
-        inputs = PassInputs(rule, hidden, weight, wide_bias, labels - _moments.first_row(weight, axis), temperature)
-        label_logits, moments = rule.work.measure(inputs)
-        label_logits = all_reduce(label_logits, axis)
-        total = _moments.merge_ranks(moments, axis)
-        ctx.save_for_backward(*inputs[1:], label_logits, *moments, *total)
-        ctx.rule, ctx.axis = rule, axis
-        ctx.set_materialize_grads(False)
-        return (label_logits - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
+class ChunkedOptions(NamedTuple):
+    """The arguments of the operation that are no tensors."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        inputs = PassInputs(ctx.rule, *ctx.saved_tensors[:5])
-        label_logits, *moments = ctx.saved_tensors[5:]
-        moments, total = Moments(*moments[:4]), Moments(*moments[4:])
-        shared = ctx.axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
-        d_outputs = [torch.zeros_like(label_logits) if grad is None else grad for grad in grads]
-        d_label, d_entropy, d_squared = (all_reduce(x, ctx.axis) for x in d_outputs)
-        asked = (
-            d_label,
-            d_entropy if ctx.rule.entropy and (shared or grads[1] is not None) else None,
-            d_squared if ctx.rule.sum_squared and (shared or grads[2] is not None) else None,
-        )
-        coefficients = _coefficients(inputs, label_logits, total, asked)
-        return *_backward(inputs, coefficients, moments, total, ctx.needs_input_grad[:3]), None, None, None, None
+    rule: Rule
+    axis: Axis
+
+
+def _outputs(
+    options: ChunkedOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    wide_bias = None if bias is None else bias.to(temperature)
+    own = labels - _moments.first_row(weight, options.axis)
+    inputs = PassInputs(options.rule, hidden, weight, wide_bias, own, temperature)
+    label_logits, moments = options.rule.work.measure(inputs)
+    label_logits = all_reduce(label_logits, options.axis)
+    total = _moments.merge_ranks(moments, options.axis)
+    outputs = (label_logits - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
+    return outputs, (own, label_logits, total.maximum, total.log_sum, *moments)
+
+
+def _gradients(
+    options: ChunkedOptions,
+    tensors: tuple[Tensor | None, ...],
+    kept: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    (rule, axis), (hidden, weight, bias, _, temperature) = options, tensors
+    entropy, sum_squared, own, label_logits, maximum, log_sum, *moments = kept
+    assert hidden is not None
+    assert weight is not None
+    assert temperature is not None
+    inputs = PassInputs(rule, hidden, weight, None if bias is None else bias.to(temperature), own, temperature)
+    shared = axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
+    d_outputs = [torch.zeros_like(label_logits) if grad is None else grad for grad in grads]
+    d_label, d_entropy, d_squared = (all_reduce(x, axis) for x in d_outputs)
+    used = (
+        d_label,
+        d_entropy if rule.entropy and (shared or grads[1] is not None) else None,
+        d_squared if rule.sum_squared and (shared or grads[2] is not None) else None,
+    )
+    total = Moments(maximum, log_sum, entropy, sum_squared)
+    coefficients = _coefficients(inputs, label_logits, total, used)
+    d_hidden, d_weight, d_bias = _backward(inputs, coefficients, Moments(*moments), total, needed)
+    return d_hidden, d_weight, d_bias if d_bias is None or bias is None else d_bias.to(bias.dtype), None, None
+
+
+def _definition(
+    options: ChunkedOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, ...]:
+    rule = options.rule
+    return every_output(hidden, weight, bias, labels, temperature, rule.softcap, rule.scale, options.axis)
+
+
+_PASSES = TwoPass(
+    forward=_outputs,
+    backward=_gradients,
+    definition=_definition,
+    outputs=3,
+    reads=(1, 2),
+    rows=(True, False, False, True, True),
+    piece=PIECE,
+)
 
 
 def _backward(
@@ -297,13 +320,14 @@ def chunked(
 ) -> LogProbs:
     """`reference` with memory for one slab of logits, in both passes; sums are added up in float32 or wider.
 
-    On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). It has first
-    derivatives only. `work` is done with each slab, here by torch's operations on a block of it at a time.
+    On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). Derivatives
+    other than the first are those of `reference`, some tokens at a time. `work` is done with each slab, here by torch's
+    operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = per_token(temperature, hidden, wide)
     tempered = isinstance(temperature, Tensor) or temperature != 1.0
     tiles = tiles or (CUDA_TILES if hidden.is_cuda else CPU_TILES)
     rule = Rule(softcap, scale, tempered, entropy, sum_squared, tiles, work)
-    out: tuple[Tensor, ...] = _Chunked.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
+    out = run(_PASSES, ChunkedOptions(rule, axis or Axis()), hidden, weight, bias, labels, temperatures)
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

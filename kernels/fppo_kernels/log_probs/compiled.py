@@ -12,6 +12,7 @@ from torch import Tensor
 from fppo_kernels.collectives import Axis
 from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.transforms import refuse
 
 SPECIALISATIONS = 256  # programs for shapes, dtypes, outputs asked for; torch's own limit of 8 is soon reached
 
@@ -67,10 +68,11 @@ def compiled(
     """`reference` under torch.compile, compiled at the first call of each kind. It holds [N, V] logits.
 
     Logits of bfloat16 hidden states and weights are rounded to bfloat16. Raises ValueError for an `axis` of more than
-    one rank.
+    one rank, and under transforms of torch.func.
     """
     if axis is not None and axis.size > 1:
         raise ValueError("log_probs/compiled cannot split the vocabulary over ranks; log_probs/chunked can")
+    refuse("log_probs/compiled", "torch.compile does not trace it there; log_probs/chunked has")
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = per_token(temperature, hidden, wide)
     with torch._dynamo.config.patch(recompile_limit=SPECIALISATIONS):  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from torch import Tensor
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.shapes import Float, Int
 
+PIECE = 256  # tokens whose logits are held for derivatives of kernels other than the first
+
 
 class LogProbs(NamedTuple):
     """Moments of the next-token distributions, float32 [N] (float64 from float64 inputs); None if not asked for."""
@@ -92,3 +94,31 @@ def reference(
         -(probs * finite).sum(-1) if entropy else None,
         probs.square().sum(-1) if sum_squared else None,
     )
+
+
+def every_output(
+    hidden: Float[Tensor, "n h"],
+    weight: Float[Tensor, "v h"],
+    bias: Float[Tensor, " v"] | None,
+    labels: Int[Tensor, " n"],
+    temperature: Float[Tensor, " n"],
+    softcap: float | None,
+    scale: float,
+    axis: Axis,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All outputs of `reference`, each [N], as kernels whose derivatives are taken of it need them."""
+    out = reference(
+        hidden,
+        weight,
+        labels,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        scale=scale,
+        entropy=True,
+        sum_squared=True,
+        axis=axis,
+    )
+    assert out.entropy is not None
+    assert out.sum_squared is not None
+    return out.log_probs, out.entropy, out.sum_squared

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import triton as _triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -16,8 +15,9 @@ from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
 from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
-from fppo_kernels.log_probs.reference import LogProbs, per_token
+from fppo_kernels.log_probs.reference import PIECE, LogProbs, every_output, per_token
 from fppo_kernels.shapes import Float, Int
+from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16)
 INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
@@ -178,42 +178,62 @@ def _backward(
     return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, narrow
 
 
-class _Triton(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        temperature: Tensor,
-        rule: _Rule,
-        axis: Axis,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = _Inputs(rule, hidden, weight, bias, labels - _moments.first_row(weight, axis), temperature)
-        own, moments = _forward(inputs)
-        own = all_reduce(own, axis)
-        total = _moments.merge_ranks(moments, axis)
-        ctx.save_for_backward(*inputs[1:], torch.stack(total), own)
-        ctx.rule, ctx.axis = rule, axis
-        ctx.set_materialize_grads(False)
-        return (own - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
+class TritonOptions(NamedTuple):
+    """The arguments of the operation that are no tensors."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        *tensors, total, own = ctx.saved_tensors
-        inputs = _Inputs(ctx.rule, *tensors)
-        # every rank of an axis gets the gradients of all outputs, used by it or not
-        if ctx.axis.size > 1:
-            asked = ctx.rule.entropy, ctx.rule.sum_squared
-        else:
-            asked = grads[1] is not None, grads[2] is not None
-        d_outputs = torch.stack([torch.zeros_like(total[0]) if grad is None else grad for grad in grads])
-        rows_of = torch.cat([total, all_reduce(d_outputs, ctx.axis), own[None]])
-        return *_backward(inputs, rows_of, asked, ctx.needs_input_grad[:3]), None, None, None, None
+    rule: _Rule
+    axis: Axis
+
+
+def _outputs(
+    options: TritonOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
+    shifted = labels - _moments.first_row(weight, options.axis)
+    own, moments = _forward(_whole(options, hidden, weight, bias, shifted, temperature))
+    own = all_reduce(own, options.axis)
+    total = _moments.merge_ranks(moments, options.axis)
+    outputs = (own - total.maximum - total.log_sum).clamp_(max=0), total.entropy, total.sum_squared
+    return outputs, (shifted, torch.stack(total), own)
+
+
+def _whole(options: TritonOptions, *tensors: Tensor | None) -> _Inputs:
+    return _Inputs(options.rule, *(x if x is None else x.contiguous() for x in tensors))  # pyright: ignore[reportArgumentType]
+
+
+def _gradients(
+    options: TritonOptions,
+    tensors: tuple[Tensor | None, ...],
+    kept: tuple[Tensor, Tensor, Tensor],
+    grads: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    shifted, total, own = kept
+    inputs = _whole(options, *tensors[:3], shifted, tensors[4])
+    # every rank of an axis gets the gradients of all outputs, used by it or not
+    if options.axis.size > 1:
+        used = options.rule.entropy, options.rule.sum_squared
+    else:
+        used = grads[1] is not None, grads[2] is not None
+    d_outputs = torch.stack([torch.zeros_like(total[0]) if grad is None else grad for grad in grads])
+    rows_of = torch.cat([total, all_reduce(d_outputs, options.axis), own[None]])
+    return *_backward(inputs, rows_of, used, needed), None, None
+
+
+def _definition(
+    options: TritonOptions, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, temperature: Tensor
+) -> tuple[Tensor, ...]:
+    rule = options.rule
+    return every_output(hidden, weight, bias, labels, temperature, rule.softcap, rule.scale, options.axis)
+
+
+_PASSES = TwoPass(
+    forward=_outputs,
+    backward=_gradients,
+    definition=_definition,
+    outputs=3,
+    rows=(True, False, False, True, True),
+    piece=PIECE,
+)
 
 
 def _check(hidden: Tensor, weight: Tensor) -> None:
@@ -247,14 +267,14 @@ def triton(
     """`reference` with no logits in memory forward, and one slab of their gradients backward.
 
     Products add up in float32, from float32 inputs without TensorFloat-32. A slab is in the dtype of the weight; the
-    products of slabs that give the gradients add up in float32. It has first derivatives only. Raises ValueError for
-    dtypes other than float32 and bfloat16, and for tensors on a CPU without Triton's interpreter.
+    products of slabs that give the gradients add up in float32. Derivatives other than the first are those of
+    `reference`, some tokens at a time. Raises ValueError for dtypes other than float32 and bfloat16, and for tensors on
+    a CPU without Triton's interpreter.
     """
     _check(hidden, weight)
     dtype = torch.promote_types(hidden.dtype, weight.dtype)
     hidden, weight = hidden.to(dtype).contiguous(), weight.to(dtype).contiguous()
-    temperatures = per_token(temperature, hidden, torch.float32).contiguous()
+    temperatures = per_token(temperature, hidden, torch.float32)
     rule = _Rule(softcap, scale, entropy, sum_squared, tiling or choose_tiling(hidden, weight))
-    bias = None if bias is None else bias.contiguous()
-    out: tuple[Tensor, ...] = _Triton.apply(hidden, weight, bias, labels, temperatures, rule, axis or Axis())
+    out = run(_PASSES, TritonOptions(rule, axis or Axis()), hidden, weight, bias, labels, temperatures)
     return LogProbs(out[0], out[1] if entropy else None, out[2] if sum_squared else None)

@@ -3,59 +3,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels._cpp import call, kind_of
+from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import TwoPass, run
 
 PARTS = 16  # of the rows, whose gradients by the weight are added up apart: so the number of threads changes no bit
 _FILE = "rms_norm/_rows.cpp"
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm, the numbers that it is of, and what they were multiplied by."""
+    options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
+    """The norm and, of a sum, the sum; and what its rows were multiplied by."""
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
     scales = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
     out, total = torch.empty_like(x), None if residual is None else torch.empty_like(x)
     tensors = x, residual, weight, out, total, scales
-    call(_FILE, f"normalise_{kind_of(x)}", *tensors, *x.shape, float(eps), float(offset))
-    return out, x if total is None else total, scales
+    call(_FILE, f"normalise_{kind_of(x)}", *tensors, *x.shape, float(options.eps), float(options.offset))
+    return (out,) if total is None else (out, total), (scales,)
 
 
-class _CppNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
-        out, total, scales = _forward(x, residual, weight, eps, offset)
-        ctx.save_for_backward(total, weight, scales)
-        ctx.offset, ctx.added = offset, residual is not None
-        ctx.set_materialize_grads(False)
-        if residual is None:
-            ctx.mark_non_differentiable(scales)
-        return out, scales if residual is None else total
+def _backward(
+    options: NormNumbers,
+    tensors: tuple[Tensor, Tensor | None, Tensor],
+    kept: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    (x, residual, weight), (*sums, scales) = tensors, kept
+    total, (grad, *others) = sums[0] if sums else x.contiguous(), grads
+    d_total = others[0].contiguous() if others and others[0] is not None else None
+    if grad is None:
+        return d_total, d_total, weight.new_zeros(weight.shape) if needed[2] else None
+    (rows, width), d_x = total.shape, torch.empty_like(total)
+    parts = scales.new_zeros(PARTS, width) if needed[2] else None
+    every = total, weight.contiguous(), scales, grad.contiguous(), d_total, d_x, parts
+    call(_FILE, f"differentiate_{kind_of(total)}", *every, rows, width, PARTS, float(options.offset))
+    return d_x, None if residual is None else d_x, None if parts is None else parts.sum(0).to(weight.dtype)
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor | None, d_total: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        total, weight, scales = ctx.saved_tensors
-        d_total = d_total.contiguous() if ctx.added and d_total is not None else None
-        if grad is None:
-            return d_total, d_total, None, None, None
-        (rows, width), d_x = total.shape, torch.empty_like(total)
-        parts = scales.new_zeros(PARTS, width) if ctx.needs_input_grad[2] else None
-        tensors = total, weight, scales, grad.contiguous(), d_total, d_x, parts
-        call(_FILE, f"differentiate_{kind_of(total)}", *tensors, rows, width, PARTS, float(ctx.offset))
-        d_weight = None if parts is None else parts.sum(0).to(weight.dtype)
-        return d_x, d_x if ctx.added else None, d_weight, None, None
+
+_NORM = TwoPass(forward=_forward, backward=_backward, definition=norm_of)
+_ADDED = TwoPass(forward=_forward, backward=_backward, definition=norm_of, outputs=2, reads=(1,))
 
 
 def cpp(
@@ -63,12 +56,12 @@ def cpp(
 ) -> Float[Tensor, "*rows h"]:
     """`eager` in one pass over `x`, which it keeps, with a number per row, for one pass back.
 
-    It has first derivatives only. Raises ValueError for float16, two dtypes, and tensors that are not on the CPU.
+    Derivatives other than the first are those of `eager`. Raises ValueError for float16, two dtypes, and tensors that
+    are not on the CPU.
     """
     kind_of(x, weight)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    apply: Callable[..., tuple[Tensor, ...]] = _CppNorm.apply if torch.is_grad_enabled() else _forward
-    return apply(rows, None, weight.contiguous(), eps, offset)[0].view(x.shape)
+    rows = x.reshape(-1, x.shape[-1])
+    return run(_NORM, NormNumbers(eps, offset), rows, None, weight)[0].view(x.shape)
 
 
 def add_cpp(
@@ -81,7 +74,6 @@ def add_cpp(
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
     """`add_eager` as `cpp` is `eager`."""
     kind_of(x, residual, weight)
-    rows, others = (each.reshape(-1, x.shape[-1]).contiguous() for each in (x, residual))
-    apply: Callable[..., tuple[Tensor, ...]] = _CppNorm.apply if torch.is_grad_enabled() else _forward
-    normed, total, *_ = apply(rows, others, weight.contiguous(), eps, offset)
+    rows, others = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
+    normed, total = run(_ADDED, NormNumbers(eps, offset), rows, others, weight)
     return normed.view(x.shape), total.view(x.shape)

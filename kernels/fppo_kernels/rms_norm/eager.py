@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -35,3 +37,17 @@ def add_eager(
     """
     total = x + residual
     return eager(total, weight, eps=eps, offset=offset), total
+
+
+class NormNumbers(NamedTuple):
+    """The numbers of a norm."""
+
+    eps: float
+    offset: float
+
+
+def norm_of(numbers: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
+    """The norm of `x`, or the norm of x + residual and that sum, as kernels whose derivatives are taken of it need."""
+    if residual is None:
+        return (eager(x, weight, eps=numbers.eps, offset=numbers.offset),)
+    return add_eager(x, residual, weight, eps=numbers.eps, offset=numbers.offset)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import triton as _triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fppo_kernels.rms_norm._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
+from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 1 << 16  # numbers of a row that one instance can hold
@@ -24,44 +25,46 @@ def _cut(width: int, **asked: bool) -> dict[str, Any]:
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **asked}
 
 
-class _TritonNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float
-    ) -> tuple[Tensor, Tensor]:
-        rows, width = x.shape
-        out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
-        total = x if residual is None else torch.empty_like(x)
-        if rows:
-            with torch.cuda.device_of(x):
-                tensors = x, x if residual is None else residual, weight, out, total, scales
-                settings = _cut(width, ADD=residual is not None)
-                forward_kernel[(rows,)](*tensors, rows, width, eps, offset, **settings)
-        ctx.save_for_backward(total, weight, scales)
-        ctx.offset, ctx.added = offset, residual is not None
-        ctx.set_materialize_grads(False)
-        if residual is None:
-            ctx.mark_non_differentiable(scales)
-        return out, scales if residual is None else total
+def _forward(
+    options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
+) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
+    """The norm and, of a sum, the sum; and what its rows were multiplied by."""
+    x, weight, (rows, width) = x.contiguous(), weight.contiguous(), x.shape
+    out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
+    total = x if residual is None else torch.empty_like(x)
+    if rows:
+        with torch.cuda.device_of(x):
+            tensors = x, x if residual is None else residual.contiguous(), weight, out, total, scales
+            settings = _cut(width, ADD=residual is not None)
+            forward_kernel[(rows,)](*tensors, rows, width, *options, **settings)
+    return (out,) if residual is None else (out, total), (scales,)
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: Tensor | None, d_total: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        x, weight, scales = ctx.saved_tensors
-        if grad is None:
-            return d_total, d_total, None, None, None
-        rows, width = x.shape
-        count, d_x, needed = max(1, min(rows, INSTANCES)), torch.empty_like(x), ctx.needs_input_grad[2]
-        parts = x.new_zeros(count if needed else 0, width, dtype=torch.float32)
-        add, grad = ctx.added and d_total is not None, grad.contiguous()
-        tensors = x, weight, grad, d_total.contiguous() if d_total is not None and add else grad, scales, d_x, parts
-        if rows:
-            with torch.cuda.device_of(x):
-                settings = _cut(width, WEIGHT=needed, ADD=add)
-                backward_kernel[(count,)](*tensors, rows, width, ctx.offset, **settings)
-        return d_x, d_x if ctx.added else None, parts.sum(0).to(weight.dtype) if needed else None, None, None
+
+def _backward(
+    options: NormNumbers,
+    tensors: tuple[Tensor, Tensor | None, Tensor],
+    kept: tuple[Tensor, ...],
+    grads: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    (x, residual, weight), (*sums, scales), (grad, *others) = tensors, kept, grads
+    x, d_total = sums[0] if sums else x.contiguous(), others[0] if others else None
+    if grad is None:
+        return d_total, d_total, weight.new_zeros(weight.shape) if needed[2] else None
+    rows, width = x.shape
+    count, d_x = max(1, min(rows, INSTANCES)), torch.empty_like(x)
+    parts = x.new_zeros(count if needed[2] else 0, width, dtype=torch.float32)
+    grad, weight = grad.contiguous(), weight.contiguous()
+    every = x, weight, grad, grad if d_total is None else d_total.contiguous(), scales, d_x, parts
+    if rows:
+        with torch.cuda.device_of(x):
+            settings = _cut(width, WEIGHT=needed[2], ADD=d_total is not None)
+            backward_kernel[(count,)](*every, rows, width, options.offset, **settings)
+    return d_x, None if residual is None else d_x, parts.sum(0).to(weight.dtype) if needed[2] else None
+
+
+_NORM = TwoPass(forward=_forward, backward=_backward, definition=norm_of)
+_ADDED = TwoPass(forward=_forward, backward=_backward, definition=norm_of, outputs=2, reads=(1,))
 
 
 def triton(
@@ -69,11 +72,11 @@ def triton(
 ) -> Float[Tensor, "*rows h"]:
     """`eager` in one pass over `x`, which it keeps, with a number per row, for one pass back.
 
-    It has first derivatives only. Raises ValueError for float64 and for rows of more than 65,536 numbers.
+    Derivatives other than the first are those of `eager`. Raises ValueError for float64 and for rows of more than
+    65,536 numbers.
     """
     _check("rms_norm", x, weight)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return _TritonNorm.apply(rows, None, weight.contiguous(), eps, offset)[0].view(x.shape)
+    return run(_NORM, NormNumbers(eps, offset), x.reshape(-1, x.shape[-1]), None, weight)[0].view(x.shape)
 
 
 def add_triton(
@@ -86,8 +89,8 @@ def add_triton(
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
     """`add_eager` as `triton` is `eager`, with the same errors."""
     _check("add_rms_norm", x, weight)
-    rows = (each.reshape(-1, x.shape[-1]).contiguous() for each in (x, residual))
-    normed, total = _TritonNorm.apply(*rows, weight.contiguous(), eps, offset)
+    rows = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
+    normed, total = run(_ADDED, NormNumbers(eps, offset), *rows, weight)
     return normed.view(x.shape), total.view(x.shape)
 
 

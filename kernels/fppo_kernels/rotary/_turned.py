@@ -4,36 +4,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from fppo_kernels.rotary.eager import eager
+from fppo_kernels.transforms import TwoPass, run
 
 Turn = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of heads [..., H, D] by cos and sin [..., D], or back (-1)
 
 
-class _Turned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        ctx.turn = turn
-        return turn(query, cos, sin, 1.0), turn(key, cos, sin, 1.0)
+def _forward(
+    turn: Turn, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[()]]:
+    cos, sin = cos.contiguous(), sin.contiguous()
+    return (turn(query.contiguous(), cos, sin, 1.0), turn(key.contiguous(), cos, sin, 1.0)), ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return *(ctx.turn(grad, cos, sin, -1.0) for grad in grads), None, None, None
+
+def _backward(
+    turn: Turn,
+    tensors: tuple[Tensor, ...],
+    kept: tuple[()],
+    grads: tuple[Tensor | None, ...],
+    needed: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    heads, (cos, sin) = tensors[:2], (x.contiguous() for x in tensors[2:])
+    zeros = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(heads, grads, strict=True))
+    return *(turn(grad.contiguous(), cos, sin, -1.0) for grad in zeros), None, None
+
+
+def _definition(turn: Turn, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return eager(query, key, cos.detach(), sin.detach())
+
+
+_PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition, outputs=2)
 
 
 def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
     """Query and key turned by `turn`, which gets contiguous tensors, with cos and sin of every row."""
-
-    def whole(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-        return turn(x.contiguous(), cos, sin, sign)
-
     shape = query.shape[:-2] + cos.shape[-1:]
-    return _Turned.apply(query, key, *(x.expand(shape).contiguous() for x in (cos, sin)), whole)  # type: ignore[return-value]
+    turns = (x.detach().expand(shape) for x in (cos, sin))
+    return run(_PASSES, turn, query, key, *turns)  # type: ignore[return-value]

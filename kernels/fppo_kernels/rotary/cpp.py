@@ -23,7 +23,7 @@ def cpp(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """`eager` in one pass, in float32 or wider and rounded once. It has first derivatives only.
+    """`eager` in one pass, in float32 or wider and rounded once. Derivatives other than the first are those of `eager`.
 
     Raises ValueError for float16, several dtypes, and tensors that are not on the CPU.
     """

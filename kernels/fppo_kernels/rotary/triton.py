@@ -32,7 +32,10 @@ def triton(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """`eager` in one pass, in float32 and rounded once. It has first derivatives only. ValueError for float64."""
+    """`eager` in one pass, in float32 and rounded once. Derivatives other than the first are those of `eager`.
+
+    Raises ValueError for float64.
+    """
     kinds = [x.dtype for x in (query, key, cos, sin)]
     if not set(kinds) <= set(DTYPES):
         raise ValueError(f"rotary/triton takes float32, bfloat16 and float16, got {kinds}; rotary/eager takes any")
