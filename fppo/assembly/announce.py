@@ -16,6 +16,7 @@ from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.settings import files
+from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
 from fppo.settings.resolve import old_log_probs_source, passes_besides, sharing_hindrances
 from fppo.settings.train import TrainSettings
@@ -32,7 +33,8 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
     prompts, model = _prompts(inputs.prompts), settings.model
-    differ = differing(*(files.flat(files.to_dict(x)) for x in (settings, resolved(TrainSettings(), inputs.device)[0])))
+    plain = TrainSettings(model=ModelSettings(cpp=model.cpp))
+    differ = differing(*(files.flat(files.to_dict(x)) for x in (settings, resolved(plain, inputs.device)[0])))
     if inputs.eval is not None:
         prompts += f"; held out: {_prompts(inputs.eval.held_out)}"
     return [

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import attrs
 import torch
 
 from fppo import models
 from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
+from fppo.models import flops
 from fppo.models.model import Model
 from fppo.settings import resolve
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
+from fppo_kernels import _cpp
 from fppo_kernels import table as tables
+
+_ENOUGH = 1e13  # FLOPs: a hundred seconds or more on a few cores, of which kernels in C++ spare more than they cost
 
 
 def resolved(settings: TrainSettings, device: torch.device | None = None) -> tuple[TrainSettings, list[str]]:
@@ -29,7 +34,30 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
         return resolve.resolved(settings, machine_of([*_models(settings)], capability))
-    return resolve.resolved(settings, machine_of([*_models(settings)], None) if settings.model.cpp else resolve.CPU)
+    wants = settings.model.cpp
+    if wants == resolve.AUTO:
+        policy = next(_models(settings), None)
+        wants = policy is not None and work_of(settings, policy) >= _ENOUGH
+    if not wants:
+        return resolve.resolved(settings, resolve.CPU)
+    machine, why = machine_of([*_models(settings)], None), tables.needs_cpp() or _cpp.failure()
+    if why is not None:
+        machine = attrs.evolve(machine, refusals={**machine.refusals, **_without_cpp(why)})
+    return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why))
+
+
+def work_of(settings: TrainSettings, policy: Model) -> float:
+    """FLOPs of the policy's passes in a run, whose rows have at most as many tokens as the settings allow.
+
+    They depend on the settings alone, so that a run has the same kernels whatever was compiled before.
+    """
+    length = settings.data.max_prompt_tokens + settings.rollout.max_tokens
+    forward = flops.forward_flops(policy, [length], head_tokens=settings.rollout.max_tokens)
+    return settings.steps * settings.rollout.batch_size * forward * (1 + 3 * settings.actor.epochs)
+
+
+def _without_cpp(reason: str) -> dict[str, str]:
+    return {f"{op}/cpp": reason for op in tables.BUILTIN if "cpp" in tables.BUILTIN[op]}
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:

@@ -8,6 +8,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from fppo.settings.learning import ActorSettings, AlgorithmSettings, LossSetting
 from fppo.settings.model import ModelSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
+from fppo_kernels import _cpp, table
 from fppo_kernels.table import Kernels, needs_cpp
 from tests import tiny_run
 from tests.models.families import CONFIGS, make
@@ -322,6 +324,29 @@ def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_p
     settings = tiny_run.settings(tmp_path, model__rms_norm="torch")
     with pytest.raises(ValueError, match=r"'gpt2': fppo knows no RMSNorm in GPT2Model .* leave rms_norm as it is"):
         check_kernels(settings, models.build(CONFIGS["gpt2"]))
+
+
+def test_a_run_compiles_kernels_where_it_is_long_and_goes_on_without_where_that_fails(tmp_path, monkeypatch):
+    tiny_run.write_task(tmp_path)
+    names = dict.fromkeys(("cpp", "attention", "log_probs"), "auto")
+    names = {f"model.{name}": value for name, value in names.items()}
+    given = files.replace(tiny_run.settings(tmp_path), names | {"rollout.max_tokens": 100})
+    policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
+    steps = int(1e13 / machine.work_of(attrs.evolve(given, steps=1), policy))
+    why = "glu/_numbers.cpp does not compile here: CppCompileError: error: x"
+    found_by_compiler: list[str | None] = [None, why]
+    monkeypatch.setattr(table, "needs_cpp", lambda: None)
+    monkeypatch.setattr(_cpp, "failure", lambda: found_by_compiler.pop(0))
+
+    def found(steps):
+        settings, said = machine.resolved(attrs.evolve(given, steps=steps), torch.device("cpu"))
+        return settings.model.cpp, settings.model.attention, said
+
+    assert found(steps) == (False, "sdpa", [])
+    assert len(found_by_compiler) == 2  # nothing was compiled
+    assert found(steps + 1) == (True, "cpp", [])
+    said = f"model.cpp false: {why}; with kernels in C++ this run would be faster"
+    assert found(steps + 1) == (False, "sdpa", [said])
 
 
 def without_key_lengths(query, key, value, *, lengths, scale, window, softcap, sinks): ...
