@@ -279,6 +279,7 @@ def loop_of(section: ActorSettings | CriticSettings, batch_size: int) -> Loop:
         epochs=section.epochs,
         weight_mode=section.weight_mode,
         horizon=section.horizon,
+        by_prompt=section.draw_by == "prompt",
     )
 
 

@@ -291,3 +291,20 @@ def test_an_update_tells_what_its_passes_saved(axes):
         heads = int(batch.response_mask.sum())
         work = [flops.train_flops(model, rows.lengths, head_tokens=heads, shared=x) for x in ((), rows.depths)]
         assert metrics.report(report)["perf/shared_flops/actor"] == pytest.approx(1 - work[1] / work[0])
+
+
+def test_mini_batches_drawn_by_prompt_save_as_much_as_one_batch():
+    model, params = make("qwen2")
+    batch = alike(7, 16, each=4)
+    rows = masks_of(batch, Forward(model)).sorted()
+    width = batch.tokens.shape[1] - batch.response_mask.shape[1]
+    prompts = batch.tokens.where(batch.attention_mask, -1)[:, :width]
+    batch = tree.replace(batch, groups=prompts.unique(dim=0, return_inverse=True)[1])
+
+    def saved(**how):
+        loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4), epochs=2, **how)
+        stage = UpdateActor(forward=Forward(model), loop=loop, optimizer=OPTIMIZER, loss_fn=losses.ppo_clip)
+        return metrics.report(stage(init_state(params, OPTIMIZER), batch, key=Key(1))[1])["perf/shared_tokens/actor"]
+
+    assert saved(by_prompt=True) == pytest.approx(rows.saved)
+    assert saved() < 0.8 * rows.saved
