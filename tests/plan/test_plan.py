@@ -406,20 +406,15 @@ def full_rows(length, prompt, n, count):
     return tree.replace(batch, tokens=torch.cat([prompts[groups], responses], 1), groups=groups)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"actor__mini_batch_size": 32}, {"actor__mini_batch_size": 16, "actor__draw_by": "prompt"}], ids=str
-)
+@pytest.mark.parametrize("mini", [{"mini_batch_size": 32}, {"mini_batch_size": 16, "draw_by": "prompt"}], ids=str)
 @pytest.mark.parametrize("budget", [176, 88])
-def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, changes, budget):
+def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, mini, budget):
     """Tokens, passes and FLOPs of an update, by the metrics of a run whose rows are as long as they may be."""
-    rows = {"rollout__batch_size": 32, "rollout__n": 8, "rollout__max_tokens": 8, "data__max_prompt_tokens": 24}
-    settings = tiny_run.settings(
-        tmp_path, model__path="quickstart", actor__epochs=1, actor__token_budget=budget, **(changes | rows)
-    )
-    planned, apart = (
-        case_of(files.replace(settings, {"model.share_prompts": share}), PlanSettings(gpu="cpu"))
-        for share in ("auto", False)
-    )
+    sizes = {"rollout__batch_size": 32, "rollout__n": 8, "rollout__max_tokens": 8, "data__max_prompt_tokens": 24}
+    sizes |= {f"actor__{name}": x for name, x in mini.items()} | {"actor__epochs": 1, "actor__token_budget": budget}
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", **sizes)
+    planned = case_of(settings, PlanSettings(gpu="cpu"))
+    apart = attrs.evolve(planned, together=1.0, forward_together=1.0)  # the same passes
     at, loop = planned.at("update actor"), loop_of(settings.actor, 32)
     assert (at.distinct(at.rows), at.rows * at.micro_batches) == (budget, loop.mini_batch_size)
     model, batch = model_of(planned, "actor"), full_rows(32, 24, 8, 32)
@@ -436,9 +431,7 @@ def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, changes, bu
     for name in stages[0]:
         busy = [stage[name].seconds.compute - stage[name].seconds.launching for stage in stages]
         assert busy[0] < 0.6 * busy[1]
-    assert one.memory[ACTIVATIONS] / at.distinct(at.rows) == pytest.approx(
-        other.memory[ACTIVATIONS] / apart.at("update actor").tokens, rel=0.3
-    )
+    assert one.memory[ACTIVATIONS] < 0.8 * other.memory[ACTIVATIONS]
 
 
 @pytest.mark.parametrize(("rows", "n", "mini"), [(32, 8, 8), (24, 2, 6), (24, 4, 24)])
