@@ -406,8 +406,9 @@ def full_rows(length, prompt, n, count):
     return tree.replace(batch, tokens=torch.cat([prompts[groups], responses], 1), groups=groups)
 
 
-@pytest.mark.parametrize("mini", [{"mini_batch_size": 32}, {"mini_batch_size": 16, "draw_by": "prompt"}], ids=str)
-@pytest.mark.parametrize("budget", [176, 88])
+@pytest.mark.parametrize(
+    ("mini", "budget"), [({"mini_batch_size": 32}, 176), ({"mini_batch_size": 16, "draw_by": "prompt"}, 88)], ids=str
+)
 def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, mini, budget):
     """Tokens, passes and FLOPs of an update, by the metrics of a run whose rows are as long as they may be."""
     sizes = {"rollout__batch_size": 32, "rollout__n": 8, "rollout__max_tokens": 8, "data__max_prompt_tokens": 24}
