@@ -119,7 +119,7 @@ def small_model(
 
 
 def warm_up(
-    model: Model,
+    forward: Forward,
     params: Params,
     train: list[Addition],
     key: Key,
@@ -147,7 +147,7 @@ def warm_up(
     return imitate(
         params,
         map(batch, range(steps)),
-        forward=Forward(model),
+        forward=forward,
         optimizer=optimizer,
         micro_batching=MicroBatching(size=batch_size),
         on_step=on_step,
@@ -161,7 +161,12 @@ def warmed_up(
     tokenizer = character_tokenizer()
     model = small_model(len(tokenizer))
     params = models.init_params(model, key.fold("init"))
-    return tokenizer, model, warm_up(model, params, sums()[0], key, tokenizer=tokenizer, steps=steps, on_step=on_step)
+    train, _ = sums()
+    return (
+        tokenizer,
+        model,
+        warm_up(Forward(model), params, train, key, tokenizer=tokenizer, steps=steps, on_step=on_step),
+    )
 
 
 def prompt_sets(tokenizer: PreTrainedTokenizerFast) -> tuple[PromptSet, PromptSet]:

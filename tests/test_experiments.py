@@ -115,6 +115,23 @@ def test_the_bench_of_engines_asks_prompts_of_many_lengths():
         assert (mask.int().diff(dim=1) >= 0).all()  # padding stands on the left
 
 
+def test_the_bench_of_shared_prompts_says_what_is_computed():
+    line = _load("bench/shared_prompts").compare("1M", "sdpa", (64, 8, 4, 2), rounds=1)
+    tokens = float(re.search(r"tokens ([\d.]+),", line)[1])
+    assert 1 / 4 < tokens < 0.4
+    assert re.fullmatch(r"1M sdpa 64, 8, 4: tokens .*, pass [\d.]+ of [\d.]+ s, update [\d.]+ of [\d.]+ s", line)
+
+
+@pytest.mark.slow
+def test_the_bench_of_a_busy_machine_compares_each_way_alone_and_beside_others():
+    command = [sys.executable, EXPERIMENTS / "bench" / "busy.py", "--ways", "asleep", "--rounds", "1", "--updates", "1"]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    cells = [line.strip("| ").split(" | ") for line in printed if line.startswith("| asleep")]
+    assert [row[0] for row in cells] == [f"asleep, {x}" for x in ("alone", "beside one", "beside two")]
+    assert cells[0][3] == "1.00"
+    assert all(float(row[1]) > 0 for row in cells)
+
+
 @pytest.mark.parametrize("name", ["ppo_arithmetic", "grpo_arithmetic"])
 def test_arithmetic(name, capsys):
     _load(name).main(steps=2, warm_up=2, batch=16)

@@ -88,6 +88,7 @@ def learning_of(
         micro_batching=micro_batching_of(section),
         **only(section, "epochs", "weight_mode", "horizon"),
         balance_rate=section.experts.bias_rate if isinstance(section, ActorSettings) else 0.0,
+        by_prompt=section.draw_by == "prompt",
         timeline=None if constant else Timeline(optimizer.warmup_steps, updates),
     )
     return Learning(role, optimizer, updates, loop, offload, offload_activations)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
+import attrs
 import torch
 
 from fppo import models
 from fppo.assembly.parts import device_of
 from fppo.assembly.texts import config_of, config_place
+from fppo.models import flops
 from fppo.models.model import Model
 from fppo.settings import resolve
 from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import Machine
 from fppo.settings.train import TrainSettings
+from fppo_kernels import _cpp
 from fppo_kernels import table as tables
+
+_ENOUGH = 1e13  # FLOPs: a hundred seconds or more on a few cores, of which kernels in C++ spare more than they cost
 
 
 def resolved(settings: TrainSettings, device: torch.device | None = None) -> tuple[TrainSettings, list[str]]:
@@ -27,13 +32,36 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
         kind = device or device_of(settings.device, settings.placement)
-    if kind.type != "cuda" and not (section.cpp or settings.rollout.exact):
-        return resolve.resolved(settings, resolve.CPU)
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
-    capability = torch.cuda.get_device_capability(kind) if kind.type == "cuda" else None
-    return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))
+    if kind.type == "cuda":
+        capability = torch.cuda.get_device_capability(kind)
+        return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))
+    wants = settings.rollout.exact or section.cpp
+    if wants == resolve.AUTO:
+        policy = next(_built(section, {"model.path": section.path}), None)
+        wants = policy is not None and work_of(settings, policy) >= _ENOUGH
+    if not wants:
+        return resolve.resolved(settings, resolve.CPU)
+    machine, why = machine_of([*_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
+    if why is not None:
+        machine = attrs.evolve(machine, refusals={**machine.refusals, **_without_cpp(why)})
+    return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why))
+
+
+def work_of(settings: TrainSettings, policy: Model) -> float:
+    """FLOPs of the policy's passes in a run, whose rows have at most as many tokens as the settings allow.
+
+    They depend on the settings alone, so that a run has the same kernels whatever was compiled before.
+    """
+    length = settings.data.max_prompt_tokens + settings.rollout.max_tokens
+    forward = flops.forward_flops(policy, [length], head_tokens=settings.rollout.max_tokens)
+    return settings.steps * settings.rollout.batch_size * forward * (1 + 3 * settings.actor.epochs)
+
+
+def _without_cpp(reason: str) -> dict[str, str]:
+    return {f"{op}/cpp": reason for op in tables.BUILTIN if "cpp" in tables.BUILTIN[op]}
 
 
 def machine_of(built: Sequence[Model], capability: tuple[int, int] | None) -> Machine:

@@ -1,4 +1,7 @@
-"""The entry point of all commands: ctrl-C ends one with a single line, even while it is being loaded."""
+"""The entry point of all commands: ctrl-C ends one with a single line, even while it is being loaded.
+
+What must be set before torch is loaded is set here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import os
 import signal
 import sys
 from types import FrameType
+
+from fppo.runtime.barriers import choose_waiting
 
 STOPPED = 130  # the exit status of a command ended by ctrl-C
 _IMPORTING = "<frozen importlib._bootstrap>"  # the file name in frames of imports
@@ -17,6 +22,7 @@ def main() -> int:
     if guarded:
         signal.signal(signal.SIGINT, _interrupt)
     status = STOPPED
+    choose_waiting(os.environ)
     try:
         from fppo.commands import cli
 

@@ -261,6 +261,9 @@ class Case:
     length: int = 4096
     response: float = 0.5  # the part of a sequence that is response
     micro_batches: int = 4
+    budget: int | None = None  # the most distinct tokens of a pass, where `tokens` are those of as equal ones
+    together: float = 1.0  # rows of a prompt in an update, in whose passes it is computed once
+    forward_together: float = 1.0  # in passes without a gradient
     critic: bool = False
     reference: bool = False
     reward_model: PreTrainedConfig | None = None  # it reads the same tokens
@@ -307,10 +310,12 @@ class Case:
     def at(self, stage: str) -> Case:
         """The case as one of its stages (`ROLES`) has it: the passes, dtypes, recomputation and place of its model."""
         role = self.roles.get(ROLES[stage], Role())
-        budget = self.tokens if stage.startswith("update") else self.forward_tokens or self.tokens
+        updates = stage.startswith("update")
+        together, budget = (self.together, None) if updates else (self.forward_together, self.forward_tokens)
         if stage in ("update critic", "reward model"):
             budget = role.tokens or budget
-        rows, passes = balanced(self.rows * self.micro_batches, budget // self.length)
+        most = attrs.evolve(self, together=together).most_rows(budget)
+        rows, passes = balanced(self.rows * self.micro_batches, most)
         named = role.compute_dtype
         compute = self.compute_dtype if named is None else None if named == "float32" else getattr(torch, named)
         again = self.checkpoint_layers if role.checkpoint_layers is None else role.checkpoint_layers
@@ -318,6 +323,7 @@ class Case:
             self,
             tokens=rows * self.length if rows != self.rows else self.tokens,
             micro_batches=passes,
+            together=together,
             compute_dtype=compute,
             checkpoint_layers=again,
             offload=role.offload or self.offload,
@@ -357,6 +363,32 @@ class Case:
         """Sequences of one pass."""
         return max(1, self.tokens // self.length)
 
+    def distinct(self, rows: int) -> int:
+        """Distinct tokens of so many rows, of which `together` have a prompt in common."""
+        prompts = math.ceil(rows / self.together)
+        return prompts * (self.length - self.response_tokens) + rows * self.response_tokens
+
+    def most_rows(self, budget: int | None = None) -> int:
+        """The most rows of a pass of at most so many tokens, distinct ones where rows share prompts; None: as many as
+        the case's own passes may have. 0 where one row has more."""
+        if self.together == 1:
+            return (budget or self.tokens) // self.length
+        budget = budget or self.budget or self.tokens
+        rows = budget // self.length
+        while rows and self.distinct(rows + 1) <= budget:
+            rows += 1
+        return rows
+
+    @property
+    def shared(self) -> list[int]:
+        """The lengths of the beginnings in a pass that are computed for another row of it."""
+        return [self.length - self.response_tokens] * (self.rows - math.ceil(self.rows / self.together))
+
+    @property
+    def computed(self) -> float:
+        """The share of a pass's tokens that it computes."""
+        return 1 - sum(self.shared) / (self.rows * self.length)
+
     @property
     def response_tokens(self) -> int:
         """Response tokens of one sequence."""
@@ -371,7 +403,7 @@ class Case:
 def with_sequences(case: Case, sequences: int) -> Case:
     """The case with so many sequences to an update, over all ranks, in as few passes of at most its tokens as there can
     be, of equal sizes."""
-    rows, passes = balanced(-(-sequences // case.data_ranks), case.tokens // case.length)
+    rows, passes = balanced(-(-sequences // case.data_ranks), case.most_rows())
     return attrs.evolve(case, tokens=max(2, rows * case.length), micro_batches=passes)
 
 

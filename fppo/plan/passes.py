@@ -279,15 +279,19 @@ def stages_of(case: Case) -> list[str]:
 
 
 def rows_of(case: Case, count: int) -> Experience:
-    """`count` full sequences, of a prompt and a response."""
+    """`count` full sequences, of a prompt and a response; `case.together` one after the other have one prompt."""
     length, response = case.length, case.response_tokens
+    row, tokens = torch.arange(count), torch.ones(count, length, dtype=torch.int64)
+    if case.together > 1:
+        prompts = (row / case.together).long()  # by their numbers, as responses are
+        tokens = torch.where(torch.arange(length) < length - response, prompts[:, None], row[:, None])
 
     def numbers() -> Tensor:
         return torch.full((count, response), -1.0)
 
     blank = Column([None] * count)
     return Experience(
-        tokens=torch.ones(count, length, dtype=torch.int64),
+        tokens=tokens,
         attention_mask=torch.ones(count, length, dtype=torch.bool),
         response_mask=torch.ones(count, response, dtype=torch.bool),
         rollout_log_probs=numbers(),
@@ -355,6 +359,8 @@ def stage_of(
     stages are of this rank's rows. `shelf` is the way of activations to the host; `began` is told what a rank of a
     pipeline that runs one pass at a time begins."""
     micro_batching = MicroBatching(token_budget=case.tokens)
+    if case.together > 1:  # `case.rows` in each
+        micro_batching = MicroBatching(size=case.rows)
     on_host = case.offload == "all"
     if not name.startswith("update"):
         compute = {"values": compute_values, REWARD: compute_reward_scores}.get(name, compute_log_probs)
@@ -415,7 +421,8 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
             model = attrs.evolve(model, frozen=attrs.evolve(frozen, params=kept))
         shapes = fsdp.shard_shapes(model.shapes, mesh, model.cuts)
         params = {name: torch.empty(shape, dtype=case.dtype) for name, shape in shapes.items()}
-    forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh, share_prompts=False)
+    share = "auto" if case.together > 1 else False
+    forward = Forward(model, kernels=kernels_of(case, tracker), mesh=mesh, share_prompts=share)
     stage = stage_of(case, name, batch, forward=forward, shelf=Shelf(tracker), began=tracker.began)
     return tracked(case, tracker, stage, init_state(params, optimizer_of(case)), batch)
 

@@ -38,6 +38,7 @@ class Stage:
     seconds: Seconds
     model_flops: float  # of this rank's share, without what is computed again
     recorded: bool = False  # its passes run as CUDA graphs
+    computed: float = 1.0  # the share of its tokens that is computed, where rows share prompts
 
     @property
     def total(self) -> float:
@@ -223,10 +224,10 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
     where, peak = peak_of(phases)
     moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
     outside = overhead(case.hardware, case.groups, sum(moving.values()))
-    lengths = [case.length] * case.rows
+    lengths = [at.length] * at.rows
     work = flops.train_flops if name.startswith("update") else flops.forward_flops
-    head_tokens = case.rows * (1 if name == REWARD else case.response_tokens)
-    needed = work(built.model(case, STAGES[name]), lengths, head_tokens=head_tokens)
+    head_tokens = at.rows * (1 if name == REWARD else at.response_tokens)
+    needed = work(built.model(case, STAGES[name]), lengths, head_tokens=head_tokens, shared=at.shared) / at.rows
     stages, by_graph = pipeline_work(at, STAGES[name], built), _recorded(at, built.model(case, STAGES[name]))
     return Stage(
         name=name,
@@ -234,7 +235,8 @@ def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: S
         memory={**rest, **moving, OUTSIDE: outside},
         wire=wires(phases, at),
         seconds=seconds_of(phases, at, slowest=max(stages) / stages[case.pipeline_rank], recorded=by_graph),
-        model_flops=needed * case.micro_batches * case.data_ranks / case.world,
+        model_flops=needed * case.mini_batch / case.world,
+        computed=at.computed,
         recorded=by_graph,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 
 from fppo._errors import json_of
 from fppo.models.adapted import Lora
+from fppo.models.model import build
 from fppo.plan.case import GIB, NUMBERS, Case, PlannedSampling, Role, config_of, hardware_of, with_sequences
 from fppo.plan.passes import LOG_PROBS
 from fppo.rollout.embedded import EmbeddedEngine
@@ -20,11 +22,13 @@ from fppo.settings.model import LoraSettings
 from fppo.settings.placement import MeshSettings, pools_of
 from fppo.settings.plan import PlanSettings, sizes_of
 from fppo.settings.train import TrainSettings
+from fppo.steps.packed import LEAST_SAVED
 
 
 def case_of(of: TrainSettings, options: PlanSettings) -> Case:
     """The case of a run. Raises ValueError for a model or a GPU that is not known."""
-    return with_sequences(budgeted(of, options), of.actor.mini_batch(of.rollout.batch_size))
+    case = budgeted(of, options)
+    return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size))
 
 
 def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
@@ -36,6 +40,10 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     of, _ = resolve.resolved(of, machine)
     model, mesh, lora, length = of.model, of.mesh, of.model.lora, of.data.max_prompt_tokens + of.rollout.max_tokens
     own = lora.critic_rank if of.model.lora.used else 0
+    together = _together(of)
+    if together != (1.0, 1.0) and build(config).stateful:
+        together = (1.0, 1.0)
+    tokens = _tokens(of.actor, of, together[0])
     return Case(
         name=name,
         config=config,
@@ -45,7 +53,10 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         ring=mesh.ring,
         load=options.expert_load,
         sharding=Sharding(mesh.stage, getattr(torch, mesh.reduce_dtype), mesh.prefetch),
-        tokens=_tokens(of.actor, length),
+        tokens=tokens,
+        budget=tokens,
+        together=together[0],
+        forward_together=together[1],
         length=length,
         response=of.rollout.max_tokens / length,
         critic=of.uses_critic_model,
@@ -61,16 +72,43 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         offload=model.offload,
         offload_activations=model.offload_activations,
         forward_tokens=model.forward_token_budget,
-        roles=_roles(of, length),
+        roles=_roles(of, length, together[0]),
         sampling=_sampling(of) if options.sampling else None,
         full=options.full,
     )
 
 
-def _tokens(section: ActorSettings | CriticSettings, length: int) -> int:
-    """The most tokens of a pass of an update, whose rows have so many each."""
+def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
+    """The most distinct tokens of a pass of an update, whose rows are as long as they may be."""
     size, tokens = section.passes
-    return max(length, tokens or (size or 1) * length)
+    length = of.data.max_prompt_tokens + of.rollout.max_tokens
+    return max(length, tokens or _distinct(of, size or 1, together))
+
+
+def _distinct(of: TrainSettings, rows: int, together: float) -> int:
+    """Distinct tokens of so many rows, of which so many have a prompt in common."""
+    return math.ceil(rows / together) * of.data.max_prompt_tokens + rows * of.rollout.max_tokens
+
+
+def _together(of: TrainSettings) -> tuple[float, float]:
+    """Rows of a prompt in the passes of an update, and in those of a batch, where rows share prompts; else 1.
+
+    Drawn by rows, the B rows of prompts with n each leave out a prompt of a mini-batch of m rows by the chance
+    C(B - n, m) / C(B, m).
+    """
+    rows, n, share = of.rollout.batch_size, of.rollout.n, of.model.share_prompts
+    if n == 1 or not share or resolve.sharing_hindrances(of) or (share == "auto" and of.model.graphs is True):
+        return 1.0, 1.0
+    mini = of.actor.mini_batch(rows)
+    update = float(n)
+    if of.actor.draw_by == "row":
+        update = mini / (rows / n * (1 - math.comb(rows - n, mini) / math.comb(rows, mini)))
+    prompt, least = of.data.max_prompt_tokens, LEAST_SAVED if share == "auto" else 0.0
+
+    def worth(together: float) -> float:
+        return together if (1 - 1 / together) * prompt / (prompt + of.rollout.max_tokens) > least else 1.0
+
+    return worth(update), worth(float(n))
 
 
 def _sampling(of: TrainSettings) -> PlannedSampling:
@@ -104,17 +142,17 @@ def _lora(lora: LoraSettings, rank: int) -> Lora | None:
     return Lora(rank, 1.0, lora.targets) if rank else None
 
 
-def _roles(of: TrainSettings, length: int) -> dict[str, Role]:
+def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
     """Overrides for the models beside the actor, by role."""
 
     def place(offload: bool | None) -> str | None:
         return None if offload is None else "all" if offload else "none"
 
-    critic, reward, tokens = of.critic, of.reward.model, _tokens(of.critic, length)
+    critic, reward, tokens = of.critic, of.reward.model, _tokens(of.critic, of, together)
     roles = {}
     if of.uses_critic_model:
         roles["critic"] = Role(
-            tokens=None if tokens == _tokens(of.actor, length) else tokens,
+            tokens=None if tokens == _tokens(of.actor, of, together) else tokens,
             compute_dtype=critic.compute_dtype,
             checkpoint_layers=critic.checkpoint_layers,
             offload=critic.offload,

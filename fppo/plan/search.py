@@ -112,8 +112,9 @@ def applied(case: Case, flags: Flags) -> Case:
     if "mesh.stage" in flags:
         changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
     if TOKENS in flags:  # the same mini-batch, in more passes
-        rows = max(1, flags[TOKENS] // case.length)
-        changes |= {"tokens": flags[TOKENS], "micro_batches": max(1, case.micro_batches * case.rows // rows)}
+        rows = max(1, case.most_rows(flags[TOKENS]))
+        passes = max(1, case.micro_batches * case.rows // rows)
+        changes |= {"tokens": rows * case.length, "budget": flags[TOKENS], "micro_batches": passes}
     sizes = {name.rpartition(".")[2]: flags[name] for name in MESH if name in flags}
     changed = attrs.evolve(case, mesh={**case.mesh, **sizes}, **changes)
     if set(flags).isdisjoint(("mesh.pipeline", "mesh.context", "mesh.tensor")):
@@ -127,7 +128,7 @@ def _budgets(case: Case) -> list[int]:
     budgets, rows = [], case.rows
     while rows > 1:
         rows = -(-rows // 2)
-        budgets.append(rows * case.length)
+        budgets.append(case.distinct(rows))
     return budgets
 
 

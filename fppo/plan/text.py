@@ -158,7 +158,18 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
         f"{case.world:,} x {hardware.name}, {hardware.memory / GIB:,.1f} GiB each{nodes}: {axes}{sharded}",
         f"a pass of a data rank: {case.rows:,} x {case.length:,} tokens ({case.response_tokens:,} response); "
         f"{case.micro_batches} passes, {case.mini_batch:,} sequences to an update",
+        *_shared(case),
     ]
+
+
+def _shared(case: Case) -> list[str]:
+    """A line on what passes compute where rows share prompts."""
+    if case.together == case.forward_together == 1:
+        return []
+    update, forward = (
+        f"{x.distinct(x.rows):,} tokens ({x.computed:.0%})" for x in map(case.at, ("update actor", "log-probs"))
+    )
+    return [f"prompts are computed once: {update} of a pass of the update, {forward} of one without a gradient"]
 
 
 def _differences(case: Case) -> list[str]:

@@ -227,6 +227,9 @@ def _updates(s: TrainSettings, name: str) -> Problems:
     if mini >= 1 and size % mini:
         text = f"must divide rollout.batch_size = {size}; both count sequences"
         yield wrong(s, f"{name}.mini_batch_size", text)
+    if section.draw_by == "prompt" and mini % s.rollout.n:
+        text = f"must be a multiple of rollout.n = {s.rollout.n}, the rows of a prompt, with {name}.draw_by = prompt"
+        yield wrong(s, f"{name}.mini_batch_size", text)
     if section.micro_batch_size and section.token_budget:
         text = f"{name}.token_budget = {section.token_budget} is given too; give one of the two, 0 turns the other off"
         yield wrong(s, f"{name}.micro_batch_size", text)

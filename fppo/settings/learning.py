@@ -139,6 +139,8 @@ class UpdateSettings:
     """Passes over the batch in a step."""
     mini_batch_size: int | None = setting(None, at_least(1))
     """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
+    draw_by: Literal["row", "prompt"] = setting("row")
+    """What mini-batches are drawn by: rows, or prompts with all of their rows, which are then computed once."""
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
     token_budget: int | None = setting(None, at_least(0))

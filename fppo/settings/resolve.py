@@ -1,8 +1,8 @@
 """Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
-On a CPU they are float32, `sdpa`, `chunked`, layers of the model's own code (with `model.cpp` kernels in C++ instead,
-where the model has places for them), and a vLLM that starts at once; with `rollout.exact` also kernels in C++, and
-oneDNN's products. On a GPU
+On a CPU they are float32, and a vLLM that starts at once. There a run that is long enough, or `model.cpp`, has kernels
+in C++, where the model has places for them; others have `sdpa`, `chunked` and layers of the model's own code. With
+`rollout.exact` they are kernels in C++ and oneDNN's products. On a GPU
 they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
 of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
 attention and log-probs with a line that says why. Where old log-probs come from is here too.
@@ -32,11 +32,16 @@ _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bflo
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name"."""
+    """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name".
+
+    For `model.cpp = "auto"`: whether the run is long enough to compile kernels for, and the reason against that.
+    """
 
     device: str = "cpu"
     capability: tuple[int, int] = (0, 0)
     refusals: Mapping[str, str] = attrs.field(factory=dict)
+    compiles: bool = False
+    no_compiler: str | None = None
 
 
 CPU = Machine()
@@ -49,6 +54,16 @@ def compute_dtype(machine: Machine) -> tuple[str, list[str]]:
     had = ".".join(map(str, machine.capability))
     said = f"bfloat16 takes compute capability 8.0, and this GPU has {had}; you may give float16"
     return "float32", [f"model.compute_dtype float32: {said}"]
+
+
+def takes_cpp(model: ModelSettings, machine: Machine, dtypes: set[str]) -> tuple[bool, list[str]]:
+    """Whether kernels are in C++ on a CPU, and what to say of it."""
+    if model.cpp != AUTO:
+        return model.cpp, []
+    wanted = machine.device == "cpu" and machine.compiles and "float16" not in dtypes
+    if not wanted or machine.no_compiler is None:
+        return wanted, []
+    return False, [f"model.cpp false: {machine.no_compiler}; with kernels in C++ this run would be faster"]
 
 
 def kernel(op: str, machine: Machine, dtypes: set[str], *, cpp: bool = False) -> tuple[str, list[str]]:
@@ -84,7 +99,8 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
         model, lines = attrs.evolve(model, compute_dtype=name), [*lines, *said]
     critic = (settings.critic.compute_dtype or model.compute_dtype) if settings.algorithm.uses_critic else None
     dtypes = {model.compute_dtype, *([critic] if critic else [])}
-    cpp = model.cpp or settings.rollout.exact
+    cpp, said = takes_cpp(model, machine, dtypes)
+    model, lines, cpp = attrs.evolve(model, cpp=cpp), [*lines, *said], cpp or settings.rollout.exact
     for op in _PLAIN:
         if getattr(model, op) == AUTO:
             read = op != "decode_attention" or settings.decodes
@@ -92,8 +108,7 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
     if settings.rollout.exact and model.linear == DEFAULTS["linear"]:
         model = attrs.evolve(model, linear=EXACT["linear"])
-    compiled = model.compile_layers
-    inside = {op: layer_kernel(op, machine, dtypes, compiled=compiled, cpp=cpp) for op in LAYERS}
+    inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:
         on = machine.device == "cuda" and records(attrs.evolve(settings, model=model))

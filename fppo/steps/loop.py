@@ -57,7 +57,8 @@ class Loop:
     micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
     micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. By `balance_rate` the biases of routers
     of experts move with every update (`experts.balanced`). `timeline` is the optimizer's schedule, for a state with a
-    `clock.Clock`. Raises ValueError for a size or a number of epochs below 1."""
+    `clock.Clock`. With `by_prompt` mini-batches are drawn by the groups of a record. Raises ValueError for a size or a
+    number of epochs below 1."""
 
     mini_batch_size: int
     micro_batching: MicroBatching
@@ -67,11 +68,17 @@ class Loop:
     stage_schedule: MakeSchedule = one_f_one_b
     balance_rate: float = 0.0
     timeline: Timeline | None = None
+    by_prompt: bool = False
 
     def __attrs_post_init__(self) -> None:
         for name, value in (("mini_batch_size", self.mini_batch_size), ("epochs", self.epochs)):
             if value < 1:
                 raise ValueError(f"{name}={value}: give 1 or more")
+
+    def mini_batches(self, batch: Any, key: Key | None) -> list[Tensor]:
+        """The numbers of the rows of a record in each mini-batch of an epoch, drawn by the key or in order."""
+        groups = batch.groups if self.by_prompt else None
+        return mini_batches(batch.row_ids, self.mini_batch_size, key=key, groups=groups)
 
     def turn(self, number: int, rows: int) -> UpdateTurn | None:
         """Update `number` of those that a batch of so many rows becomes, by the timeline; None without one."""
@@ -244,7 +251,7 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
     mesh, masks, place = forward.mesh, masks_of(batch, forward), key or Key(0)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
-        numbers = mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn)
+        numbers = loop.mini_batches(batch, drawn)
         every, masks_of_every = zip(*(batches.rows((batch, masks), each) for each in numbers), strict=True)
         masks_of_every = [worth(each, forward) for each in masks_of_every]
         shared = [shares(forward.model, each.lengths, mesh, each.sorted()) for each in masks_of_every]

@@ -22,7 +22,6 @@ from fppo.models.model import Params
 from fppo.steps.critic import ValueLossFn, weighted_value_loss
 from fppo.steps.loop import Loop
 from fppo.steps.optimizers import Optimizer
-from fppo.steps.ranks import mini_batches
 from fppo.steps.train_state import TrainState, optimizer_step
 from fppo_kernels.padding import sent
 from fppo_kernels.shapes import Float, Int
@@ -95,7 +94,7 @@ def update_perceptron(
     history: list[Metrics] = []
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
-        for numbers in mini_batches(batch.row_ids, loop.mini_batch_size, key=drawn):
+        for numbers in loop.mini_batches(batch, drawn):
             (_, report), grads = _gradient(
                 state.params, _PolicyRows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
             )

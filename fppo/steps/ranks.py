@@ -89,17 +89,26 @@ def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequen
     return torch.empty_like(joined).index_copy(0, order, joined)
 
 
-def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None) -> list[Tensor]:
+def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: Tensor | None = None) -> list[Tensor]:
     """The numbers of the rows in each mini-batch of `size` rows; the last may have fewer.
 
-    They are ordered by a draw that depends on `key` and `row_ids` [B], or taken as they come without a key.
+    They are ordered by a draw that depends on `key` and `row_ids` [B], or taken as they come without a key. With
+    `groups` [B] int64 it is the groups that are drawn: rows of one stand together, by their ids, and only one that does
+    not fit into what a mini-batch has left is in two.
     """
     if size < 1:
         raise ValueError(f"mini_batch_size={size}: give 1 or more")
     if key is None:
         order = torch.arange(len(row_ids))
-    else:
+    elif groups is None:
         order = torch.argsort(key.uniform(row_ids.cpu(), 1)[:, 0], stable=True)
+    else:
+        ids, (_, number) = row_ids.cpu(), groups.cpu().unique(return_inverse=True)
+        first = torch.full((int(number.max()) + 1,), torch.iinfo(ids.dtype).max, dtype=ids.dtype)
+        first = first.scatter_reduce(0, number, ids, "amin")[number]  # the least id stands for the group
+        order = torch.argsort(ids)
+        for rank in (first, key.uniform(first, 1)[:, 0]):
+            order = order[torch.argsort(rank[order], stable=True)]
     return [numbers for numbers in order.split(size) if len(numbers)]
 
 

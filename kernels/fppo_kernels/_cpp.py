@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -13,14 +14,49 @@ import torch
 from torch import Tensor
 
 _HEADERS = ("_numbers.h", "_vectors.h")  # that every program begins with
+_FOLDER = Path(__file__).parent
+_BEGUN, _DONE = "begun", "done"
+_PATIENCE = 600.0  # seconds that another process may take to compile a program
 
 
 @functools.cache
 def _library(path: str) -> ctypes.CDLL:
-    from torch._inductor.codecache import CppCodeCache  # here: it takes a second, and nothing else needs it
+    """The program of a file, compiled unless it is in the cache; two processes that need one compile it once.
 
-    folder = Path(__file__).parent
-    return CppCodeCache.load("\n".join((folder / name).read_text("utf-8") for name in (*_HEADERS, path)))
+    A process that is killed as it compiles may leave half a library, which ends whoever loads it. So a note beside the
+    cache says that a build has begun, and that it is done; where it is not, the program is built under another name.
+    """
+    from filelock import FileLock
+    from torch._inductor.codecache import CppCodeCache  # here: it takes a second, and nothing else needs it
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    program = "\n".join((_FOLDER / name).read_text("utf-8") for name in (*_HEADERS, path))
+    name = hashlib.sha256(f"{torch.__version__}\n{program}".encode()).hexdigest()[:32]
+    note = Path(cache_dir()) / "fppo" / name
+    note.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{note}.lock", timeout=_PATIENCE):
+        number, state = note.read_text("utf-8").split() if note.exists() else ("0", "new")
+        attempt = int(number) + (state == _BEGUN)
+        if state != _DONE:
+            note.write_text(f"{attempt} {_BEGUN}", "utf-8")
+        library = CppCodeCache.load(f"{program}\n// {attempt}\n" if attempt else program)
+        if state != _DONE:
+            note.write_text(f"{attempt} {_DONE}", "utf-8")
+    return library
+
+
+@functools.cache
+def failure() -> str | None:
+    """Compile and load all programs, in seconds, or without any work where that was done before; the reason why it
+    cannot be done here, in one line, or None."""
+    for path in sorted(str(file.relative_to(_FOLDER)) for file in _FOLDER.rglob("*.cpp")):
+        try:
+            _library(path)
+        except Exception as error:  # of the compiler, of the cache's folder, of the loader
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            said = next((line for line in lines if "error:" in line), lines[0] if lines else "")
+            return f"{path} does not compile here: {type(error).__name__}: {said[:200]}"
+    return None
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import re
 from functools import partial
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -30,6 +31,7 @@ from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
+from fppo_kernels import _cpp, table
 from fppo_kernels.table import Kernels, needs_cpp
 from tests import tiny_run
 from tests.models.families import CONFIGS, make
@@ -323,6 +325,29 @@ def test_kernels_that_have_no_place_in_a_model_are_refused_before_any_work(tmp_p
         check_kernels(modules.kernels_named(settings), models.build(CONFIGS["gpt2"]), settings.mesh)
 
 
+def test_a_run_compiles_kernels_where_it_is_long_and_goes_on_without_where_that_fails(tmp_path, monkeypatch):
+    tiny_run.write_task(tmp_path)
+    names = dict.fromkeys(("cpp", "attention", "log_probs"), "auto")
+    names = {f"model.{name}": value for name, value in names.items()}
+    given = files.replace(tiny_run.settings(tmp_path), names | {"rollout.max_tokens": 100})
+    policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
+    steps = int(1e13 / machine.work_of(attrs.evolve(given, steps=1), policy))
+    why = "glu/_numbers.cpp does not compile here: CppCompileError: error: x"
+    found_by_compiler: list[str | None] = [None, why]
+    monkeypatch.setattr(table, "needs_cpp", lambda: None)
+    monkeypatch.setattr(_cpp, "failure", lambda: found_by_compiler.pop(0))
+
+    def found(steps):
+        settings, said = machine.resolved(attrs.evolve(given, steps=steps), torch.device("cpu"))
+        return settings.model.cpp, settings.model.attention, said
+
+    assert found(steps) == (False, "sdpa", [])
+    assert len(found_by_compiler) == 2  # nothing was compiled
+    assert found(steps + 1) == (True, "cpp", [])
+    said = f"model.cpp false: {why}; with kernels in C++ this run would be faster"
+    assert found(steps + 1) == (False, "sdpa", [said])
+
+
 def without_key_lengths(query, key, value, *, lengths, scale, window, softcap, sinks): ...
 
 
@@ -356,7 +381,8 @@ def test_a_reward_model_is_asked_too(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(("name", "inside"), [("qwen2", "cpp"), ("gpt2", "eager")])
-def test_kernels_in_cpp_are_taken_where_a_model_has_places_for_them(tmp_path, name, inside):
+def test_kernels_in_cpp_are_taken_where_a_model_has_places_for_them(tmp_path, monkeypatch, name, inside):
+    monkeypatch.setattr(_cpp, "failure", lambda: None)  # tests of the kernels compile them
     tiny_run.write_task(tmp_path)
     models.save(*make(name), tmp_path / name)
     auto = dict.fromkeys(("attention", "decode_attention", "log_probs", "rms_norm", "add_rms_norm", "rotary"), "auto")

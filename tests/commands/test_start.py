@@ -1,11 +1,14 @@
-"""Ctrl-C at whatever moment of a command's start ends it with one line and the status 130."""
+"""The start of a command: what ctrl-C does there, and what is set before torch is loaded."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from fppo.runtime import barriers
 
 PRESSING = """
 import os, signal, sys
@@ -63,3 +66,23 @@ def test_where_it_is_ignored_it_stays_so():
     program = PRESSING + "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     program += "from fppo.commands import cli, start\ncli.main = lambda: __import__('wave') and 0\n"
     assert pressed(program + "sys.exit(start.main())\n", "wave") == (0, "")
+
+
+@pytest.mark.parametrize("given", [{}, {"GOMP_SPINCOUNT": "7"}])
+def test_threads_sleep_at_barriers_unless_the_user_says_how_they_wait(given):
+    """By what OpenMP says that it has read: a variable that came too late is not there."""
+    own = {name: value for name, value in os.environ.items() if name not in barriers.WAITING}
+    program = "import sys\nfrom fppo.commands import cli, start\n"
+    program += "assert 'torch' not in sys.modules\ncli.main = lambda: __import__('torch') and 0\nstart.main()\n"
+    environment = own | given | {"OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    said = [line.split(" = ")[1].strip("'") for line in done.stderr.splitlines() if "GOMP_SPINCOUNT = " in line]
+    if not said:
+        pytest.skip("torch has another OpenMP than GNU's here")
+    assert said == [given.get("GOMP_SPINCOUNT", "0")]
+
+
+def test_a_script_that_has_loaded_torch_hears_that_it_is_too_late():
+    assert "torch" in sys.modules
+    with pytest.raises(RuntimeError, match=r"before the first import of torch, or start the script with OMP_WAIT"):
+        barriers.wait_asleep()

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import codecache
 
 import fppo_kernels
-from fppo_kernels import table
+from fppo_kernels import _cpp, table
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import needs_cpp
 
@@ -34,6 +35,37 @@ def test_exponentials_of_numbers_in_a_row_are_computed_together(processor, tmp_p
     body = listing.partition("each:")[2]
     assert re.search(r"\bvfmadd\d+ps\b", body)
     assert not re.search(r"\bvfmadd\d+ss\b", body)
+
+
+def test_a_program_whose_build_was_cut_off_is_built_again_and_what_fails_is_one_line(tmp_path, monkeypatch):
+    programs: list[str] = []
+
+    def load(program):
+        programs.append(program)
+        if cut_off:
+            raise KeyboardInterrupt
+        if "turn_" in program and not spared:
+            raise RuntimeError("C++ compile error\n\nCommand:\ng++ x\n\nx.cpp:3:1: error: no such thing\nnote: y")
+        return len(programs)
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(codecache.CppCodeCache, "load", load)
+    library, cut_off, spared = _cpp._library.__wrapped__, True, False
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            library("glu/_numbers.cpp")
+    cut_off = False
+    assert [library("glu/_numbers.cpp") for _ in range(2)] == [3, 4]
+    first, second, third, again = programs
+    assert len({first, second, third}) == 3  # half a file of one is not loaded by the next
+    assert third == again
+    monkeypatch.setattr(_cpp, "_library", library)
+    said = "rotary/_heads.cpp does not compile here: RuntimeError: x.cpp:3:1: error: no such thing"
+    assert _cpp.failure.__wrapped__() == said
+    spared = True
+    assert _cpp.failure.__wrapped__() is None
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(FOLDER / "shared.py"))
+    assert "attention/_sequences.cpp does not compile here: FileExistsError" in str(_cpp.failure.__wrapped__())
 
 
 @pytest.fixture

@@ -14,8 +14,11 @@ from hypothesis import example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
-from fppo import models
+from fppo import batch as batches
+from fppo import losses, metrics, models, tree
+from fppo.assembly.program import loop_of
 from fppo.commands import cli
+from fppo.key import Key
 from fppo.models import flops, lora
 from fppo.models.adapted import Lora
 from fppo.plan import passes
@@ -26,7 +29,7 @@ from fppo.plan.plan import Plan, _at_rest, _plan, pipeline_work, plan
 from fppo.plan.run import case_of
 from fppo.plan.search import Remedy, _fitting, applied, families, remedies
 from fppo.plan.text import of_plan, rendered
-from fppo.plan.track import Cost, Phase, Work
+from fppo.plan.track import ACTIVATIONS, Cost, Phase, Work
 from fppo.runtime.mesh import DENSE, Mesh, Sharding
 from fppo.runtime.schedule import clocked, one_f_one_b
 from fppo.settings import files
@@ -35,7 +38,13 @@ from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import RENAMED, PlanSettings
 from fppo.settings.train import TrainSettings
+from fppo.steps.actor import UpdateActor
 from fppo.steps.micro_batching import fit
+from fppo.steps.optimizers import adamw
+from fppo.steps.outputs import Forward
+from fppo.steps.packed import cut, masks_of
+from fppo.steps.ranks import mini_batches
+from fppo.steps.train_state import init_state
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
 from tests.plan.cases import case, config, mixture
@@ -383,6 +392,58 @@ def test_the_passes_of_a_mini_batch_are_as_equal_as_those_of_a_run():
     assert [len(group) for group in fit([32] * 16, 320)] == [8, 8]
     wide = attrs.evolve(at, forward_tokens=32 * 12, roles={"critic": Role(tokens=32 * 7)})
     assert [(x.rows, x.micro_batches) for x in map(wide.at, ("values", "update critic"))] == [(8, 2), (6, 3)]
+
+
+def full_rows(length, prompt, n, count):
+    """Rows of full length in any order, of which n have one prompt."""
+    g = torch.Generator().manual_seed(0)
+    groups = torch.randperm(count, generator=g) // n
+    prompts = torch.randint(2, 12, (count // n, prompt), generator=g)
+    prompts[:, 0] = torch.arange(count // n)  # no two of them begin alike
+    responses = torch.randint(2, 12, (count, length - prompt), generator=g)
+    responses[:, 0] = torch.arange(count) % 12
+    batch = passes.rows_of(case(length=length, response=1 - prompt / length), count)
+    return tree.replace(batch, tokens=torch.cat([prompts[groups], responses], 1), groups=groups)
+
+
+@pytest.mark.parametrize(
+    ("mini", "budget"), [({"mini_batch_size": 32}, 176), ({"mini_batch_size": 16, "draw_by": "prompt"}, 88)], ids=str
+)
+def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, mini, budget):
+    """Tokens, passes and FLOPs of an update, by the metrics of a run whose rows are as long as they may be."""
+    sizes = {"rollout__batch_size": 32, "rollout__n": 8, "rollout__max_tokens": 8, "data__max_prompt_tokens": 24}
+    sizes |= {f"actor__{name}": x for name, x in mini.items()} | {"actor__epochs": 1, "actor__token_budget": budget}
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", **sizes)
+    planned = case_of(settings, PlanSettings(gpu="cpu"))
+    apart = attrs.evolve(planned, together=1.0, forward_together=1.0)  # the same passes
+    at, loop = planned.at("update actor"), loop_of(settings.actor, 32)
+    assert (at.distinct(at.rows), at.rows * at.micro_batches) == (budget, loop.mini_batch_size)
+    model, batch = model_of(planned, "actor"), full_rows(32, 24, 8, 32)
+    forward, optimizer = Forward(model), adamw(lambda step: 0.0)
+    update = UpdateActor(forward=forward, loop=loop, optimizer=optimizer, loss_fn=losses.ppo_clip)
+    state = init_state(models.init_params(model, Key(0)), optimizer)
+    report = metrics.report(update(state, batch, key=Key(1))[1])
+    assert report["perf/shared_tokens/actor"] == pytest.approx(1 - at.computed)
+    first = loop.mini_batches(batch, Key(1).fold("epoch", 0))[0]
+    assert len(cut(masks_of(batches.rows(batch, first), forward), loop.micro_batching)) == at.micro_batches
+    stages = [{x.name: x for x in plan(each).stages} for each in (planned, apart)]
+    one, other = (stage["update actor"] for stage in stages)
+    assert report["perf/shared_flops/actor"] == pytest.approx(1 - one.model_flops / other.model_flops)
+    for name in stages[0]:
+        busy = [stage[name].seconds.compute - stage[name].seconds.launching for stage in stages]
+        assert busy[0] < 0.6 * busy[1]
+    assert one.memory[ACTIVATIONS] < 0.8 * other.memory[ACTIVATIONS]
+
+
+@pytest.mark.parametrize(("rows", "n", "mini"), [(32, 8, 8), (24, 2, 6), (24, 4, 24)])
+def test_rows_of_a_prompt_in_a_mini_batch_of_rows_are_those_of_many_draws(tmp_path, rows, n, mini):
+    changes = {"rollout__batch_size": rows, "rollout__n": n, "actor__mini_batch_size": mini, "rollout__max_tokens": 1}
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", data__max_prompt_tokens=31, **changes)
+    drawn = [mini_batches(torch.arange(rows), mini, key=Key(seed))[0] // n for seed in range(400)]
+    prompts = sum(len(numbers.unique()) for numbers in drawn) / len(drawn)
+    planned = case_of(settings, PlanSettings(gpu="cpu"))
+    assert planned.together == pytest.approx(mini / prompts, rel=0.02)
+    assert planned.forward_together == n
 
 
 def cases_of(settings):

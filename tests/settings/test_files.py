@@ -187,6 +187,7 @@ CONFLICTS = [
     ({"actor.optimizer.eps": 1e-300}, "actor.optimizer.eps"),
     ({"actor.mini_batch_size": 48}, "actor.mini_batch_size"),
     ({"critic.mini_batch_size": 48}, "critic.mini_batch_size"),
+    ({"rollout.n": 8, "critic.mini_batch_size": 4, "critic.draw_by": "prompt"}, "critic.mini_batch_size"),
     ({"actor.micro_batch_size": 8, "actor.token_budget": 100}, "actor.micro_batch_size"),
     ({"actor.token_budget": 0}, "actor.token_budget"),
     ({"actor.mini_batch_size": 8, "actor.micro_batch_size": 16}, "actor.micro_batch_size"),

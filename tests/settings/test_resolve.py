@@ -100,6 +100,26 @@ def test_a_cpu_takes_kernels_in_cpp_where_it_is_asked_to():
     assert kernels(H100) == (on_gpu, [])
 
 
+def test_a_cpu_takes_kernels_in_cpp_by_itself_for_a_run_that_is_long_enough():
+    def found(machine, **changes):
+        settings, lines = resolve.resolved(files.replace(TrainSettings(), changes), machine)
+        return settings.model, lines
+
+    long = Machine(compiles=True)
+    assert found(long) == found(CPU, **{"model.cpp": True})
+    assert found(long)[0].attention == "cpp"
+    plain = found(CPU, **{"model.cpp": False})
+    assert found(CPU) == plain
+    assert found(long, **{"model.cpp": False}) == plain
+    why = "no C++ compiler is installed"
+    model, lines = found(attrs.evolve(long, no_compiler=why, refusals={"attention/cpp": why}))
+    assert model == plain[0]
+    assert lines == [f"model.cpp false: {why}; with kernels in C++ this run would be faster"]
+    half = {"model.compute_dtype": "float16"}
+    assert found(long, **half) == found(CPU, **half)
+    assert found(H100)[0].cpp is False
+
+
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
 def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
     changes = {"rollout.engine": "vllm", "reward.judge.engine": "vllm", "reward.judge.path": "m"}

@@ -1,5 +1,7 @@
 """Which rows are a mini-batch follows from the rows, and from the key."""
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,3 +19,31 @@ def test_mini_batches_follow_the_rows_and_not_their_places(ids, size, data):
 
     assert drawn(ids) == drawn(mixed)
     assert sorted(row for rows in drawn(ids) for row in rows) == sorted(ids)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 12), st.data())
+def test_drawn_by_prompt_the_rows_of_one_stand_together(sizes, size, data):
+    """Whatever number each group has, and wherever its rows stand."""
+    own = [100 + 7 * number for number, count in enumerate(sizes) for _ in range(count)]
+    names = data.draw(st.permutations(sorted({*own})))
+    places = data.draw(st.permutations(range(len(own))))
+
+    def drawn(order, groups, seed):
+        ids, groups = torch.tensor(order), torch.tensor([groups[row] for row in order])
+        return [ids[numbers].tolist() for numbers in mini_batches(ids, size, key=Key(seed), groups=groups)]
+
+    renamed = dict(zip(sorted({*own}), names, strict=True))
+    parts = drawn(range(len(own)), own, 5)
+    assert parts == drawn(places, [renamed[group] for group in own], 5)
+    assert [len(part) for part in parts[:-1]] == [size] * (len(parts) - 1)
+    rows = [row for part in parts for row in part]
+    assert sorted(rows) == [*range(len(own))]
+    runs = [group for group, _ in itertools.groupby(own[row] for row in rows)]
+    assert len(runs) == len(sizes)
+    assert all(a < b for a, b in itertools.pairwise(rows) if own[a] == own[b])
+
+
+def test_prompts_are_drawn_in_every_order():
+    ids = torch.arange(6)
+    orders = {tuple(torch.cat(mini_batches(ids, 2, key=Key(seed), groups=ids // 2)).tolist()) for seed in range(60)}
+    assert len(orders) == 6

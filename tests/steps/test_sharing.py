@@ -291,3 +291,22 @@ def test_an_update_tells_what_its_passes_saved(axes):
         heads = int(batch.response_mask.sum())
         work = [flops.train_flops(model, rows.lengths, head_tokens=heads, shared=x) for x in ((), rows.depths)]
         assert metrics.report(report)["perf/shared_flops/actor"] == pytest.approx(1 - work[1] / work[0])
+
+
+def test_mini_batches_drawn_by_prompt_save_as_much_as_one_batch():
+    model, params = make("qwen2")
+    forward, batch = Forward(model, share_prompts=True), tiny.experience(7, 16)
+    groups = torch.randperm(16, generator=torch.Generator().manual_seed(0)) // 4
+    width = batch.tokens.shape[1] - batch.response_mask.shape[1]
+    tokens, mask = batch.tokens.clone(), batch.attention_mask.clone()
+    tokens[:, :width], mask[:, :width] = groups[:, None] + 5, True
+    batch = tree.replace(batch, tokens=tokens, attention_mask=mask, groups=groups)
+
+    def saved(**how):
+        loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4), epochs=2, **how)
+        stage = UpdateActor(forward=forward, loop=loop, optimizer=OPTIMIZER, loss_fn=losses.ppo_clip)
+        return metrics.report(stage(init_state(params, OPTIMIZER), batch, key=Key(1))[1])["perf/shared_tokens/actor"]
+
+    whole = masks_of(batch, forward).sorted().saved
+    assert saved(by_prompt=True) == pytest.approx(whole)
+    assert saved() < 0.8 * whole
