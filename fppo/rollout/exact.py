@@ -17,14 +17,15 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels
 
-# The axes on which a token's log-prob keeps its bits, and those on which sums are added up in another order; a test
-# holds this table. Beside the last two the engine gathers what the trainer has in parts.
+# The axes on which a token's log-prob keeps its bits, and those on which sums are added up in another order; "ring" is
+# a context axis whose ranks pass keys on, instead of gathering them. A test holds this table.
 KEEPS_BITS = {
     "replicate": True,
     "shard": True,
     "sequence": True,
     "pipeline": True,
-    "context": False,
+    "context": True,
+    "ring": False,
     "tensor": False,
     "expert": False,
 }
@@ -72,8 +73,10 @@ def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
     if model.compile_layers:
         yield "compiled layers are programs for each number of rows"
     yield from _other_kernels(model, kernels)
-    for name, keeps in KEEPS_BITS.items():
-        if not keeps and mesh[name].size > 1:
+    if mesh.ring and mesh["context"].size > 1:
+        yield f"a context axis of {mesh['context'].size} ranks merges attention from parts in a ring"
+    for name in ("tensor", "expert"):
+        if mesh[name].size > 1:
             yield f"a {name} axis of {mesh[name].size} ranks adds up in parts"
 
 

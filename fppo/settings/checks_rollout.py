@@ -144,9 +144,10 @@ def exact_hindrances(s: TrainSettings) -> Iterator[str]:
             algorithm.old_log_probs not in (None, "engine"),
             "asks for others than the engine's",
         ),
+        ("mesh.ring", True, s.mesh.ring and s.mesh.context > 1, "merges attention from parts"),
         *(
             (f"mesh.{axis}", getattr(s.mesh, axis), getattr(s.mesh, axis) > 1, "adds up in parts")
-            for axis in ("context", "tensor", "expert")
+            for axis in ("tensor", "expert")
         ),
         *(
             (

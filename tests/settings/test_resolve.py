@@ -186,7 +186,7 @@ def test_exact_rollouts_take_the_kernels_that_are_exact_and_the_engines_log_prob
         ({"model.attention": "eager"}, "model.attention = 'eager' is not exact, as cpp is"),
         ({"model.linear": "float8"}, "model.linear = 'float8' is not exact, as onednn is"),
         ({"mesh.tensor": 2}, "mesh.tensor = 2 adds up in parts"),
-        ({"mesh.context": 2}, "mesh.context = 2 adds up in parts"),
+        ({"mesh.context": 2, "mesh.ring": True}, "mesh.ring = True merges attention from parts"),
         ({"algorithm.correction.name": "rollout"}, "algorithm.correction = 'rollout' has nothing to weigh"),
         ({"algorithm.old_log_probs": "pass"}, "algorithm.old_log_probs = 'pass' asks for others"),
     ],
