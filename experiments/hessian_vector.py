@@ -24,9 +24,9 @@ def main(
     mask, sizes = rows.response_mask, [x.numel() for x in params.values()]
 
     def loss(x: Tensor) -> Tensor:
-        """The policy loss without a clip at all parameters in one vector."""
         tree = {name: part.view_as(params[name]) for name, part in zip(params, x.split(sizes), strict=True)}
         new = forward_micro_batch(tree, rows, forward=sample.forward).log_probs
+        assert new is not None
         return -((new - rows.old_log_probs).exp() * rows.advantages).where(mask, 0.0).sum() / mask.sum()
 
     place = torch.cat([x.flatten() for x in params.values()])

@@ -26,6 +26,7 @@ def main(out: str = "per_sample_gradients.png", warm_up: int = 600, prompts: int
     def loss(params: dict[str, Tensor], columns: dict[str, Tensor]) -> Tensor:
         row = tree.replace(rows, **{name: x[None] for name, x in columns.items()})
         new = forward_micro_batch(params, row, forward=sample.forward).log_probs
+        assert new is not None
         return losses.ppo_clip(new, row.old_log_probs, row.advantages, row.response_mask)[0].sum() / tokens
 
     found = vmap(grad(loss), in_dims=(None, 0))(params, {name: getattr(rows, name) for name in COLUMNS})

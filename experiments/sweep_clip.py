@@ -32,7 +32,7 @@ def main(
 
     def updated(params: Any, opt: Any, clip: Tensor) -> tuple[Any, Any, dict[str, Tensor]]:
         loss = partial(losses.ppo_clip, clip_low=clip, clip_high=clip, dual_clip=None)
-        stage = UpdateActor(forward=sample.forward, loss_fn=loss, loop=loop, optimizer=optimizer)
+        stage: Any = UpdateActor(forward=sample.forward, loss_fn=loss, loop=loop, optimizer=optimizer)
         state, report = stage(TrainState(params=params, opt=opt, step=0), rows)
         return state.params, state.opt, {name: report[name].total / report[name].count for name in CURVES}
 

@@ -18,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from fppo_kernels.transforms import active
+
 Kind = Literal["int8", "nf4"]
 CODES, SCALES = ".codes", ".scales"  # suffixes of the weight's name
 BLOCK = 64  # weights with one scale in nf4
@@ -200,6 +202,8 @@ def _product(
     """A product `forth(x, W, bias, *beside)` with a quantised weight; `back(grad, W, *beside)` is its gradient for
     x."""
     stored = weight.stored
+    if active():
+        return forth(x, plain(Quantised.of(stored)), bias, *beside)
     return _Product.apply(x, stored.codes, stored.scales, bias, stored, forth, back, *beside)  # type: ignore[return-value]
 
 

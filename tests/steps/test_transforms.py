@@ -181,8 +181,12 @@ def check_all(fn, params):
     torch.testing.assert_close(jvp(grad(fn), (params,), (along,))[1], differences, rtol=1e-4, atol=1e-5)
 
 
-def test_all_transforms_of_an_adapter():
-    model, params = lora.adapt(MODEL, PARAMS, Lora(rank=2, alpha=4.0), key=Key(0), dtype=torch.float64)
+@pytest.mark.parametrize("base", ["plain", "int8"])
+def test_all_transforms_of_an_adapter(base):
+    if base != "plain":
+        pytest.importorskip("bitsandbytes")
+    start = (MODEL, PARAMS) if base == "plain" else models.quantise(MODEL, PARAMS, "int8")
+    model, params = lora.adapt(*start, Lora(rank=2, alpha=4.0), key=Key(0), dtype=torch.float64)
     check_all(partial(loss, forward=Forward(model), terms=SMOOTH), {name: x + 0.1 for name, x in params.items()})
 
 
