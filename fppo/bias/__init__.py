@@ -1,4 +1,4 @@
-"""What steps optimise, measured exactly: the bias and noise of the gradients of estimators, losses and KL kinds.
+"""Bias and noise of what steps optimise, measured exactly, for estimators, losses, weight modes and KL kinds.
 
 In: functions by name, of the library's or one's own, and the sizes of small worlds. Out: tables of numbers, as text,
 JSON, Markdown and a picture.

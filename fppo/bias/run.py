@@ -1,4 +1,4 @@
-"""What one run optimises, in three lines: its policy gradient, its KL, and its critic."""
+"""Three lines on what one run optimises: its policy gradient, its KL, and its critic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fppo import advantages
 from fppo.advantages.columns import OfRows, name_of, reads
-from fppo.bias.study import EXACT, Sizes, nearest, reinforce, typical
+from fppo.bias.study import EXACT, WorldSizes, nearest, reinforce, typical
 from fppo.laws.expectation import StepMath, step_bias
 from fppo.laws.worlds import SmallWorld
 
@@ -29,7 +29,7 @@ class RunBias:
     policy. Over many rows whitening is a factor; over the few of a world's batch it turns the gradient."""
 
     step: StepMath
-    sizes: Sizes
+    sizes: WorldSizes
     lag: float = 0.0
     whitens: bool = False
 
@@ -101,7 +101,7 @@ def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | 
     )
 
 
-def _critic(step: StepMath, sizes: Sizes) -> tuple[dict[str, float] | None, str]:
+def _critic(step: StepMath, sizes: WorldSizes) -> tuple[dict[str, float] | None, str]:
     """How far a critic's errors turn the gradient of an estimator that reads values."""
     if not reads(step.estimator, "values"):
         return None, "critic: none"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -53,7 +53,7 @@ REFUSED = "refused"
 
 
 @attrs.frozen(kw_only=True)
-class Sizes:
+class WorldSizes:
     """The sizes of the worlds that medians are taken over, and the rows of a group."""
 
     vocabulary: int = 2
@@ -106,7 +106,7 @@ def _cells(found: Typical, *, noise: bool = True) -> tuple[Number, ...]:
     return (found.turned, found.scale, *((found.noise,) if noise else ()))
 
 
-def estimators(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def estimators(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """Every estimator in groups of several sizes, under a mode that has no bias of its own."""
     rows = []
     worlds = [sizes.world(seed) for seed in range(sizes.worlds)]
@@ -120,7 +120,7 @@ def estimators(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
     return BiasTable(name="estimators", title="Estimators", about=about, heads=heads, rows=tuple(rows))
 
 
-def modes(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def modes(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """Weight modes, with and without a baseline, over two prompts."""
     worlds = [sizes.world(seed, prompts=2) for seed in range(sizes.worlds)]
     chosen = {"no baseline": reinforce, "rloo": advantages.rloo, "grpo": advantages.grpo}
@@ -135,12 +135,13 @@ def modes(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     return BiasTable(name="modes", title="Weight modes", about=about, heads=heads, rows=tuple(rows))
 
 
-def kinds(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """KL kinds where nothing is rewarded: what is left is the penalty, and the divergence whose gradient it has."""
     del own
     worlds = [sizes.world(seed) for seed in range(sizes.worlds)]
     worlds = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
     rows = []
+    places: Sequence[tuple[str, Callable[..., Any], Literal["reward", "loss"]]]
     places = (("reward", reinforce, "reward"), ("reward, rloo", advantages.rloo, "reward"), ("loss", reinforce, "loss"))
     for place, fn, where in places:
         for kind in losses.KL_KINDS if fn is reinforce else ("k1",):
@@ -169,7 +170,7 @@ def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> 
     return "none", found
 
 
-def policy_losses(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def policy_losses(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """Policy losses on the policy's own rows, and on those of a policy that lags, with its ratios."""
     chosen = {name: getattr(losses, name) for name in LOSSES} | dict(own)
     lags = (0.0, 0.1, 0.5)
@@ -189,7 +190,7 @@ def policy_losses(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTa
     return BiasTable(name="losses", title="Policy losses", about=about, heads=heads, rows=tuple(rows))
 
 
-def corrections(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def corrections(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """Off-policy corrections of a sampler that lags."""
     del own
     correct = losses.rollout_correction
@@ -214,7 +215,7 @@ def corrections(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTabl
     return BiasTable(name="corrections", title="Off-policy corrections", about=about, heads=heads, rows=tuple(rows))
 
 
-def critics(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def critics(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """GAE under critics that err, by its decay."""
     del own
     errors, rows = (0.0, 0.1, 0.3, 1.0), []
@@ -248,7 +249,7 @@ HEADS: Mapping[str, losses.ValueHead] = {
 }
 
 
-def values(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
+def values(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     """The value that each loss of a critic settles on where returns vary, less their mean."""
     del sizes, own
     rows = []
@@ -262,7 +263,7 @@ def values(sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
     return BiasTable(name="values", title="Value losses", about=about, heads=tuple(RETURNS), rows=tuple(rows))
 
 
-TABLES: Mapping[str, Callable[[Sizes, Mapping[str, Callable[..., Any]]], BiasTable]] = {
+TABLES: Mapping[str, Callable[[WorldSizes, Mapping[str, Callable[..., Any]]], BiasTable]] = {
     "estimators": estimators,
     "modes": modes,
     "kl": kinds,
@@ -281,7 +282,7 @@ def is_loss(fn: Callable[..., Any]) -> bool:
     return False
 
 
-def study(names: Sequence[str], sizes: Sizes, own: Mapping[str, Callable[..., Any]]) -> Iterator[BiasTable]:
+def study(names: Sequence[str], sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> Iterator[BiasTable]:
     """The tables of these names, one after the other, with one's own estimators and losses among their rows.
 
     Raises ValueError for a function that is neither.

@@ -14,7 +14,7 @@ from fppo.advantages.columns import WEIGHTS, OfRows, columns_of, name_of, whiten
 from fppo.assembly.functions import advantage_of, loss_correction, policy_loss
 from fppo.bias import text
 from fppo.bias.run import RunBias, lines_of
-from fppo.bias.study import Sizes, is_loss, study
+from fppo.bias.study import WorldSizes, is_loss, study
 from fppo.laws.expectation import KL, SCORE, StepMath
 from fppo.settings.bias import BiasSettings
 from fppo.settings.resolve import old_log_probs_source
@@ -30,7 +30,7 @@ MOST = 4  # rows of a group, of two prompts, whose batches are listed in a secon
 def run(of: TrainSettings | None, options: BiasSettings) -> int:
     """Print the tables, or what a run optimises, and write what was asked for; returns 0."""
     transformers_logging.set_verbosity_error()
-    sizes = Sizes(
+    sizes = WorldSizes(
         vocabulary=options.vocabulary, horizon=options.horizon, worlds=options.worlds, groups=tuple(options.n)
     )
     width = min(shutil.get_terminal_size((120, 24)).columns, 140)
@@ -70,7 +70,7 @@ def _check_own(own: dict[str, Any]) -> None:
             raise UsageError(f"--with {name}: neither a policy loss nor an estimator: {error}") from error
 
 
-def run_bias(of: TrainSettings, sizes: Sizes) -> RunBias:
+def run_bias(of: TrainSettings, sizes: WorldSizes) -> RunBias:
     """The math of a run's step, in groups of at most four rows. Raises UsageError for what has no list of batches."""
     search(of.module_dirs)
     loss_fn, estimator = policy_loss(of.actor.loss), advantage_of(of.algorithm, Kernels.named())

@@ -5,7 +5,7 @@ smallest inputs on which it does not hold, found by Hypothesis in float64.
 Begin with `losses.check_policy_loss`; `screening` has the laws that take no time, for the start of a run.
 """
 
-from fppo.laws import references
+from fppo.laws import references as references
 from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
@@ -72,7 +72,6 @@ __all__ = [
     "check_whiten",
     "check_whole_loss",
     "fixed_point",
-    "references",
     "screen_estimator",
     "screen_kernel",
     "screen_policy_loss",

@@ -24,7 +24,7 @@ def test_the_settings_name_every_table():
 def test_the_page_has_the_tables_that_the_command_prints():
     """Words exactly; numbers to a unit of their last digit, which machines may round differently."""
     shown = PAGE.read_text().partition("`fppo bias --markdown FILE` writes what follows.\n")[2].strip()
-    wanted = text.markdown(study.study(settings.TABLES, study.Sizes(), {})).strip()
+    wanted = text.markdown(study.study(settings.TABLES, study.WorldSizes(), {})).strip()
     assert re.sub(NUMBER, "x", shown) == re.sub(NUMBER, "x", wanted)
     a, b = (torch.tensor([float(x) for x in re.findall(NUMBER, page)]) for page in (shown, wanted))
     assert len(a) > 400

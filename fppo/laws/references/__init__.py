@@ -5,6 +5,6 @@ takes; autograd of a loss is its gradient.
 Begin with `losses.ppo_clip` and `advantages.grpo`; `laws.check_policy_loss(mine, reference=...)` compares with one.
 """
 
-from fppo.laws.references import advantages, losses, values
-
-__all__ = ["advantages", "losses", "values"]
+from fppo.laws.references import advantages as advantages
+from fppo.laws.references import losses as losses
+from fppo.laws.references import values as values
