@@ -12,9 +12,11 @@ import torch
 from fppo._errors import printable
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
+from fppo.assembly.texts import chat_options
 from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
+from fppo.rollout.turns.observations import forgets_thinking
 from fppo.settings import files
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
 from fppo.settings.resolve import old_log_probs_source, passes_besides, sharing_hindrances
@@ -42,6 +44,7 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
         *([_line("pools", text)] if (text := _pools(settings.placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
+        *([_line("turns", text)] if (text := _thoughts(settings, inputs)) else []),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differ.items())),
         *(
             [_line("auto", f"algorithm.old_log_probs {_old_log_probs(settings)}")]
@@ -49,6 +52,17 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
             else []
         ),
     ]
+
+
+def _thoughts(settings: TrainSettings, inputs: Inputs) -> str:
+    """What becomes of earlier thoughts where the chat template leaves them out; "" where it does not."""
+    if settings.rollout.turns.respond is None or not settings.data.chat:
+        return ""
+    roles = forgets_thinking(inputs.tokenizer, roles=("tool",), options=chat_options(settings.data))
+    before = " or ".join(f"a {role}'s" for role in roles)
+    return (
+        before and f"the chat template leaves out thoughts before {before} message; the policy goes on reading its own"
+    )
 
 
 def _pools(placement: PlacementSettings) -> str:
