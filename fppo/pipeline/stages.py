@@ -264,7 +264,8 @@ class Estimate:
             if self.update_kl is not None:
                 kl = self.update_kl(kl, current.total / current.count.clamp(min=1), current.count)
         mask = mask & _scored(annotated)[:, None]
-        rewards = advantages.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
+        turns = annotated.turn_rewards
+        rewards = advantages.token_rewards(annotated.scores, mask, turns=turns, kl=penalty, kl_coef=coef)
         result = of_rows(self.advantage_fn)(replace(annotated, response_mask=mask), rewards)
         _check_shapes(result, mask)
         if self.drop:

@@ -93,12 +93,13 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
-    per_token += [] if record.token_versions is None else ["token_versions"]
+    per_token += [name for name in ("token_versions", "turn_rewards") if getattr(record, name) is not None]
     return replace(
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
         attention_mask=F.pad(record.attention_mask, (left, right)),
         routed=None if record.routed is None else F.pad(record.routed, (0, 0, 0, 0, left, right)),
+        turn_ids=None if record.turn_ids is None else F.pad(record.turn_ids, (0, right), value=-1),
         **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
     )
 
