@@ -55,7 +55,7 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
 
 
 def _thoughts(settings: TrainSettings, inputs: Inputs) -> str:
-    """What becomes of earlier thoughts where the chat template leaves them out; "" where it does not."""
+    """Line on earlier thoughts, where the chat template leaves them out; "" where it does not."""
     if settings.rollout.turns.respond is None or not settings.data.chat:
         return ""
     roles = forgets_thinking(inputs.tokenizer, roles=("tool",), options=chat_options(settings.data))

@@ -20,7 +20,7 @@ from torch import Tensor
 from fppo.fleet.codec import CPU, pack, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.outline import put_together
-from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
+from fppo.fleet.rank import PATIENCE, RankReply, RankRequest, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
 
 GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
@@ -70,7 +70,7 @@ class Ranks(Protocol):
         """Starts them, anew if they ran; where each of them is, in words."""
         ...
 
-    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
         """Has every rank run a call, after those sent before. A future fails with RankLost if its rank is gone."""
         ...
 
@@ -188,7 +188,7 @@ class Group:
             sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host, streams), large)
         back = 0
 
-        def value_of(reply: Reply) -> Any:
+        def value_of(reply: RankReply) -> Any:
             nonlocal back
             assert reply.packed is not None
             back += reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
@@ -196,7 +196,7 @@ class Group:
             handles_of = partial(self._handles, number)
             return tree_of(reply.packed, tensors, plain=lambda x: handles_of(x) if isinstance(x, Stayed) else x)
 
-        def on_part(reply: Reply) -> None:
+        def on_part(reply: RankReply) -> None:
             if on_item is not None and reply.packed is not None:
                 on_item(value_of(reply))
 
@@ -235,12 +235,12 @@ class Group:
             raise GroupDied(self.name, f"group {self.name!r} cannot run {label}: {self._lost}")
 
     def _first(
-        self, sent: list[Future[Reply]], label: str, patience: float, on_part: Callable[[Reply], None]
-    ) -> tuple[Reply, tuple[tuple[float, float], ...]]:
+        self, sent: list[Future[RankReply]], label: str, patience: float, on_part: Callable[[RankReply], None]
+    ) -> tuple[RankReply, tuple[tuple[float, float], ...]]:
         """The first rank's last reply, once all have replied; and when each rank was at work, by its start and seconds.
         `on_part` is called with replies that others follow."""
-        came: dict[int, tuple[float, Reply]] = {}
-        failed: tuple[int, Reply | RankLost] | None = None
+        came: dict[int, tuple[float, RankReply]] = {}
+        failed: tuple[int, RankReply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
         deadline = clock.now() + patience
         while waiting and (left := deadline - clock.now()) > 0:

@@ -26,7 +26,7 @@ from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.finished import FinishedRows, Step, assemble
+from fppo.rollout.finished import DrawnStep, FinishedRows, assemble
 from fppo.rollout.records import check_prompts, check_stops, number_rows, response_limits
 from fppo.rollout.routed import Fed, of_prompts
 from fppo.rollout.sampling import Columns, draw
@@ -114,7 +114,7 @@ class EmbeddedEngine:
         on_step = None if ask.on_finished is None else FinishedRows(ask.on_finished, limits, ask.sampling)
         fed: list[Fed] = []
 
-        def run(skeleton: PreTrainedModel) -> list[Step]:
+        def run(skeleton: PreTrainedModel) -> list[DrawnStep]:
             head, product = _wide(models.output_head(model, params), self.kernels.linear)
             decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
             columns = self._columns(model, head)
@@ -123,7 +123,7 @@ class EmbeddedEngine:
             policy = DecodingPolicy(
                 model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers
             )
-            steps: list[Step] = []
+            steps: list[DrawnStep] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
                 rows = (numbers + torch.arange(draws.start, draws.stop, device=device)).flatten()
@@ -297,7 +297,9 @@ def _hidden(
     return models.forward(policy.text, tokens, positions, attend=attend, routes=routes, embedded=embedded, deep=deep)[0]
 
 
-def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]) -> list[Step]:
+def _decode(
+    policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]
+) -> list[DrawnStep]:
     """Responses to the wave's prompts; what routers tell goes to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
@@ -314,13 +316,13 @@ def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows
     last = wave.each(torch.tensor(wave.limits, device=rows.device)) - 1
     reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
     ends = bool(sampling.stop_token_ids) or reader is not None or min(wave.limits) < most
-    steps: list[Step] = []
+    steps: list[DrawnStep] = []
     for t in range(most):
         if t % _CHUNK == 0:
             places = ask.offset + torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
-        steps.append(Step(rows, t, *drawn))
+        steps.append(DrawnStep(rows, t, *drawn))
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
         if reader is not None:
             stopped = stopped | _completed(reader, rows, drawn.tokens)

@@ -14,7 +14,7 @@ from fppo.rollout.records import rollout_of
 from fppo.rollout.routed import Fed, column
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """One token of each live row: what row rows[i] of the rollout got at one position."""
 
     rows: Tensor
@@ -32,7 +32,7 @@ class FinishedRows:
         self._limits = [limit for limit in limits for _ in range(sampling.n)]
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
-    def __call__(self, step: Step, stops: Tensor) -> None:
+    def __call__(self, step: DrawnStep, stops: Tensor) -> None:
         """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
         the live ones, are passed over."""
         for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
@@ -46,7 +46,7 @@ class FinishedRows:
 
 
 def assemble(
-    steps: Sequence[Step],
+    steps: Sequence[DrawnStep],
     fed: Sequence[Fed],
     ask: Ask,
     row_ids: Tensor,
