@@ -56,7 +56,7 @@ def input_lines(settings: TrainSettings, inputs: Inputs, chosen: Sequence[str] =
 
 def _thoughts(settings: TrainSettings, inputs: Inputs) -> str:
     """Line on earlier thoughts, where the chat template leaves them out; "" where it does not."""
-    if settings.rollout.turns.respond is None or not settings.data.chat:
+    if not (settings.in_turns and settings.data.chat):
         return ""
     roles = forgets_thinking(inputs.tokenizer, roles=("tool",), options=chat_options(settings.data))
     before = " or ".join(f"a {role}'s" for role in roles)

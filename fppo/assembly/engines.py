@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import attrs
 from transformers import PreTrainedTokenizerBase
 
+from fppo.assembly.environments import environment_runner, prompt_encoder
 from fppo.assembly.parts import offload_of
 from fppo.assembly.texts import chat_options
 from fppo.fields import only
@@ -24,7 +25,7 @@ from fppo.rollout.turns.observations import PlainText, Within, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
-from fppo.settings.rollout import TurnsSettings, VllmSettings
+from fppo.settings.rollout import RolloutSettings, TurnsSettings, VllmSettings
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo_kernels.table import Kernels
 
@@ -37,7 +38,7 @@ def engine_of(
     settings: TrainSettings, model: Model, kernels: Kernels, pad_token_id: int, mesh: Mesh, lane: Lane
 ) -> Iterator[SpreadEngine]:
     """The engine that the settings name, on every rank, for as long as the context lasts."""
-    idle = settings.rollout.from_ is not None and not settings.data.has_held_out  # nothing is ever asked of it
+    idle = settings.rollout.from_ is not None and not settings.has_held_out  # nothing is ever asked of it
     by = lane if offload_of(settings, "actor") == "all" else None
     if settings.rollout.engine == "embedded" or idle:
         routed = settings.algorithm.router_replay == "rollout"
@@ -90,7 +91,7 @@ def vllm_engine(
 
 @contextlib.contextmanager
 def in_turns(
-    section: TurnsSettings,
+    section: RolloutSettings,
     rows: DataSettings,
     engine: Engine,
     tokenizer: PreTrainedTokenizerBase,
@@ -99,29 +100,42 @@ def in_turns(
     *,
     vocabulary: int,
 ) -> Iterator[Engine]:
-    """The engine with the settings' tool, for as long as the context lasts; the engine itself without one. What
-    the policy is told holds tokens below `vocabulary`.
+    """The engine with the settings' environment or tool, for as long as the context lasts; the engine itself without
+    one. What the policy is told holds tokens below `vocabulary`.
 
-    Raises ValueError if there is no such tool, or the chat template does not take its messages.
+    Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """
-    if section.respond is None:
+    turns = section.turns
+    how = {**only(turns, "max_turns", "turn_tokens"), "pad_token_id": pad_token_id, "mesh": mesh}
+    if section.environment.used:
+        encode = chat_template(tokenizer, options=chat_options(rows)) if rows.chat else PlainText(tokenizer)
+        with environment_runner(section.environment, turns) as player:
+            yield TurnsEngine(
+                engine=engine,
+                tools=player,
+                encode=Within(encode, vocabulary),
+                tokenizer=tokenizer,
+                prompt=prompt_encoder(tokenizer, rows, vocabulary),
+                prompt_tokens=rows.max_prompt_tokens,
+                **how,
+            )
+        return
+    if turns.respond is None:
         yield engine
         return
-    respond = tools.resolve(section.respond)
-    roles = ("tool",) if section.failure else ()
+    respond = tools.resolve(turns.respond)
+    roles = ("tool",) if turns.failure else ()
     chat = rows.chat
     encode = chat_template(tokenizer, roles=roles, options=chat_options(rows)) if chat else PlainText(tokenizer)
-    how = only(section, "failure", "time_limit", "workers")
-    with ToolRunner(respond, **how, inline=section.respond in tools.TOOLS) as ready:
+    limits = only(turns, "failure", "time_limit", "workers")
+    with ToolRunner(respond, **limits, inline=turns.respond in tools.TOOLS) as ready:
         yield TurnsEngine(
             engine=engine,
             tools=ready,
             encode=Within(encode, vocabulary),
             tokenizer=tokenizer,
-            **only(section, "max_turns", "turn_tokens"),
             draws=respond.draws if isinstance(respond, Game) else None,
-            pad_token_id=pad_token_id,
-            mesh=mesh,
+            **how,
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.assembly.environments import episode_prompts, maker_of
 from fppo.assembly.optimizers import optimizers_of
 from fppo.assembly.parts import (
     bare_model,
@@ -105,9 +106,9 @@ def read_inputs(
     images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
     if settings.data.seen and images is None:
         raise tried.error()
-    prompts = tried(lambda: load_prompts(settings.data, tokenizer, images))
-    there = settings.data.has_held_out
-    held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images)) if there else None
+    prompts = tried(lambda: _prompts(settings, tokenizer, images))
+    there = settings.has_held_out
+    held_out = tried(lambda: _held_out(settings, tokenizer, images)) if there else None
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(settings.rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, ends, like=sampling))
@@ -152,7 +153,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
     held_out = None
     if not settings.data.seen or images is not None:
-        held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images))
+        held_out = tried(lambda: _held_out(settings, tokenizer, images))
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
@@ -184,6 +185,24 @@ class _Tried:
         whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
         whole.__cause__ = self.problems[0]
         return whole
+
+
+def _prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None) -> PromptSet:
+    """The prompts to train on: rows, or without any those that the environment fills."""
+    section, rows = settings.rollout.environment, settings.data
+    if section.used and not rows.path and rows.rows is None:
+        return episode_prompts(section.episodes, tokenizer)
+    return load_prompts(rows, tokenizer, images)
+
+
+def _held_out(
+    settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None
+) -> PromptSet:
+    """The prompts to evaluate on: rows, or without any those that the environment fills."""
+    if settings.data.has_held_out:
+        return load_held_out(settings.data, settings.eval, tokenizer, images)
+    count, most = settings.rollout.environment.eval_episodes, settings.eval.max_prompts
+    return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 
 def load_prompts(
@@ -259,6 +278,8 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         reward_of(reward, {}, max_tokens=rollout.max_tokens)
     if rollout.turns.respond is not None:
         tools.resolve(rollout.turns.respond)
+    if rollout.environment.used:
+        maker_of(rollout.environment)
 
 
 def _check_models(
@@ -283,7 +304,7 @@ def _check_models(
     )
     if configs is None:
         return
-    reads = settings.rollout.turns.respond is not None or settings.critic.privileged > 0
+    reads = settings.in_turns or settings.critic.privileged > 0
     tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
     if settings.rollout.engine == "vllm":
         over, alone = settings.rollout.vllm.tensor_parallel, section.lora.send == "alone"

@@ -264,7 +264,7 @@ def check_length(settings: TrainSettings, config: PreTrainedConfig, *, critic: b
     is the critic's model too."""
     limit = models.longest_row(config.get_text_config())
     prompt, response, name = settings.data.max_prompt_tokens, settings.rollout.max_tokens, "rollout.max_tokens"
-    if settings.data.has_held_out and (settings.eval.max_tokens or 0) > response:
+    if settings.has_held_out and (settings.eval.max_tokens or 0) > response:
         response, name = settings.eval.max_tokens or 0, "eval.max_tokens"
     privileged = settings.critic.privileged if critic else 0
     longest = privileged + prompt + response

@@ -99,7 +99,8 @@ def advantage_of(settings: TrainSettings, kernels: Kernels) -> Callable[[Mapping
         raise ValueError(f"algorithm.advantage.name = {part.name!r}: {text}")
     correct = _correction_of(settings) or by_token
     weighs = takes(fn, "weights") and "weights" not in part.keywords
-    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct)
+    by_turn = settings.algorithm.group_by == "turn"
+    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct, by_turn)
 
 
 def pretrain_of(settings: TrainSettings) -> Pretrain | None:
@@ -121,7 +122,7 @@ def program_of(settings: TrainSettings, resources: Resources) -> Program:
         rollout=RollOut(
             engine=resources.engine,
             sampling=resources.sampling,
-            measure=() if settings.rollout.turns.respond is None else (turn_metrics,),
+            measure=(turn_metrics,) if settings.in_turns else (),
             make_on_finished=resources.runner.make_on_finished,
         ),
         score=resources.score,

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import data, models, rewards
 from fppo.assembly.engines import vllm_engine
+from fppo.assembly.environments import environment_terms
 from fppo.assembly.parts import (
     check_kernels,
     check_mesh,
@@ -71,7 +72,7 @@ def reward_runner(
 ) -> Iterator[EarlyRewardRunner]:
     """All that scores the run's responses, ready to run, for as long as the context lasts; the reward model on the
     ranks of a group, if it is not here."""
-    section = settings.reward
+    section, environment = settings.reward, environment_terms(settings.rollout.environment)
     if isinstance(group, LocalGroup) or section.model.path is None:
         model = reward_model_of(settings, tokenizer, mesh, device)
     else:
@@ -80,7 +81,7 @@ def reward_runner(
     with (
         judge_of(settings, tokenizer, mesh, device) as judge,
         rewards.RewardRunner(
-            reward_of(section, {**model, **judge}, max_tokens=settings.rollout.max_tokens),
+            reward_of(section, {**model, **judge, **environment}, max_tokens=settings.rollout.max_tokens),
             time_limit=section.time_limit,
             batch_limit=section.batch_time_limit,
             workers=section.workers,

@@ -45,7 +45,7 @@ from fppo.rollout.engine import Engine
 from fppo.rollout.interrupt import InterruptibleEngine
 from fppo.rollout.placed import PlacedEngine
 from fppo.rollout.pool import EnginePool
-from fppo.rollout.turns.engine import TurnsEngine
+from fppo.rollout.turns.engine import TurnsEngine, environment_metrics
 from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.offload import Lane
@@ -240,7 +240,7 @@ def assemble_evaluation(
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
     base. Raises ValueError for settings without held-out prompts.
     """
-    if not settings.data.has_held_out:
+    if not settings.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     inputs = read_eval_inputs(settings, mesh=mesh, device=device)
@@ -274,7 +274,7 @@ def _answering(
     device: torch.device,
     groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Iterator[_Answering]:
-    sections, vocabulary = (settings.rollout.turns, settings.data), vocabulary_size_of(settings.model)
+    sections, vocabulary = (settings.rollout, settings.data), vocabulary_size_of(settings.model)
     with (
         reward_runner(settings, tokenizer, mesh, device, groups.get("reward", LOCAL_GROUP)) as runner,
         engine as alone,
@@ -332,7 +332,8 @@ def _evaluation(
     def evaluation(
         run: RunState, keep: OnScored = lambda scored: None, keep_beside: OnBeside = lambda beside: None
     ) -> Metrics:
-        report = evaluate(run, batches=batches(), engine=engine, sampling=sampling, score=score, on_scored=keep)
+        how = {"engine": engine, "sampling": sampling, "score": score, "measure": (environment_metrics,)}
+        report = evaluate(run, batches=batches(), on_scored=keep, **how)
         return report if truth is None else report | truth(run, prompts=batches(), keep=keep_beside)
 
     return evaluation

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from fppo import metrics
-from fppo.batch import Prompts, Scored
+from fppo.batch import Prompts, Rollout, Scored
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
@@ -31,10 +31,11 @@ def evaluate(
     engine: Engine,
     sampling: Sampling,
     score: ScoreFn,
+    measure: Sequence[Callable[[Rollout], Metrics]] = (),
     on_scored: OnScored = lambda scored: None,
 ) -> Metrics:
     """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source; val-aux/errors and
-    val-aux/timeouts are the responses that could not be scored.
+    val-aux/timeouts are the responses that could not be scored. What `measure` says of rollouts is in val-aux/, too.
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone. All
     responses with their scores go to `on_scored`, in batches.
@@ -47,5 +48,6 @@ def evaluate(
         rows, report = score(rollout)
         scored.append(rows)
         reports.append({f"val-aux/{name}": report[f"reward/{name}"] for name in FAILED if f"reward/{name}" in report})
+        reports += [{f"val-aux/{name}": x for name, x in fn(rollout).items()} for fn in measure]
     on_scored(scored)
     return summarize(scored, n=sampling.n) | metrics.merge(*reports)

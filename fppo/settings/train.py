@@ -227,6 +227,17 @@ class TrainSettings:
     """Where numbers and samples go."""
 
     @property
+    def has_held_out(self) -> bool:
+        """Whether there are prompts to evaluate on: rows, or an environment's."""
+        environment = self.rollout.environment
+        return self.data.has_held_out or (environment.used and environment.eval_episodes > 0)
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether responses have turns that somebody answers."""
+        return self.rollout.turns.respond is not None or self.rollout.environment.used
+
+    @property
     def decodes(self) -> bool:
         """Whether an embedded engine answers anything: the policy's, or the judge's."""
         judge = self.reward.judge

@@ -11,7 +11,7 @@ class Count:
     The state is a list that `step` changes in place, which a value that is pickled in between bears.
     """
 
-    def __init__(self, *, prompt="{}", most=4):
+    def __init__(self, *, prompt: str = "{}", most: int = 4):
         self.prompt, self.most = prompt, most
 
     def reset(self, row, seed):
