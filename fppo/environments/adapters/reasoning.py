@@ -18,8 +18,8 @@ class ReasoningGym:
     """Questions of the data sets {name: its settings}, drawn by the seed; a row may name its own as "dataset".
 
     `seed` is that of the data sets: held-out questions are those of another one. With `chances` above 1 a wrong answer
-    is followed by `again`, and each further one is worth `worth` times as much. An answer is a response's last line, or
-    what stands behind `mark` in it.
+    is followed by `again`, each further one is worth `worth` times as much, and only right ones count. An answer is a
+    response's last line, or what stands behind `mark` in it.
     """
 
     def __init__(
@@ -51,8 +51,7 @@ class ReasoningGym:
         right, over = score >= 1.0, score >= 1.0 or turn + 1 >= self._chances
         info = {f"right/{name}": float(right and not turn), "right_at_once": float(right and not turn)}
         messages = () if over else [{"role": "user", "content": self._again}]
-        counts = over and not (turn and not right)
-        reward = score * self._worth**turn if counts else 0.0
+        reward = score * self._worth**turn if right or self._chances == 1 else 0.0
         return Step((name, number, turn + 1), messages, reward, over, {**info, "right": float(right)})
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (an environment lives as long as its process)

@@ -1,0 +1,62 @@
+"""verifiers 0.1: `MultiTurnEnv` with `env_response` and a rubric (pip install "verifiers<0.2").
+
+Later versions have no step: an environment is a program that speaks to an endpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import verifiers
+from verifiers.types import AssistantMessage
+
+from fppo.environments.protocol import Begin, Message, Reply, Step
+from fppo.workers.imports import imported
+
+
+class Verifiers:
+    """The environment `env`: a name that `load_environment` knows, called with `arguments`, or module:function that
+    returns one. A row's "number", or else the seed, draws a row of its data set. What a state holds of clients is left
+    out, as the policy answers in their place."""
+
+    def __init__(self, *, env: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
+        make = imported(env, "environment") if isinstance(env, str) and ":" in env else env
+        given = dict(arguments or {})
+        self._env = make(**given) if callable(make) else verifiers.load_environment(make, **given)
+        self._rows, self._loop = self._env.get_dataset(), asyncio.new_event_loop()
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
+        """The prompt of a row of the environment's data set."""
+        drawn = dict(self._rows[int(row.get("number", seed)) % len(self._rows)])
+        return self._loop.run_until_complete(self._reset(drawn))
+
+    def step(self, state: Any, reply: Reply) -> Step:
+        """The environment's answer; at the end the rubric's reward, and its metrics."""
+        return self._loop.run_until_complete(self._step(state, reply))
+
+    async def _reset(self, row: dict[str, Any]) -> Begin:
+        state = await self._env.init_state(row, None, "policy", {})
+        await self._env.setup_state(state)
+        return Begin(state, [_plain(message) for message in state["prompt"]])
+
+    async def _step(self, state: Any, reply: Reply) -> Step:
+        said, prompt = AssistantMessage(content=reply.text), state["prompt"]
+        for before in state["trajectory"][-1:]:
+            prompt = [*before["prompt"], *before["completion"], *state.pop("new", [])]
+        turn = {"prompt": prompt, "completion": [said], "is_truncated": not reply.end, "extras": {}}
+        turn |= dict.fromkeys(("response", "tokens", "reward", "advantage"))
+        state["trajectory"].append({**turn, "trajectory_id": state["trajectory_id"]})
+        if reply.end and not await self._env.is_completed(state):
+            state["new"] = new = await self._env.env_response([*prompt, said], state)
+            if not await self._env.is_completed(state):
+                return Step(state, [_plain(message) for message in new])
+        await self._env.render_completion(state)
+        await self._env.rubric.score_rollout(state)
+        return Step(state, (), float(state["reward"]), True, dict(state.get("metrics") or {}))
+
+
+def _plain(message: Any) -> Message:
+    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    return {"role": fields["role"], "content": fields["content"]}
