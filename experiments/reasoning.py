@@ -1,8 +1,7 @@
 """Three tasks of reasoning-gym with a second chance for half the reward, on a model of the quickstart's size.
 
-    python experiments/reasoning.py                          # pip install -e ".[reasoning]" first
-
-Examples teach the form of an answer, and are mostly one too high; PPO, which compares turns with turns, does the rest.
+It takes pip install -e ".[reasoning]". Examples teach the form of an answer, and are mostly one too high; PPO, which
+compares turns with turns, does the rest.
 """
 
 import random
@@ -18,7 +17,6 @@ from fppo.key import Key
 from fppo.steps import Forward, MicroBatching, adamw, schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
-HERE = Path(__file__)
 DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASKS = {
     "chain_sum": DIGIT,
@@ -56,7 +54,7 @@ def main(
     if not (output_dir / "warm").exists():
         warm_up(output_dir / "warm", Key(seed), warm_up_steps)
     given = [f"--output-dir={output_dir}", f"--model.path={output_dir / 'warm'}", f"--seed={seed}"]
-    return fppo(["train", str(HERE.with_suffix(".toml")), *given, *(f"--{each}" for each in more)])
+    return fppo(["train", str(Path(__file__).with_suffix(".toml")), *given, *(f"--{each}" for each in more)])
 
 
 if __name__ == "__main__":

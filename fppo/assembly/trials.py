@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo.assembly.environments import maker_of
 from fppo.assembly.optimizers import optimizer_of
 from fppo.assembly.parts import value_head_of
 from fppo.assembly.program import policy_loss
@@ -30,6 +31,7 @@ def value_problems(settings: TrainSettings, known: Sequence[Problem]) -> list[Pr
         "algorithm.correction": lambda: _correction(settings.algorithm.correction),
         "critic.loss": lambda: _value_loss(value_head_of(settings)),
         "actor.optimizer": lambda: optimizer_of(settings.actor.optimizer, 1, setting="actor.optimizer"),
+        "rollout.environment": lambda: maker_of(settings.rollout.environment),
         "critic.optimizer": lambda: optimizer_of(settings.critic.optimizer, 1, setting="critic.optimizer"),
     }
     found = []

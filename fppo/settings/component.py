@@ -222,8 +222,9 @@ def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
     first = len(plain) - len(arguments.defaults)
     pairs = [*zip(plain[first:], arguments.defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
     keywords = {x.arg: _keyword(x.annotation, default) for x, default in pairs}
-    # a tensor that must be given is no setting
-    tensors = [name for name, x in keywords.items() if x.kind is Any and x.default is attrs.NOTHING]
+    # a tensor that must be given to a function is no setting
+    of_tensors = isinstance(of_name[0], ast.FunctionDef)
+    tensors = [name for name, x in keywords.items() if of_tensors and x.kind is Any and x.default is attrs.NOTHING]
     functions = [name for name, x in keywords.items() if x.kind is Callable]
     return Signature(
         (*(x.arg for x in plain[:first]), *tensors),

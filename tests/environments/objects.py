@@ -45,3 +45,11 @@ def first_action(text, rng):
     """The first of the moves that a game lists in brackets, or one drawn."""
     moves = [word for word in text.replace("'", " ").split() if word.startswith("[") and word.endswith("]")]
     return rng.choice(moves[-2:]) if moves else "[check]"
+
+
+def said(text):
+    return {"text": text}
+
+
+def echoed(seen):
+    return seen["text"]

@@ -132,3 +132,41 @@ def test_gem():
     episodes = [play(environment, say, seed=seed) for seed in range(6)]
     assert episodes == [play(environment, say, seed=seed) for seed in range(6)]
     assert len({len(rewards) for _, rewards, _ in episodes}) > 1
+
+
+@installed("verifiers")
+def test_verifiers_of_01():
+    import verifiers
+
+    if not hasattr(verifiers, "MultiTurnEnv"):
+        pytest.skip("verifiers of 0.4 and later have no step")
+    from fppo.environments.adapters.verifiers_01 import Verifiers
+
+    environment = Verifiers(env="tests.environments.verifiers_env:load_environment", arguments={"most": 4})
+    told = iter(["3", "5", "4"])
+    texts, rewards, info = play(environment, lambda texts: next(told), row={"number": 0})
+    assert texts == ["2+2?", "3", "no, again", "5", "no, again", "4"]
+    assert rewards == [0.0, 0.0, 1.0]
+    assert info["right"] == 1.0
+    assert play(environment, lambda texts: "3")[1] == [0.0] * 4
+
+
+@installed("openenv")
+def test_openenv_by_a_local_server():
+    from fppo.environments.adapters.open_env import OpenEnv
+    from tests.environments.openenv_server import serving
+
+    with serving() as url:
+        environment = OpenEnv(url=url, action=f"{HERE}:said", shown=f"{HERE}:echoed")
+        texts, rewards, _ = play(environment, lambda texts: str(len(texts)))
+        assert texts[0] == "ready"
+        assert len(rewards) == 3
+        assert rewards[-1] > 0
+        player = EnvironmentRunner(lambda: environment, name="own", inline=True)
+        (begun,) = player.reset([{}], [7])
+        (first,) = player.step([begun.state], [Reply("1", (1,), "x")])
+        elsewhere = EnvironmentRunner(
+            lambda: OpenEnv(url=url, action=f"{HERE}:said", shown=f"{HERE}:echoed"), name="own", inline=True
+        )
+        here, other = (each.step([first.state], [Reply("3", (1,), "x")])[0] for each in (player, elsewhere))
+        assert (here.messages, here.reward, here.done) == (other.messages, other.reward, other.done)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import dill
 import verifiers
 from verifiers.types import AssistantMessage
 
@@ -32,14 +33,14 @@ class Verifiers:
         drawn = dict(self._rows[int(row.get("number", seed)) % len(self._rows)])
         return self._loop.run_until_complete(self._reset(drawn))
 
-    def step(self, state: Any, reply: Reply) -> Step:
+    def step(self, state: bytes, reply: Reply) -> Step:
         """The environment's answer; at the end the rubric's reward, and its metrics."""
-        return self._loop.run_until_complete(self._step(state, reply))
+        return self._loop.run_until_complete(self._step(dill.loads(state), reply))
 
     async def _reset(self, row: dict[str, Any]) -> Begin:
-        state = await self._env.init_state(row, None, "policy", {})
+        state = await self._env.init_state(row, _NoClient(), "policy", {})
         await self._env.setup_state(state)
-        return Begin(state, [_plain(message) for message in state["prompt"]])
+        return Begin(dill.dumps(state), [_plain(message) for message in state["prompt"]])
 
     async def _step(self, state: Any, reply: Reply) -> Step:
         said, prompt = AssistantMessage(content=reply.text), state["prompt"]
@@ -51,10 +52,17 @@ class Verifiers:
         if reply.end and not await self._env.is_completed(state):
             state["new"] = new = await self._env.env_response([*prompt, said], state)
             if not await self._env.is_completed(state):
-                return Step(state, [_plain(message) for message in new])
+                return Step(dill.dumps(state), [_plain(message) for message in new])
         await self._env.render_completion(state)
         await self._env.rubric.score_rollout(state)
-        return Step(state, (), float(state["reward"]), True, dict(state.get("metrics") or {}))
+        return Step(dill.dumps(state), (), float(state["reward"]), True, dict(state.get("metrics") or {}))
+
+
+class _NoClient(verifiers.Client):  # the policy answers in its place
+    def __init__(self) -> None: ...
+
+
+_NoClient.__abstractmethods__ = frozenset()
 
 
 def _plain(message: Any) -> Message:
