@@ -48,11 +48,9 @@ def warm_up(directory: Path, key: Key, steps: int) -> None:
     models.save(model, imitate(models.init_params(model, key), batches(), **how), directory, tokenizer=tokenizer)
 
 
-def main(
-    output_dir: Path = Path("runs/reasoning"), seed: int = 0, warm_up_steps: int = 250, more: tuple[str, ...] = ()
-):
+def main(output_dir: Path = Path("runs/reasoning"), seed: int = 0, examples: int = 250, more: tuple[str, ...] = ()):
     if not (output_dir / "warm").exists():
-        warm_up(output_dir / "warm", Key(seed), warm_up_steps)
+        warm_up(output_dir / "warm", Key(seed), examples)
     given = [f"--output-dir={output_dir}", f"--model.path={output_dir / 'warm'}", f"--seed={seed}"]
     return fppo(["train", str(Path(__file__).with_suffix(".toml")), *given, *(f"--{each}" for each in more)])
 

@@ -198,10 +198,10 @@ def _prompts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, images
 def _held_out(
     settings: TrainSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None
 ) -> PromptSet:
-    """The prompts to evaluate on: rows, or without any those that the environment fills."""
-    if settings.data.has_held_out:
-        return load_held_out(settings.data, settings.eval, tokenizer, images)
+    """The prompts to evaluate on: rows, or those that the environment fills."""
     count, most = settings.rollout.environment.eval_episodes, settings.eval.max_prompts
+    if not count:
+        return load_held_out(settings.data, settings.eval, tokenizer, images)
     return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 

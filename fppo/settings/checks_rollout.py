@@ -69,8 +69,6 @@ def _environment(s: TrainSettings) -> Problems:
         yield wrong(s, f"{path}.name", text)
     if (s.data.path or s.data.rows is not None) and s.rollout.environment.episodes != EnvironmentSettings().episodes:
         yield wrong(s, f"{path}.episodes", "data has the prompts; leave one of them out")
-    if s.data.has_held_out and s.rollout.environment.eval_episodes:
-        yield wrong(s, f"{path}.eval_episodes", "data has the held-out prompts; leave one of them out")
     yield from unread(s, ["rollout.turns.failure"], "rollout.turns.respond")
 
 

@@ -74,7 +74,7 @@ class EnvironmentSettings:
     episodes: int = setting(1024, at_least(1))
     """Prompts of an epoch, where the environment gives them: without data.path."""
     eval_episodes: int = setting(0, at_least(0))
-    """Held-out prompts, likewise; 0: as data.eval_path says."""
+    """Held-out prompts that the environment gives, in place of data.eval_path's; 0: those."""
     keywords: Table = given()
 
     @property
