@@ -158,7 +158,7 @@ def _in_memory(text: str) -> IO[bytes]:
 def _read(
     process: subprocess.Popen[bytes], deadline: float, most: int
 ) -> tuple[Literal["time", "output", ""], str, str]:
-    """What a process writes until it ends, and the bound that it came to, or ""."""
+    """Read a process's output until it ends or reaches a bound: the bound's name or "", stdout and stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     pieces: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}

@@ -1,7 +1,4 @@
-"""verifiers 0.1: `MultiTurnEnv` with `env_response` and a rubric (pip install "verifiers<0.2").
-
-Later versions have no step: an environment is a program that speaks to an endpoint.
-"""
+"""verifiers 0.1: `MultiTurnEnv` with `env_response` and a rubric. Later versions have no step, but an endpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +15,8 @@ from fppo.workers.imports import imported
 
 
 class Verifiers:
-    """The environment `env`: a name that `load_environment` knows, called with `arguments`, or module:function that
-    returns one. A row's "number", or else the seed, draws a row of its data set. What a state holds of clients is left
-    out, as the policy answers in their place."""
+    """The environment that `env`, a name for `load_environment` or module:function, and its `arguments` give; a row's
+    "number", or else the seed, draws a row of its data set."""
 
     def __init__(self, *, env: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
         make = imported(env, "environment") if isinstance(env, str) and ":" in env else env
@@ -30,25 +26,24 @@ class Verifiers:
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
         """The prompt of a row of the environment's data set."""
-        drawn = dict(self._rows[int(row.get("number", seed)) % len(self._rows)])
-        return self._loop.run_until_complete(self._reset(drawn))
+        return self._loop.run_until_complete(self._reset(int(row.get("number", seed)) % len(self._rows)))
 
     def step(self, state: bytes, reply: Reply) -> Step:
         """The environment's answer; at the end the rubric's reward, and its metrics."""
         return self._loop.run_until_complete(self._step(dill.loads(state), reply))
 
-    async def _reset(self, row: dict[str, Any]) -> Begin:
-        state = await self._env.init_state(row, _NoClient(), "policy", {})
+    async def _reset(self, number: int) -> Begin:
+        state = await self._env.init_state(dict(self._rows[number]), _NoClient(), "policy", {})
         await self._env.setup_state(state)
         return Begin(dill.dumps(state), [_plain(message) for message in state["prompt"]])
 
     async def _step(self, state: Any, reply: Reply) -> Step:
-        said, prompt = AssistantMessage(content=reply.text), state["prompt"]
-        for before in state["trajectory"][-1:]:
-            prompt = [*before["prompt"], *before["completion"], *state.pop("new", [])]
+        said, prompt, before = AssistantMessage(content=reply.text), state["prompt"], state["trajectory"][-1:]
+        if before:
+            prompt = [*before[0]["prompt"], *before[0]["completion"], *state.pop("new", [])]
         turn = {"prompt": prompt, "completion": [said], "is_truncated": not reply.end, "extras": {}}
-        turn |= dict.fromkeys(("response", "tokens", "reward", "advantage"))
-        state["trajectory"].append({**turn, "trajectory_id": state["trajectory_id"]})
+        turn |= dict.fromkeys(("response", "tokens", "reward", "advantage")) | {"trajectory_id": state["trajectory_id"]}
+        state["trajectory"].append(turn)
         if reply.end and not await self._env.is_completed(state):
             state["new"] = new = await self._env.env_response([*prompt, said], state)
             if not await self._env.is_completed(state):
@@ -59,12 +54,10 @@ class Verifiers:
 
 
 class _NoClient(verifiers.Client):  # the policy answers in its place
-    def __init__(self) -> None: ...
-
-
-_NoClient.__abstractmethods__ = frozenset()
+    __init__, __abstractmethods__ = object.__init__, frozenset()
 
 
 def _plain(message: Any) -> Message:
-    fields = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
-    return {"role": fields["role"], "content": fields["content"]}
+    return {
+        name: message[name] if isinstance(message, dict) else getattr(message, name) for name in ("role", "content")
+    }
