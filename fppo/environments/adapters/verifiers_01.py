@@ -25,11 +25,9 @@ class Verifiers:
         self._rows, self._loop = self._env.get_dataset(), asyncio.new_event_loop()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """The prompt of a row of the environment's data set."""
         return self._loop.run_until_complete(self._reset(int(row.get("number", seed)) % len(self._rows)))
 
     def step(self, state: bytes, reply: Reply) -> Step:
-        """The environment's answer; at the end the rubric's reward, and its metrics."""
         return self._loop.run_until_complete(self._step(dill.loads(state), reply))
 
     async def _reset(self, number: int) -> Begin:
@@ -38,15 +36,14 @@ class Verifiers:
         return Begin(dill.dumps(state), [_plain(message) for message in state["prompt"]])
 
     async def _step(self, state: Any, reply: Reply) -> Step:
-        said, prompt, before = AssistantMessage(content=reply.text), state["prompt"], state["trajectory"][-1:]
-        if before:
-            prompt = [*before[0]["prompt"], *before[0]["completion"], *state.pop("new", [])]
+        said, prompt = AssistantMessage(content=reply.text), state.get("read", state["prompt"])
         turn = {"prompt": prompt, "completion": [said], "is_truncated": not reply.end, "extras": {}}
         turn |= dict.fromkeys(("response", "tokens", "reward", "advantage")) | {"trajectory_id": state["trajectory_id"]}
         state["trajectory"].append(turn)
         if reply.end and not await self._env.is_completed(state):
-            state["new"] = new = await self._env.env_response([*prompt, said], state)
+            new = await self._env.env_response([*prompt, said], state)
             if not await self._env.is_completed(state):
+                state["read"] = [*prompt, said, *new]
                 return Step(dill.dumps(state), [_plain(message) for message in new])
         await self._env.render_completion(state)
         await self._env.rubric.score_rollout(state)
@@ -54,10 +51,12 @@ class Verifiers:
 
 
 class _NoClient(verifiers.Client):  # the policy answers in its place
-    __init__, __abstractmethods__ = object.__init__, frozenset()
+    __init__ = object.__init__
+
+
+_NoClient.__abstractmethods__ = frozenset()
 
 
 def _plain(message: Any) -> Message:
-    return {
-        name: message[name] if isinstance(message, dict) else getattr(message, name) for name in ("role", "content")
-    }
+    fields = message if isinstance(message, dict) else message.model_dump()
+    return {"role": fields["role"], "content": fields["content"]}
