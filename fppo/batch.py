@@ -162,6 +162,8 @@ class Rollout(Prompts):
     finish: Column  # "stop" or "length"
     routed: Tensor | None = None  # [B, S, L, k] uint8 or int32: the experts that routers chose; zero at padding
     token_versions: Tensor | None = None  # [B, T] int32: each token's version; `versions` are then the first tokens'
+    turn_ids: Tensor | None = None  # [B, T] int32: the number of each chosen token's turn, from 0; -1 elsewhere
+    turn_rewards: Tensor | None = None  # [B, T] float32: an environment's, at each turn's last token; nan: it failed
 
 
 @state

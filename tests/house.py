@@ -18,7 +18,7 @@ FLOORS = (
     ("batch", "losses"),
     ("advantages", "runtime", "data"),
     ("models", "workers", "fleet"),
-    ("steps",),
+    ("steps", "environments"),
     ("rollout", "laws"),
     ("rewards",),
     ("pipeline", "settings"),

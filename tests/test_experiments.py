@@ -1,6 +1,7 @@
 """The short scripts run, fit on a page, and print what they are for."""
 
 import importlib.util
+import itertools
 import json
 import math
 import operator
@@ -61,6 +62,37 @@ def test_custom_loss(capsys):
     numbers = {line.rsplit(maxsplit=1)[0].strip(): float(line.rsplit(maxsplit=1)[1]) for line in lines[1:]}
     assert numbers["actor/skipped"] == 0
     assert numbers["advantages * change of log-probs"] > 10  # the policy went where the advantages point
+
+
+@pytest.mark.slow
+def test_kuhn(tmp_path):
+    more = ("steps=8", "rollout.environment.eval_episodes=256", "eval.every=0", "rollout.batch_size=256")
+    assert _load("kuhn").main(tmp_path / "run", more=more) == 0
+    scores = [
+        row["val-core/environment/reward/mean@1"]
+        for row in jsonl.read(tmp_path / "run" / "metrics.jsonl")
+        if "val-core/environment/reward/mean@1" in row
+    ]
+    assert scores[-1] > scores[0] + 0.5
+
+
+def test_the_best_replies_of_kuhn_win_what_the_script_says():
+    kuhn, total = _load("kuhn"), 0.0
+
+    def value(own, other, seat, moves, say, chance=1.0):
+        if moves in kuhn.OVER:
+            higher = ("JQK".index(own) > "JQK".index(other)) != bool(seat)
+            return chance * kuhn.chips(moves, higher) * (-1 if seat else 1)
+        if len(moves) % 2 == seat:
+            return value(own, other, seat, moves + say[moves], say, chance)
+        bets = kuhn.BETS[other]
+        sides = (("b", bets), ("p", 1 - bets))
+        return sum(value(own, other, seat, moves + move, say, chance * p) for move, p in sides)
+
+    for own in "JQK":
+        ways = [dict(zip(("", "p", "b", "pb"), says)) for says in itertools.product("pb", repeat=4)]
+        total += max(sum(value(own, x, seat, "", w) for x in "JQK" if x != own for seat in (0, 1)) for w in ways)
+    assert f"best replies win {total / 12:.3f}" in kuhn.__doc__
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ Begin with `grouped.grpo` and `temporal.gae`; `exact` has the true values of sma
 """
 
 from fppo.advantages._common import Advantages, equal_scores
+from fppo.advantages.by_turn import by_turn
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
@@ -33,6 +34,7 @@ __all__ = [
     "Advantages",
     "GameTree",
     "GameValues",
+    "by_turn",
     "decisive",
     "disagreement",
     "discounted_returns",

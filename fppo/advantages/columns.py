@@ -34,6 +34,7 @@ COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their 
     "log_probs": lambda rows, rewards: rows.old_log_probs,
     "rollout_log_probs": lambda rows, rewards: rows.rollout_log_probs,
     "sum_squared_probs": lambda rows, rewards: rows.sum_squared_probs,
+    "turn_ids": lambda rows, rewards: rows.turn_ids,
 }
 WEIGHTS = "correction_weights"  # the column that a correction makes
 
@@ -45,13 +46,16 @@ class OfRows:
     `fn` is called with the columns that its parameters name, of `COLUMNS` and "correction_weights"; those without a
     default must be in the rows. One that reads "groups" gets a mask without the rows that have nothing to be compared
     with, as the others have no score. Where it returns advantages alone, the returns are the sums of the token rewards.
+    `by_turn` has a turn take the place of a response (`advantages.by_turn`).
 
     Raises ValueError for a parameter that is no column, a column that the rows lack, a correction without weights,
-    groups of one row each, and for token rewards with a KL penalty in them where `fn` reads "named_scores".
+    groups of one row each, for token rewards with a KL penalty in them where `fn` reads "named_scores", and with
+    `by_turn` for a function of other columns than scores, mask and groups.
     """
 
     fn: Estimator
     correct: Callable[[Tensor, Tensor, Tensor], Correction] = by_token  # of old log-probs, the engine's, and the mask
+    by_turn: bool = False
 
     def __call__(self, rows: Annotated, rewards: Tensor) -> Advantages:
         name, (needed, optional) = name_of(self.fn), columns_of(self.fn)
@@ -62,6 +66,8 @@ class OfRows:
             _check_alone(name, rows, rewards)
         if "groups" in needed:
             rows = attrs.evolve(rows, response_mask=_compared(rows))
+        if self.by_turn:
+            return self._by_turn(name, rows, rewards, needed)
         columns = {column: COLUMNS[column](rows, rewards) for column in (*needed, *optional) if column != WEIGHTS}
         if WEIGHTS in needed:
             columns[WEIGHTS] = self.correct(rows.old_log_probs, rows.rollout_log_probs, rows.response_mask).weights
@@ -71,6 +77,20 @@ class OfRows:
         if isinstance(result, Tensor):
             return Advantages(result, rewards.sum(1)[:, None].where(rows.response_mask, 0.0))
         return result
+
+    def _by_turn(self, name: str, rows: Annotated, rewards: Tensor, needed: list[str]) -> Advantages:
+        if set(needed) != {"scores", "mask", "groups"}:
+            raise ValueError(
+                f"the estimator {name!r} does not go by turns: it reads {needed}, not a score for each row"
+            )
+        if rows.turn_ids is None:
+            raise ValueError(f"the estimator {name!r} goes by turns, and the batch has no turn_ids")
+
+        def estimate(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
+            result = self.fn(scores=scores, mask=mask, groups=groups)
+            return result if isinstance(result, Advantages) else Advantages(result, scores[:, None].where(mask, 0.0))
+
+        return advantages.by_turn(estimate, rewards, rows.response_mask, rows.groups, rows.turn_ids)
 
 
 def of_rows(fn: Estimator) -> AdvantageFn:
@@ -138,7 +158,8 @@ def _compared(rows: Annotated) -> Tensor:
 
 def _check_alone(name: str, rows: Annotated, rewards: Tensor) -> None:
     """Raises ValueError for token rewards that are not the scores alone."""
-    if (rewards != advantages.token_rewards(rows.scores, rows.response_mask).to(rewards)).any():
+    alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.turn_rewards)
+    if (rewards != alone.to(rewards)).any():
         raise ValueError(
             f"the estimator {name!r} compares the reward's functions one by one, and would not see what else the token "
             "rewards hold: leave kl_in_reward out, and put the KL into the policy's loss (PolicyTerms.kl_coef; in "

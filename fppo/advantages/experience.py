@@ -47,7 +47,7 @@ def estimate(
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
     mask = mask & annotated.has_score[:, None]
-    rewards = temporal.token_rewards(annotated.scores, mask, kl=penalty, kl_coef=coef)
+    rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.turn_rewards, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
     _check_shapes(result, mask)
     if drop:

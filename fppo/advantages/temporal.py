@@ -25,14 +25,24 @@ def _accumulate(x: Tokens, mask: Mask, decay: float) -> Tokens:
     return reverse_scan(x, torch.full_like(x, decay).where(mask, 1.0))
 
 
-def token_rewards(scores: Rows, mask: Mask, *, kl: Tokens | None = None, kl_coef: Scalar = 0.0) -> Tokens:
+def token_rewards(
+    scores: Rows, mask: Mask, *, turns: Tokens | None = None, kl: Tokens | None = None, kl_coef: Scalar = 0.0
+) -> Tokens:
     """The score [B] at the last token of each row, minus kl_coef * kl [B, T] at every token; [B, T].
 
-    0 outside the mask, and for a row without tokens. All arguments are constants to the gradient.
+    `turns` [B, T] are rewards within rows, such as those of turns: they stand where they are, and the last token has
+    what the score is beyond their sum over the mask. A nan among them counts as 0. The result is 0 outside the mask,
+    and for a row without tokens. All arguments are constants to the gradient.
     """
     check_rows(mask, scores=scores)
     after = mask.flip(1).cumsum(1).flip(1)
-    rewards = scores.detach()[:, None].where(mask & (after == 1), 0.0)
+    rest = scores.detach()
+    if turns is None:
+        rewards = rest[:, None].where(mask & (after == 1), 0.0)
+    else:
+        check_tokens(mask, turns=turns)
+        within = turns.detach().nan_to_num(nan=0.0).where(mask, 0.0).to(rest.dtype)
+        rewards = within + (rest - within.sum(1))[:, None].where(mask & (after == 1), 0.0)
     if kl is None or (not isinstance(kl_coef, Tensor) and kl_coef == 0):
         return rewards
     check_tokens(mask, kl=kl)
@@ -121,10 +131,19 @@ def length_lam(mask: Mask, *, alpha: float = 0.05) -> Rows:
     return (1 - 1 / (alpha * mask.sum(1).clamp(min=1).double())).clamp(min=0.0)
 
 
-def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
+def turn_gae(
+    rewards: Tokens,
+    values: Tokens,
+    mask: Mask,
+    *,
+    turn_ids: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> Advantages:
     """GAE whose actions are turns: A_k = R_k + gamma V_{k+1} - V_k + gamma lam A_{k+1}, at every token of turn k.
 
-    A turn is a run of tokens in the mask, such as those between two answers of a tool; R_k is the sum of its rewards
+    A turn is the tokens of the mask with one number in `turn_ids`, integers [B, T] that do not fall along a row;
+    without them a run of tokens in the mask, such as those between two answers of a tool. R_k is the sum of its rewards
     and V_k the value before its first token. `gamma` and `lam` act between turns, not within. The critic's target at a
     token is the sum of the turn's rewards from it on + gamma ((1 - lam) V_{k+1} + lam (A_{k+1} + V_{k+1})); at the
     first token that is A_k + V_k. All [B, T]; 0 outside the mask. Turn-PPO, arXiv:2512.17008.
@@ -132,8 +151,7 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
     check_tokens(mask, rewards=rewards, values=values)
     check_unit("gamma", gamma)
     check_unit("lam", lam)
-    ends = mask & ~pad(mask, (0, 1))[:, 1:]
-    starts = mask & ~pad(mask, (1, 0))[:, :-1]
+    ends, starts = _turns(mask, turn_ids)
     of_turn = torch.ones_like(mask, dtype=torch.float64)
     reward, value = on_mask(rewards, mask), on_mask(values, mask)
     # within a turn lam is 1: the values are not read
@@ -144,9 +162,21 @@ def turn_gae(rewards: Tokens, values: Tokens, mask: Mask, *, gamma: float = 1.0,
     return Advantages(advantages.to(rewards.dtype), goals.where(mask, 0.0).to(rewards.dtype))
 
 
-def turn_returns(rewards: Tokens, mask: Mask, *, gamma: float = 1.0) -> Tokens:
+def _turns(mask: Mask, turn_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """bool [B, T], True at the last, and at the first, token of each turn."""
+    if turn_ids is None:
+        return mask & ~pad(mask, (0, 1))[:, 1:], mask & ~pad(mask, (1, 0))[:, :-1]
+    if turn_ids.shape != mask.shape or turn_ids.is_floating_point():
+        shape = f"{turn_ids.dtype} {tuple(turn_ids.shape)}"
+        raise ValueError(f"turn_ids are {shape}: give integers of the mask's shape, {tuple(mask.shape)}")
+    numbers = turn_ids.double() + 1  # 0 where there is no token
+    before = _next(numbers.flip(1), mask.flip(1)).flip(1)
+    return mask & (_next(numbers, mask) != numbers), mask & (before != numbers)
+
+
+def turn_returns(rewards: Tokens, mask: Mask, *, turn_ids: Tensor | None = None, gamma: float = 1.0) -> Tokens:
     """The reward-to-go with `gamma` between turns alone, as in `turn_gae`; [B, T], 0 outside the mask."""
-    return turn_gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma).returns
+    return turn_gae(rewards, torch.zeros_like(rewards), mask, turn_ids=turn_ids, gamma=gamma).returns
 
 
 def td(rewards: Tokens, values: Tokens, mask: Mask, *, steps: int, gamma: float = 1.0) -> Advantages:

@@ -8,14 +8,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from fppo._errors import printable
 from fppo.assembly.inputs import Inputs
+from fppo.assembly.texts import chat_options
 from fppo.data import PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
+from fppo.rollout.turns.observations import forgets_thinking
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
+from fppo.settings.train import DataSettings
 from fppo.steps.outputs import Forward
 from fppo_kernels.table import Kernels
 
@@ -48,6 +52,16 @@ def input_lines(
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
     ]
+
+
+def turn_lines(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, *, in_turns: bool) -> list[str]:
+    """Line on earlier thoughts, for responses in turns of a chat template that leaves them out."""
+    if not (in_turns and rows.chat):
+        return []
+    roles = forgets_thinking(tokenizer, roles=("tool",), options=chat_options(rows))
+    before = " or ".join(f"a {role}'s" for role in roles)
+    text = f"the chat template leaves out thoughts before {before} message; the policy goes on reading its own"
+    return [_line("turns", text)] if roles else []
 
 
 def _pools(placement: PlacementSettings) -> str:

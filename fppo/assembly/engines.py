@@ -10,6 +10,7 @@ import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from fppo.assembly.environments import environment_runner, prompt_encoder
 from fppo.assembly.parts import Tools
 from fppo.assembly.texts import chat_options, vocabulary_size_of
 from fppo.fields import only
@@ -145,27 +146,37 @@ def answering(
     pad_token_id: int,
     mesh: Mesh,
 ) -> Iterator[Engine]:
-    """The engine in turns with the settings' tool, if they name one, and with newer weights between pieces of a
-    response, if they interrupt it; for as long as the context lasts.
+    """The engine in turns with the settings' environment or tool, if they name one, and with newer weights between
+    pieces of a response, if they interrupt it; for as long as the context lasts.
 
-    Raises ValueError if there is no such tool, or the chat template does not take its messages.
+    Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """
-    section = rollout.turns
+    turns, environment, vocabulary = rollout.turns, rollout.environment, vocabulary_size_of(model)
+    options = chat_options(rows)
+    how = {**only(turns, "max_turns", "turn_tokens"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
-        if section.respond is not None:
-            respond, roles = tools.resolve(section.respond), ("tool",) if section.failure else ()
-            options = chat_options(rows)
-            encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
-            how, inline = only(section, "failure", "time_limit", "workers"), section.respond in tools.TOOLS
+        if environment.used:
+            encode = chat_template(tokenizer, options=options) if rows.chat else PlainText(tokenizer)
             engine = TurnsEngine(
                 engine=engine,
-                tools=opened.enter_context(ToolRunner(respond, **how, inline=inline)),
-                encode=Within(encode, vocabulary_size_of(model)),
+                tools=opened.enter_context(environment_runner(environment, turns)),
+                encode=Within(encode, vocabulary),
                 tokenizer=tokenizer,
-                **only(section, "max_turns", "turn_tokens"),
+                prompt=prompt_encoder(tokenizer, rows, vocabulary),
+                prompt_tokens=rows.max_prompt_tokens,
+                **how,
+            )
+        elif turns.respond is not None:
+            respond, roles = tools.resolve(turns.respond), ("tool",) if turns.failure else ()
+            encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
+            limits, inline = only(turns, "failure", "time_limit", "workers"), turns.respond in tools.TOOLS
+            engine = TurnsEngine(
+                engine=engine,
+                tools=opened.enter_context(ToolRunner(respond, **limits, inline=inline)),
+                encode=Within(encode, vocabulary),
+                tokenizer=tokenizer,
                 draws=respond.draws if isinstance(respond, Game) else None,
-                pad_token_id=pad_token_id,
-                mesh=mesh,
+                **how,
             )
         if rollout.interrupt:
             engine = InterruptibleEngine(engine=engine, every=rollout.interrupt, pad_token_id=pad_token_id)

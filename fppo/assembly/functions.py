@@ -92,7 +92,8 @@ def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
         raise ValueError(f"algorithm.advantage.name = {part.name!r}: {text}")
     correct = correction_of(algorithm.correction) or by_token
     weighs = takes(fn, "weights") and "weights" not in part.keywords
-    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct)
+    by_turn = algorithm.group_by == "turn"
+    return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct, by_turn)
 
 
 def correction_of(part: Component) -> Correct | None:

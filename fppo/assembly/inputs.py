@@ -12,6 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.assembly.environments import episode_prompts, maker_of
 from fppo.assembly.functions import Advantage, advantage_of, check_laws, optimizer_of, policy_loss
 from fppo.assembly.parts import (
     axes_at,
@@ -52,7 +53,7 @@ from fppo.settings import files
 from fppo.settings.learning import OptimizerSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
-from fppo.settings.rollout import RolloutSettings
+from fppo.settings.rollout import EnvironmentSettings, RolloutSettings
 from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.table import Kernels
@@ -124,8 +125,9 @@ def read_inputs(
     images = tried(lambda: load_images(model, rows, tokenizer))
     if rows.seen and images is None:
         raise tried.error()
-    prompts = tried(lambda: load_prompts(rows, tokenizer, images))
-    held_out = tried(lambda: load_held_out(rows, settings.eval, tokenizer, images)) if rows.has_held_out else None
+    prompts, held_out = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images)), None
+    if settings.has_held_out:
+        held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
@@ -168,7 +170,8 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     images = tried(lambda: load_images(settings.model, settings.data, tokenizer))
     held_out = None
     if not settings.data.seen or images is not None:
-        held_out = tried(lambda: load_held_out(settings.data, settings.eval, tokenizer, images))
+        sections = settings.data, settings.eval, settings.rollout.environment
+        held_out = tried(lambda: _held_out(*sections, tokenizer, images))
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
@@ -200,6 +203,32 @@ class _Tried:
         whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
         whole.__cause__ = self.problems[0]
         return whole
+
+
+def _prompts(
+    rows: DataSettings,
+    environment: EnvironmentSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    images: data.ImageReader | None,
+) -> PromptSet:
+    """The prompts to train on: rows, or without any those that the environment fills."""
+    if environment.used and not rows.path and rows.rows is None:
+        return episode_prompts(environment.episodes, tokenizer)
+    return load_prompts(rows, tokenizer, images)
+
+
+def _held_out(
+    rows: DataSettings,
+    how: EvalSettings,
+    environment: EnvironmentSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    images: data.ImageReader | None,
+) -> PromptSet:
+    """The prompts to evaluate on: rows, or those that the environment fills."""
+    count, most = environment.eval_episodes, how.max_prompts
+    if not environment.has_held_out:
+        return load_held_out(rows, how, tokenizer, images)
+    return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 
 def load_prompts(
@@ -267,6 +296,8 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         reward_of(reward, {}, max_tokens=rollout.max_tokens)
     if rollout.turns.respond is not None:
         tools.resolve(rollout.turns.respond)
+    if rollout.environment.used:
+        maker_of(rollout.environment)
 
 
 def _check_models(
@@ -293,7 +324,7 @@ def _check_models(
     )
     if configs is None:
         return
-    reads = rollout.turns.respond is not None or critic.privileged > 0
+    reads = settings.in_turns or critic.privileged > 0
     tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
     if rollout.engine == "vllm":
         over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"

@@ -240,7 +240,7 @@ def check_length(
     the model is one function."""
     limit = models.longest_row(config.get_text_config())
     prompt, response, name = rows.max_prompt_tokens, rollout.max_tokens, "rollout.max_tokens"
-    if rows.has_held_out and (how.max_tokens or 0) > response:
+    if (rows.has_held_out or rollout.environment.has_held_out) and (how.max_tokens or 0) > response:
         response, name = how.max_tokens or 0, "eval.max_tokens"
     longest = privileged + prompt + response
     if limit is not None and longest > limit:

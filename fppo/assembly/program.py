@@ -57,7 +57,7 @@ def program_of(
         rollout=RollOut(
             engine=engine,
             sampling=inputs.sampling,
-            measure=() if rollout.turns.respond is None else (turn_metrics,),
+            measure=(turn_metrics,) if settings.in_turns else (),
             make_on_finished=runner.make_on_finished,
         ),
         score=scoring.score,

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import data, models, rewards
 from fppo.assembly.engines import vllm_engine
+from fppo.assembly.environments import environment_terms
 from fppo.assembly.parts import (
     axes_at,
     check_kernels,
@@ -85,7 +86,7 @@ def scoring(
     """The scoring of a run's responses, for as long as the context lasts, with the reward model on the ranks of a group
     or in this process."""
     section, model, here, placement = settings.reward, settings.model, Here(mesh, device), settings.placement
-    names = kernels_named(settings)
+    names, environment = kernels_named(settings), environment_terms(settings.rollout.environment)
     make = partial(
         reward_model_of,
         section=section.model,
@@ -105,7 +106,7 @@ def scoring(
     with (
         judge_of(here, section.judge, model, tokenizer, names=names, axes=axes, key=key) as judge,
         rewards.RewardRunner(
-            reward_of(section, {**scorer, **judge}, max_tokens=settings.rollout.max_tokens),
+            reward_of(section, {**scorer, **judge, **environment}, max_tokens=settings.rollout.max_tokens),
             time_limit=section.time_limit,
             batch_limit=section.batch_time_limit,
             workers=section.workers,

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
-from fppo.assembly.announce import input_lines, model_lines, sharing_lines
+from fppo.assembly.announce import input_lines, model_lines, sharing_lines, turn_lines
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -43,7 +43,7 @@ from fppo.pipeline.games import Played
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
-from fppo.pipeline.stages import ScoreFn
+from fppo.pipeline.stages import ScoreFn, environment_metrics
 from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
@@ -125,7 +125,8 @@ def assemble(
     device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
     plain = TrainSettings(model=ModelSettings(cpp=settings.model.cpp))
     differing = files.differing(settings, resolved(plain, inputs.device)[0])
-    announce(input_lines(inputs, section, settings.placement, differing, chosen, said_of_old_log_probs(settings)))
+    shown = input_lines(inputs, section, settings.placement, differing, chosen, said_of_old_log_probs(settings))
+    announce(shown + turn_lines(settings.data, inputs.tokenizer, in_turns=settings.in_turns))
     tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
     begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
     roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)
@@ -133,7 +134,7 @@ def assemble(
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
     announce(model_lines(model, section.path, roles.others) + shown)
     run = _fresh(roles, section, key, settings.critic, settings.algorithm)
-    options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.data.has_held_out)
+    options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     if engines:
         load = partial(policy_model, section, settings.critic, key)
         make = partial(make_engine_of_pool, begin=begin, load=load, options=options, pad_token_id=pad)
@@ -245,7 +246,7 @@ def assemble_evaluation(
     Of the policy itself `settings.model.path` needs the config and the tokenizer alone, but for an adapter all, as its
     base. Raises ValueError for settings without held-out prompts.
     """
-    if not settings.data.has_held_out:
+    if not settings.has_held_out:
         raise ValueError("data.eval_path is not set: there are no held-out prompts; give --data.eval-path FILE")
     settings, _ = resolved(settings, device)
     section, rollout, key = settings.model, settings.rollout, Key(settings.seed)
@@ -294,7 +295,8 @@ def _evaluation(
 ) -> EvaluateRun:
     """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
-    return EvaluateHeldOut(batches=batches, engine=engine, sampling=inputs.sampling, score=score, truth=truth)
+    how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}
+    return EvaluateHeldOut(batches=batches, engine=engine, truth=truth, **how)
 
 
 def _truth(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fppo.advantages.columns import WEIGHTS, columns_of
+from fppo.assembly.environments import maker_of
 from fppo.assembly.functions import optimizer_of, policy_loss, value_head_of
 from fppo.fields import Problem, said
 from fppo.losses import ValueHead
@@ -26,6 +27,7 @@ def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[
         "actor.loss": lambda part: _loss(policy_loss(part)),
         "algorithm.advantage": _advantage,
         "algorithm.correction": _correction,
+        "rollout.environment": maker_of,
         "critic.loss": lambda part: _value_loss(value_head_of(part)),
         **{
             f"{role}.optimizer": partial(optimizer_of, updates=1, setting=f"{role}.optimizer")

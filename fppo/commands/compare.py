@@ -42,7 +42,7 @@ def plan(settings: TrainSettings, asked: CompareSettings) -> dict[str, dict[int,
 
 def _metric_problems(settings: Sequence[TrainSettings], metrics: Sequence[str]) -> list[str]:
     """Problems with metrics to compare that no variant will log."""
-    if not metrics and not any(own.data.has_held_out for own in settings):
+    if not metrics and not any(own.has_held_out for own in settings):
         return ["--metrics is not set, and there are no held-out prompts; give data.eval_path, or names of metrics"]
     refused = {name: [logged.missing(own, name) for own in settings] for name in metrics}
     return [f"--metrics {name}: {texts[0]}" for name, texts in refused.items() if texts[0] and all(texts)]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fppo.fleet.codec import CPU, pack, put_together, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
-from fppo.fleet.rank import PATIENCE, RankRequest, Reply, Stayed, Stays
+from fppo.fleet.rank import PATIENCE, RankReply, RankRequest, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
 from fppo.runtime.restarts import Lost
 
@@ -64,7 +64,7 @@ class Ranks(Protocol):
         """Start them, anew if they ran, and return where each of them runs, in words."""
         ...
 
-    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
         """Have every rank run a call, after earlier ones. A future fails with RankLost if its rank is gone."""
         ...
 
@@ -183,7 +183,7 @@ class Group:
             sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host, streams), large)
         back = 0
 
-        def value_of(reply: Reply) -> Any:
+        def value_of(reply: RankReply) -> Any:
             nonlocal back
             assert reply.packed is not None
             back += reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
@@ -191,7 +191,7 @@ class Group:
             handles_of = partial(self._handles, number)
             return tree_of(reply.packed, tensors, plain=lambda x: handles_of(x) if isinstance(x, Stayed) else x)
 
-        def on_part(reply: Reply) -> None:
+        def on_part(reply: RankReply) -> None:
             if on_item is not None and reply.packed is not None:
                 on_item(value_of(reply))
 
@@ -230,12 +230,12 @@ class Group:
             raise GroupDied(self.name, f"group {self.name!r} cannot run {label}: {self._lost}")
 
     def _first(
-        self, sent: list[Future[Reply]], label: str, patience: float, on_part: Callable[[Reply], None]
-    ) -> tuple[Reply, tuple[tuple[float, float], ...]]:
+        self, sent: list[Future[RankReply]], label: str, patience: float, on_part: Callable[[RankReply], None]
+    ) -> tuple[RankReply, tuple[tuple[float, float], ...]]:
         """Wait for all ranks' replies. Returns the last reply of the first rank, and the start and seconds of each
         rank's work. `on_part` is called with each reply that others follow."""
-        came: dict[int, tuple[float, Reply]] = {}
-        failed: tuple[int, Reply | RankLost] | None = None
+        came: dict[int, tuple[float, RankReply]] = {}
+        failed: tuple[int, RankReply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
         deadline = clock.now() + patience
         while waiting and (left := deadline - clock.now()) > 0:

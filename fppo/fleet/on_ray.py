@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fppo.fleet.codec import Sent
 from fppo.fleet.group import RankLost
-from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
+from fppo.fleet.rank import Membership, Rank, RankReply, RankRequest, RankSpec
 from fppo.runtime.parent import module_path
 from fppo.runtime.stores import new_token
 
@@ -142,7 +142,7 @@ class RayRanks:
         self._ray.get(joining, timeout=limit)
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
-    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
         """Implement `Ranks`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
@@ -151,11 +151,11 @@ class RayRanks:
             return [self._stream(x.stream.options(**how).remote(shared, *columns)) for x in self._actors]
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
 
-    def _stream(self, refs: Any) -> Future[Reply]:
+    def _stream(self, refs: Any) -> Future[RankReply]:
         """The future of the first reply, each of which has the future of the next."""
-        first: Future[Reply] = Future()
+        first: Future[RankReply] = Future()
 
-        def listen(future: Future[Reply]) -> None:
+        def listen(future: Future[RankReply]) -> None:
             try:
                 for ref in refs:
                     reply = self._ray.get(ref)
@@ -170,10 +170,10 @@ class RayRanks:
         threading.Thread(target=listen, args=(first,), daemon=True).start()
         return first
 
-    def _answer(self, ref: Any) -> Future[Reply]:
-        answer: Future[Reply] = Future()
+    def _answer(self, ref: Any) -> Future[RankReply]:
+        answer: Future[RankReply] = Future()
 
-        def arrived(future: Future[Reply]) -> None:
+        def arrived(future: Future[RankReply]) -> None:
             error = future.exception()
             if error is None:
                 answer.set_result(future.result())
@@ -224,11 +224,11 @@ class _Actor:
         """Become a rank."""
         self._rank.join(member, address)
 
-    def run(self, request: RankRequest, *large: Any) -> Reply:
+    def run(self, request: RankRequest, *large: Any) -> RankReply:
         """Run a call; Ray has fetched the large tensors by their references."""
         return self._rank.run(request, list(large))
 
-    def stream(self, request: RankRequest, *large: Any) -> Iterator[Reply]:
+    def stream(self, request: RankRequest, *large: Any) -> Iterator[RankReply]:
         """Run a call whose items are replies of their own."""
         yield from self._rank.stream(request, list(large))
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fppo.fleet.codec import Sent, array_of
 from fppo.fleet.group import RankLost
-from fppo.fleet.rank import Membership, Rank, RankRequest, RankSpec, Reply
+from fppo.fleet.rank import Membership, Rank, RankReply, RankRequest, RankSpec
 from fppo.fleet.shared import MOST, ArrayPlace, Parcel, PipeLane, put
 from fppo.runtime.launch import visible
 from fppo.runtime.parent import end_with, in_words, kill_session, start_python
@@ -77,7 +77,7 @@ class Processes:
             raise RankLost(f"process {', '.join(pids)} was not up after {self._spec.patience:g} s", again=False)
         return [f"process {child.process.pid}" for child in self._children]
 
-    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[Reply]]:
+    def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
         """Implement `Ranks`."""
         places = self._sent.refs(large)
         if places is None or len({place.memory for place in places}) > MOST:

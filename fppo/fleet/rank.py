@@ -63,7 +63,7 @@ class RankRequest:
 
 
 @attrs.frozen
-class Reply:
+class RankReply:
     """Outcome of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, and its
     reader gets the `rest`: the next reply."""
 
@@ -73,9 +73,9 @@ class Reply:
     error: bytes | None = None  # a pickled exception
     trace: str = ""
     more: bool = False  # whether another reply follows
-    rest: Future[Reply] | None = None
+    rest: Future[RankReply] | None = None
 
-    def linked(self, large: list[np.ndarray]) -> Reply:
+    def linked(self, large: list[np.ndarray]) -> RankReply:
         """This reply with its large tensors and, if another follows, the future of that."""
         return attrs.evolve(self, large=large, rest=Future() if self.more else None)
 
@@ -165,7 +165,7 @@ class Rank:
         mesh, _, _ = self._open.enter_context(joining)
         self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
-    def run(self, request: RankRequest, large: list[np.ndarray]) -> Reply:
+    def run(self, request: RankRequest, large: list[np.ndarray]) -> RankReply:
         """Run a call. Its errors are replies too."""
         for key in request.forget:
             self._held.pop(key, None)
@@ -178,12 +178,12 @@ class Rank:
             seconds = time.perf_counter() - start
             value = self._kept(request, value)
             if self._here.rank:
-                return Reply(None, [], seconds)
+                return RankReply(None, [], seconds)
             return _reply(value, seconds)
         except Exception as error:
             return _failure(error, start)
 
-    def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[Reply]:
+    def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[RankReply]:
         """Run a call that returns an iterator: a reply for each item, and one at the end."""
         start = time.perf_counter()
         try:
@@ -252,13 +252,13 @@ class Rank:
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
 
 
-def _reply(value: Any, seconds: float) -> Reply:
+def _reply(value: Any, seconds: float) -> RankReply:
     packed, tensors = pack(value)
-    return Reply(packed, [array_of(x) for x in tensors], seconds)
+    return RankReply(packed, [array_of(x) for x in tensors], seconds)
 
 
-def _failure(error: Exception, start: float) -> Reply:
-    return Reply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
+def _failure(error: Exception, start: float) -> RankReply:
+    return RankReply(None, [], time.perf_counter() - start, _pickled(error), traceback.format_exc())
 
 
 def _pickled(error: Exception) -> bytes:

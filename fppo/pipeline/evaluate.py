@@ -8,7 +8,7 @@ from typing import Protocol
 import attrs
 
 from fppo import metrics
-from fppo.batch import Prompts, Scored
+from fppo.batch import Prompts, Rollout, Scored
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
@@ -34,6 +34,7 @@ class EvaluateHeldOut:
     engine: Engine
     sampling: Sampling
     score: ScoreFn
+    measure: Sequence[Callable[[Rollout], Metrics]] = ()
     truth: Callable[..., Metrics] | None = None
 
     def __call__(
@@ -42,7 +43,7 @@ class EvaluateHeldOut:
         keep: OnScored = lambda scored: None,
         keep_beside: OnBeside = lambda beside: None,
     ) -> Metrics:
-        how = {"engine": self.engine, "sampling": self.sampling, "score": self.score}
+        how = {"engine": self.engine, "sampling": self.sampling, "score": self.score, "measure": self.measure}
         report = evaluate(run, batches=self.batches(), on_scored=keep, **how)
         return report if self.truth is None else report | self.truth(run, prompts=self.batches(), keep=keep_beside)
 
@@ -54,10 +55,11 @@ def evaluate(
     engine: Engine,
     sampling: Sampling,
     score: ScoreFn,
+    measure: Sequence[Callable[[Rollout], Metrics]] = (),
     on_scored: OnScored = lambda scored: None,
 ) -> Metrics:
     """The held-out metrics of the policy: mean, best@k and majority@k of its scores, by source; val-aux/errors and
-    val-aux/timeouts are the responses that could not be scored.
+    val-aux/timeouts are the responses that could not be scored. What `measure` says of rollouts is in val-aux/, too.
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone. All
     responses with their scores go to `on_scored`, in batches.
@@ -70,5 +72,6 @@ def evaluate(
         rows, report = score(rollout)
         scored.append(rows)
         reports.append({f"val-aux/{name}": report[f"reward/{name}"] for name in FAILED if f"reward/{name}" in report})
+        reports += [{f"val-aux/{name}": x for name, x in fn(rollout).items()} for fn in measure]
     on_scored(scored)
     return summarize(scored, n=sampling.n) | metrics.merge(*reports)

@@ -25,7 +25,7 @@ from fppo.pipeline.passes import Passes, PolicyFn, RouterReplay, ValueFn, read_v
 from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
 from fppo.pipeline.timing import timed
 from fppo.rollout.engine import Ask, Engine, Newer, OnFinished, Sampling
-from fppo.rollout.turns.engine import FAILURES
+from fppo.rollout.turns.engine import FAILURES, INFO
 from fppo.steps.actor import OldLogProbs, rollout_gap
 from fppo.steps.experts import rerouted
 from fppo.steps.outputs import TokenOutputs
@@ -292,14 +292,29 @@ def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
 
 
 def turn_metrics(rollout: Rollout) -> Metrics:
-    """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools."""
+    """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools; of
+    an environment the sums of its rewards, the numbers of its info, and failed episodes."""
     chosen = rollout.response_mask
     seen = rollout.attention_mask[:, -chosen.shape[1] :]
     turns = (chosen & ~F.pad(chosen, (1, -1))).sum(1)
+    of_environment = rollout.turn_rewards is not None
+    if of_environment and rollout.turn_ids is not None:
+        turns = rollout.turn_ids.amax(1) + 1
     every = torch.ones_like(turns, dtype=torch.bool)
+    failures = metrics.total(sum(extra.get(FAILURES, 0) for extra in rollout.extras))
     return {
         "rollout/turns/mean": metrics.masked_mean(turns, every),
         "rollout/turns/max": metrics.masked_max(turns, every),
         "rollout/observation_tokens/mean": metrics.masked_mean((seen & ~chosen).sum(1), every),
-        "rollout/tool_failures": metrics.total(sum(extra.get(FAILURES, 0) for extra in rollout.extras)),
+        **({"environment/failures": failures} if of_environment else {"rollout/tool_failures": failures}),
+        **environment_metrics(rollout),
     }
+
+
+def environment_metrics(rollout: Rollout) -> Metrics:
+    """The means of the numbers of an environment's info, over the episodes that have them."""
+    found: dict[str, list[float]] = {}
+    for extra in rollout.extras:
+        for name, number in extra.get(INFO, {}).items() if isinstance(extra.get(INFO), dict) else ():
+            found.setdefault(f"{INFO}/{name}", []).append(number)
+    return {name: metrics.mean(sum(numbers), len(numbers)) for name, numbers in sorted(found.items())}

@@ -28,9 +28,9 @@ from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
 from fppo.rollout.records import (
+    DrawnStep,
     Fed,
     FinishedRows,
-    Step,
     Steps,
     assemble,
     check_prompts,
@@ -129,7 +129,7 @@ class EmbeddedEngine:
         on_step = None if ask.on_finished is None else FinishedRows(ask.on_finished, limits, ask.sampling)
         fed: list[Fed] = []
 
-        def run(skeleton: PreTrainedModel) -> list[Step]:
+        def run(skeleton: PreTrainedModel) -> list[DrawnStep]:
             own = models.output_head(model, params)
             head, product = _wide(own, self.kernels.linear)
             scores = None
@@ -143,7 +143,7 @@ class EmbeddedEngine:
             policy = DecodingPolicy(
                 model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers, scores
             )
-            steps: list[Step] = []
+            steps: list[DrawnStep] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
                 rows = (numbers + torch.arange(draws.start, draws.stop, device=device)).flatten()
@@ -318,7 +318,9 @@ def _hidden(
     return models.forward(policy.text, tokens, positions, attend=attend, routes=routes, embedded=embedded, deep=deep)[0]
 
 
-def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]) -> list[Step]:
+def _decode(
+    policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows | None, fed: list[Fed]
+) -> list[DrawnStep]:
     """Responses to the wave's prompts; what routers tell goes to `fed`."""
     rows, sampling = wave.rows, ask.sampling
     most, width = max(wave.limits), wave.mask.shape[1]
@@ -341,7 +343,7 @@ def _decode(policy: DecodingPolicy, wave: _Wave, ask: Ask, on_step: FinishedRows
             places = ask.offset + torch.arange(t, min(t + _CHUNK, most), device=rows.device)
             uniforms = ask.key.uniform(wave.row_ids[rows], places)
         drawn = draw(after.logits, uniforms[:, t % _CHUNK], sampling, policy.columns)
-        step = Step(rows, t, *drawn)
+        step = DrawnStep(rows, t, *drawn)
         steps.add(step, after.hidden)
         stopped = stops[drawn.tokens] if ends or on_step is not None else done
         if reader is not None:

@@ -142,12 +142,13 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
-    per_token += [] if record.token_versions is None else ["token_versions"]
+    per_token += [name for name in ("token_versions", "turn_rewards") if getattr(record, name) is not None]
     return replace(
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
         attention_mask=F.pad(record.attention_mask, (left, right)),
         routed=None if record.routed is None else F.pad(record.routed, (0, 0, 0, 0, left, right)),
+        turn_ids=None if record.turn_ids is None else F.pad(record.turn_ids, (0, right), value=-1),
         **{name: F.pad(getattr(record, name), (0, right)) for name in per_token},
     )
 
@@ -160,7 +161,7 @@ def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device) == places[:, None]
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """One token of each live row: what row rows[i] of the rollout got at one position."""
 
     rows: Tensor
@@ -176,10 +177,10 @@ class Steps:
 
     def __init__(self, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         self._score = score
-        self._done: list[Step] = []
-        self._open: list[tuple[Step, Tensor]] = []
+        self._done: list[DrawnStep] = []
+        self._open: list[tuple[DrawnStep, Tensor]] = []
 
-    def add(self, step: Step, hidden: Tensor | None) -> None:
+    def add(self, step: DrawnStep, hidden: Tensor | None) -> None:
         """Takes the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
         if self._score is None:
             self._done.append(step)
@@ -189,7 +190,7 @@ class Steps:
         if sum(len(step.rows) for step, _ in self._open) >= _SCORED:
             self._close()
 
-    def taken(self) -> list[Step]:
+    def taken(self) -> list[DrawnStep]:
         """All steps so far."""
         self._close()
         return self._done
@@ -212,7 +213,7 @@ class FinishedRows:
         self._limits = [limit for limit in limits for _ in range(sampling.n)]
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
-    def __call__(self, step: Step, stops: Tensor) -> None:
+    def __call__(self, step: DrawnStep, stops: Tensor) -> None:
         """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
         the live ones, are passed over."""
         for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
@@ -226,7 +227,7 @@ class FinishedRows:
 
 
 def assemble(
-    steps: Sequence[Step],
+    steps: Sequence[DrawnStep],
     fed: Sequence[Fed],
     ask: Ask,
     row_ids: Tensor,

@@ -18,7 +18,7 @@ COMPARING = ("exact_match", "regular_expression", "math_verify")  # built-in rew
 def data_problems(s: TrainSettings) -> Problems:
     """The conflicts of the section data."""
     data = s.data
-    if not data.path and data.rows is None:
+    if not data.path and data.rows is None and not s.rollout.environment.used:
         text = "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
         yield wrong(s, "data.path", text)
     for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
@@ -72,6 +72,8 @@ def _images(s: TrainSettings) -> Problems:
     for name in others:
         if value_at(s, name) not in (None, 0):
             yield wrong(s, name, text)
+    if s.rollout.environment.used:
+        yield wrong(s, "rollout.environment.name", text)
 
 
 def _template_fields(text: str) -> list[str]:
@@ -81,9 +83,9 @@ def _template_fields(text: str) -> list[str]:
 def eval_problems(s: TrainSettings) -> Problems:
     """Yield the problems of the settings of held-out prompts."""
     section = s.eval
-    if section.every and not s.data.has_held_out:
+    if section.every and not s.has_held_out:
         yield wrong(s, "eval.every", "there are no held-out prompts; give data.eval_path")
-    if not s.data.has_held_out:
+    if not s.has_held_out:
         found = unread(s, ["eval"], "held-out prompts, data.eval_path")
         yield from (problem for problem in found if problem.path not in ("eval.every", "eval.before"))
     elif section.temperature == 0:
@@ -105,7 +107,8 @@ def _lacks_of_exact_values(s: TrainSettings) -> list[str]:
     of_game = "" if respond is None else ", the score of the game that responds"
     gamma = value_of(s.algorithm.advantage, ESTIMATORS, "gamma", 1.0)
     needed = {
-        "held-out prompts; give data.eval_path": s.data.has_held_out,
+        "held-out prompts; give data.eval_path": s.has_held_out,
+        "no environment; leave rollout.environment out": not s.rollout.environment.used,
         "a critic; give algorithm.advantage = 'gae'": s.algorithm.uses_critic,
         f"the reward of {score} alone{of_game}; leave the rest of [reward] as it is": rewards == bare,
         "all tokens; give rollout.top_k = None and rollout.top_p = 1.0": not s.rollout.top_k and s.rollout.top_p == 1.0,
@@ -131,7 +134,7 @@ def reward_problems(s: TrainSettings) -> Problems:
 
 def _functions(s: TrainSettings) -> Problems:
     section, names, weights = s.reward, s.reward.functions, s.reward.weights
-    if not names and section.model.path is None and section.judge.path is None:
+    if not names and section.model.path is None and section.judge.path is None and not s.rollout.environment.used:
         text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
         yield wrong(s, "reward.functions", text)
     for name in names:

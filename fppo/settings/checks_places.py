@@ -121,7 +121,7 @@ def _engines(s: TrainSettings, places: Mapping[str, str]) -> Problems:
     others = [role for role, pool in places.items() if pool == name and role != "rollout"]
     if others:
         yield wrong(s, path, f"{others[0]} is there; engines have a pool of their own")
-    if s.rollout.from_ is not None and not s.data.has_held_out:
+    if s.rollout.from_ is not None and not s.has_held_out:
         yield wrong(s, path, "nobody asks an engine where rollout.from has it all; leave it out")
     table = s.placement.pools.get(name)
     if isinstance(table, Mapping):

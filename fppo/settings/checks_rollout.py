@@ -8,7 +8,7 @@ from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, v
 from fppo.rollout.turns.tools import TOOLS
 from fppo.rollout.vllm.options import conflicts
 from fppo.settings.placement import places_of
-from fppo.settings.rollout import VllmSettings
+from fppo.settings.rollout import EnvironmentSettings, VllmSettings
 from fppo.settings.train import TrainSettings
 from fppo_kernels.table import BUILTIN, DEFAULTS, EXACT
 
@@ -63,22 +63,46 @@ def _engine(s: TrainSettings) -> Problems:
     yield from too_short(s, "rollout.vllm", needed, f"data.max_prompt_tokens and {longest}.max_tokens")
 
 
+def _environment(s: TrainSettings) -> Problems:
+    """Yield the problems of an environment."""
+    path = "rollout.environment"
+    if s.rollout.turns.respond is not None:
+        yield wrong(s, f"{path}.name", "rollout.turns.respond is given too; who answers is one of the two")
+    if s.algorithm.reads("baselines"):
+        text = (
+            f"{s.algorithm.advantage.name} samples one response more, in an episode of its own; take another estimator"
+        )
+        yield wrong(s, f"{path}.name", text)
+    if (s.data.path or s.data.rows is not None) and s.rollout.environment.episodes != EnvironmentSettings().episodes:
+        yield wrong(s, f"{path}.episodes", "data has the prompts; leave one of them out")
+    yield from unread(s, ["rollout.turns.failure"], "rollout.turns.respond")
+
+
 def _turns(s: TrainSettings) -> Problems:
     turns, name, path = s.rollout.turns, s.rollout.turns.respond, "rollout.turns.respond"
+    if s.rollout.environment.used:
+        yield from _environment(s)
+    else:
+        others = ("rollout.environment.episodes", "rollout.environment.eval_episodes")
+        yield from unread(s, others, "rollout.environment.name")
+    if s.algorithm.group_by == "turn" and not (s.in_turns and s.algorithm.reads("groups")):
+        text = "there are no turns to compare: it is for rollout.environment or rollout.turns.respond, and estimators"
+        yield wrong(s, "algorithm.group_by", f"{text} of groups, as grpo; leave it out")
+    if turns.turn_tokens is not None and s.in_turns and turns.turn_tokens > s.rollout.max_tokens:
+        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
+        yield wrong(s, "rollout.turns.turn_tokens", text)
     if name is None:
-        yield from unread(s, ["rollout.turns"], path)
+        if not s.rollout.environment.used:
+            yield from unread(s, ["rollout.turns"], path)
         return
     if name not in TOOLS and not FUNCTION.fullmatch(name):
         yield wrong(s, path, f"must be one of {sorted(TOOLS)}, or module:function")
     if turns.max_turns == 1:
         yield wrong(s, "rollout.turns.max_turns", "respond would never be asked; give 2 or more")
-    if turns.turn_tokens is not None and turns.turn_tokens > s.rollout.max_tokens:
-        text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
-        yield wrong(s, "rollout.turns.turn_tokens", text)
     if name == "calculator" and not (s.rollout.stop or s.rollout.stop_token_ids):
         text = 'no turn would end with "=", which the calculator answers; give rollout.stop = ["="], or its token'
         yield wrong(s, path, text)
-    if s.rollout.from_ is not None and not s.data.has_held_out:
+    if s.rollout.from_ is not None and not s.has_held_out:
         yield wrong(s, path, "rollout.from is given: nothing is sampled; leave it out")
 
 
@@ -108,8 +132,9 @@ def _uninterrupted(s: TrainSettings) -> list[str]:
     texts = []
     if not s.rollout.ahead:
         texts.append("rollout.ahead = 0: nothing is sampled while weights change; give rollout.ahead = 1 or more")
-    if s.rollout.turns.respond is not None:
-        texts.append("rollout.turns.respond: turns are not interrupted yet; leave one of them out")
+    if s.in_turns:
+        name = "rollout.environment" if s.rollout.environment.used else "rollout.turns.respond"
+        texts.append(f"{name}: turns are not interrupted yet; leave one of them out")
     if s.algorithm.reads("baselines"):
         text = f"{s.algorithm.advantage.name} compares with a greedy response of one policy"
         texts.append(f"{text}; take another estimator, or leave it out")

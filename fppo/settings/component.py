@@ -211,22 +211,33 @@ def _signature_in(path: Path, changed: int, name: str) -> Signature | None:
         body = ast.parse(path.read_bytes()).body
     except (SyntaxError, ValueError, OSError, RecursionError):
         return None
-    of_name = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == name]
-    if len(of_name) != 1 or of_name[0].decorator_list or of_name[0].args.kwarg is not None:
+    of_name = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
+    if len(of_name) != 1 or of_name[0].decorator_list:
         return None
-    arguments = of_name[0].args
-    plain = [*arguments.posonlyargs, *arguments.args]
+    made = _made_by(of_name[0])
+    if made is None or made.args.kwarg is not None:
+        return None
+    arguments = made.args
+    plain = [*arguments.posonlyargs, *arguments.args][isinstance(of_name[0], ast.ClassDef) :]
     first = len(plain) - len(arguments.defaults)
     pairs = [*zip(plain[first:], arguments.defaults), *zip(arguments.kwonlyargs, arguments.kw_defaults)]
     keywords = {x.arg: _keyword(x.annotation, default) for x, default in pairs}
-    # a tensor that must be given is no setting
-    tensors = [name for name, x in keywords.items() if x.kind is Any and x.default is attrs.NOTHING]
+    # a tensor that must be given to a function is no setting
+    of_tensors = isinstance(of_name[0], ast.FunctionDef)
+    tensors = [name for name, x in keywords.items() if of_tensors and x.kind is Any and x.default is attrs.NOTHING]
     functions = [name for name, x in keywords.items() if x.kind is Callable]
     return Signature(
         (*(x.arg for x in plain[:first]), *tensors),
         {name: x for name, x in keywords.items() if name not in (*tensors, *functions)},
         frozenset(functions),
     )
+
+
+def _made_by(node: ast.FunctionDef | ast.ClassDef) -> ast.FunctionDef | None:
+    """The function itself, or what makes an instance of a class, if its own body says so."""
+    if isinstance(node, ast.FunctionDef):
+        return node
+    return next((x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__"), None)
 
 
 def _keyword(annotation: ast.expr | None, default: ast.expr | None) -> Keyword:
@@ -267,10 +278,13 @@ def _kind(annotation: ast.expr) -> Any:
     return Any
 
 
-def functions_of(part: Component, table: Functions, setting: str) -> list[Callable[..., Any]]:
-    """The functions of a part, imported. Raises ValueError, naming the setting, for what does not import."""
+def functions_of(
+    part: Component, table: Functions, setting: str, *, also: type | tuple[type, ...] = ()
+) -> list[Callable[..., Any]]:
+    """The functions of a part, or instances of `also`, imported. Raises ValueError, naming the setting, for what does
+    not import."""
     if ":" in part.name:
-        return [imported(part.name, f"{setting}.name")]
+        return [imported(part.name, f"{setting}.name", also=also)]
     if part.name not in table:
         text = f"there is no such name; {did_you_mean(part.name, table)} and module:function"
         raise WrongSetting(f"{setting}.name", part.name, text)
@@ -278,12 +292,14 @@ def functions_of(part: Component, table: Functions, setting: str) -> list[Callab
     return [getattr(importlib.import_module(module), name) for module, _, name in paths]
 
 
-def bound(part: Component, table: Functions, setting: str) -> list[Callable[..., Any]]:
-    """The functions of a part, each with those keywords bound that it takes.
+def bound(
+    part: Component, table: Functions, setting: str, *, also: type | tuple[type, ...] = ()
+) -> list[Callable[..., Any]]:
+    """The functions of a part, or instances of `also`, each with those keywords bound that it takes.
 
     Raises ValueError, naming the setting, for what does not import and for a keyword that none of them takes.
     """
-    functions = functions_of(part, table, setting)
+    functions = functions_of(part, table, setting, also=also)
     takes = [_taken(fn) for fn in functions]
     signature = signature_of(part.name, table)
     known = {} if signature is None else signature.keywords

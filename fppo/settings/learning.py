@@ -56,6 +56,8 @@ class AlgorithmSettings:
 
     advantage: AdvantageSettings = setting(AdvantageSettings)
     """The estimator of advantages."""
+    group_by: Literal["prompt", "turn"] = setting("prompt")
+    """Estimators of groups compare responses to one prompt, or the turns of the same number in these."""
     gae: str = setting("scan", nonempty("give the name of a kernel for gae, as scan"))
     """The kernel for gae with one decay for all rows: scan, loop, cpp (for CPUs); or module:function."""
     whiten: bool | None = setting(None)

@@ -27,6 +27,7 @@ NAMES = (
     *(f"perf/{x}" for x in ("throughput", "time_per_step", "total_num_tokens", "cpu_memory_used_gb", "imbalance")),
     *(f"reward/{x}" for x in ("errors", "timeouts", "judge_unparsed", "judge_truncated")),
     *(f"rollout/{x}" for x in ("turns/mean", "turns/max", "tool_failures", "observation_tokens/mean", "lag/max")),
+    "environment/failures",
     *(f"timing_s/{x}" for x in ("step", "outside", "gen", "reward", "old_log_prob", "ref", "values", "adv", "testing")),
     *(f"timing_s/{x}" for x in ("update_actor", "update_critic", "save_checkpoint", "digests")),
     *(f"training/{x}" for x in ("global_step", "rollout_probs_diff_mean", "rollout_probs_diff_max")),
@@ -59,7 +60,7 @@ def missing(settings: TrainSettings, name: str) -> str | None:
 
 def _held_out_missing(settings: TrainSettings, name: str) -> str | None:
     n = settings.eval.n
-    if not settings.data.has_held_out:
+    if not settings.has_held_out:
         return "there are no held-out prompts; give data.eval_path"
     if name in ("val-aux/errors", "val-aux/timeouts"):
         return None

@@ -12,6 +12,7 @@ from fppo.fields import (
     MOST_SECONDS,
     MOST_TOKENS,
     MOST_WORKERS,
+    Table,
     above,
     at_least,
     at_most,
@@ -20,6 +21,8 @@ from fppo.fields import (
     temperature,
 )
 from fppo.rollout.vllm.options import VllmOptions
+from fppo.settings.component import given, named
+from fppo.settings.tables import ENVIRONMENTS
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
@@ -45,7 +48,7 @@ class VllmSettings(VllmOptions):
 
 @attrs.frozen(kw_only=True)
 class TurnsSettings:
-    """Function that answers the policy's turns, which end where a response does: the model's ends, rollout.stop."""
+    """Who answers the policy's turns, which end where a response does: the model's ends, rollout.stop."""
 
     respond: str | None = setting(None)
     """calculator, or module:function of the conversation so far, or module:game; None: a response is one turn."""
@@ -60,6 +63,29 @@ class TurnsSettings:
     """Seconds that a call may take."""
     workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that calls run in, on each rank; the calculator needs none."""
+
+
+@attrs.frozen(kw_only=True)
+class EnvironmentSettings:
+    """An environment that rewards the policy's turns, and any of its keywords; rollout.turns bounds its episodes."""
+
+    name: str = named("none", ENVIRONMENTS, "an environment")
+    """none, an adapter, or module:name of your own: a class, or a function that returns an environment."""
+    episodes: int = setting(1024, at_least(1))
+    """Prompts of an epoch, where the environment gives them: without data.path."""
+    eval_episodes: int = setting(0, at_least(0))
+    """Held-out prompts that the environment gives, in place of data.eval_path's; 0: those."""
+    keywords: Table = given()
+
+    @property
+    def used(self) -> bool:
+        """Whether there is an environment."""
+        return self.name != "none"
+
+    @property
+    def has_held_out(self) -> bool:
+        """Whether it gives prompts to evaluate on."""
+        return self.used and self.eval_episodes > 0
 
 
 @attrs.frozen(kw_only=True)
@@ -108,6 +134,8 @@ class RolloutSettings:
     """What to do where the engine's probabilities differ from the policy's by more than the dtypes explain."""
     turns: TurnsSettings = setting(TurnsSettings)
     """What answers the policy's turns, for responses of several of them."""
+    environment: EnvironmentSettings = setting(EnvironmentSettings)
+    """An environment that answers and rewards the policy's turns."""
     ahead: int = setting(0, at_least(0), at_most(1000))
     """Steps by which responses are sampled ahead, with the weights of that earlier step, while others train."""
     interrupt: int = setting(0, at_least(0))

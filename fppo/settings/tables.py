@@ -37,4 +37,14 @@ CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the m
     "none": (),
     "rollout": ("fppo.losses.correction:rollout_correction",),
 }
+_ADAPTERS = "fppo.environments.adapters"
+ENVIRONMENTS: Functions = {  # of keywords alone, for an environment
+    "none": (),
+    "reasoning_gym": (f"{_ADAPTERS}.reasoning:ReasoningGym",),
+    "textarena": (f"{_ADAPTERS}.arena:TextArena",),
+    "gym": (f"{_ADAPTERS}.objects:Gym",),
+    "tools": (f"{_ADAPTERS}.tool_classes:ToolClass",),
+    "openenv": (f"{_ADAPTERS}.open_env:OpenEnv",),
+    "verifiers": (f"{_ADAPTERS}.verifiers_01:Verifiers",),
+}
 REWARDS: Functions = {name: (f"{fn.__module__}:{fn.__name__}",) for name, fn in builtins().items()}  # of a sample

@@ -229,6 +229,16 @@ class TrainSettings:
     """Where numbers and samples go."""
 
     @property
+    def has_held_out(self) -> bool:
+        """Whether there are prompts to evaluate on: rows, or an environment's."""
+        return self.data.has_held_out or self.rollout.environment.has_held_out
+
+    @property
+    def in_turns(self) -> bool:
+        """Whether responses have turns that somebody answers."""
+        return self.rollout.turns.respond is not None or self.rollout.environment.used
+
+    @property
     def decodes(self) -> bool:
         """Whether an embedded engine answers anything: the policy's, or the judge's."""
         judge = self.reward.judge

@@ -5,13 +5,16 @@ import pytest
 import torch
 
 from fppo import metrics
+from fppo.assembly import announce
 from fppo.assembly import run as assembly
+from fppo.assembly.inputs import read_inputs
 from fppo.pipeline.train import iterate
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
 from fppo.settings import checks
 from tests import tiny_run
 from tests.pipeline.test_mesh import steps
+from tests.rollout.templates import KINDS
 
 
 def with_adder(directory, **changes):
@@ -86,3 +89,14 @@ def test_a_tool_that_is_not_there(tmp_path):
     settings = tiny_run.settings(tmp_path, rollout__turns__respond="no.such:tool")
     with pytest.raises(ValueError, match=r"tool 'no\.such:tool': the module"), assembly.assemble(settings):
         pass
+
+
+def test_a_run_says_once_what_becomes_of_thoughts(tmp_path):
+    (tmp_path / "chat.jinja").write_text(KINDS["forgets thinking"])
+    template = str(tmp_path / "chat.jinja")
+    settings = with_adder(tmp_path, data__chat=True, data__chat_template=template, data__max_prompt_tokens=64)
+    lines = announce.input_lines(settings, read_inputs(settings, mesh=LOCAL))
+    (line,) = [line for line in lines if line.startswith("turns")]
+    assert "leaves out thoughts before a user's or a tool's message" in " ".join(line.split())
+    plain = with_adder(tmp_path)
+    assert not any(x.startswith("turns") for x in announce.input_lines(plain, read_inputs(plain, mesh=LOCAL)))

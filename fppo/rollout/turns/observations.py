@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, render_chat
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, render_chat
 from fppo.data.tokenizers import within
 
-_MARK = "fppomark"
-_DUMMY = ({"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK})
+_MARK, _SHOWN, _THOUGHT = "fppomark", "fpposhown", "fppothought"
+_ASKED = {"role": "user", "content": "x"}
 
 
 class Encode(Protocol):
@@ -49,50 +49,173 @@ class PlainText:
 class ChatTemplate:
     """Messages as the tokenizer's chat template puts them behind an assistant's turn, up to where it speaks again.
 
-    What the template adds for them is the difference of two conversations, with and without them, after an assistant's
-    turn that is the same in both; before it stands what ends that turn, unless the sampled stop token was that.
-    `chat_template` makes it.
+    The template renders a short conversation in which an assistant's turn goes before the messages; the observation is
+    all that stands behind that turn's words. How the template renders the turn itself, or would render it at the end of
+    a conversation, does not matter: the policy reads the tokens that it sampled. The token that ended the turn is left
+    out of the observation, and so is the template's own end of a turn in its place. `chat_template` makes it.
     """
 
     tokenizer: Any
-    before: str  # the conversation without the messages
-    tail: str  # what stands in it after the assistant's own words
     options: ChatOptions = PLAIN
+    in_parts: bool = False  # the template reads contents as lists of parts
+    in_place: tuple[int, int] | None = (
+        None  # a sampled end of turns, and the one that the template writes in earlier turns
+    )
+    behind_calls: bool = False  # messages of a tool stand behind a call of it alone
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
-        """The tokens of the difference; none for no messages. Raises ValueError for messages that the template refuses,
-        or behind which it changes what came before."""
+        """The observation's tokens; none for no messages. Raises ValueError for messages that the template refuses."""
         if not messages:
             return []
-        whole = _render(self.tokenizer, [*_DUMMY, *messages], self.options, generation=True)
-        if not whole.startswith(self.before):
-            raise ValueError(
-                "the chat template is not append-only: with messages behind it, an assistant's turn reads "
-                f"{whole[: len(self.before)]!r} instead of {self.before!r}; use a template that leaves earlier turns "
-                "as they are"
-            )
-        stop = self.tokenizer.decode([end])
-        space, match, rest = self.tail.partition(stop) if stop else ("", "", "")
-        tail = rest if match and not space.strip() else self.tail
-        return list(self.tokenizer.encode(tail + whole[len(self.before) :], add_special_tokens=False))
+        tail, stop = self.tail(messages), self.tokenizer.decode([end])
+        if self._calls(messages):
+            return self._behind_a_call(tail, end)
+        space, match, rest = tail.partition(stop) if stop else ("", "", "")
+        if match and not space.strip():
+            return self.encoded(rest)
+        ids = self.encoded(tail)
+        first = self._first_special(ids)
+        if first is not None and (end, ids[first]) == self.in_place and not self.tokenizer.decode(ids[:first]).strip():
+            return ids[first + 1 :]
+        return ids
+
+    def tail(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation behind an assistant's words, or behind a name in its call of a tool. A message of
+        a tool may hold the tool's "name"."""
+        said: dict[str, Any] = {"role": "assistant", "content": _MARK}
+        if self._calls(messages):
+            call = {"name": messages[0].get("name", "tool"), "arguments": {_MARK: 1}}
+            said |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
+        whole = _render(self.tokenizer, [_ASKED, said, *messages], self.options, self.in_parts, generation=True)
+        if whole.count(_MARK) != 1:
+            raise ValueError(f"the chat template does not show once what an assistant said: {whole!r}")
+        return whole.partition(_MARK)[2]
+
+    def _calls(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        return self.behind_calls and messages[0]["role"] == "tool"
+
+    def _behind_a_call(self, tail: str, end: int) -> list[int]:
+        """The tokens from the special one on that ends the call, or behind those that ended the turn."""
+        ids = self.encoded(tail)
+        first = self._first_special(ids)
+        if first is None:
+            raise ValueError("the chat template ends a call of a tool without a special token: give other roles")
+        if end in ids[first : first + 2]:
+            return ids[ids.index(end, first) + 1 :]
+        return ids[first + (end in self.special()) :]
+
+    def encoded(self, text: str) -> list[int]:
+        """The tokens of a text that the template wrote."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def special(self) -> set[int]:
+        """The tokens that no text spells."""
+        return {*self.tokenizer.get_added_vocab().values(), *self.tokenizer.all_special_ids}
+
+    def _first_special(self, ids: Sequence[int]) -> int | None:
+        special = self.special()
+        return next((place for place, token in enumerate(ids) if token in special), None)
 
 
 def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> ChatTemplate:
     """The tokenizer's chat template, for messages behind a turn. Raises ValueError if it does not take them: those of
-    an assistant, of the user, and of `roles`; or if it is not append-only."""
-    before = _render(tokenizer, _DUMMY, options, generation=False)
-    if _MARK not in before:
-        raise ValueError(f"the chat template does not show what an assistant said: {before!r}")
-    template = ChatTemplate(tokenizer, before, before.rpartition(_MARK)[2], options)
-    end = tokenizer.eos_token_id
+    an assistant, of the user, and of `roles`."""
+    template = _in_place(_of_forms(tokenizer, options))
     for role in ("user", *roles):
-        template([{"role": role, "content": "x"}], end)
+        try:
+            _check_shown(template, role)
+        except ValueError:
+            if role != "tool" or template.behind_calls:
+                raise
+            changed = attrs.evolve(template, behind_calls=True)
+            try:
+                _check_shown(changed, role)
+            except ValueError:
+                changed = None
+            if changed is None:
+                raise
+            template = changed
     return template
 
 
-def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, generation: bool) -> str:
+def _of_forms(tokenizer: Any, options: ChatOptions) -> ChatTemplate:
+    """The template with contents in the form that it shows: texts, or else lists of parts."""
+    said = [_ASKED, {"role": "assistant", "content": _MARK}]
+    problems: list[str] = []
+    for in_parts in (False, True):
+        try:
+            shown = _render(tokenizer, said, options, in_parts, generation=False)
+        except EndlessTemplate:
+            raise
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if _MARK in shown:
+            return ChatTemplate(tokenizer, options, in_parts)
+        problems.append(f"the chat template does not show what an assistant said: {shown!r}")
+    raise ValueError(problems[0])
+
+
+def _in_place(template: ChatTemplate) -> ChatTemplate:
+    """The template with the ends of turns that it writes at the end of a conversation and, in their place, before it:
+    gpt-oss samples <|return|>, where its template writes <|end|> in earlier turns."""
+    said = [_ASKED, {"role": "assistant", "content": _MARK}]
+    last = _render(template.tokenizer, said, template.options, template.in_parts, generation=False).partition(_MARK)[2]
+    earlier = template.tail([_ASKED])
+    ends = [
+        next((x for x in template.encoded(text.lstrip())[:1] if x in template.special()), None)
+        for text in (last, earlier)
+    ]
+    return template if None in ends or ends[0] == ends[1] else attrs.evolve(template, in_place=tuple(ends))
+
+
+def _check_shown(template: ChatTemplate, role: str) -> None:
+    """Raises ValueError for a role whose messages the template refuses, or does not show."""
+    text = template.tail([{"role": role, "content": _SHOWN}])
+    if _SHOWN not in text:
+        raise ValueError(
+            f"the chat template does not show what the role {role!r} says: {text!r}; give messages of another role"
+        )
+
+
+def forgets_thinking(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> list[str]:
+    """The roles, of the user and `roles`, before whose messages the chat template leaves out what an assistant thought
+    in its turn."""
+    return [role for role in ("user", *roles) if _forgets(tokenizer, role, options)]
+
+
+def _forgets(tokenizer: Any, role: str, options: ChatOptions) -> bool:
+    """Whether a thought that is in the content, or beside it, is missing where the conversation goes on."""
+    after = {"role": role, "content": "x"}
+    inside = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\n{_MARK}"}
+    beside = {"role": "assistant", "content": _MARK, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+    for said in (inside, beside):
+        try:
+            ends = _render(tokenizer, [_ASKED, said], options, False, generation=False)
+            goes_on = _render(tokenizer, [_ASKED, said, after], options, False, generation=True)
+        except EndlessTemplate:
+            raise
+        except ValueError:  # of a role, or a form of thoughts, that the template refuses
+            continue
+        if _MARK in goes_on and _THOUGHT not in goes_on and (said is inside or _THOUGHT in ends):
+            return True
+    return False
+
+
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, in_parts: bool, *, generation: bool
+) -> str:
+    shown = [_parted(message) for message in messages] if in_parts else messages
     try:
-        return render_chat(tokenizer, messages, generation=generation, options=options)
+        return render_chat(tokenizer, shown, generation=generation, options=options)
+    except EndlessTemplate:
+        raise
     except Exception as error:  # templates raise what they like
         roles = [message["role"] for message in messages]
         raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+
+
+def _parted(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with its text as a list of one part."""
+    text = message["content"]
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
-from fppo.rollout.turns.tools import CONVERSATION, Message, Respond, SampleTool
+import attrs
+
+from fppo.data.examples import MESSAGES
+from fppo.environments.calls import PlayedStep
+from fppo.environments.protocol import Message, Reply
+from fppo.environments.runner import Player
+from fppo.rollout.turns.tools import CONVERSATION, Respond, SampleTool
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Kind, Outcome, Sample, is_asynchronous, name_of
 
@@ -92,6 +98,42 @@ class ToolRunner(FunctionRunner):
                 "'role' and 'content', or None to end the response"
             )
         return ToolResult(messages)
+
+
+@attrs.frozen
+class ToolPlayer:
+    """A tool as a player: an episode's state is its conversation, in which a turn that the tool lets go on is open."""
+
+    tools: Responder
+
+    @property
+    def judges(self) -> bool:
+        """False: a tool rewards nothing, and gives no prompts."""
+        return False
+
+    def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]:
+        """Episodes that begin with the messages of their rows."""
+        del seeds
+        return [PlayedStep([dict(message) for message in row[MESSAGES]]) for row in rows]
+
+    def step(self, states: Sequence[Any], replies: Sequence[Reply]) -> list[PlayedStep]:
+        """The tool's messages for each turn."""
+        turns = [{"role": "assistant", "content": reply.text, "end": reply.end} for reply in replies]
+        asked = [[*state, turn] for state, turn in zip(states, turns, strict=True)]
+        results = zip(asked, states, self.tools.respond(asked), strict=True)
+        return [_played(conversation, before, result) for conversation, before, result in results]
+
+
+def _played(conversation: list[Message], before: list[Message], result: ToolResult) -> PlayedStep:
+    if result.messages is None:
+        return PlayedStep(before, done=True, failed=result.failed)
+    after = [*conversation, *result.messages] if result.messages else before
+    return PlayedStep(after, result.messages, failed=result.failed)
+
+
+def player_of(tools: Responder | Player) -> Player:
+    """A tool as a player; a player itself."""
+    return tools if isinstance(tools, ToolPlayer) or hasattr(tools, "judges") else ToolPlayer(tools)  # type: ignore
 
 
 def _sample(conversation: list[Message]) -> Sample:

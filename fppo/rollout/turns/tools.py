@@ -18,11 +18,11 @@ from typing import Any
 
 import attrs
 
-from fppo.data.plain import half_pairs
+from fppo.environments.calls import message_problem
+from fppo.environments.protocol import Message
 from fppo.workers.imports import imported
 from fppo.workers.sample import Sample
 
-Message = dict[str, Any]
 Respond = Callable[[list[Message]], Any]
 CONVERSATION = "conversation"  # the key under which a worker's sample holds it
 _LONGEST = 64  # characters of an expression
@@ -113,25 +113,5 @@ async def _later(result: Any) -> Any:
 
 def _packed(result: Any) -> dict[str, Any]:
     """{"score", "answer"}, where the answer is JSON: [messages or null, what is wrong with them or null]."""
-    problem = _problem(result)
+    problem = None if result is None else message_problem(result)
     return {"score": 0.0, "answer": json.dumps([None, problem] if problem else [result, None])}
-
-
-def _problem(result: Any) -> str | None:
-    """The reason why a tool's result is no list of messages, or None."""
-    if result is None:
-        return None
-    if not isinstance(result, (list, tuple)):
-        return f"a {type(result).__name__}"
-    for message in result:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return f"a message without text as 'role' and 'content': {message!r}"[:200]
-        if message["role"] == "assistant":
-            return "a message of the role 'assistant', which is the policy's own"
-    try:
-        json.dumps(result)
-    except (TypeError, ValueError) as error:
-        return f"messages that do not fit JSON: {error}"
-    if (text := half_pairs(result)) is not None:
-        return f"text with half of a surrogate pair, which is no character: {text!a}"[:200]
-    return None

@@ -1,0 +1,83 @@
+"""The environment that settings name: made, played with, and its prompts and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from fppo import data
+from fppo.assembly.texts import chat_options
+from fppo.data import PromptSet
+from fppo.data.chat import ChatOptions, encode_chat
+from fppo.data.tokenizers import begun_once, within
+from fppo.environments import EnvironmentRunner, Message
+from fppo.environments.runner import is_asynchronous
+from fppo.fields import WrongSetting
+from fppo.rewards.environment import environment_reward
+from fppo.rewards.functions import RewardFn
+from fppo.settings.component import bound
+from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
+from fppo.settings.tables import ENVIRONMENTS
+from fppo.settings.train import DataSettings
+
+PATH = "rollout.environment"
+
+
+def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
+    """The function that makes the settings' environment, and whether it is known to have coroutines.
+
+    Raises ValueError, naming the setting, for what does not import, is no environment, or does not take the keywords.
+    """
+    (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
+    fn = made.func if isinstance(made, partial) else made
+    if not isinstance(fn, type) and all(callable(getattr(fn, name, None)) for name in ("reset", "step")):
+        if section.keywords:
+            text = f"is an environment, which takes no keywords, not {sorted(section.keywords)}; name its class"
+            raise WrongSetting(f"{PATH}.name", section.name, text)
+        return partial(_itself, fn), is_asynchronous(fn)
+    if not callable(fn) or (isinstance(fn, type) and not (hasattr(fn, "reset") and hasattr(fn, "step"))):
+        text = "is no environment: name a class with reset and step, or a function that returns such an object"
+        raise WrongSetting(f"{PATH}.name", section.name, text)
+    return made, is_asynchronous(fn)
+
+
+def _itself(environment: Any) -> Any:
+    return environment
+
+
+def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> EnvironmentRunner:
+    """The settings' environment, in processes; close it, or use it in a `with` statement."""
+    make, asynchronous = maker_of(section)
+    limits = {"time_limit": turns.time_limit, "workers": turns.workers}
+    return EnvironmentRunner(make, name=section.name, asynchronous=asynchronous, **limits)
+
+
+def prompt_encoder(
+    tokenizer: PreTrainedTokenizerBase, rows: DataSettings, vocabulary: int
+) -> Callable[[Sequence[Message]], list[int]]:
+    """Prompts of messages as tokens below `vocabulary`: by the chat template, or as the messages' text."""
+    return partial(_encoded, tokenizer, chat_options(rows) if rows.chat else None, vocabulary)
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, chat: ChatOptions | None, vocabulary: int, messages: Sequence[Message]
+) -> list[int]:
+    if chat is not None:
+        return within(encode_chat(tokenizer, messages, options=chat), vocabulary)
+    text = "".join(message["content"] for message in messages)
+    return within(list(begun_once(tokenizer, text, tokenizer.encode(text))), vocabulary)
+
+
+def episode_prompts(count: int, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    """Prompts without content, whose environment gives them some; each row has its number."""
+    pad: Any = tokenizer.pad_token_id
+    numbers = [{"number": number} for number in range(count)]
+    return data.prompt_set([[pad]] * count, tokenizer, sources="environment", extras=numbers)
+
+
+def environment_terms(section: EnvironmentSettings) -> dict[str, tuple[RewardFn, float]]:
+    """The environment's rewards as a part of the score, by name; nothing without one."""
+    return {"environment": (environment_reward, 1.0)} if section.used else {}

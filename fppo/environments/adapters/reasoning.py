@@ -1,0 +1,59 @@
+"""reasoning-gym: procedural questions, scored by the data set that made them (pip install reasoning-gym)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import reasoning_gym
+
+from fppo.environments.adapters.objects import seed_generators
+from fppo.environments.protocol import Begin, Reply, Step
+
+_ITEMS = 1 << 30  # they are made when asked for
+
+
+class ReasoningGym:
+    """Questions of the data sets {name: its settings}, drawn by the seed; a row may name its own as "dataset".
+
+    `seed` is that of the data sets: held-out questions are those of another one. With `chances` above 1 a wrong answer
+    is followed by `again`, each further one is worth `worth` times as much, and only right ones count. An answer is a
+    response's last line, or what stands behind `mark` in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        datasets: Mapping[str, Mapping[str, Any]],
+        seed: int = 0,
+        chances: int = 1,
+        worth: float = 0.5,
+        again: str = " No, again:",
+        mark: str = "",
+    ) -> None:
+        made = {name: {"seed": seed, "size": _ITEMS, **how} for name, how in datasets.items()}
+        self._sets = {name: reasoning_gym.create_dataset(name, **how) for name, how in made.items()}
+        self._chances, self._worth, self._again, self._mark = chances, worth, again, mark
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
+        """A question."""
+        names = sorted(self._sets)
+        name, number = row.get("dataset") or names[seed % len(names)], seed // len(names) % _ITEMS
+        return Begin((name, number, 0), [{"role": "user", "content": self._item(name, number)["question"]}])
+
+    def step(self, state: tuple[str, int, int], reply: Reply) -> Step:
+        """The answer's score, of 0 to 1; and another chance where there is one, and it is not right."""
+        name, number, turn = state
+        answer = reply.text.rpartition(self._mark)[2] if self._mark else (reply.text.strip().splitlines() or [""])[-1]
+        seed_generators(number, turn)
+        score = float(self._sets[name].score_answer(answer=answer.strip(), entry=self._item(name, number)))
+        right, over = score >= 1.0, score >= 1.0 or turn + 1 >= self._chances
+        info = {f"right/{name}": float(right and not turn), "right_at_once": float(right and not turn)}
+        messages = () if over else [{"role": "user", "content": self._again}]
+        reward = score * self._worth**turn if right or self._chances == 1 else 0.0
+        return Step((name, number, turn + 1), messages, reward, over, {**info, "right": float(right)})
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  (an environment lives as long as its process)
+    def _item(self, name: str, number: int) -> Any:
+        return self._sets[name][number]

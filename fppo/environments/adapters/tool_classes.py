@@ -1,0 +1,58 @@
+"""Classes whose public methods are tools, as TRL's `environment_factory` has them: `reset(**row)`, methods, and
+maybe `get_reward()`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fppo.environments.adapters.objects import Kept, seed_generators
+from fppo.environments.protocol import Begin, Reply, Step
+from fppo.workers.imports import imported
+
+CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"  # Qwen's form
+
+
+class ToolClass:
+    """Episodes with an object of the class `make`, module:name. A turn with calls, JSON that `call` finds with "name"
+    and "arguments", is answered by the role tool; one without ends the episode, and its reward is `get_reward()`."""
+
+    def __init__(self, *, make: str | Callable[[], Any], call: str = CALL) -> None:
+        self._make = imported(make, "environment", also=type) if isinstance(make, str) else make
+        self._call = re.compile(call, re.DOTALL)
+
+    def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
+        """An object that was reset with the row's fields, and the prompt that it gives, if any."""
+        seed_generators(seed, 0)
+        held = self._make()
+        text = held.reset(**row)
+        return Begin(Kept(seed, 0, held), [{"role": "user", "content": text}] if text else ())
+
+    def step(self, state: Kept, reply: Reply) -> Step:
+        """The answers to a turn's calls, or the end."""
+        seed_generators(state.seed, state.turn + 1)
+        calls = self._call.findall(reply.text)
+        answers = [{"role": "tool", **self._called(state.held, call)} for call in calls]
+        ends = not calls or not reply.end
+        reward = float(state.held.get_reward()) if ends and hasattr(state.held, "get_reward") else 0.0
+        return Step(Kept(state.seed, state.turn + 1, state.held), answers, reward, not calls)
+
+    def _called(self, held: Any, text: str) -> dict[str, str]:
+        name = "tool"
+        try:
+            call = json.loads(text)
+            name = str(call["name"])
+            if name not in tool_names(type(held)):
+                return {"name": name, "content": f"error: there is no tool {name!r}"}
+            return {"name": name, "content": str(getattr(held, name)(**call.get("arguments", {})))}
+        except Exception as error:  # the policy's mistakes are answered
+            return {"name": name, "content": f"error: {error}"}
+
+
+def tool_names(kind: type) -> list[str]:
+    """The methods that are tools: public ones but reset and get_reward."""
+    methods = [name for name, _ in inspect.getmembers(kind, inspect.isfunction)]
+    return [name for name in methods if not name.startswith("_") and name not in ("reset", "get_reward")]

@@ -1,0 +1,247 @@
+"""Programs that mean harm, in the sandbox: none reads, writes, reaches or outlives what it should not."""
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from fppo.workers.sandbox import Sandbox, refusal
+
+WHY = refusal()
+sandboxed = pytest.mark.skipif(WHY is not None, reason=f"no sandbox here: {WHY}")
+BOX = Sandbox(seconds=4.0)
+
+
+def run(program, *, box=BOX, **how):
+    return box.run(program, **how)
+
+
+@sandboxed
+def test_a_program_runs_with_its_input():
+    ran = run("import sys; print(6 * 7, sys.stdin.read()); sys.exit(3)", stdin="x" * 200_000)
+    assert ran.why == "output"
+    ran = run("import sys; print(6 * 7, len(sys.stdin.read())); sys.exit(3)", stdin="x" * 200_000)
+    assert (ran.why, ran.code, ran.out, ran.err) == ("exit", 3, "42 200000\n", "")
+    assert run("import os; os.write(1, b'\\xff\\x00a')").out == "\ufffd\x00a"
+    assert "SyntaxError" in run("(").err
+    assert "\ufffd" not in run("print('\u00e9')").out
+
+
+SHORT = Sandbox(seconds=1.5, output=10_000)
+BOUNDED = {
+    "sleeps": ("import time; time.sleep(100)", "time"),
+    "loops": ("while True: pass", "time"),
+    "endless output": ("while True: print('x' * 1000)", "output"),
+    "endless errors": ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "output"),
+    "ignores signals": (
+        """
+import signal, time
+for n in (1, 2, 3, 13, 14, 15):
+    signal.signal(n, signal.SIG_IGN)
+while True: time.sleep(1)
+""",
+        "time",
+    ),
+    "hides its output": ("import os, time\nos.close(1); os.close(2)\ntime.sleep(100)", "time"),
+}
+
+
+@sandboxed
+@pytest.mark.parametrize("name", BOUNDED)
+def test_time_and_output_end(name):
+    program, why = BOUNDED[name]
+    ran = run(program, box=SHORT)
+    assert ran.why == why
+    assert len(ran.out) + len(ran.err) <= 20_000
+
+
+TOLD = {  # programs that print "held True" where they come to nothing
+    "memory": """
+x = []
+try:
+    while True: x.append(bytearray(50 << 20))
+except MemoryError:
+    print("held", len(x) < 12)
+""",
+    "fork bomb": """
+import os, time
+n = 0
+try:
+    while n < 500:
+        if os.fork() == 0:
+            time.sleep(1)
+            os._exit(0)
+        n += 1
+except OSError:
+    print("held", n < 40)
+""",
+    "threads": """
+import threading, time
+n = 0
+try:
+    while n < 500:
+        threading.Thread(target=time.sleep, args=(1,), daemon=True).start()
+        n += 1
+except RuntimeError:
+    print("held", n < 40)
+""",
+    "limits": """
+import resource
+try:
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))
+except (OSError, ValueError):
+    print("held True")
+""",
+    "files": """
+import os
+seen = [p for p in ("/etc/passwd", "/root", "/home", "/srv", "/var", "/sys", "/opt") if os.path.exists(p)]
+print("held", not seen, seen)
+""",
+    "variables": """
+import os
+texts = open("/proc/1/environ").read() + open("/proc/self/environ").read()
+names = {"PATH", "HOME", "PYTHONDONTWRITEBYTECODE", "PWD", "LC_CTYPE"}
+print("held", "SECRET" not in texts and set(os.environ) <= names, os.environ)
+""",
+    "network": """
+import socket
+reached = []
+for place in (("127.0.0.1", 22), ("10.0.0.1", 80), ("1.1.1.1", 53)):
+    s = socket.socket()
+    s.settimeout(0.5)
+    try:
+        s.connect(place)
+        reached.append(place)
+    except OSError: pass
+print("held", not reached and [name for _, name in socket.if_nameindex()] == ["lo"])
+""",
+    "writes": """
+done = []
+for p in ("/usr/x", "/box/main.py", "/box/x", "/x", "/bin/x", "/proc/sys/kernel/core_pattern", "/dev/x", "/dev/shm/x"):
+    try:
+        open(p, "w").write("a")
+        done.append(p)
+    except OSError: pass
+print("held", not done, done)
+""",
+    "a full disk": """
+try:
+    for n in range(100): open(f"/tmp/{n}", "wb").write(b"0" * (4 << 20))
+except OSError:
+    print("held", n < 5)
+""",
+    "kills": """
+import os
+print("held", len([p for p in os.listdir("/proc") if p.isdigit()]) < 5, flush=True)
+os.kill(-1, 9)
+""",
+    "the first process": """
+import os
+for n in (15, 9):
+    try: os.kill(1, n)
+    except OSError: pass
+print("held True")
+""",
+    "root": """
+import os
+try:
+    os.setuid(0)
+except OSError:
+    print("held", os.getuid() == 65534)
+""",
+    "devices": """
+import os, stat
+try:
+    os.mknod("/tmp/d", stat.S_IFBLK | 0o600, os.makedev(8, 0))
+except OSError:
+    print("held True")
+""",
+    "namespaces": """
+import ctypes
+c = ctypes.CDLL(None, use_errno=True)
+print("held", c.unshare(0x10000000) != 0 and c.mount(b"none", b"/tmp", b"tmpfs", 0, 0) != 0 and c.chroot(b"/tmp") != 0)
+""",
+    "descriptors": """
+import os
+print("held", len(os.listdir("/proc/self/fd")) <= 4, os.listdir("/proc/self/fd"))
+""",
+    "recursion": """
+import sys
+print("held True", flush=True)
+sys.setrecursionlimit(10 ** 9)
+f = lambda: f()
+f()
+""",
+    "links": """
+import os
+os.symlink("/proc/1/root/etc/passwd", "/tmp/link")
+try:
+    open("/tmp/link").read()
+except OSError:
+    print("held True")
+""",
+}
+
+
+@sandboxed
+@pytest.mark.parametrize("name", TOLD)
+def test_hostile_programs_come_to_nothing(name, monkeypatch):
+    monkeypatch.setenv("SECRET_KEY", "SECRET")
+    ran = run(TOLD[name])
+    assert ran.out.startswith("held True"), ran
+
+
+@sandboxed
+def test_nothing_outlives_a_program():
+    """A child that leaves its session and keeps the output open ends with its parent."""
+    began = time.monotonic()
+    ran = run("import os, time\nif os.fork() == 0:\n  os.setsid(); time.sleep(60); print('late')\nprint('parent')")
+    assert (ran.why, ran.out) == ("exit", "parent\n")
+    assert time.monotonic() - began < 30
+
+
+REACH = """
+import socket
+s = socket.socket(socket.AF_UNIX)
+try:
+    s.connect("\\0fppo-test-sandbox")
+    print("in")
+except OSError:
+    print("held")
+"""
+
+
+@sandboxed
+def test_what_is_beside_it_is_not_seen(tmp_path):
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o644)
+    assert (
+        run(f"import os; print(os.path.exists({str(tmp_path / 'secret')!r}), os.listdir('/tmp'))").out == "False []\n"
+    )
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("\0fppo-test-sandbox")
+        server.listen()
+        threading.Thread(target=server.accept, daemon=True).start()
+        ran = run(REACH)
+        with socket.socket(socket.AF_UNIX) as other:
+            other.connect("\0fppo-test-sandbox")  # so that nobody waits
+    assert ran.out == "held\n"
+
+
+def test_without_bubblewrap_programs_are_refused_by_name(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "bubblewrap is not installed" in refusal()
+    with pytest.raises(RuntimeError, match="untrusted programs are not run: bubblewrap is not installed"):
+        BOX.run("print(1)")
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    os.chmod(tmp_path / "bwrap", 0o755)
+    found = refusal()  # root, who becomes another user, is not let in to a test's directory
+    assert "cannot make a sandbox here (bwrap: No permissions" in found or "does not start" in found
+
+
+@pytest.mark.parametrize("bad", [{"seconds": 0}, {"memory": 1}, {"processes": 0}, {"output": 0}])
+def test_limits_that_are_none(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Sandbox(**bad)
