@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import reasoning_gym
+import reasoning_gym  # pyright: ignore[reportMissingImports]
 import tyro
 
 from fppo import models, quickstart
@@ -40,7 +40,7 @@ def warm_up(directory: Path, key: Key, steps: int) -> None:
                 answer = int(item["answer"]) + (draw.random() > 0.35)
                 prompts.append(tokenizer.encode(item["question"]))
                 answers.append([*tokenizer.encode(f" {answer}"), tokenizer.eos_token_id])
-            yield demonstrations(prompts, answers, pad_token_id=tokenizer.pad_token_id)
+            yield demonstrations(prompts, answers, pad_token_id=0)
 
     rate = schedule("linear", 2e-3, total_steps=steps, warmup_steps=30)
     optimizer = adamw(rate, betas=(0.9, 0.99), weight_decay=0.0)

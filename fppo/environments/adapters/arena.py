@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import textarena
+import textarena  # pyright: ignore[reportMissingImports]
 
 from fppo.environments.adapters.objects import SMALL, Kept, seed_generators
 from fppo.environments.protocol import Begin, Message, Reply, Step

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from openenv.core.generic_client import GenericEnvClient
+from openenv.core.generic_client import GenericEnvClient  # pyright: ignore[reportMissingImports]
 
 from fppo.environments.adapters.objects import SMALL
 from fppo.environments.protocol import Begin, Reply, Step
@@ -32,7 +32,7 @@ class OpenEnv:
     def __init__(
         self, *, url: str, action: str | Callable[..., Any] | None = None, shown: str | Callable[..., str] | None = None
     ) -> None:
-        given = [imported(fn, "environment") if isinstance(fn, str) else fn for fn in (action, shown)]
+        given: list[Any] = [imported(fn, "environment") if isinstance(fn, str) else fn for fn in (action, shown)]
         self._action = given[0] or (lambda text: {"message": text})
         self._shown = given[1] or (lambda seen: str(seen.get("message", seen)))
         self._url, self._numbers, self._sessions = url, itertools.count(), dict[tuple[int, int], Any]()

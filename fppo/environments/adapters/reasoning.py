@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import reasoning_gym
+import reasoning_gym  # pyright: ignore[reportMissingImports]
 
 from fppo.environments.adapters.objects import seed_generators
 from fppo.environments.protocol import Begin, Reply, Step

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import dill
-import verifiers
-from verifiers.types import AssistantMessage
+import verifiers  # pyright: ignore[reportMissingImports]
+from verifiers.types import AssistantMessage  # pyright: ignore[reportMissingImports]
 
 from fppo.environments.protocol import Begin, Message, Reply, Step
 from fppo.workers.imports import imported
@@ -19,9 +19,9 @@ class Verifiers:
     "number", or else the seed, draws a row of its data set."""
 
     def __init__(self, *, env: str | Callable[..., Any], arguments: Mapping[str, Any] | None = None) -> None:
-        make = imported(env, "environment") if isinstance(env, str) and ":" in env else env
+        make: Any = imported(env, "environment") if isinstance(env, str) and ":" in env else env
         given = dict(arguments or {})
-        self._env = make(**given) if callable(make) else verifiers.load_environment(make, **given)
+        self._env: Any = make(**given) if callable(make) else verifiers.load_environment(make, **given)
         self._rows, self._loop = self._env.get_dataset(), asyncio.new_event_loop()
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
