@@ -123,8 +123,8 @@ def assemble(
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
-    plain = TrainSettings(model=ModelSettings(cpp=settings.model.cpp))
-    differing = files.differing(settings, resolved(plain, inputs.device)[0])
+    plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
+    differing = files.differing(settings, plain)
     announce(input_lines(inputs, section, settings.placement, differing, chosen, said_of_old_log_probs(settings)))
     tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
     begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
