@@ -43,10 +43,8 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     wants = settings.rollout.exact or section.cpp
     if wants == resolve.AUTO:
         policy = next(_built(section, {"model.path": section.path}), None)
-        wants = (
-            policy is not None
-            and work_of(policy, settings.steps, settings.data, settings.rollout, settings.actor) >= _ENOUGH
-        )
+        sections = settings.data, settings.rollout, settings.actor
+        wants = policy is not None and work_of(policy, settings.steps, *sections) >= _ENOUGH
     if not wants:
         return resolve.resolved(settings, resolve.CPU)
     machine, why = machine_of([*_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
