@@ -7,9 +7,9 @@ this package imports nothing else.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fppo.runs.recorded import open_run as open
+    from fppo.runs.recorded import open_run
 
-    __all__ = ["open"]
+    open = open_run
     __version__: str
 else:
 

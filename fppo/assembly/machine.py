@@ -14,9 +14,11 @@ from fppo.assembly.texts import config_of, config_place
 from fppo.models import flops
 from fppo.models.model import Model
 from fppo.settings import resolve
+from fppo.settings.learning import ActorSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.resolve import Machine
-from fppo.settings.train import TrainSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.settings.train import DataSettings, TrainSettings
 from fppo_kernels import _cpp
 from fppo_kernels import table as tables
 
@@ -41,7 +43,8 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     wants = settings.rollout.exact or section.cpp
     if wants == resolve.AUTO:
         policy = next(_built(section, {"model.path": section.path}), None)
-        wants = policy is not None and work_of(settings, policy) >= _ENOUGH
+        sections = settings.data, settings.rollout, settings.actor
+        wants = policy is not None and work_of(policy, settings.steps, *sections) >= _ENOUGH
     if not wants:
         return resolve.resolved(settings, resolve.CPU)
     machine, why = machine_of([*_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
@@ -50,14 +53,14 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why))
 
 
-def work_of(settings: TrainSettings, policy: Model) -> float:
-    """FLOPs of the policy's passes in a run, whose rows have at most as many tokens as the settings allow.
+def work_of(policy: Model, steps: int, rows: DataSettings, rollout: RolloutSettings, actor: ActorSettings) -> float:
+    """FLOPs of the policy's passes in so many steps, whose rows have at most as many tokens as the settings allow.
 
     They depend on the settings alone, so that a run has the same kernels whatever was compiled before.
     """
-    length = settings.data.max_prompt_tokens + settings.rollout.max_tokens
-    forward = flops.forward_flops(policy, [length], head_tokens=settings.rollout.max_tokens)
-    return settings.steps * settings.rollout.batch_size * forward * (1 + 3 * settings.actor.epochs)
+    length = rows.max_prompt_tokens + rollout.max_tokens
+    forward = flops.forward_flops(policy, [length], head_tokens=rollout.max_tokens)
+    return steps * rollout.batch_size * forward * (1 + 3 * actor.epochs)
 
 
 def _without_cpp(reason: str) -> dict[str, str]:

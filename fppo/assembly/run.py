@@ -114,19 +114,19 @@ def assemble(
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
-    `kernels` stand in for those that the settings name, and `device` for the one they name. On a `mesh` of several
-    ranks this is one rank's part of the run; what samples and scores has the groups of `sampling_mesh`, which sampling
-    ahead needs. `announce` gets lines on what is loaded. `groups` are of roles elsewhere, for one process here: "actor"
-    with the engine, "critic", "reference" (else beside the actor), "reward" (a model); each of `engines` has one rank.
+    `kernels` and `device` stand in for those that the settings name. On a `mesh` of several ranks this is one rank's
+    part of the run; what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce`
+    gets lines on what is loaded. `groups` are of roles elsewhere, for one process here: "actor" with the engine,
+    "critic", "reference" (else beside the actor), "reward" (a model); each of `engines` has one rank.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
-    plain = TrainSettings(model=ModelSettings(cpp=settings.model.cpp))
-    differing = files.differing(settings, resolved(plain, inputs.device)[0])
-    shown = input_lines(inputs, section, settings.placement, differing, chosen, said_of_old_log_probs(settings))
-    announce(shown + turn_lines(settings.data, inputs.tokenizer, in_turns=settings.in_turns))
+    plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
+    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings)
+    turns = turn_lines(settings.data, inputs.tokenizer, in_turns=settings.in_turns)
+    announce([*input_lines(inputs, section, settings.placement, *said), *turns])
     tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
     begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
     roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)

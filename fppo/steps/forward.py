@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fppo import batch as batches
 from fppo import models
+from fppo.models.heads import Head
 from fppo.models.model import Model
 from fppo.runtime.mesh import AXES, all_reduce
 from fppo.runtime.offload import OnHost
@@ -86,26 +87,8 @@ def forward_micro_batch(
     hidden, routed = _hidden(ready, rows, indices, forward, outputs, received)
     own, head = indices.own, models.output_head(forward.model, ready.root)
     states = hidden[own.places] if indices.shared is None else read(hidden, indices.shared.reads)
-    if set(outputs) & set(OF_VALUE_HEADS):
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
-        made = {"values": forward.read, "outputs": lambda x: x}
-        computed = {name: make(numbers) for name, make in made.items() if name in outputs}
-    else:
-        kernel = forward.kernels.log_probs
-        result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
-            states,
-            head.weight,
-            rows.tokens[:, -mask.shape[1] :].flatten()[indices.responses][own.numbers],
-            bias=head.bias,
-            temperature=temperature,
-            softcap=head.softcap,
-            scale=head.scale,
-            entropy="entropy" in outputs,
-            sum_squared="sum_squared_probs" in outputs,
-        )
-        computed = {"log_probs": result.log_probs, "entropy": result.entropy, "sum_squared_probs": result.sum_squared}
-        computed["hidden"] = states.to(result.log_probs.dtype) if "hidden" in outputs else None
+    labels = rows.tokens[:, -mask.shape[1] :].flatten()[indices.responses][own.numbers]
+    computed = _of_head(states, head, labels, forward, outputs, temperature)
     names, pad = [name for name, x in computed.items() if x is not None], forward.kernels.pad
     own_columns = [same(x, tensor) for x in computed.values() if x is not None]
     columns = gathered(own_columns, own, forward.mesh.token_axis)
@@ -113,6 +96,36 @@ def forward_micro_batch(
     if padded:
         tokens = {name: x.where(mask if x.dim() == 2 else mask[..., None], 0.0) for name, x in tokens.items()}
     return TokenOutputs(**tokens, **experts.of_routers(routed, outputs, forward.model, forward.mesh, pad))
+
+
+def _of_head(
+    states: Tensor,
+    head: Head,
+    labels: Tensor,
+    forward: Forward,
+    outputs: Sequence[str],
+    temperature: float,
+) -> dict[str, Tensor | None]:
+    """The outputs of a value head or of a vocabulary head for states [m, H], by name; None: not among those wanted."""
+    if set(outputs) & set(OF_VALUE_HEADS):
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
+        made = {"values": forward.read, "outputs": lambda x: x}
+        return {name: make(numbers) for name, make in made.items() if name in outputs}
+    kernel, tensor = forward.kernels.log_probs, forward.mesh["tensor"]
+    result = (kernel if tensor.size == 1 else partial(kernel, axis=tensor))(
+        states,
+        head.weight,
+        labels,
+        bias=head.bias,
+        temperature=temperature,
+        softcap=head.softcap,
+        scale=head.scale,
+        entropy="entropy" in outputs,
+        sum_squared="sum_squared_probs" in outputs,
+    )
+    computed = {"log_probs": result.log_probs, "entropy": result.entropy, "sum_squared_probs": result.sum_squared}
+    return computed | {"hidden": states.to(result.log_probs.dtype) if "hidden" in outputs else None}
 
 
 def _maps_over(rows: Rows) -> bool:

@@ -317,7 +317,7 @@ def lion(
 def _plain_sgd_(
     params: Params, grads: Params, state: SgdState, call: UpdateCall, *, lr: float, momentum: float, nesterov: bool
 ) -> None:
-    """What torch's kernel does, for transforms of torch.func, which it does not go through."""
+    """Write an update of SGD as torch's kernel would, for transforms of torch.func, which that does not go through."""
     skipped = call.skipped.bool()
     for name, p in params.items():
         grad = grads[name] if call.scale is None else grads[name] / call.scale

@@ -331,7 +331,7 @@ def test_a_run_compiles_kernels_where_it_is_long_and_goes_on_without_where_that_
     names = {f"model.{name}": value for name, value in names.items()}
     given = files.replace(tiny_run.settings(tmp_path), names | {"rollout.max_tokens": 100})
     policy = small_model(len(character_tokenizer(CHARACTERS)), width=16, layers=1)
-    steps = int(1e13 / machine.work_of(attrs.evolve(given, steps=1), policy))
+    steps = int(1e13 / machine.work_of(policy, 1, given.data, given.rollout, given.actor))
     why = "glu/_numbers.cpp does not compile here: CppCompileError: error: x"
     found_by_compiler: list[str | None] = [None, why]
     monkeypatch.setattr(table, "needs_cpp", lambda: None)
