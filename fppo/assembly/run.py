@@ -114,10 +114,9 @@ def assemble(
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
-    `kernels` and `device` stand in for those that the settings name. On a `mesh` of several ranks this is one rank's
-    part of the run; what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce`
-    gets lines on what is loaded. `groups` are of roles elsewhere, for one process here: "actor" with the engine,
-    "critic", "reference" (else beside the actor), "reward" (a model); each of `engines` has one rank.
+    `kernels` and `device` stand in for those that the settings name. On a `mesh` this is one rank's part of the run;
+    what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what
+    is loaded. `groups` have roles elsewhere: "actor", "critic", "reference", "reward"; each of `engines` has one rank.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
