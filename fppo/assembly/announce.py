@@ -33,9 +33,11 @@ def input_lines(
     differing: Mapping[str, Any],
     chosen: Sequence[str] = (),
     old_log_probs: Sequence[str] = (),
+    *,
+    rows: DataSettings | None = None,
 ) -> list[str]:
     """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
-    differ from their defaults here, and where old log-probs come from."""
+    differ from their defaults here, and where old log-probs come from; `rows` of chats for responses in turns."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
@@ -49,14 +51,15 @@ def input_lines(
         *([_line("pools", text)] if (text := _pools(placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
+        *([] if rows is None else _thoughts(rows, inputs.tokenizer)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
     ]
 
 
-def turn_lines(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, *, in_turns: bool) -> list[str]:
-    """Line on earlier thoughts, for responses in turns of a chat template that leaves them out."""
-    if not (in_turns and rows.chat):
+def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Line on earlier thoughts, if the chat template of turns leaves them out."""
+    if not rows.chat:
         return []
     roles = forgets_thinking(tokenizer, roles=("tool",), options=chat_options(rows))
     before = " or ".join(f"a {role}'s" for role in roles)

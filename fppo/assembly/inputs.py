@@ -125,9 +125,8 @@ def read_inputs(
     images = tried(lambda: load_images(model, rows, tokenizer))
     if rows.seen and images is None:
         raise tried.error()
-    prompts, held_out = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images)), None
-    if settings.has_held_out:
-        held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
+    prompts = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images))
+    held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
@@ -223,11 +222,11 @@ def _held_out(
     environment: EnvironmentSettings,
     tokenizer: PreTrainedTokenizerBase,
     images: data.ImageReader | None,
-) -> PromptSet:
-    """The prompts to evaluate on: rows, or those that the environment fills."""
+) -> PromptSet | None:
+    """The prompts to evaluate on: rows, or those that the environment fills; None without any."""
     count, most = environment.eval_episodes, how.max_prompts
     if not environment.has_held_out:
-        return load_held_out(rows, how, tokenizer, images)
+        return load_held_out(rows, how, tokenizer, images) if rows.has_held_out else None
     return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
-from fppo.assembly.announce import input_lines, model_lines, sharing_lines, turn_lines
+from fppo.assembly.announce import input_lines, model_lines, sharing_lines
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -124,8 +124,7 @@ def assemble(
     device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings)
-    turns = turn_lines(settings.data, inputs.tokenizer, in_turns=settings.in_turns)
-    announce([*input_lines(inputs, section, settings.placement, *said), *turns])
+    announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))
     tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
     begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
     roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)

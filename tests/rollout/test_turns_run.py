@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from fppo import metrics
-from fppo.assembly import announce
 from fppo.assembly import run as assembly
-from fppo.assembly.inputs import read_inputs
 from fppo.pipeline.train import iterate
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
@@ -93,10 +91,14 @@ def test_a_tool_that_is_not_there(tmp_path):
 
 def test_a_run_says_once_what_becomes_of_thoughts(tmp_path):
     (tmp_path / "chat.jinja").write_text(KINDS["forgets thinking"])
-    template = str(tmp_path / "chat.jinja")
-    settings = with_adder(tmp_path, data__chat=True, data__chat_template=template, data__max_prompt_tokens=64)
-    lines = announce.input_lines(settings, read_inputs(settings, mesh=LOCAL))
-    (line,) = [line for line in lines if line.startswith("turns")]
+    chat = {"data__chat": True, "data__chat_template": str(tmp_path / "chat.jinja"), "data__max_prompt_tokens": 64}
+    (line,) = said_of_turns(with_adder(tmp_path, **chat))
     assert "leaves out thoughts before a user's or a tool's message" in " ".join(line.split())
-    plain = with_adder(tmp_path)
-    assert not any(x.startswith("turns") for x in announce.input_lines(plain, read_inputs(plain, mesh=LOCAL)))
+    assert said_of_turns(with_adder(tmp_path)) == []
+    assert said_of_turns(tiny_run.settings(tmp_path, **chat)) == []
+
+
+def said_of_turns(settings):
+    lines = []
+    with assembly.assemble(settings, announce=lines.extend):
+        return [line for line in lines if line.startswith("turns")]
