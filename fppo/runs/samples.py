@@ -28,6 +28,8 @@ LISTS = {
     "entropy": np.float16,
     "token_rewards": np.float32,
     "token_versions": np.int32,
+    "turn_ids": np.int32,
+    "turn_rewards": np.float32,
 }
 _HALF = float(np.finfo(np.float16).max)
 

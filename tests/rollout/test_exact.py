@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fppo import laws, models
 from fppo.key import Key
 from fppo.models.lora import Lora, adapt
-from fppo.rollout import exact, finished
+from fppo.rollout import exact, records
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact_probe import probe_exact
@@ -110,7 +110,7 @@ def test_log_probs_are_computed_for_many_tokens_at_once_or_few(monkeypatch):
     calls = []
     kernel = engine.kernels.log_probs
     counted = lambda hidden, *args, **how: calls.append(len(hidden)) or kernel(hidden, *args, **how)  # noqa: E731
-    monkeypatch.setattr(finished, "_SCORED", 20)
+    monkeypatch.setattr(records, "_SCORED", 20)
     parts = attrs.evolve(engine, kernels=attrs.evolve(engine.kernels, log_probs=counted)).generate(params, ask)
     assert torch.equal(parts.rollout_log_probs, whole.rollout_log_probs)
     assert len(calls) > 2

@@ -1,5 +1,6 @@
 """A run is its directory: it can be moved and copied, forked and gone on with, and its record says what made it."""
 
+import itertools
 import json
 import re
 import shutil
@@ -14,7 +15,7 @@ from fppo import models, tree
 from fppo.commands import actions, cli
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
-from fppo.runs import jsonl, loggers, session
+from fppo.runs import jsonl, samples, session
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError, Pending
 from fppo.settings import files
@@ -205,14 +206,14 @@ def test_an_error_lets_the_checkpoint_that_was_begun_be_written(task, tmp_path, 
             return super().wait(timeout)
 
     monkeypatch.setattr(checkpoint, "begin_save", lambda *args, **more: Slow(real(*args, **more)._result))
-    samples_of = loggers.samples_of
+    on_host, steps = samples.on_host, itertools.count(1)
 
-    def broken(experience, tokenizer, step, count):
-        if step == 2:
+    def broken(experience):
+        if next(steps) == 2:
             raise RuntimeError("mine")
-        return samples_of(experience, tokenizer, step, count)
+        return on_host(experience)
 
-    monkeypatch.setattr(loggers, "samples_of", broken)
+    monkeypatch.setattr(samples, "on_host", broken)
     with pytest.raises(RuntimeError, match="mine"):
         actions.train(tiny_run.settings(task, output_dir=str(tmp_path / "run")))
     assert len(waited) == 1

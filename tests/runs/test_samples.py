@@ -88,6 +88,8 @@ def experience(tokenizer: Any, *, critic: bool = True) -> Experience:
         advantages=numbers,
         returns=numbers,
         values=numbers if critic else None,
+        turn_ids=numbers.int(),
+        turn_rewards=numbers,
     )
 
 
