@@ -8,23 +8,25 @@ variants take their turns, each from the state that it left, in seconds of the p
 import statistics
 import sys
 import time
+from typing import Any
 
 import attrs
 import torch
 from transformers import Qwen2Config
 
-from fppo import advantages, data, models, quickstart, rewards
+from fppo import advantages, data, metrics, models, quickstart, rewards
 from fppo.key import Key
 from fppo.pipeline import pieces, ppo_step
+from fppo.pipeline.checks import field
 from fppo.rollout import Sampling
 from fppo.steps import Loop, MicroBatching, adamw
 from fppo_kernels.table import EXACT, Kernels
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "1M": {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
     "13M": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6},
 }
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 1000,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
@@ -50,7 +52,7 @@ def made(size: str, kernels: Kernels, source: str, exact: bool):
         advantage=advantages.grpo,
     )
     policy = attrs.evolve(kept.policy, kernels=kernels)
-    program, passes = kept.program, kept.program.annotate.passes
+    program, passes = kept.program, field(kept.program.annotate, "passes")
     passes = attrs.evolve(passes, policy=attrs.evolve(passes.policy, forward=policy))
     engine = attrs.evolve(kept.engine, kernels=kernels, exact=exact)
     sampling = attrs.evolve(kept.sampling, stop_token_ids=())
@@ -64,7 +66,8 @@ def made(size: str, kernels: Kernels, source: str, exact: bool):
 
 def main(size: str = "1M", rounds: str = "7") -> None:
     torch.set_num_threads(1)
-    fast = Kernels.named(**EXACT)
+    names: dict[str, Any] = dict(EXACT)
+    fast = Kernels.named(**names)
     variants = {
         "pass": (Kernels.named(), "pass", False),
         "fast": (fast, "pass", False),
@@ -78,7 +81,7 @@ def main(size: str = "1M", rounds: str = "7") -> None:
             runs[name], _, report = ppo_step(runs[name], program=program, draw=kept.draw)
             spent[name] += [time.process_time() - start] if number else []
             if name == "exact":
-                assert float(report["training/rollout_equal"].total) == float(report["training/rollout_equal"].count)
+                assert metrics.report(report)["training/rollout_equal"] == 1.0
     base = statistics.median(spent["pass"])
     for name, times in spent.items():
         print(f"{size} {name:6} {statistics.median(times):.3f} s, {statistics.median(times) / base:.2f} of pass")

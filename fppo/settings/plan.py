@@ -9,7 +9,7 @@ from types import MappingProxyType
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, nonempty, setting, wrong_values
+from fppo.fields import Problem, above, at_least, nonempty, setting, wrong_values
 from fppo.settings import checks, files, placement
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
@@ -105,7 +105,7 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings, Pla
 
 def run_of(
     file: str | None, arguments: Sequence[str], unread: tuple[str, ...] = _UNREAD
-) -> tuple[TrainSettings, list[str]]:
+) -> tuple[TrainSettings, list[Problem]]:
     """The run of a file (None: the defaults) and of flags, and problems with flags but for those of what is `unread`.
     Raises SettingsError with every problem of a file."""
     if file is not None:
