@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fppo import batch as batches
 from fppo import losses, metrics, models, tree
-from fppo.assembly.program import loop_of
+from fppo.assembly.learning import learning_of
 from fppo.commands import cli
 from fppo.key import Key
 from fppo.models import flops, lora
@@ -416,7 +416,8 @@ def test_shared_prompts_are_planned_as_a_run_computes_them(tmp_path, mini, budge
     settings = tiny_run.settings(tmp_path, model__path="quickstart", **sizes)
     planned = case_of(settings, PlanSettings(gpu="cpu"))
     apart = attrs.evolve(planned, together=1.0, forward_together=1.0)  # the same passes
-    at, loop = planned.at("update actor"), loop_of(settings.actor, 32)
+    how = {"batch_size": 32, "steps": 1, "offload": "none", "offload_activations": False}
+    at, loop = planned.at("update actor"), learning_of("actor", settings.actor, **how).loop
     assert (at.distinct(at.rows), at.rows * at.micro_batches) == (budget, loop.mini_batch_size)
     model, batch = model_of(planned, "actor"), full_rows(32, 24, 8, 32)
     forward, optimizer = Forward(model), adamw(lambda step: 0.0)
