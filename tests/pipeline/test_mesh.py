@@ -46,7 +46,7 @@ def same(a, b, at=1e-5):
             assert x == y, path
 
 
-UNLIKE = ("timing_s/", "perf/")
+UNLIKE = ("timing_s/", "perf/", "training/rollout_equal")  # bits may depend on the mesh
 SCORED = {"reward__functions": ["tests.rewards.functions:length"]}  # where nothing is right, advantages are rounding
 
 
