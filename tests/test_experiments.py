@@ -402,7 +402,7 @@ def test_the_images_to_see_are_what_their_answers_say(tmp_path, monkeypatch):
 def test_see_runs_from_its_images_to_a_report_that_shows_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXPERIMENTS)
     small = ["steps=1", "rollout.batch-size=8", "actor.mini-batch-size=8", "critic.mini-batch-size=8"]
-    small += ["log.loggers=jsonl", "log.samples-per-step=3"]
+    small += ["log.loggers=jsonl", "log.samples=3"]
     _load("see").main(tmp_path, "cpu", warm_up=2, rows=24, more=tuple(small))
     metrics = jsonl.read(tmp_path / "metrics.jsonl")
     assert {name.split("/")[1] for name in metrics[-1] if name.startswith("val-core/")} <= {

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from fppo import advantages, data, losses, models, quickstart
 from fppo import steps as s
 from fppo.batch import Rollout, Scored, extend
+from fppo.data.privileged import TRUTH_SIGNS
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.pipeline import Passes, PolicyPass, Program, RunState, StepRecord, ValuePass, stages, train
@@ -160,7 +161,7 @@ def _critic(kind: Kind, start: Start, key: Key, loop: s.Loop, updates: int) -> _
     head = make()
     adam, micro = _adam(kind.lr, updates), loop.micro_batching
     how = {"loop": loop, "optimizer": adam, "loss_fn": head.loss_fn}
-    shape = {"outputs": head.outputs, "members": kind.ensemble, "privileged": kind.privileged > 0}
+    shape = {"outputs": head.outputs, "members": kind.ensemble, "signs": TRUTH_SIGNS if kind.privileged else 0}
     truth = {"encode": partial(start.tokenizer.encode, add_special_tokens=False), "limit": kind.privileged}
     known = {"truth_signs": partial(data.truth_signs, **truth) if kind.privileged else None}
     if kind.reads == "confidence":
