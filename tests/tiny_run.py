@@ -67,6 +67,13 @@ def settings(directory: Path, **changes: object) -> TrainSettings:
     return resolve.resolved(files.check(files.replace(files.from_dict(values), changed)), resolve.CPU)[0]
 
 
+UNLIKE = (
+    "timing_s/",
+    "perf/",
+    "training/rollout_equal",
+)  # of the clock, the machine, and the mesh's bits
+
+
 def sample_bytes(run: Path) -> list[bytes]:
     """The files of a run's sampled rows, step by step."""
     return [path.read_bytes() for path in sample_files.files(run / sample_files.SAMPLES).values()]

@@ -128,5 +128,5 @@ def pretrain_of(critic: CriticSettings, algorithm: AlgorithmSettings) -> Pretrai
         limit=critic.pretrain,
         patience=critic.pretrain_patience,
         rise=critic.pretrain_rise,
-        returns_of=plain_returns(gamma, turns=algorithm.advantage.name == "turn_gae"),
+        returns_of=partial(plain_returns, gamma=gamma, turns=algorithm.advantage.name == "turn_gae"),
     )

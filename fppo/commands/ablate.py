@@ -19,6 +19,7 @@ from fppo.ablate import operations, text
 from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
+from fppo.commands import output
 from fppo.commands.actions import beginning, restored, settings_of
 from fppo.fleet import Here
 from fppo.pipeline import replay, swap
@@ -57,18 +58,13 @@ def ablate(settings: AblateSettings) -> int:
         )
     print(text.table(ablation, width=shutil.get_terminal_size((120, 24)).columns))
     if settings.json is not None:
-        _write(settings.json, ablation.to_json())
+        output.write(settings.json, ablation.to_json())
     if settings.png is not None and ablation.rows:
         Path(settings.png).parent.mkdir(parents=True, exist_ok=True)
         from fppo.ablate import chart  # here: it loads matplotlib
 
         chart.save(ablation, Path(settings.png))
     return 130 if ablation.interrupted else 0
-
-
-def _write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 def _device(name: str) -> torch.device:
@@ -169,7 +165,7 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
         print("\ninterrupted: what is above was computed before")
     if asked.json is not None:
         line = {"run": str(directory), "step": step, "own": before, "choices": choices, "interrupted": interrupted}
-        _write(asked.json, json.dumps(plain(line), indent=1))
+        output.write(asked.json, json.dumps(plain(line), indent=1))
     return 130 if interrupted else 0
 
 

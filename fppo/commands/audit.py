@@ -5,13 +5,13 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from fppo._errors import UsageError, did_you_mean
 from fppo.audit import dump, report
 from fppo.audit.peers import PEERS, adapters_of
 from fppo.audit.report import Audited
+from fppo.commands import output
 from fppo.commands.options import AuditOptions
 from fppo.workers.imports import imported
 
@@ -30,20 +30,13 @@ def _laws(options: AuditOptions, trainer: str) -> int:
     found = report.audit(trainer, functions, versions, _progress)
     _progress("")
     width = shutil.get_terminal_size((120, 24)).columns
-    _show(options, report.table(found, width=width, batches=options.batches), report.to_json(found))
+    output.show(report.table(found, width=width, batches=options.batches), report.to_json(found), options.json)
     return 1 if found.faults else 0
 
 
 def _progress(name: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
-
-
-def _show(options: AuditOptions, words: str, numbers: str) -> None:
-    print(numbers if options.json == "-" else words)
-    if options.json not in (None, "-"):
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(numbers + "\n", encoding="utf-8")
 
 
 def _peer(name: str) -> tuple[Sequence[Audited], Sequence[str]]:
@@ -80,7 +73,7 @@ def _dump(options: AuditOptions, path: str) -> int:
         tolerance=options.tolerance,
     )
     stages = dump.compare(dump.load(path, dump.PRESETS[options.preset], mapped, options.group_size), recipe)
-    _show(options, dump.text(stages), dump.to_json(stages))
+    output.show(dump.text(stages), dump.to_json(stages), options.json)
     return 1 if any(stage.outcome == "differs" for stage in stages) else 0
 
 

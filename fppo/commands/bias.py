@@ -15,6 +15,7 @@ from fppo.assembly.functions import advantage_of, loss_correction, policy_loss
 from fppo.bias import text
 from fppo.bias.run import RunBias, lines_of
 from fppo.bias.study import WorldSizes, is_loss, study
+from fppo.commands import output
 from fppo.laws.expectation import KL, SCORE, StepMath
 from fppo.settings.bias import BiasSettings
 from fppo.settings.resolve import old_log_probs_source
@@ -44,21 +45,13 @@ def run(of: TrainSettings | None, options: BiasSettings) -> int:
         tables = list(study(options.names, sizes, own))
         numbers, shown = {"tables": [text.plain(table) for table in tables]}, text.terminal(tables, width)
         if options.markdown is not None:
-            _write(options.markdown, text.markdown(tables))
+            output.write(options.markdown, text.markdown(tables))
         if options.png is not None:
             from fppo.bias import chart  # here: it loads matplotlib
 
             chart.save(tables, Path(options.png))
-    words = json.dumps(numbers, indent=1)
-    print(words if options.json == "-" else shown)
-    if options.json not in (None, "-"):
-        _write(options.json, words + "\n")
+    output.show(shown, json.dumps(numbers, indent=1), options.json)
     return 0
-
-
-def _write(path: str, words: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(words, encoding="utf-8")
 
 
 def _check_own(own: dict[str, Any]) -> None:

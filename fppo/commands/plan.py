@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import attrs
 from transformers.utils import logging as transformers_logging
 
+from fppo.commands import output
 from fppo.plan import text
 from fppo.plan.case import Case, Role
 from fppo.plan.columns import column_calls
@@ -36,12 +36,8 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
         sections, numbers, fits = text.of_search(found), text.numbers_of_search(found), bool(found.best)
     else:
         sections, numbers, fits = _planned(of, options, case_of(of, options))
-    words = json.dumps(text.plain(numbers), indent=1)
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-    print(words if options.json == "-" else text.rendered(sections, width))
-    if options.json not in (None, "-"):
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(words + "\n", encoding="utf-8")
+    output.show(text.rendered(sections, width), json.dumps(text.plain(numbers), indent=1), options.json)
     return 0 if fits else 1
 
 

@@ -83,18 +83,7 @@ class EnvironmentRunner(FunctionRunner):
 
     def _played(self, calls: Sequence[tuple[Any, ...]], what: str) -> list[PlayedStep]:
         samples = [Sample("", "", None, "", {CALL: call}, (), (), "stop") for call in calls]
-        outcomes = self.outcomes_of(self._calls, samples)
-        failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in ("error", "timeout")]
-        if failed:
-            _log.warning(
-                "the environment %r failed on %d of %d %s; number %d: %s",
-                self._calls.name,
-                len(failed),
-                len(outcomes),
-                what,
-                failed[0],
-                outcomes[failed[0]].text,
-            )
+        outcomes = self.logged_outcomes(self._calls, samples, what, _log)
         return [self._result(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def _result(self, outcome: Outcome, call: tuple[Any, ...]) -> PlayedStep:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import attrs
 import torch
@@ -29,22 +28,25 @@ class Pretraining:
     over: int = 0  # 1 once the policy is updated
 
 
+def plain_returns(experience: Experience, *, gamma: float = 1.0, turns: bool = False) -> Tensor:
+    """Returns without a critic's estimates, as `Pretrain.returns_of`: discounted by token, or by turn; [B, T]."""
+    rewards, mask = experience.token_rewards, experience.response_mask
+    if turns:
+        return advantages.turn_returns(rewards, mask, turn_ids=experience.turn_ids, gamma=gamma)
+    return advantages.discounted_returns(rewards, mask, gamma=gamma)
+
+
 @attrs.frozen(kw_only=True)
 class Pretrain:
     """When it ends: after `limit` steps, or once the explained variance has not risen by `rise` for `patience` steps.
 
-    `returns_of(token_rewards, mask)` [B, T] is what the critic learns meanwhile: returns without its own estimates.
+    `returns_of(experience)` [B, T] is what the critic learns meanwhile: returns without its own estimates.
     """
 
     limit: int
     patience: int = 3
     rise: float = 0.01
-    returns_of: Callable[[Tensor, Tensor], Tensor] = advantages.discounted_returns
-
-
-def plain_returns(gamma: float, *, turns: bool) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns without a critic's estimates, as `Pretrain.returns_of`: of `turns`, or of tokens."""
-    return partial(advantages.turn_returns if turns else advantages.discounted_returns, gamma=gamma)
+    returns_of: Callable[[Experience], Tensor] = plain_returns
 
 
 def pretrain(
@@ -59,7 +61,7 @@ def pretrain(
         return progress, experience, {}
     assert experience.values is not None
     mask = experience.response_mask
-    returns = rule.returns_of(experience.token_rewards, mask)
+    returns = rule.returns_of(experience)
     explained = explained_variance(experience.values, returns, mask)
     share = explained.total / explained.count
     rises = bool(share > progress.best + rule.rise)

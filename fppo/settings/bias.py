@@ -15,6 +15,7 @@ from fppo.settings.plan import run_of
 from fppo.settings.train import TrainSettings
 
 _UNREAD = ("model.path = ''", "data.path = []", "reward.functions = []")  # what a run needs, and its math does not
+OF_TABLES = ("tables", "with_", "n", "markdown", "png")  # settings that lines about a run do not read
 TABLES = ("estimators", "modes", "kl", "losses", "corrections", "critics", "values")
 
 
@@ -61,9 +62,17 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | No
     problem."""
     options, rest = tyro.cli(BiasSettings, args=arguments, prog="fppo bias [FILE.toml]", return_unknown_args=True)
     run, wrong = (None, []) if file is None and not rest else run_of(file, rest, _UNREAD)
-    if wrong := [*wrong, *problems(options)]:
+    wrong = [*wrong, *problems(options), *(unread(options) if run is not None else ())]
+    if wrong:
         raise files.SettingsError(list(dict.fromkeys(wrong)))
     return run, options
+
+
+def unread(options: BiasSettings) -> list[str]:
+    """List the settings that are of tables alone and that lines about a run do not read, one line each."""
+    given = attrs.asdict(options, filter=lambda field, value: field.name in OF_TABLES and value != field.default)
+    text = "is of the tables, and a run gets three lines; leave it out, or the run's file and flags"
+    return [f"--{name.rstrip('_')} {text}" for name in given]
 
 
 def problems(options: BiasSettings) -> list[str]:

@@ -76,8 +76,13 @@ class Loop:
                 raise ValueError(f"{name}={value}: give 1 or more")
 
     def mini_batches(self, batch: Any, key: Key | None) -> list[Tensor]:
-        """The numbers of the rows of a record in each mini-batch of an epoch, drawn by the key or in order."""
-        groups = batch.groups if self.by_prompt else None
+        """The numbers of the rows of a record in each mini-batch of an epoch, drawn by the key or in order.
+
+        Raises ValueError for rows without groups where mini-batches are drawn by these.
+        """
+        groups = getattr(batch, "groups", None) if self.by_prompt else None
+        if self.by_prompt and groups is None:
+            raise ValueError(f"by_prompt: the rows of a {type(batch).__name__} have no groups; leave by_prompt out")
         return mini_batches(batch.row_ids, self.mini_batch_size, key=key, groups=groups)
 
     def turn(self, number: int, rows: int) -> UpdateTurn | None:

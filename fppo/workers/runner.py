@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from logging import Logger
 from typing import Protocol, Self
 
 from fppo.workers.calls import Mode, Patience, call
@@ -58,6 +59,7 @@ class FunctionRunner:
                 f"concurrency = {concurrency}: all must be above 0"
             )
         self._time_limit, self._batch_limit, self._concurrency = time_limit, batch_limit, concurrency
+        self._role = role
         self._workers = workers
         outside = [(function.name, function.fn) for function in functions if not function.inline]
         self._numbers = {name: number for number, (name, _) in enumerate(outside)}
@@ -85,6 +87,15 @@ class FunctionRunner:
     def patience(self) -> Patience:
         """A fresh `Patience`: the seconds that processes may lose on one batch in parts."""
         return Patience(self._time_limit, self._batch_limit * self._workers)
+
+    def logged_outcomes(self, function: Function, samples: Sequence[Sample], what: str, log: Logger) -> list[Outcome]:
+        """The outcomes of samples, which the log calls `what`; failures among them are logged in one line."""
+        outcomes = self.outcomes_of(function, samples)
+        failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in ("error", "timeout")]
+        if failed:
+            text, first = "the %s %r failed on %d of %d %s; number %d: %s", failed[0]
+            log.warning(text, self._role, function.name, len(failed), len(outcomes), what, first, outcomes[first].text)
+        return outcomes
 
     def outcomes_of(
         self, function: Function, samples: Sequence[Sample], patience: Patience | None = None

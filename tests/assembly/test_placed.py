@@ -29,8 +29,6 @@ from tests import tiny_run
 from tests.fleet.test_processes import pid
 from tests.fleet.threads import Threads
 
-UNLIKE = ("timing_s/", "perf/")
-
 
 def digest(state):
     return tree.digest(state)
@@ -51,11 +49,11 @@ def steps(assembly, groups, count=3, ahead=0):
         assembly.run, program=assembly.program, draw=assembly.draw, ahead=ahead, donate=True
     ):
         states = {role: state and of(role, state) for role, state in (("actor", run.actor), ("critic", run.critic))}
-        numbers = {name: x for name, x in metrics.report(report).items() if not name.startswith(UNLIKE)}
+        numbers = {name: x for name, x in metrics.report(report).items() if not name.startswith(tiny_run.UNLIKE)}
         found.append((states, tree.digest(experience), tree.digest(run.kl), numbers))
         if run.step == count:
             held_out = metrics.report(assembly.evaluate(run)) if assembly.evaluate else {}
-            return found, {name: x for name, x in held_out.items() if not name.startswith(UNLIKE)}
+            return found, {name: x for name, x in held_out.items() if not name.startswith(tiny_run.UNLIKE)}
     raise AssertionError
 
 

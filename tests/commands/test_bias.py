@@ -98,6 +98,8 @@ def test_three_lines_say_what_a_run_optimises(capsys):
         (["--tables", "modes", "--with", f"{HERE}:neither"], "neither a policy loss nor an estimator"),
         (["--actor.loss", "kl_cov"], "selects tokens by noise"),
         (["--actor.weight-mod", "token-mean"], "weight"),
+        (["--actor.kl-coef", "0.1", "--with", f"{HERE}:own_loss"], "--with is of the tables"),
+        (["--actor.kl-coef", "0.1", "--n", "2", "--png", "x.png"], "--png is of the tables"),
     ],
 )
 def test_mistakes_are_named(words, text, capsys):

@@ -24,8 +24,6 @@ from tests.distributed import processes
 from tests.distributed.ranks import Ranks
 from tests.models.families import make
 
-UNLIKE = ("timing_s/", "perf/", "training/rollout_equal")  # bits depend on the mesh
-
 
 def update(mesh, stage, directory=None):
     """The whole actor after two steps, its metrics, and how many numbers the rank held of state; saved, if there is a
@@ -73,7 +71,7 @@ def test_processes_that_share_dense_parameters_do_the_update_of_one(axes, tmp_pa
 def numbers(directory):
     """The metrics by step, without what depends on the clock or the machine."""
     lines = jsonl.read(directory / "metrics.jsonl")
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(UNLIKE)} for line in lines}
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(tiny_run.UNLIKE)} for line in lines}
 
 
 @pytest.mark.slow

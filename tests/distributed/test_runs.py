@@ -20,8 +20,6 @@ from fppo.settings import files
 from tests import tiny_run
 from tests.distributed.ranks import Ranks
 
-UNLIKE = ("timing_s/", "perf/", "training/rollout_equal")  # bits depend on the mesh
-
 STEPS = {"eval__before": False, "rollout__batch_size": 4, "checkpoint__keep": 1, "mesh__shard": 2}
 
 
@@ -107,7 +105,7 @@ def test_ranks_killed_at_random_moments_end_where_undisturbed_ones_end(task, tmp
 def numbers(directory: Path) -> dict[int, dict[str, float]]:
     """The metrics by step, without what depends on the clock or the machine."""
     lines = jsonl.read(directory / "metrics.jsonl")
-    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(UNLIKE)} for line in lines}
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(tiny_run.UNLIKE)} for line in lines}
 
 
 @pytest.mark.slow

@@ -46,12 +46,11 @@ def same(a, b, at=1e-5):
             assert x == y, path
 
 
-UNLIKE = ("timing_s/", "perf/", "training/rollout_equal")  # bits may depend on the mesh
 SCORED = {"reward__functions": ["tests.rewards.functions:length"]}  # where nothing is right, advantages are rounding
 
 
 def numbers(report):
-    return {name: value for name, value in report.items() if not name.startswith(UNLIKE)}
+    return {name: value for name, value in report.items() if not name.startswith(tiny_run.UNLIKE)}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """A critic is fitted to a policy that stays as it is until that helps no more; then it may be left as it is."""
 
 import math
+import types
 
 import attrs
 import pytest
@@ -114,10 +115,12 @@ def test_a_discount_of_turns_is_one_of_the_returns_too(task):
     )
     with assemble(settings) as assembly:
         rule = assembly.program.pretrain
-    mask = torch.tensor([[True, True, False, True]])
-    rewards = torch.tensor([[0.0, 1.0, 0.0, 8.0]])
+    mask, rewards = torch.tensor([[True, True, False, True]]), torch.tensor([[0.0, 1.0, 0.0, 8.0]])
+    rows = types.SimpleNamespace(token_rewards=rewards, response_mask=mask, turn_ids=None)
     assert rule is not None
-    assert rule.returns_of(rewards, mask).tolist() == [[5.0, 5.0, 0.0, 8.0]]
+    assert rule.returns_of(rows).tolist() == [[5.0, 5.0, 0.0, 8.0]]
+    rows.turn_ids = torch.tensor([[0, 1, -1, 1]])  # an answer without tokens parts the first two
+    assert rule.returns_of(rows).tolist() == [[4.5, 9.0, 0.0, 8.0]]
 
 
 def test_state_and_rule_belong_together(task):

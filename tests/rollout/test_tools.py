@@ -116,7 +116,7 @@ def test_failures_are_told_counted_and_logged(caplog):
         results = ready.respond(conversations)
     messages = ToolResult([{"role": "tool", "content": "oops"}], failed=True)
     assert results == [ToolResult(None), messages, messages, messages, ToolResult(None), ToolResult(None)]
-    assert "the tool 'moody' failed on 3 of 6 turns; turn 1: RuntimeError: no" in caplog.text
+    assert "the tool 'moody' failed on 3 of 6 turns; number 1: RuntimeError: no" in caplog.text
     assert conversations == asked("fine", "raise", "exit", "hang", "change", "fine")
     with ToolRunner(moody, failure="", inline=True) as ready:
         assert ready.respond(asked("raise", "change")) == [ToolResult(None, failed=True), ToolResult(None)]

@@ -1,5 +1,6 @@
 """Passes and updates of rows that share their prompts give the numbers of rows that have their own, in float64."""
 
+import types
 from functools import partial
 
 import attrs
@@ -310,3 +311,10 @@ def test_mini_batches_drawn_by_prompt_save_as_much_as_one_batch():
     whole = masks_of(batch, forward).sorted().saved
     assert saved(by_prompt=True) == pytest.approx(whole)
     assert saved() < 0.8 * whole
+
+
+def test_rows_without_groups_are_not_drawn_by_prompt():
+    loop = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2), by_prompt=True)
+    rows = types.SimpleNamespace(row_ids=torch.arange(4))
+    with pytest.raises(ValueError, match="the rows of a SimpleNamespace have no groups; leave by_prompt out"):
+        loop.mini_batches(rows, None)

@@ -73,17 +73,8 @@ class ToolRunner(FunctionRunner):
 
     def respond(self, conversations: Sequence[list[Message]]) -> list[ToolResult]:
         """The tool's result for each conversation. Raises ValueError for a result that is neither messages nor None."""
-        outcomes = self.outcomes_of(self._tool, [_sample(conversation) for conversation in conversations])
-        failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in ("error", "timeout")]
-        if failed:
-            _log.warning(
-                "the tool %r failed on %d of %d turns; turn %d: %s",
-                self._tool.name,
-                len(failed),
-                len(outcomes),
-                failed[0],
-                outcomes[failed[0]].text,
-            )
+        samples = [_sample(conversation) for conversation in conversations]
+        outcomes = self.logged_outcomes(self._tool, samples, "turns", _log)
         return [self._result(outcome) for outcome in outcomes]
 
     def _result(self, outcome: Outcome) -> ToolResult:
