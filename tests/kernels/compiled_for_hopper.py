@@ -2,6 +2,7 @@
 
 And those of norms, gated activations and rotary positions."""
 
+import re
 from typing import Any
 
 import triton
@@ -10,9 +11,9 @@ from triton.compiler import ASTSource
 
 from fppo_kernels.glu import _triton_kernels as glus
 from fppo_kernels.glu.eager import ACTIVATIONS
-from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.log_probs._triton_kernels import log_probs_backward, log_probs_forward
 from fppo_kernels.rms_norm import _triton_kernels as norms
-from fppo_kernels.rotary._triton_kernels import turn_kernel
+from fppo_kernels.rotary._triton_kernels import rotary_turn
 
 FLOAT_NUMBERS = ("inner", "cap", "scale")
 FLOAT_TENSORS = ("temperature", "own", "moments", "rows_of")
@@ -49,18 +50,23 @@ def compile_inner(kernel: Any, constants: dict[str, Any]) -> Any:
     kinds = {"scales": "*fp32", "d_weight": "*fp32", "eps": "fp32", "offset": "fp32", "sign": "fp32"}
     kinds |= dict.fromkeys(SIZES, "i32")
     signature = {n: "constexpr" if n in constants else kinds.get(n, "*bf16") for n in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    aligned = {"width", "half"} | {name for name, type_ in signature.items() if type_.startswith("*")}
+    marks = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name in aligned}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=marks)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 if __name__ == "__main__":
-    programs = [(kernel, choice) for kernel in (norms.forward_kernel, norms.backward_kernel) for choice in NORMS]
-    programs += [(kernel, choice) for kernel in (glus.forward_kernel, glus.backward_kernel) for choice in KINDS]
-    for kernel, choice in [*programs, (turn_kernel, {})]:
-        constants = {"BLOCK": 1024} | {n: x for n, x in choice.items() if n in kernel.arg_names}
-        assert "cubin" in compile_inner(kernel, constants).asm
+    programs = [(kernel, choice) for kernel in (norms.rms_norm_forward, norms.rms_norm_backward) for choice in NORMS]
+    programs += [(kernel, choice) for kernel in (glus.glu_forward, glus.glu_backward) for choice in KINDS]
+    for kernel, choice in [*programs, (rotary_turn, {"HEADS": 16})]:
+        block = {"BLOCK": 64 if kernel is rotary_turn else 1024}
+        constants = block | {n: x for n, x in choice.items() if n in kernel.arg_names}
+        made = compile_inner(kernel, constants).asm
+        assert "cubin" in made
+        assert re.search(r"ld\.global[\w.]*\.v4\.b32", made["ptx"]), "numbers are loaded one by one"
         print(f"{kernel.__name__}, {constants}: compiled")
-    for kernel in (forward_kernel, backward_kernel):
+    for kernel in (log_probs_forward, log_probs_backward):
         for full in (False, True):
             compiled = compile_for_hopper(kernel, full=full)
             ptx = compiled.asm["ptx"]

@@ -197,7 +197,10 @@ class Locked:
 
 def split_vocabulary():
     """Ranks with parts of the head give the outputs and the gradients of the whole."""
-    module.forward_kernel, module.backward_kernel = Locked(module.forward_kernel), Locked(module.backward_kernel)
+    module.log_probs_forward, module.log_probs_backward = (
+        Locked(module.log_probs_forward),
+        Locked(module.log_probs_backward),
+    )
     leaves, labels, temperature, weights = problem(5, 40, 4)
     kernel = partial(triton, tiling=SMALL)
     out, (d_hidden, *d_head) = run(reference, leaves, labels, temperature, weights)
@@ -255,7 +258,7 @@ class Wrong:
 
 def mistakes():
     """The laws of gradients see a backward program that drops an output's share, or forgets what is in the logits."""
-    right, gradients = module.backward_kernel, [x for x in laws_of(OPERATION) if x.name == "gradient of all outputs"]
+    right, gradients = module.log_probs_backward, [x for x in laws_of(OPERATION) if x.name == "gradient of all outputs"]
     examples = log_probs_examples(range(COUNT), torch.float32)
 
     def check_gradients():
@@ -264,10 +267,10 @@ def mistakes():
     check_gradients()
     flags = [{name: lambda flag: False} for name in ("ENTROPY", "SQUARED", "BIAS", "SOFTCAP")]
     for changes in (*flags, {"temperature": torch.ones_like}, {"scale": lambda scale: 1.0}):
-        module.backward_kernel = Wrong(right, **changes)
+        module.log_probs_backward = Wrong(right, **changes)
         with pytest.raises(LawViolation, match="gradient of"):
             check_gradients()
-    module.backward_kernel = right
+    module.log_probs_backward = right
 
 
 CHECKS = {

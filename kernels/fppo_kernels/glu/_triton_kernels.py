@@ -1,5 +1,9 @@
 # pyright: basic, reportMissingTypeStubs=false
-"""The two Triton programs of `glu/triton`, BLOCK numbers an instance."""
+"""The two Triton programs of `glu/triton`, BLOCK numbers an instance.
+
+Programs are not compiled for a count. A mask by such a number cuts loads into single numbers, so that only the last
+instance has one.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,37 @@ def _activation(x, KIND: tl.constexpr):
     return value, slope
 
 
-@triton.jit(do_not_specialize=["count"])
-def forward_kernel(gate, up, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    value, _ = _activation(tl.load(gate + place, inside, other=0.0).to(tl.float32), KIND)
-    result = value * tl.load(up + place, inside, other=0.0).to(tl.float32)
+@triton.jit
+def _forward_of(gate, up, out, place, inside, KIND: tl.constexpr):
+    value, _ = _activation(tl.load(gate + place, inside).to(tl.float32), KIND)
+    result = value * tl.load(up + place, inside).to(tl.float32)
     tl.store(out + place, result.to(out.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["count"])
-def backward_kernel(gate, up, grad, d_gate, d_up, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < count
-    value, slope = _activation(tl.load(gate + place, inside, other=0.0).to(tl.float32), KIND)
-    wanted = tl.load(grad + place, inside, other=0.0).to(tl.float32)
-    by_gate = wanted * slope * tl.load(up + place, inside, other=0.0).to(tl.float32)
+@triton.jit
+def _backward_of(gate, up, grad, d_gate, d_up, place, inside, KIND: tl.constexpr):
+    value, slope = _activation(tl.load(gate + place, inside).to(tl.float32), KIND)
+    wanted = tl.load(grad + place, inside).to(tl.float32)
+    by_gate = wanted * slope * tl.load(up + place, inside).to(tl.float32)
     tl.store(d_gate + place, by_gate.to(d_gate.dtype.element_ty), inside)
     tl.store(d_up + place, (wanted * value).to(d_up.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["count"])
+def glu_forward(gate, up, out, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= count:
+        _forward_of(gate, up, out, place, None, KIND)
+    else:
+        _forward_of(gate, up, out, place, place < count, KIND)
+
+
+@triton.jit(do_not_specialize=["count"])
+def glu_backward(gate, up, grad, d_gate, d_up, count, KIND: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    place = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= count:
+        _backward_of(gate, up, grad, d_gate, d_up, place, None, KIND)
+    else:
+        _backward_of(gate, up, grad, d_gate, d_up, place, place < count, KIND)

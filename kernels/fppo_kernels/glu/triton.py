@@ -9,7 +9,7 @@ import torch
 import triton as _triton
 from torch import Tensor
 
-from fppo_kernels.glu._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.glu._triton_kernels import glu_backward, glu_forward
 from fppo_kernels.glu.eager import ACTIVATIONS, eager
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
@@ -29,7 +29,7 @@ def _forward(activation: str, gate: Tensor, up: Tensor) -> tuple[tuple[Tensor], 
     grid, settings = _cut(count, activation)
     if count:
         with torch.cuda.device_of(gate):
-            forward_kernel[grid](gate, up, out, count, **settings)
+            glu_forward[grid](gate, up, out, count, **settings)
     return (out,), ()
 
 
@@ -41,7 +41,7 @@ def _backward(
     grid, settings = _cut(count, activation)
     if count:
         with torch.cuda.device_of(gate):
-            backward_kernel[grid](gate, up, grad, d_gate, d_up, count, **settings)
+            glu_backward[grid](gate, up, grad, d_gate, d_up, count, **settings)
     return d_gate, d_up
 
 

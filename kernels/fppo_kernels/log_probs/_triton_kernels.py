@@ -77,7 +77,7 @@ def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP
 
 
 @triton.jit(do_not_specialize=["tokens", "vocab", "splits", "tiles"])
-def forward_kernel(
+def log_probs_forward(
     hidden, weight, bias, labels, temperature, own, moments, tokens, vocab, width, inner, cap, splits, tiles,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
@@ -127,7 +127,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["tokens", "vocab", "start", "stop"])
-def backward_kernel(
+def log_probs_backward(
     hidden, weight, bias, labels, temperature, rows_of, slab, tokens, vocab, width, inner, cap, scale,
     start, stop, stride,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,

@@ -14,13 +14,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from fppo_kernels.collectives import Axis, all_reduce
 from fppo_kernels.log_probs import _moments
 from fppo_kernels.log_probs._moments import Moments
-from fppo_kernels.log_probs._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.log_probs._triton_kernels import log_probs_backward, log_probs_forward
 from fppo_kernels.log_probs.reference import PIECE, LogProbs, every_output, per_token
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16)
-INTERPRETED = isinstance(forward_kernel, InterpretedFunction)
+INTERPRETED = isinstance(log_probs_forward, InterpretedFunction)
 
 
 class Tiling(NamedTuple):
@@ -122,7 +122,7 @@ def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
     if tokens:
         arguments = inputs.arguments(slice(None), rule.entropy, rule.sum_squared)
         with torch.cuda.device_of(own):
-            forward_kernel[(blocks * splits,)](own=own, moments=moments, splits=splits, tiles=tiles, **arguments)
+            log_probs_forward[(blocks * splits,)](own=own, moments=moments, splits=splits, tiles=tiles, **arguments)
     nothing = own.new_zeros(()).expand(splits, tokens)
     entropy = moments[2] if rule.entropy else nothing
     return own, Moments(moments[0], moments[1], entropy, moments[3] if rule.sum_squared else nothing)
@@ -143,7 +143,7 @@ def _write_slab(
     blocks = _triton.cdiv(len(slab), tiling.tokens) * _triton.cdiv(slab.shape[1], tiling.vocab)
     arguments: dict[str, Any] = {**inputs.arguments(rows, *asked), **place, "scale": inputs.rule.scale}
     with torch.cuda.device_of(slab):
-        backward_kernel[(blocks,)](rows_of=rows_of, slab=slab, **arguments)
+        log_probs_backward[(blocks,)](rows_of=rows_of, slab=slab, **arguments)
 
 
 def _backward(

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["rows"])
-def forward_kernel(
+def rms_norm_forward(
     x, residual, weight, out, total, scales, rows, width, eps, offset, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
     """One row an instance: the norm, and 1 / sqrt(mean(x^2) + eps) into `scales`. With ADD it is that of x + residual,
@@ -31,7 +31,7 @@ def forward_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def backward_kernel(
+def rms_norm_backward(
     x, weight, grad, d_total, scales, d_x, d_weight, rows, width, offset,
     BLOCK: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 import triton as _triton
 from torch import Tensor
 
-from fppo_kernels.rms_norm._triton_kernels import backward_kernel, forward_kernel
+from fppo_kernels.rms_norm._triton_kernels import rms_norm_backward, rms_norm_forward
 from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
@@ -36,7 +36,7 @@ def _forward(
         with torch.cuda.device_of(x):
             tensors = x, x if residual is None else residual.contiguous(), weight, out, total, scales
             settings = _cut(width, ADD=residual is not None)
-            forward_kernel[(rows,)](*tensors, rows, width, *options, **settings)
+            rms_norm_forward[(rows,)](*tensors, rows, width, *options, **settings)
     return (out,) if residual is None else (out, total), (scales,)
 
 
@@ -59,7 +59,7 @@ def _backward(
     if rows:
         with torch.cuda.device_of(x):
             settings = _cut(width, WEIGHT=needed[2], ADD=d_total is not None)
-            backward_kernel[(count,)](*every, rows, width, options.offset, **settings)
+            rms_norm_backward[(count,)](*every, rows, width, options.offset, **settings)
     return d_x, None if residual is None else d_x, parts.sum(0).to(weight.dtype) if needed[2] else None
 
 

@@ -9,11 +9,12 @@ import torch
 import triton as _triton
 from torch import Tensor
 
-from fppo_kernels.rotary._triton_kernels import turn_kernel
+from fppo_kernels.rotary._triton_kernels import rotary_turn
 from fppo_kernels.rotary._turned import turned
 from fppo_kernels.shapes import Float
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+AT_ONCE = 2048  # numbers of a half that one instance holds
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
@@ -21,8 +22,10 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     if x.numel():
         with torch.cuda.device_of(x):
             rows, half = cos.numel() // width, width // 2
-            settings: dict[str, Any] = {"BLOCK": _triton.next_power_of_2(half)}
-            turn_kernel[(rows,)](x, cos, sin, out, rows, heads, half, sign, **settings)
+            block = _triton.next_power_of_2(half)
+            tile = min(_triton.next_power_of_2(heads), max(AT_ONCE // block, 1))
+            settings: dict[str, Any] = {"HEADS": tile, "BLOCK": block, "num_warps": min(max(tile * block // 256, 1), 4)}
+            rotary_turn[(rows,)](x, cos, sin, out, rows, heads, half, sign, **settings)
     return out
 
 
