@@ -31,6 +31,8 @@ SECTIONS = {
     "adamw": "gpu_kernels:bench_adamw",
     "ragged": "gpu_step:bench_ragged",
     "update": "gpu_step:bench_update",
+    "trace": "gpu_trace:bench_trace",
+    "shared": "gpu_shared:bench_shared",
     "recorded": "gpu_recorded:bench_recorded",
     "float8": "gpu_float8:bench_float8",
     "decode": "gpu_step:bench_decode",

@@ -13,9 +13,10 @@ from fppo import batch as batches
 from fppo import models, tree
 from fppo.batch import Column, Experience, Prompts
 from fppo.models.model import Model
+from fppo.models.recompute import Recompute
 
 
-def build(shape: Shape, plan: Plan, *, recompute: bool = False) -> Model:
+def build(shape: Shape, plan: Plan, *, recompute: Recompute = False) -> Model:
     """A Qwen2 that computes in the plan's dtype."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary,

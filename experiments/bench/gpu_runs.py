@@ -15,7 +15,6 @@ from fppo import metrics
 from fppo.assembly.pools import groups_of
 from fppo.assembly.run import assemble
 from fppo.pipeline.train import iterate
-from fppo.settings import files
 
 BATCH, STEPS = (512, 16), (10, 1)  # on a GPU, and in a dry run
 INTERRUPTED = 4  # steps of the run that samples ahead
@@ -42,7 +41,7 @@ def interrupted(plan: Plan) -> Record:
     """Steps of a run that samples a batch ahead, which every update interrupts."""
     with TemporaryDirectory() as place:
         changes = {"rollout.ahead": 1, "rollout.interrupt": 2, "algorithm.old_log_probs": "pass"}
-        settings = files.check(files.replace(settings_of(Path(place), 32, plan.device.type), changes))
+        settings = settings_of(Path(place), 32, plan.device.type, changes)
         with assemble(settings) as assembly:
             numbers: Counter[str] = Counter()
             for state, _, report in iterate(

@@ -55,6 +55,7 @@ class Plan(NamedTuple):
     parameters: int  # of AdamW's benchmark
     model: Shape  # what is updated, and decodes
     small: Shape  # what is offloaded, and runs in vLLM
+    wide: Shape  # a few layers of a larger model
     rows: tuple[int, int, int]  # of a batch, longest prompt, longest response
     variants: tuple[Variant, ...]
     decode: tuple[int, int, int]  # rows, longest prompt, new tokens
@@ -73,6 +74,7 @@ FULL = Plan(
     parameters=110_000_000,
     model=Shape(1536, 28, 12, 2, 8960, 151936),  # Qwen2.5-1.5B's
     small=Shape(896, 4, 14, 2, 4864, 151936),  # four layers of Qwen2.5-0.5B's
+    wide=Shape(4096, 6, 32, 8, 12288, 151936),  # six layers of Qwen3-8B's
     rows=(32, 128, 896),
     variants=(
         Variant("varlen", "triton", "triton", False, 16),
@@ -100,6 +102,7 @@ TINY = Plan(
     parameters=10_000,
     model=Shape(64, 2, 2, 1, 64, 100),
     small=Shape(64, 2, 2, 1, 64, 100),
+    wide=Shape(128, 2, 2, 1, 128, 100),
     rows=(4, 4, 8),
     variants=(
         Variant("sdpa", "chunked", "eager", False, 2),

@@ -10,9 +10,10 @@ with those of one process.
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import attrs
 import torch
@@ -34,8 +35,8 @@ ROLES = {"actor": "policy", "critic": "value", "reference": "fixed"}
 COMPARED = 3  # steps
 
 
-def settings_of(directory: Path, batch: int, device: str) -> TrainSettings:
-    """The quickstart's run with a critic that is a model, in one process."""
+def settings_of(directory: Path, batch: int, device: str, changed: Mapping[str, Any] | None = None) -> TrainSettings:
+    """The quickstart's run with a critic that is a model, in one process, with settings `changed` besides."""
     tokenizer = quickstart.character_tokenizer()
     model = quickstart.small_model(len(tokenizer))
     models.save(model, models.init_params(model, Key(0)), directory / quickstart.MODEL, tokenizer=tokenizer)
@@ -53,6 +54,7 @@ def settings_of(directory: Path, batch: int, device: str) -> TrainSettings:
         "critic.privileged": 0,
         "critic.epochs": 2,
         "device": device,
+        **(changed or {}),
     }
     settings = files.replace(quickstart.settings(directory, 0), changes)
     return machine.resolved(files.check(attrs.evolve(settings, steps=10_000)))[0]
