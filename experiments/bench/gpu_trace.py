@@ -3,7 +3,9 @@ floating-point operations."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -68,9 +70,9 @@ def traced(plan: Plan, shape: Shape, variant: Variant, again: Any) -> Record:
         if gpu:
             torch.cuda.synchronize(plan.device)
     kernels: Counter[str] = Counter()
-    for event in profile.events():
-        if event.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU):
-            kernels[event.name] += (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3
+    own = [x for x in profile.events() if x.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU)]
+    for event in own:
+        kernels[event.name] += (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3
     kinds: Counter[str] = Counter()
     for name, ms in kernels.items():
         kinds[kind_of(name)] += ms
@@ -82,7 +84,17 @@ def traced(plan: Plan, shape: Shape, variant: Variant, again: Any) -> Record:
         "MFU": flops.mfu(done, seconds, plan.device),
         "kinds": dict(kinds.most_common()),
         "kernels": dict(kernels.most_common(3 * ROWS)),
+        "gaps": gaps(own),
     }
+
+
+def gaps(events: Sequence[Any]) -> list[tuple[float, str, str]]:
+    """The longest times in which no kernel ran: milliseconds, the kernel before and the one after."""
+    found: list[tuple[float, str, str]] = []
+    ordered = sorted(events, key=lambda x: x.time_range.start)
+    for before, after in itertools.pairwise(ordered):
+        found.append(((after.time_range.start - before.time_range.end) / 1e3, before.name, after.name))
+    return sorted(found, reverse=True)[:ROWS]
 
 
 def bench_trace(plan: Plan) -> list[Record]:
@@ -105,6 +117,8 @@ def bench_trace(plan: Plan) -> list[Record]:
             print(f"  {kind:<14}{ms:>9.1f} ms {ms / record['ms']:>7.1%}")
         for kernel, ms in list(record["kernels"].items())[:ROWS]:
             print(f"    {ms:>8.2f} ms  {kernel[:90]}")
+        for ms, before, after in record["gaps"]:
+            print(f"    {ms:>8.2f} ms  nothing between {before[:60]} and {after[:60]}")
         if record["MFU"] is not None:
             verdicts.append(check(f"trace: MFU, {name}", record["MFU"], MFU, least=True))
     return records + verdicts

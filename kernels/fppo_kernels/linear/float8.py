@@ -64,6 +64,8 @@ def float8(
     refuse("linear/float8", "its codes are steps; linear/torch has")
     if x.dtype not in DTYPES:
         raise ValueError(f"linear/float8 computes in {[str(d) for d in DTYPES]}, got {x.dtype}: take linear/torch")
+    if x.shape[-1] != weight.shape[1]:  # the compiler of torch 2.11 must know it outside of the Function, too
+        raise ValueError(f"linear/float8: rows of {x.shape[-1]} numbers, and a weight {list(weight.shape)}")
     if not x.numel() or not weight.numel():
         return F.linear(x, weight, bias)
     return _Float8Linear.apply(x, weight, bias)  # type: ignore[return-value]
