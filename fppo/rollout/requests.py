@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import attrs
 from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.key import Key
-from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.engine import Engine, Sampling
 
 End = Literal["stop", "length", "cancelled"]
 
@@ -159,10 +159,8 @@ class Requests(Protocol):
         ...
 
 
-class RequestEngine(Protocol):
-    """An engine that answers prompts at once, and can be opened for requests as they come."""
-
-    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Any: ...
+class RequestEngine(Engine, Protocol):
+    """An engine that can be opened for requests as they come."""
 
     def open(
         self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None

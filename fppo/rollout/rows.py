@@ -1,0 +1,150 @@
+"""Rows that requests ask for, as an engine holds them: what was read and drawn, and what is wrong with a request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.batch import RowInputs
+from fppo.data.stops import StopReader
+from fppo.rollout.reading import ReadRow, RowContext
+from fppo.rollout.records import check_stops
+from fppo.rollout.requests import End, FinishedRequest, Request
+
+
+@attrs.define(eq=False)
+class SharedPrompt:
+    """A prompt that several requests have, which is read once."""
+
+    missing: int  # rows that have not begun to draw
+    read: ReadRow | None = None  # once it has been
+
+    def taken(self, new: ReadRow | None) -> ReadRow:
+        """What a row draws on from, `new` where it was read just now. It is kept for rows that begin later."""
+        found = new if self.read is None else self.read
+        assert found is not None
+        self.missing -= 1
+        if self.read is None and self.missing:
+            self.read = found._replace(context=found.context.apart())
+        return found
+
+
+@attrs.define(eq=False)
+class OpenRow:
+    """A request and what has come of it."""
+
+    request: Request
+    ids: list[int]  # of the whole row, with what it has drawn
+    inputs: RowInputs | None
+    kind: int  # of its sampling, among those that draw alike
+    context: RowContext | None = None  # what has been read, while it waits
+    prompt: SharedPrompt | None = None  # until it begins to draw
+    feed: deque[int] = attrs.field(factory=deque)  # read one by one, before it draws
+    pending: int = 0  # the next token to be run
+    fed: int = 0
+    tokens: list[int] = attrs.field(factory=list)
+    log_probs: list[float] = attrs.field(factory=list)
+    sampling_log_probs: list[float] = attrs.field(factory=list)
+    versions: list[int] = attrs.field(factory=list)
+    experts: list[Tensor] = attrs.field(factory=list)
+    uniforms: list[float] = attrs.field(factory=list)  # of the next draws
+    stops: frozenset[int] = attrs.field(init=False)
+    reader: StopReader | None = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.stops = frozenset(sampling.stop_token_ids)
+        self.reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
+
+    @property
+    def name(self) -> str:
+        """The request's."""
+        return self.request.name
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may draw yet."""
+        return self.request.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """How many tokens the row may come to have."""
+        return len(self.ids) + self.left
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens behind its context."""
+        return self.ids if self.context is None else self.ids[self.context.length :]
+
+    def take(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> End | None:
+        """Takes a drawn token in. Returns how the request ends with it; None if it goes on."""
+        self.ids.append(token)
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        self.sampling_log_probs.append(sampling_log_prob)
+        self.versions.append(version)
+        self.pending = token
+        if (self.reader is not None and self.reader.ends(0, token)) or token in self.stops:
+            return "stop"
+        return None if self.left else "length"
+
+    def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
+        """The result, with log-probs of this dtype."""
+        return FinishedRequest(
+            name=self.name,
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            log_probs=torch.tensor(self.log_probs, dtype=dtype),
+            sampling_log_probs=torch.tensor(self.sampling_log_probs, dtype=dtype),
+            versions=torch.tensor(self.versions, dtype=torch.int32),
+            end=end,
+            fed=self.fed,
+            experts=torch.cat(self.experts) if self.experts else None,
+        )
+
+
+@attrs.frozen(eq=False)
+class KeptRow:
+    """A request that has ended, and that others may go on after."""
+
+    ids: Sequence[int]
+    inputs: RowInputs | None
+    context: RowContext | None = None  # what of it has been read
+
+
+class _Ids(Protocol):
+    @property
+    def ids(self) -> Sequence[int]: ...
+
+
+def check_requests(
+    requests: Sequence[Request], kept: Callable[[str], _Ids | None], used: Collection[str], *, size: int
+) -> None:
+    """Raises ValueError for requests that an engine with a vocabulary of `size` tokens cannot take, by their names:
+    `kept` gives ended ones, and those `used` are taken."""
+    names = [request.name for request in requests]
+    for number, request in enumerate(requests):
+        if request.name in used or kept(request.name) is not None or request.name in names[:number]:
+            text = "is open, or kept: release it, or give another name"
+            raise ValueError(f"request {request.name!r}: that name {text}")
+        if request.after is not None and kept(request.after) is None:
+            text = "is not kept, or has not ended: give keep = True to a request that others go on after"
+            raise ValueError(f"request {request.name!r}: after = {request.after!r} {text}")
+        if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
+            text = f"tokens that the model's vocabulary of {size} tokens does not have"
+            raise ValueError(f"request {request.name!r}: {text}")
+        check_stops(request.sampling, size)
+
+
+def check_length(request: Request, before: int, limit: int | None) -> None:
+    """Raises ValueError for a row, with so many tokens before the request, that may outgrow an engine's limit."""
+    given, most = before + len(request.ids), request.sampling.max_tokens
+    if limit is not None and given + most > limit:
+        raise ValueError(
+            f"request {request.name!r} has {given} tokens; with max_tokens = {most} its row may reach {given + most}, "
+            f"and the model's rows have at most {limit}"
+        )
