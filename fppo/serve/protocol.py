@@ -16,7 +16,7 @@ T = TypeVar("T")
 Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text and arguments of calls as values
 INVALID = "invalid_request_error"
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 128, 16, 20
-_SEEDS = 1 << 63
+_SEEDS, _IDS = 1 << 63, 1 << 31
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # what changes nothing that is sampled
 _IGNORED = (
@@ -149,7 +149,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
 def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value or not all(map(_is_whole, value)) or min(value) < 0:
+    if not isinstance(value, list) or not value or not all(map(_is_whole, value)) or not 0 <= min(value) <= max(value) < _IDS:
         raise wrong(name, "give a text, or a list of ids, which are numbers from 0 on")
     return tuple(value)
 

@@ -1,0 +1,190 @@
+"""Episodes that unmodified clients play are those of a loop over the library's own engine: ids, masks, log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+from fppo import models, quickstart
+from fppo.batch import Column, Prompts
+from fppo.key import Key
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Ask
+from fppo.serve.rows import rollout_of_rows
+from fppo.steps import Forward
+from fppo_kernels.table import Kernels
+from tests.serve.world import END, MODEL, World, sampling, texts, tokenizer
+
+TURNS, TOKENS, EPISODES = 3, 12, 12
+STOPS = (1, END, *range(40, 60))  # a random model says the end of a turn too rarely
+
+
+@cache
+def policy(dtype=torch.float32, exact=False):
+    model = quickstart.small_model(len(tokenizer()), width=32, positions=512)
+    params = {name: 4 * x.to(dtype) for name, x in models.init_params(model, Key(1)).items()}
+    kernels = Kernels.named(linear="exact", attention="exact", norm="exact") if exact else Forward(model).kernels
+    return EmbeddedEngine(model=model, kernels=kernels, pad_token_id=0, exact=exact), params
+
+
+def said(turn):
+    return f"No {turn}, again"
+
+
+async def play(client, number, *, stream):
+    """An agent that knows nothing but its client."""
+    messages = [{"role": "user", "content": f"find {number}"}]
+    for turn in range(TURNS):
+        how = {"model": MODEL, "messages": messages, "max_tokens": TOKENS}
+        if stream:
+            content, finish = "", None
+            async for chunk in await client.chat.completions.create(stream=True, **how):
+                content += chunk.choices[0].delta.content or ""
+                finish = chunk.choices[0].finish_reason or finish
+        else:
+            answer = (await client.chat.completions.create(**how)).choices[0]
+            content, finish = answer.message.content, answer.finish_reason
+        if finish == "length" or turn == TURNS - 1:
+            return
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": said(turn)}]
+
+
+def played(world, *, stream):
+    """The rows of all episodes, played at once."""
+
+    async def every():
+        async with world.client() as http:
+            clients = [
+                openai.AsyncOpenAI(base_url=f"http://test/e/{n}/v1", api_key="secret", http_client=http, max_retries=0)
+                for n in range(EPISODES)
+            ]
+            await asyncio.gather(*(play(client, n, stream=stream) for n, client in enumerate(clients)))
+
+    asyncio.run(every())
+    return [world.episodes.rows(str(n)) for n in range(EPISODES)]
+
+
+def by_hand(engine, params, number, key):
+    """(ids, mask, log-probs) of an episode of the engine's own, turn by turn."""
+    prompt = texts().prompt([{"role": "user", "content": f"find {number}"}], ())
+    ids, mask, log_probs = [], [], []
+    for turn in range(TURNS):
+        whole = torch.tensor([[*prompt, *ids]])
+        prompts = Prompts(
+            tokens=whole,
+            attention_mask=torch.ones_like(whole, dtype=torch.bool),
+            row_ids=torch.tensor([number]),
+            **{name: Column([{} if name == "extras" else None]) for name in ("ids", "ground_truth", "source", "extras")},
+        )
+        ask = Ask(prompts, sampling(stop_token_ids=STOPS, max_tokens=TOKENS), key, offset=len(ids))
+        rollout = engine.generate(params, ask)
+        drawn = rollout.tokens[0, whole.shape[1] :].tolist()
+        ids, mask = [*ids, *drawn], [*mask, *[True] * len(drawn)]
+        log_probs += rollout.rollout_log_probs[0].tolist()
+        if rollout.finish[0] == "length" or turn == TURNS - 1:
+            return ids, mask, log_probs
+        observed = texts().observation([], [{"role": "user", "content": said(turn)}], ids[-1], ())
+        ids, mask = [*ids, *observed], [*mask, *[False] * len(observed)]
+        log_probs += [0.0] * len(observed)
+    raise AssertionError
+
+
+def check(world, engine, params, *, stream, tolerance):
+    rows = played(world, stream=stream)
+    assert [len(each) for each in rows] == [1] * EPISODES  # none was read anew
+    rollout = rollout_of_rows([row for (row,) in rows], pad_token_id=0)
+    width, turns = rollout.response_mask.shape[1], set()
+    for number in range(EPISODES):
+        ids, mask, log_probs = by_hand(engine, params, number, world.sources.key)
+        seen = rollout.attention_mask[number, -width:]
+        assert rollout.tokens[number, -width:][seen].tolist() == ids
+        assert rollout.response_mask[number][seen].tolist() == mask
+        gap = rollout.rollout_log_probs[number][seen] - torch.tensor(log_probs).to(rollout.rollout_log_probs)
+        assert gap.abs().max() <= tolerance
+        assert rollout.token_versions[number][rollout.response_mask[number]].unique().tolist() == [3]
+        turns.add(int(rollout.turn_ids[number].max()) + 1)
+    assert len(turns) > 1
+    contexts = [request for request in world.requests if request.after is not None]
+    assert contexts  # what was read is not read again
+
+
+class Noting:
+    """An engine that notes what it is open for."""
+
+    def __init__(self, engine):
+        self.engine, self.requests = engine, []
+
+    def open(self, params, **how):
+        opened = self.engine.open(params, **how)
+
+        class Context:
+            def __enter__(own):
+                inner = opened.__enter__()
+                add = inner.add
+
+                def noted(requests):
+                    self.requests += requests
+                    add(requests)
+
+                inner.add = noted
+                return inner
+
+            def __exit__(own, *error):
+                return opened.__exit__(*error)
+
+        return Context()
+
+
+def world_of(engine, params, **changes):
+    noting = Noting(engine)
+    world = World(noting, params=params, sampling=sampling(stop_token_ids=STOPS), **changes)
+    world.requests = noting.requests
+    return world
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_episodes_of_clients_are_those_of_the_librarys_own_loop(stream):
+    engine, params = policy()
+    with world_of(engine, params) as world:
+        check(world, engine, params, stream=stream, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_they_are_so_bit_for_bit_where_the_engine_is_exact():
+    engine, params = policy(exact=True)
+    with world_of(engine, params) as world:
+        check(world, engine, params, stream=False, tolerance=0.0)
+
+
+def test_another_key_draws_other_episodes():
+    engine, params = policy()
+    ids = []
+    for key in (Key(5), Key(6)):
+        with world_of(engine, params, key=key) as world:
+            ids.append([row.ids for (row,) in played(world, stream=False)])
+    assert ids[0] != ids[1]
+
+
+def test_answers_do_not_depend_on_who_else_asks():
+    engine, params = policy(torch.float64)
+    with world_of(engine, params) as world:
+        together = [row.ids for (row,) in played(world, stream=False)]
+    with world_of(engine, params) as world:
+
+        async def alone():
+            async with world.client() as http:
+                how = {"api_key": "secret", "http_client": http, "max_retries": 0}
+                await play(openai.AsyncOpenAI(base_url="http://test/e/7/v1", **how), 7, stream=False)
+
+        asyncio.run(alone())
+        ((row,),) = [world.episodes.rows("7")]
+    assert row.ids == together[7]
+
+
