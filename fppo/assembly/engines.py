@@ -155,7 +155,11 @@ def answering(
     options = chat_options(rows)
     how = {**only(turns, "max_turns", "turn_tokens"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
-        if environment.used:
+        if environment.is_agent:
+            from fppo.assembly.agents import agent_engine  # here: it takes a server's packages
+
+            engine = opened.enter_context(agent_engine(model, rollout, rows, engine, tokenizer, pad_token_id, mesh))
+        elif environment.used:
             encode = chat_template(tokenizer, options=options) if rows.chat else PlainText(tokenizer)
             engine = TurnsEngine(
                 engine=engine,

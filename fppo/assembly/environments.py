@@ -18,6 +18,7 @@ from fppo.environments.runner import is_asynchronous
 from fppo.fields import WrongSetting
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
+from fppo.serve.agents import Agent
 from fppo.settings.component import bound
 from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
 from fppo.settings.tables import ENVIRONMENTS
@@ -31,6 +32,8 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
 
     Raises ValueError, naming the setting, for what does not import, is no environment, or does not take the keywords.
     """
+    if section.is_agent:
+        return partial(_itself, agent_of(section)), True
     (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
     fn = made.func if isinstance(made, partial) else made
     if not isinstance(fn, type) and all(callable(getattr(fn, name, None)) for name in ("reset", "step")):
@@ -42,6 +45,12 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
         text = "is no environment: name a class with reset and step, or a function that returns such an object"
         raise WrongSetting(f"{PATH}.name", section.name, text)
     return made, is_asynchronous(fn)
+
+
+def agent_of(section: EnvironmentSettings) -> Agent:
+    """The agent of the settings. Raises ValueError, naming the setting, where it does not import."""
+    (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
+    return made()
 
 
 def _itself(environment: Any) -> Any:

@@ -65,7 +65,6 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     texts = texts_of(
         tokenizer,
         vocabulary=vocabulary_size_of(section),
-        ends=sampling.stop_token_ids,
         chat=tokenizer.chat_template is not None,
         options=chat_options(settings.data),
     )

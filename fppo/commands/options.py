@@ -87,7 +87,7 @@ class ServeOptions:
     """Seconds between two looks for newer checkpoints of the run; 0: none."""
     device: str = "auto"
     """The device."""
-    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype that a model is computed in; a run has its own."""
     exact: bool = False
     """Sample a model with the log-probs that training computes, bit for bit; a run has its own rollout.exact."""

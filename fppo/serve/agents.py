@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fppo.workers.imports import imported
 from fppo.workers.runner import FunctionRunner
@@ -20,16 +20,29 @@ from fppo.workers.sample import Kind, Sample, name_of
 
 _log = logging.getLogger("fppo.serve")
 _CALL = "call"  # the key under which a worker's sample holds the arguments
+RowChoice = Literal["longest", "all"]  # those of an episode that are trained on
 Play = Callable[[Mapping[str, Any], str, str], Any]
 
 
 class Agent:
-    """An agent that settings name: `play` is "module:function". At most `concurrency` episodes are played at a time in
-    each process. Raises ValueError for a name that does not import."""
+    """An agent that settings name: `play` is "module:function".
 
-    def __init__(self, *, play: str, concurrency: int = 64) -> None:
+    In each process at most `concurrency` episodes are played at a time, for at most `time_limit` seconds. An agent that
+    edits its history begins another row; `rows` is "longest" or "all", as `AgentEngine` has it. Raises ValueError for a
+    name that does not import, and for bounds that are none.
+    """
+
+    def __init__(
+        self, *, play: str, concurrency: int = 64, time_limit: float = 300.0, rows: str = "longest"
+    ) -> None:
         self.play: Play = imported(play, "rollout.environment.play")
-        self.concurrency = concurrency
+        self.concurrency, self.time_limit = concurrency, time_limit
+        if concurrency < 1 or not time_limit > 0:
+            text = f"concurrency = {concurrency}, time_limit = {time_limit}: both must be above 0"
+            raise ValueError(f"rollout.environment.{text}")
+        if rows not in ("longest", "all"):
+            raise ValueError(f'rollout.environment.rows = {rows!r}: give "longest" or "all"')
+        self.rows: RowChoice = rows
 
 
 class PlayedEpisode(NamedTuple):

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import attrs
 import torch
@@ -18,7 +18,7 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.records import number_rows
 from fppo.rollout.requests import FinishedRequest, RequestEngine
 from fppo.rollout.turns.engine import FAILURES, INFO
-from fppo.serve.agents import AgentRunner, PlayedEpisode
+from fppo.serve.agents import AgentRunner, PlayedEpisode, RowChoice
 from fppo.serve.app import app_of
 from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn
 from fppo.serve.loop import EngineLoop
@@ -55,7 +55,7 @@ class AgentEngine:
         *,
         pad_token_id: int,
         bounds: Bounds | None = None,
-        rows: Literal["longest", "all"] = "longest",
+        rows: RowChoice = "longest",
         model: str = "policy",
     ) -> None:
         self._engine, self._agent, self._pad, self._all = engine, agent, pad_token_id, rows == "all"

@@ -14,7 +14,7 @@ from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import FinishedRequest, QueueFull, Request
 from fppo.serve.calls import ParsedTurn, Tool
-from fppo.serve.episodes import Conversation, Episodes, RecordedTurn, RowStart, item_of, of_ids, of_messages, of_text, row_number
+from fppo.serve.episodes import Conversation, Episodes, Kind, RecordedTurn, RowStart, item_of, of_ids, of_messages, of_text, row_number
 from fppo.serve.loop import DrawnPart, EngineLoop, Event, ServerStopped
 from fppo.serve.protocol import (
     MOST_CHOICES,
@@ -285,7 +285,7 @@ class Service:
         return Request(
             name=f"request-{next(self._numbers)}",
             ids=prompt if after is None else new,
-            sampling=self._sampling(options, min(room, options.max_tokens or bounds.answer_tokens)),
+            sampling=self._sampling(options, conversation.kind, min(room, options.max_tokens or bounds.answer_tokens)),
             key=key,
             row=row,
             position=position,
@@ -293,7 +293,7 @@ class Service:
             keep=True,
         )
 
-    def _sampling(self, options: AnswerOptions, most: int) -> Sampling:
+    def _sampling(self, options: AnswerOptions, kind: Kind, most: int) -> Sampling:
         """How an answer is drawn: as the request says, and else as the server does."""
         sampling, texts = self.sources.sampling, self.sources.texts
         given = {"top_p": options.top_p, "top_k": options.top_k}
@@ -309,7 +309,8 @@ class Service:
         unknown = [token for token in options.stop_token_ids if token >= texts.vocabulary]
         if unknown:
             raise wrong("stop_token_ids", f"the policy has no tokens {unknown[:5]}; it has {texts.vocabulary}")
-        ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *tokens, *options.stop_token_ids)))
+        of_turns = texts.ends if kind == "chat" else ()
+        ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *of_turns, *tokens, *options.stop_token_ids)))
         stop_texts = stop if stop is not None else sampling.stop_texts
         try:
             how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop_texts}

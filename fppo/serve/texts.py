@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import attrs
 
 from fppo.data import stop_texts
-from fppo.data.chat import PLAIN, ChatOptions, encode_chat
+from fppo.data.chat import PLAIN, ChatOptions, encode_chat, end_of_turn
 from fppo.data.stops import StopTexts, token_pieces
 from fppo.data.tokenizers import encode_text, within
 from fppo.rollout.turns.observations import ChatTemplate, chat_template
@@ -30,7 +30,7 @@ class Texts:
     """The two ways between texts and ids of one policy, whose embedding has `vocabulary` rows.
 
     `template` writes what comes behind the policy's turns; None for a tokenizer without a chat template, which answers
-    completions alone. `ends` are the tokens that end every answer. `texts_of` makes one from a tokenizer.
+    completions alone. `ends` are the tokens that end a turn of a chat. `texts_of` makes one from a tokenizer.
     """
 
     tokenizer: Any
@@ -51,7 +51,9 @@ class Texts:
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
         return self._known(ids)
 
-    def observation(self, before: Sequence[Message], messages: Sequence[Message], end: int, tools: Sequence[Tool]):
+    def observation(
+        self, before: Sequence[Message], messages: Sequence[Message], end: int, tools: Sequence[Tool]
+    ) -> list[int]:
         """The ids of messages that follow an answer whose last id is `end`. Raises ApiError as `prompt` does."""
         named = _named([*before, *messages])[len(before) :]
         try:
@@ -104,22 +106,20 @@ class Texts:
         return attrs.evolve(self.template, options=attrs.evolve(self.options, tools=tuple(tools)))
 
 
-def texts_of(
-    tokenizer: Any, *, vocabulary: int, ends: Sequence[int], chat: bool = True, options: ChatOptions = PLAIN
-) -> Texts:
+def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: ChatOptions = PLAIN) -> Texts:
     """The texts of a policy, with `chat` by the tokenizer's chat template. Raises ValueError for one that does not show
     the messages of a user; those of tools may be refused later, where a request has some."""
-    template, reader = None, None
+    template, reader, end = None, None, None
     if chat:
         try:
             template = chat_template(tokenizer, roles=("tool",), options=options)
         except ValueError:
             template = chat_template(tokenizer, options=options)
-        reader = reader_of(tokenizer, options)
+        reader, end = reader_of(tokenizer, options), end_of_turn(tokenizer, options=options)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
-        ends=tuple(ends),
+        ends=() if end is None or end >= vocabulary else (end,),
         options=options,
         template=template,
         reader=reader,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, value_at, wrong
@@ -76,6 +77,21 @@ def _environment(s: TrainSettings) -> Problems:
     if (s.data.path or s.data.rows is not None) and s.rollout.environment.episodes != EnvironmentSettings().episodes:
         yield wrong(s, f"{path}.episodes", "data has the prompts; leave one of them out")
     yield from unread(s, ["rollout.turns.failure"], "rollout.turns.respond")
+    if s.rollout.environment.is_agent:
+        yield from _agent(s)
+
+
+def _agent(s: TrainSettings) -> Problems:
+    """Yield the problems of an agent."""
+    name = "rollout.environment.name"
+    if lacking := [each for each in ("fastapi", "uvicorn") if importlib.util.find_spec(each) is None]:
+        yield wrong(s, name, f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'")
+    if s.rollout.engine != "embedded":
+        yield wrong(s, name, f'an agent speaks to rollout.engine = "embedded" alone yet, not to {s.rollout.engine}')
+    if s.mesh.least_ranks > 1:
+        yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
+    others = ("rollout.turns.max_turns", "rollout.turns.time_limit")
+    yield from unread(s, others, "an environment; an agent has rollout.environment.time_limit")
 
 
 def _turns(s: TrainSettings) -> Problems:

@@ -22,7 +22,7 @@ from fppo.fields import (
 )
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.settings.component import given, named
-from fppo.settings.tables import ENVIRONMENTS
+from fppo.settings.tables import AGENT, ENVIRONMENTS
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
@@ -70,7 +70,7 @@ class EnvironmentSettings:
     """An environment that rewards the policy's turns, and any of its keywords; rollout.turns bounds its episodes."""
 
     name: str = named("none", ENVIRONMENTS, "an environment")
-    """none, an adapter, or module:name of your own: a class, or a function that returns an environment."""
+    """none, an adapter, agent, or module:name of your own: a class, or a function that returns an environment."""
     episodes: int = setting(1024, at_least(1))
     """Prompts of an epoch, where the environment gives them: without data.path."""
     eval_episodes: int = setting(0, at_least(0))
@@ -81,6 +81,11 @@ class EnvironmentSettings:
     def used(self) -> bool:
         """Whether there is an environment."""
         return self.name != "none"
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is an agent, a program that speaks to the policy over HTTP."""
+        return self.name == AGENT
 
     @property
     def has_held_out(self) -> bool:

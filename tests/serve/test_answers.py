@@ -231,7 +231,7 @@ def test_a_template_whose_calls_cannot_be_read_takes_no_tools():
     other = copy.deepcopy(tokenizer())
     other.chat_template = KINDS["strips"]
     assert reader_of(other) is None
-    changed = texts_of(other, vocabulary=len(other), ends=(1,))
+    changed = texts_of(other, vocabulary=len(other))
     with parrot_world("lamp", texts=changed) as world:
         assert world.post(CHAT, chat("find")).status_code == 200
         refused = world.post(CHAT, chat("find", tools=[TOOL]))
@@ -259,7 +259,7 @@ def test_the_tokenizers_own_response_template_reads_calls():
         },
     }
     said = '<think>hm</think>it is<tool_call>{"name": "read", "arguments": {"file": "lamp"}}</tool_call>'
-    changed = texts_of(other, vocabulary=len(other), ends=(1, END))
+    changed = texts_of(other, vocabulary=len(other))
     with parrot_world(said, said, texts=changed) as world:
         message = world.post(CHAT, chat("find", tools=[TOOL])).json()["choices"][0]["message"]
         plain = world.post(CHAT, chat("list")).json()["choices"][0]["message"]
@@ -270,7 +270,7 @@ def test_the_tokenizers_own_response_template_reads_calls():
 
 
 def test_a_tokenizer_without_a_chat_template_answers_completions_alone():
-    changed = texts_of(tokenizer(), vocabulary=len(tokenizer()), ends=(1,), chat=False)
+    changed = texts_of(tokenizer(), vocabulary=len(tokenizer()), chat=False)
     with parrot_world("lamp", texts=changed) as world:
         assert world.post(COMPLETIONS, {"prompt": "find"}).status_code == 200
         assert "no chat template" in world.post(CHAT, chat("find")).json()["error"]["message"]

@@ -43,7 +43,7 @@ END = 331  # <|im_end|>
 
 @cache
 def texts():
-    return texts_of(tokenizer(), vocabulary=len(tokenizer()), ends=(1, END))
+    return texts_of(tokenizer(), vocabulary=len(tokenizer()))
 
 
 def sampling(**changes):

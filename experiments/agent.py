@@ -1,0 +1,55 @@
+"""An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
+
+It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
+answers without having looked. Each file that is read costs a tenth.
+"""
+
+import random
+import sys
+from pathlib import Path
+
+import openai  # pyright: ignore[reportMissingImports]
+import tyro
+
+NAMES = ("a", "b", "c", "d")
+WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail", "fork", "sand", "moss", "kite")
+CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+
+
+def task(seed: int) -> tuple[dict[str, str], str]:
+    """Four files of two words each, and the word to find."""
+    words = random.Random(seed).sample(WORDS, 2 * len(NAMES))
+    files = {name: f"{words[2 * i]} {words[2 * i + 1]}" for i, name in enumerate(NAMES)}
+    return files, random.Random(~seed).choice(words)
+
+
+def play(row, base_url, api_key):
+    """One episode: the policy reads files until it says which one holds the word."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    files, word = task(row["seed"])
+    messages = [{"role": "user", "content": f"find {word}"}]
+    for reads in range(len(NAMES) + 1):
+        answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        said = answer.choices[0].message.content
+        command, _, name = said.partition(" ")
+        if name not in files or command not in ("read", "answer"):
+            return {"score": -0.5, "found": 0, "reads": reads}
+        if command == "answer":
+            found = word in files[name].split()
+            return {"score": found - 0.1 * reads, "found": found, "reads": reads}
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
+    return {"score": -0.5, "found": 0, "reads": reads}
+
+
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 300, more: tuple[str, ...] = ()) -> int:
+    from fppo.commands.cli import main as fppo
+    from search_tasks import warm_up
+
+    if not (output_dir / "warm").exists():
+        warm_up(output_dir / "warm", seed, examples)
+    given = [f"--output-dir={output_dir}", f"--model.path={output_dir / 'warm'}", f"--seed={seed}"]
+    return fppo(["train", str(Path(__file__).with_suffix(".toml")), *given, *(f"--{each}" for each in more)])
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))
