@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import textwrap
@@ -209,11 +208,9 @@ def _serve(rest: Sequence[str]) -> int | None:
     if helps.wanted(rest):
         return helps.show("fppo serve RUN|MODEL [--OPTION VALUE ...]", ServeOptions)
     options = tyro.cli(ServeOptions, args=rest, prog="fppo serve")
-    if lacking := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'")
-    from fppo.commands import serve
+    from fppo.commands import actions
 
-    return serve.serve(options, os.environ)
+    return actions.serve(options, os.environ)
 
 
 def _report(rest: Sequence[str]) -> int | None:
