@@ -168,12 +168,14 @@ def answering(
                 tokenizer=tokenizer,
                 prompt=prompt_encoder(tokenizer, rows, vocabulary),
                 prompt_tokens=rows.max_prompt_tokens,
+                failure=environment.failure,
                 **how,
             )
         elif turns.respond is not None:
             respond, roles = tools.resolve(turns.respond), ("tool",) if turns.failure else ()
             encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
-            limits, inline = only(turns, "failure", "time_limit", "workers"), turns.respond in tools.TOOLS
+            limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
+            inline = turns.respond in tools.TOOLS
             engine = TurnsEngine(
                 engine=engine,
                 tools=opened.enter_context(ToolRunner(respond, **limits, inline=inline)),

@@ -15,7 +15,7 @@ from fppo.data.chat import ChatOptions, encode_chat
 from fppo.data.tokenizers import begun_once, within
 from fppo.environments import EnvironmentRunner, Message
 from fppo.environments.runner import is_asynchronous
-from fppo.fields import WrongSetting
+from fppo.fields import WrongSetting, only
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
 from fppo.serve.agents import Agent
@@ -60,7 +60,7 @@ def _itself(environment: Any) -> Any:
 def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> EnvironmentRunner:
     """The settings' environment, in processes; close it, or use it in a `with` statement."""
     make, asynchronous = maker_of(section)
-    limits = {"time_limit": turns.time_limit, "workers": turns.workers}
+    limits = only(turns, "time_limit", "workers", "concurrency", "retries")
     return EnvironmentRunner(make, name=section.name, asynchronous=asynchronous, **limits)
 
 

@@ -27,7 +27,7 @@ from fppo.rollout.requests import (
     RequestCounts,
     StepResult,
 )
-from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_length, check_requests
+from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_names, check_tokens
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
 from fppo_kernels.attention.sdpa import for_any_shape
@@ -99,10 +99,11 @@ class EmbeddedRequests:
         waiting = self.counts.waiting + len(requests)
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
-        check_requests(requests, self._kept.get, self._open, size=self._loaded.policy.columns.size)
+        check_names(requests, self._kept, self._open)
+        size = self._loaded.policy.columns.size
         for request in requests:
             before = 0 if request.after is None else len(self._kept[request.after].ids)
-            check_length(request, before, self._limit)
+            check_tokens(request, before, size=size, limit=self._limit)
             self._check_budget(request, before)
         prompts: dict[tuple[tuple[int, ...], int], SharedPrompt] = {}
         for request in requests:
@@ -247,12 +248,15 @@ class EmbeddedRequests:
         every = loaded.bound(lambda _: read(loaded.policy, loaded.layout, [*readings.values()])) if readings else []
         found = dict(zip(readings, every, strict=True))
         contexts: list[RowContext] = []
+        new = {id(row.prompt): row.prompt for row in rows if row.prompt is not None and id(row.prompt) in found}
         for row in rows:
-            source = row if row.prompt is None else row.prompt
-            context, experts = found[id(source)] if row.prompt is None else row.prompt.taken(found.get(id(source)))
+            prompt = row.prompt
+            context, experts = found[id(row)] if prompt is None else prompt.taken(found.get(id(prompt)))
             row.context = row.prompt = None
             row.experts += [] if experts is None else [experts]
             contexts.append(context)
+        for prompt in new.values():
+            prompt.settle()
         return contexts
 
     def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:

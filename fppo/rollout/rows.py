@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from collections.abc import Container, Sequence
 
 import attrs
 import torch
@@ -25,13 +24,16 @@ class SharedPrompt:
     read: ReadRow | None = None  # once it has been
 
     def taken(self, new: ReadRow | None) -> ReadRow:
-        """What a row draws on from, `new` where it was read just now. It is kept for rows that begin later."""
-        found = new if self.read is None else self.read
-        assert found is not None
+        """What a row draws on from, `new` where it was read just now."""
+        self.read = new if self.read is None else self.read
+        assert self.read is not None
         self.missing -= 1
-        if self.read is None and self.missing:
-            self.read = found._replace(context=found.context.apart())
-        return found
+        return self.read
+
+    def settle(self) -> None:
+        """Keeps what was read for rows that begin later, in memory of its own."""
+        if self.read is not None:
+            self.read = self.read._replace(context=self.read.context.apart()) if self.missing else None
 
 
 @attrs.define(eq=False)
@@ -116,32 +118,26 @@ class KeptRow:
     context: RowContext | None = None  # what of it has been read
 
 
-class _Ids(Protocol):
-    @property
-    def ids(self) -> Sequence[int]: ...
-
-
-def check_requests(
-    requests: Sequence[Request], kept: Callable[[str], _Ids | None], used: Collection[str], *, size: int
-) -> None:
-    """Raises ValueError for requests that an engine with a vocabulary of `size` tokens cannot take, by their names:
-    `kept` gives ended ones, and those `used` are taken."""
-    names = [request.name for request in requests]
-    for number, request in enumerate(requests):
-        if request.name in used or kept(request.name) is not None or request.name in names[:number]:
+def check_names(requests: Sequence[Request], kept: Container[str], used: Container[str]) -> None:
+    """Raises ValueError for requests whose names are `used` or `kept`, and for those after others than are kept."""
+    seen: set[str] = set()
+    for request in requests:
+        if request.name in used or request.name in kept or request.name in seen:
             text = "is open, or kept: release it, or give another name"
             raise ValueError(f"request {request.name!r}: that name {text}")
-        if request.after is not None and kept(request.after) is None:
+        if request.after is not None and request.after not in kept:
             text = "is not kept, or has not ended: give keep = True to a request that others go on after"
             raise ValueError(f"request {request.name!r}: after = {request.after!r} {text}")
-        if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
-            text = f"tokens that the model's vocabulary of {size} tokens does not have"
-            raise ValueError(f"request {request.name!r}: {text}")
-        check_stops(request.sampling, size)
+        seen.add(request.name)
 
 
-def check_length(request: Request, before: int, limit: int | None) -> None:
-    """Raises ValueError for a row, with so many tokens before the request, that may outgrow an engine's limit."""
+def check_tokens(request: Request, before: int, *, size: int, limit: int | None) -> None:
+    """Raises ValueError for tokens that a vocabulary of `size` tokens does not have, and for a row, with so many tokens
+    before the request, that may outgrow an engine's limit."""
+    check_stops(request.sampling, size)
+    if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
+        text = f"tokens that the model's vocabulary of {size} tokens does not have"
+        raise ValueError(f"request {request.name!r}: {text}")
     given, most = before + len(request.ids), request.sampling.max_tokens
     if limit is not None and given + most > limit:
         raise ValueError(

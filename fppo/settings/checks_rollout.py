@@ -99,7 +99,7 @@ def _turns(s: TrainSettings) -> Problems:
     if s.rollout.environment.used:
         yield from _environment(s)
     else:
-        others = ("rollout.environment.episodes", "rollout.environment.eval_episodes")
+        others = [f"rollout.environment.{x}" for x in ("episodes", "eval_episodes", "failure")]
         yield from unread(s, others, "rollout.environment.name")
     if s.algorithm.group_by == "turn" and not (s.in_turns and s.algorithm.reads("groups")):
         text = "there are no turns to compare: it is for rollout.environment or rollout.turns.respond, and estimators"

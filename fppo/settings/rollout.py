@@ -63,6 +63,10 @@ class TurnsSettings:
     """Seconds that a call may take."""
     workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that calls run in, on each rank; the calculator needs none."""
+    concurrency: int = setting(64, at_least(1), at_most(MOST_ROWS))
+    """Calls of a coroutine at a time, in each process; other functions take one call at a time."""
+    retries: int = setting(0, at_least(0), at_most(100))
+    """How often a call that raises, hangs or crashes is made again before it counts as failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +79,8 @@ class EnvironmentSettings:
     """Prompts of an epoch, where the environment gives them: without data.path."""
     eval_episodes: int = setting(0, at_least(0))
     """Held-out prompts that the environment gives, in place of data.eval_path's; 0: those."""
+    failure: Literal["drop", "score", "raise"] = setting("drop")
+    """An episode that fails: drop (no score, not trained on), score (it ends, with its rewards so far), or raise."""
     keywords: Table = given()
 
     @property
