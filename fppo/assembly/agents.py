@@ -29,14 +29,10 @@ def agent_engine(
 ) -> AgentEngine:
     """The engine, to be used in a `with` statement.
 
-    Raises ValueError, naming the setting, for an agent that does not import, an engine that cannot be opened for
-    requests, and several ranks.
+    Raises ValueError, naming the setting, for an agent that does not import, and for several ranks.
     """
     section = rollout.environment
     agent = agent_of(section)
-    if not hasattr(engine, "open"):
-        text = "speaks to an engine that takes requests as they come: the embedded one, in the trainer's process"
-        raise WrongSetting(f"{PATH}.name", section.name, text)
     if ranks_on(mesh, AXES) > 1:
         raise WrongSetting(f"{PATH}.name", section.name, "is played on one rank: give the mesh one")
     options = chat_options(rows)
@@ -47,7 +43,7 @@ def agent_engine(
         options=options,
     )
     return AgentEngine(
-        engine,  # pyright: ignore[reportArgumentType]
+        engine,
         AgentRunner(
             agent.play,
             time_limit=agent.time_limit,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fppo import batch as batches
 from fppo.batch import Column, Rollout
-from fppo.rollout.engine import Ask
+from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.records import number_rows
-from fppo.rollout.requests import FinishedRequest, RequestEngine
+from fppo.rollout.requests import FinishedRequest
 from fppo.rollout.turns.engine import FAILURES, INFO
 from fppo.serve.agents import AgentRunner, PlayedEpisode, RowChoice
 from fppo.serve.app import app_of
@@ -49,7 +49,7 @@ class AgentEngine:
 
     def __init__(
         self,
-        engine: RequestEngine,
+        engine: Engine,
         agent: AgentRunner,
         texts: Texts,
         *,

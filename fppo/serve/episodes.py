@@ -115,13 +115,15 @@ class RowStart:
         return self.known if self.row is None else self.row.ids
 
     @property
-    def position(self) -> int:
+    def used(self) -> int:
         """The tokens of the row's response before what the conversation adds."""
         return 0 if self.row is None else len(self.row.ids) - len(self.row.prompt)
 
     def key_of(self, key: Key) -> Key:
-        """The key of its answer: other rows of an episode are drawn by keys of their own."""
-        return key if self.number == 0 else key.fold("row", self.number)
+        """The key of its answer, by the row's number and the answer's: in an episode's first row that by which
+        `rollout.TurnsEngine` draws a turn."""
+        own = key if self.number == 0 else key.fold("row", self.number)
+        return own if self.row is None else own.fold("turn", len(self.row.turns) + 1)
 
 
 def row_number(name: str) -> int:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import attrs
 from torch import Tensor
 
-from fppo.rollout.requests import FinishedRequest, QueueFull, Request, RequestEngine, Requests
+from fppo.rollout.engine import Engine
+from fppo.rollout.generated import opened
+from fppo.rollout.requests import FinishedRequest, QueueFull, Request, Requests
 
 Params = Mapping[str, Tensor]
 Newer = Callable[[], tuple[Params, int] | None]
@@ -49,7 +51,7 @@ class EngineLoop:
 
     def __init__(
         self,
-        engine: RequestEngine,
+        engine: Engine,
         params: Params,
         *,
         version: int = 0,
@@ -117,7 +119,7 @@ class EngineLoop:
 
     def _run(self, params: Params) -> None:
         try:
-            with self._engine.open(params, version=self.version, most_waiting=self._most) as requests:
+            with opened(self._engine, params, version=self.version, most_waiting=self._most) as requests:
                 self.limit = requests.limit
                 self._ready.set()
                 self._answer(requests)

@@ -269,16 +269,16 @@ class Service:
         name = "messages" if conversation.kind == "chat" else "prompt"
         if not prompt:
             raise wrong(name, "there is no token in it")
-        position = start.position + (0 if start.row is None else len(new))
+        used = start.used + (0 if start.row is None else len(new))
         room = bounds.row_tokens - len(prompt)
         if bounds.response_tokens is not None:
-            room = min(room, bounds.response_tokens - position)
+            room = min(room, bounds.response_tokens - used)
         if room < 1:
-            text = f"{len(prompt)} tokens, {position} of them behind the first prompt, leave no room for an answer"
+            text = f"{len(prompt)} tokens, {used} of them behind the first prompt, leave no room for an answer"
             raise wrong(name, text, "context_length_exceeded")
         key, row = start.key_of(sources.key), sources.row_of(start.name)
         if options.seed is not None:
-            key, row, position = Key(options.seed % (1 << 64)).fold("seed"), index, 0
+            key, row = Key(options.seed % (1 << 64)).fold("seed"), index
         after = start.after if start.after in self._kept else None
         if after is not None:
             self._kept.move_to_end(after)
@@ -288,7 +288,6 @@ class Service:
             sampling=self._sampling(options, conversation.kind, min(room, options.max_tokens or bounds.answer_tokens)),
             key=key,
             row=row,
-            position=position,
             after=after,
             keep=True,
         )

@@ -86,8 +86,6 @@ def _agent(s: TrainSettings) -> Problems:
     name = "rollout.environment.name"
     if lacking := [each for each in ("fastapi", "uvicorn") if importlib.util.find_spec(each) is None]:
         yield wrong(s, name, f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'")
-    if s.rollout.engine != "embedded":
-        yield wrong(s, name, f'an agent speaks to rollout.engine = "embedded" alone yet, not to {s.rollout.engine}')
     if s.mesh.least_ranks > 1:
         yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
     others = ("rollout.turns.max_turns", "rollout.turns.time_limit")

@@ -38,10 +38,9 @@ def test_a_conversation_that_goes_on_is_one_row():
     after = [request.after for request in world.engine.requests]
     names = [request.name for request in world.engine.requests]
     assert after == [None, names[0], names[1]]
-    places = [request.position for request in world.engine.requests]
-    said = [len(turn.before) + len(turn.answer.tokens) for turn in row.turns]
-    assert places == [0, said[0] - len(prompt) + len(row.turns[1].before), len(row.ids) - len(prompt) - len(row.turns[2].answer.tokens)]
-    assert {(request.row, request.key) for request in world.engine.requests} == {(7, world.sources.key)}
+    key = world.sources.key
+    assert [request.key for request in world.engine.requests] == [key, key.fold("turn", 2), key.fold("turn", 3)]
+    assert {(request.row, request.position) for request in world.engine.requests} == {(7, 0)}
 
 
 def test_ids_never_go_through_text():
@@ -77,7 +76,6 @@ def test_anything_else_begins_another_row(body, why):
     assert rows[1].prompt == tuple(texts().prompt(body["messages"], ()))
     requests = world.engine.requests
     assert requests[0].key != requests[1].key  # it has draws of its own
-    assert requests[1].position == 0
 
 
 def test_two_that_go_on_with_one_answer_are_two_rows_with_its_ids():
@@ -194,7 +192,7 @@ def test_contexts_are_released_as_rows_go_on_and_where_there_are_many():
         last = world.engine.requests[-1]
         assert last.after is None
         assert last.ids == row.ids[: len(last.ids)]
-        assert last.position == len(last.ids) - len(row.prompt)
+        assert last.key == world.sources.key.fold("turn", 2)
     released = [name for call, names in world.engine.calls if call == "release" for name in names]
     assert world.engine.requests[0].name in released
 

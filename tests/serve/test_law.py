@@ -17,6 +17,8 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
+from fppo.rollout.turns.engine import TurnsEngine
+from fppo.rollout.turns.runner import ToolRunner
 from fppo.serve.rows import rollout_of_rows
 from fppo.steps import Forward
 from fppo_kernels.table import Kernels
@@ -71,48 +73,50 @@ def played(world, *, stream):
     return [world.episodes.rows(str(n)) for n in range(EPISODES)]
 
 
-def by_hand(engine, params, number, key):
-    """(ids, mask, log-probs) of an episode of the engine's own, turn by turn."""
-    prompt = texts().prompt([{"role": "user", "content": f"find {number}"}], ())
-    ids, mask, log_probs = [], [], []
-    for turn in range(TURNS):
-        whole = torch.tensor([[*prompt, *ids]])
-        prompts = Prompts(
-            tokens=whole,
-            attention_mask=torch.ones_like(whole, dtype=torch.bool),
-            row_ids=torch.tensor([number]),
-            **{name: Column([{} if name == "extras" else None]) for name in ("ids", "ground_truth", "source", "extras")},
-        )
-        ask = Ask(prompts, sampling(stop_token_ids=STOPS, max_tokens=TOKENS), key, offset=len(ids))
-        rollout = engine.generate(params, ask)
-        drawn = rollout.tokens[0, whole.shape[1] :].tolist()
-        ids, mask = [*ids, *drawn], [*mask, *[True] * len(drawn)]
-        log_probs += rollout.rollout_log_probs[0].tolist()
-        if rollout.finish[0] == "length" or turn == TURNS - 1:
-            return ids, mask, log_probs
-        observed = texts().observation([], [{"role": "user", "content": said(turn)}], ids[-1], ())
-        ids, mask = [*ids, *observed], [*mask, *[False] * len(observed)]
-        log_probs += [0.0] * len(observed)
-    raise AssertionError
+def respond(conversation):
+    turn = sum(message["role"] == "assistant" for message in conversation)
+    return [{"role": "user", "content": said(turn - 1)}]
+
+
+def by_the_library(engine, params, key):
+    """The rollout of the same episodes by the library's own loop."""
+    prompts = [texts().prompt([{"role": "user", "content": f"find {n}"}], ()) for n in range(EPISODES)]
+    width = max(map(len, prompts))
+    names = ("ids", "ground_truth", "source")
+    rows = Prompts(
+        tokens=torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
+        attention_mask=torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in prompts]),
+        row_ids=torch.arange(EPISODES),
+        **{name: Column([None] * EPISODES) for name in names},
+        extras=Column([{}] * EPISODES),
+    )
+    turns = TurnsEngine(
+        engine=engine,
+        tools=ToolRunner(respond, inline=True),
+        encode=texts().template,
+        tokenizer=tokenizer(),
+        max_turns=TURNS,
+        turn_tokens=TOKENS,
+        pad_token_id=0,
+    )
+    return turns.generate(params, Ask(rows, sampling(stop_token_ids=STOPS, max_tokens=400), key, version=3))
 
 
 def check(world, engine, params, *, stream, tolerance):
     rows = played(world, stream=stream)
     assert [len(each) for each in rows] == [1] * EPISODES  # none was read anew
     rollout = rollout_of_rows([row for (row,) in rows], pad_token_id=0)
-    width, turns = rollout.response_mask.shape[1], set()
-    for number in range(EPISODES):
-        ids, mask, log_probs = by_hand(engine, params, number, world.sources.key)
-        seen = rollout.attention_mask[number, -width:]
-        assert rollout.tokens[number, -width:][seen].tolist() == ids
-        assert rollout.response_mask[number][seen].tolist() == mask
-        gap = rollout.rollout_log_probs[number][seen] - torch.tensor(log_probs).to(rollout.rollout_log_probs)
-        assert gap.abs().max() <= tolerance
-        assert rollout.token_versions[number][rollout.response_mask[number]].unique().tolist() == [3]
-        turns.add(int(rollout.turn_ids[number].max()) + 1)
-    assert len(turns) > 1
-    contexts = [request for request in world.requests if request.after is not None]
-    assert contexts  # what was read is not read again
+    expected = by_the_library(engine, params, world.sources.key)
+    for name in ("tokens", "attention_mask", "response_mask", "turn_ids", "versions"):
+        assert torch.equal(getattr(rollout, name), getattr(expected, name)), name
+    for name in ("rollout_log_probs", "sampling_log_probs"):
+        one, other = getattr(rollout, name), getattr(expected, name)
+        assert one.dtype == other.dtype
+        assert (one - other).abs().max() <= tolerance
+    assert rollout.token_versions[rollout.response_mask].unique().tolist() == [3]
+    assert len(rollout.turn_ids.amax(1).unique()) > 1
+    assert list(rollout.finish) == list(expected.finish)
+    assert any(request.after is not None for request in world.requests)  # what was read is not read again
 
 
 class Noting:

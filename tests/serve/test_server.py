@@ -102,7 +102,7 @@ def test_a_retry_goes_on_with_the_same_row():
         (row,) = world.episodes.rows("1")
         assert len(row.turns) == 2
     tried, retried = world.engine.requests[1:]
-    assert (tried.after, tried.ids, tried.position) == (retried.after, retried.ids, retried.position)
+    assert (tried.after, tried.ids, tried.key) == (retried.after, retried.ids, retried.key)
 
 
 def test_a_body_that_breaks_off_is_no_request():
