@@ -3,8 +3,6 @@ copy, however many layers there are."""
 
 from __future__ import annotations
 
-import math
-
 import attrs
 import torch
 from torch import Tensor
@@ -55,17 +53,19 @@ class BankLayout:
         """Bytes of a token's keys and values."""
         return sum(bank.count * bank.heads * bank.width * bank.dtype.itemsize for bank in self.banks)
 
-    def rows(self, rows: int, columns: int, *, zeroed: bool = False) -> Banks:
-        """Banks for so many rows; `zeroed` for attention that reads what is not yet written."""
-        make = torch.zeros if zeroed else torch.empty
+    def rows(self, rows: int, columns: int) -> Banks:
+        """Banks for so many rows, of zeros: what hides padding adds to its scores, which must be numbers."""
         return tuple(
-            make(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+            torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
             for bank in self.banks
         )
 
     def row(self, columns: int) -> Banks:
-        """Banks for one row, or for rows one behind the other."""
-        return tuple(x[:, 0] for x in self.rows(1, columns))
+        """Empty banks for one row, or for rows one behind the other."""
+        return tuple(
+            torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+            for bank in self.banks
+        )
 
     def layers(self, banks: Banks) -> Layers:
         """The keys and values of each call, views [R, H, C, D] or [H, C, D]."""
@@ -101,8 +101,3 @@ def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int
 def joined(parts: list[Banks]) -> Banks:
     """Rows, each [K, H, C, D], one behind the other."""
     return tuple(torch.cat(list(each), 2) for each in zip(*parts, strict=True))
-
-
-def num_bytes(banks: Banks) -> int:
-    """Bytes of all numbers."""
-    return sum(math.prod(x.shape) * x.element_size() for x in banks)

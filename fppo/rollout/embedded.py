@@ -63,7 +63,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.linear.float8 import float8
 from fppo_kernels.linear.plain import plain
-from fppo_kernels.padding import Packed, make_lengths, unpad
+from fppo_kernels.padding import Packed, unpad
 from fppo_kernels.table import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
@@ -245,7 +245,6 @@ class EmbeddedEngine:
         for first in range(0, prompts, step):
             for start in range(0, n, draws):
                 yield slice(first, min(first + step, prompts)), slice(start, min(start + draws, n))
-
 
     def _budget(self, policy: DecodingPolicy) -> int | None:
         """Bytes for keys and values; None: any number."""

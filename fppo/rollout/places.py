@@ -71,6 +71,8 @@ class RowPlaces:
             self._pads.append(self._column - context.length)
             self._shifts.append(context.shift)
         self._most += most
+        if self._steps is not None and self._steps[0] < self.longest:
+            self._steps = self._fixed = None
         parts = [context.states.picked([0]) for context in contexts]
         self._states = States.joined_([*([] if self._states is None else [self._states]), *parts])
         self._changed()
@@ -137,7 +139,7 @@ class RowPlaces:
     def _made(self) -> Advance:
         """The step of the rows as they stand."""
         policy, (rows, columns) = self._policy, self._room
-        if self._steps is None or self._steps[0] < self.longest:
+        if self._steps is None:
             most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
             if policy.record is None:
                 self._steps = most, self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
@@ -184,7 +186,7 @@ class RowPlaces:
 
     def _rebase(self, room: tuple[int, int], by: int) -> None:
         """Moves all rows by so many columns, into banks of that many rows and columns."""
-        banks = self._layout.rows(*room, zeroed=self._policy.record is not None)
+        banks = self._layout.rows(*room)
         if len(self):
             bank_rows.shift_(self._banks, banks, len(self), min(self._pads), self._column, by)
         self._banks, self._room, self._column = banks, room, self._column + by

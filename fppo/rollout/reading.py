@@ -12,8 +12,8 @@ from torch import Tensor
 from fppo import models
 from fppo.batch import RowInputs
 from fppo.models.heads import logits_of
-from fppo.models.rows import RowWise
 from fppo.models.routing import Routes, experts_of
+from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
 from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import banks as bank_rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import attrs
@@ -17,7 +17,6 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import FinishedRequest, Request, Requests
 from fppo.rollout.turns.chains import Chain, Section
 from fppo.rollout.turns.observations import Encode
-
 
 Failure = Literal["drop", "score", "raise"]
 
@@ -144,8 +143,8 @@ class Play:
         return [self._request(each, (), each.most) for each in group]
 
     def _give_prompt(self, group: Sequence[Chain]) -> None:
-        """Gives a group the prompt of its first episode that began. Others than began with it are lost, as are all where
-        it is too long."""
+        """Gives a group the prompt of its first episode that began. Episodes with another one are lost, as are all
+        where it is too long."""
         rules = self._rules
         messages = next((list(each.messages or ()) for each in group if not each.lost), [])
         ids = list(rules.prompt(messages)) if messages and rules.prompt is not None else []
@@ -232,7 +231,5 @@ class Play:
         cut = finished.end != "stop"
         self._call(
             chain,
-            lambda: self._calls.step(
-                chain.row, chain.state, rules.reply(chain.reply_ids, rules.sampling, cut=cut)
-            ),
+            lambda: self._calls.step(chain.row, chain.state, rules.reply(chain.reply_ids, rules.sampling, cut=cut)),
         )

@@ -123,7 +123,6 @@ class ToolPlayer:
         results = zip(asked, states, self.tools.respond(asked), strict=True)
         return [_played(conversation, before, result) for conversation, before, result in results]
 
-
     def open(self) -> AbstractContextManager[PlayerCalls]:
         """The calls of the tool: those of a runner come as they are ready, others together."""
         return self.tools.open() if isinstance(self.tools, ToolRunner) else nullcontext(CallsTogether(self))
