@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from fppo import batch as batches
 from fppo import metrics
@@ -23,7 +23,7 @@ from fppo.serve.engine import AgentEngine
 from fppo.serve.service import Bounds
 from tests.serve import players
 from tests.serve.parrot import Parrot, by_key
-from tests.serve.world import sampling, texts, tokenizer
+from tests.serve.world import SIZE, sampling, texts, tokenizer
 
 
 def prompts(count, **extras):
@@ -48,12 +48,12 @@ def asked(rows, n=2, **changes):
 def generated(play, ask, engine=None, *, rows="longest", **how):
     runner = AgentRunner(play, **{"inline": True, **how})
     bounds = Bounds(row_tokens=512, answer_tokens=32)
-    with AgentEngine(engine or Parrot(by_key(330)), runner, texts(), pad_token_id=0, bounds=bounds, rows=rows) as made:
+    with AgentEngine(engine or Parrot(by_key(SIZE - 2)), runner, texts(), pad_token_id=0, bounds=bounds, rows=rows) as made:
         return made.generate({}, ask)
 
 
 def test_a_row_is_what_the_policy_said_to_the_agent():
-    parrot = Parrot(by_key(330))
+    parrot = Parrot(by_key(SIZE - 2))
     rollout = generated(players.counting, asked(prompts(3)), parrot)
     width = rollout.response_mask.shape[1]
     assert rollout.row_ids.tolist() == [6, 7, 8, 9, 10, 11]
@@ -96,7 +96,7 @@ def test_processes_and_coroutines_play_the_same():
 
 
 def test_one_engine_plays_one_rollout_after_the_other():
-    runner, parrot = AgentRunner(players.counting, inline=True), Parrot(by_key(330))
+    runner, parrot = AgentRunner(players.counting, inline=True), Parrot(by_key(SIZE - 2))
     with AgentEngine(parrot, runner, texts(), pad_token_id=0, bounds=Bounds(row_tokens=512)) as engine:
         one, other = (engine.generate({}, asked(prompts(2), version=version)) for version in (4, 5))
         again = engine.generate({}, asked(prompts(2), key=Key(9)))
@@ -144,7 +144,7 @@ def test_a_response_has_at_most_its_tokens():
 
 
 def test_what_goes_wrong_in_the_engine_is_not_the_agents_failure():
-    parrot = Parrot(by_key(330))
+    parrot = Parrot(by_key(SIZE - 2))
     parrot.fails = ValueError("out of memory")
     with pytest.raises(ValueError, match="out of memory"):
         generated(players.counting, asked(prompts(1)), parrot)

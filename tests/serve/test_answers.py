@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from fppo.serve.calls import BetweenTexts, reader_of
 from fppo.serve.texts import AnswerReader, texts_of

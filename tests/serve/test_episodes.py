@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from fppo.rollout.requests import FinishedRequest
 from fppo.serve.episodes import Episodes, RecordedTurn, of_ids, of_messages, row_number

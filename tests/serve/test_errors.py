@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("fastapi")
-pytest.importorskip("httpx")
+pytest.importorskip("httpx2")
 
 from fppo.serve.service import Bounds
 from tests.serve.world import KEY, MODEL, parrot_world
@@ -79,7 +79,7 @@ MALFORMED = {  # name: (path, body, status, parameter or part of the message)
     "another route": ("/v1/embeddings", {}, 404, "Not Found"),
     "a long episode's name": (f"/e/{'x' * 300}/v1/chat/completions", asked(), 400, "300 characters"),
     "too long": (CHAT, {"messages": [{"role": "user", "content": "find " * 600}]}, 400, "messages"),
-    "too large": (CHAT, b"x" * (1 << 17), 413, "at most"),
+    "too large": (CHAT, b"x" * ((1 << 17) + 1), 413, "at most"),
 }
 
 

@@ -10,13 +10,13 @@ import threading
 import pytest
 
 pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx2")
 
 from fppo.serve.loop import EngineLoop
 from fppo.serve.server import address_of, bound_socket, is_loopback, new_key, serving
 from fppo.serve.service import Bounds
 from tests.serve.parrot import Parrot
-from tests.serve.world import KEY, MODEL, chat, parrot_world, paused, says
+from tests.serve.world import END, KEY, MODEL, chat, parrot_world, paused, says
 
 CHAT = "/v1/chat/completions"
 
@@ -179,7 +179,7 @@ def test_more_requests_than_may_wait_are_refused_at_once():
 
 def test_what_the_engine_refuses_is_an_error_of_that_request_alone():
     with parrot_world("lamp", "lamp") as world:
-        world.engine.says = lambda request, before: [5, 331]
+        world.engine.says = lambda request, before: [5, END]
 
         async def run():
             async with world.client() as client:

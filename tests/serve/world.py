@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from functools import cache
 
-import httpx
+import httpx2 as httpx
 
 from fppo import quickstart
 from fppo.key import Key
@@ -38,7 +38,7 @@ def tokenizer():
     return made
 
 
-END = 331  # <|im_end|>
+END, SIZE = tokenizer().convert_tokens_to_ids("<|im_end|>"), len(tokenizer())
 
 
 @cache
@@ -97,7 +97,7 @@ class World:
 
 
 def parrot_world(*answers, **changes):
-    return World(Parrot(says(*answers) if answers else by_key(330)), **changes)
+    return World(Parrot(says(*answers) if answers else by_key(SIZE - 2)), **changes)
 
 
 def chat(*said, **more):
