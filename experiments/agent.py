@@ -42,8 +42,9 @@ def play(row, base_url, api_key):
 
 
 def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 300, more: tuple[str, ...] = ()) -> int:
-    from fppo.commands.cli import main as fppo
     from search_tasks import warm_up
+
+    from fppo.commands.cli import main as fppo
 
     if not (output_dir / "warm").exists():
         warm_up(output_dir / "warm", seed, examples)

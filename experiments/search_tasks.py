@@ -4,11 +4,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+from agent import NAMES, WORDS, task
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from agent import NAMES, WORDS, task
 from fppo import models, quickstart
 from fppo.data.chat import encode_chat
 from fppo.key import Key

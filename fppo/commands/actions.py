@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
+from fppo.settings.modules import lacking_of_server
 from fppo.settings.train import TrainSettings
 
 
@@ -246,8 +246,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
     """Serve a policy until ctrl-C. Raises UsageError where the server's packages are missing."""
-    if lacking := [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]:
-        raise UsageError(f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'")
+    if lacking := lacking_of_server():
+        raise UsageError(lacking)
     from fppo.commands import serve as command  # here: other commands do without
 
     return command.serve(options, environment)

@@ -16,13 +16,13 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import batch as batches
 from fppo._errors import UsageError, printable
-from fppo.assembly.serving import ServedPolicy, served_policy
 from fppo.commands.options import ServeOptions
 from fppo.key import Key
 from fppo.models.lengths import longest_row
 from fppo.models.model import Params
 from fppo.pipeline.timing import now
 from fppo.runs import saved, session, starts
+from fppo.runs.serving import ServedPolicy, served_policy
 from fppo.runtime import checkpoint
 from fppo.serve.app import app_of
 from fppo.serve.episodes import EpisodeRow, Episodes

@@ -32,9 +32,7 @@ class Agent:
     name that does not import, and for bounds that are none.
     """
 
-    def __init__(
-        self, *, play: str, concurrency: int = 64, time_limit: float = 300.0, rows: str = "longest"
-    ) -> None:
+    def __init__(self, *, play: str, concurrency: int = 64, time_limit: float = 300.0, rows: str = "longest") -> None:
         self.play: Play = imported(play, "rollout.environment.play")
         self.concurrency, self.time_limit = concurrency, time_limit
         if concurrency < 1 or not time_limit > 0:

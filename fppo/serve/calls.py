@@ -147,7 +147,7 @@ def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
 
 
 def _closing(tokenizer: Any, rest: str) -> str:
-    """What closes a call: the text up to the special token that ends the turn."""
+    """The text that closes a call: up to the special token that ends the turn."""
     special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
     ends = [place for token in special if token and (place := rest.find(token)) >= 0]
     first = rest[: min(ends, default=len(rest))].strip()

@@ -37,8 +37,8 @@ class AgentEngine:
 
     For every response the agent is called with the prompt's data row, the URL of an endpoint and its key, and what the
     policy says there is the response: `turn_ids` number its answers, and `turn_rewards` hold the agent's score at the
-    last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone. What
-    the agent sends is the prompt; that of the request is not used.
+    last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
+    What the agent sends is the prompt; that of the request is not used.
 
     `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; stops and max_tokens are
     the agent's own. A response has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
@@ -93,9 +93,7 @@ class AgentEngine:
 
     def _sources(self, ask: Ask) -> Sources:
         most = ask.sampling.max_tokens
-        bounds = attrs.evolve(
-            self._bounds, response_tokens=most, answer_tokens=min(self._bounds.answer_tokens, most)
-        )
+        bounds = attrs.evolve(self._bounds, response_tokens=most, answer_tokens=min(self._bounds.answer_tokens, most))
         return Sources(
             texts=self._texts,
             sampling=attrs.evolve(ask.sampling, n=1),
@@ -124,7 +122,11 @@ class AgentEngine:
         return [row for row in rows for _ in range(n)]
 
     def _rollout(
-        self, ask: Ask, numbers: Sequence[int], episodes: Sequence[Sequence[EpisodeRow]], played: Sequence[PlayedEpisode]
+        self,
+        ask: Ask,
+        numbers: Sequence[int],
+        episodes: Sequence[Sequence[EpisodeRow]],
+        played: Sequence[PlayedEpisode],
     ) -> Rollout:
         chosen: list[tuple[int, EpisodeRow]] = []
         for place, rows in enumerate(episodes):

@@ -123,7 +123,10 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "give a list of at least one message")
-    with_log_probs, top = _field(body, "logprobs", _flag, False), _field(body, "top_logprobs", _whole(0, MOST_TOP), None)
+    with_log_probs, top = (
+        _field(body, "logprobs", _flag, False),
+        _field(body, "top_logprobs", _whole(0, MOST_TOP), None),
+    )
     if top and not with_log_probs:
         raise wrong("top_logprobs", "give logprobs = true, too")
     options = _options(body, (top or 0) if with_log_probs else None, ("max_completion_tokens", "max_tokens"))
@@ -149,7 +152,12 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
 def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
-    if not isinstance(value, list) or not value or not all(map(_is_whole, value)) or not 0 <= min(value) <= max(value) < _IDS:
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(map(_is_whole, value))
+        or not 0 <= min(value) <= max(value) < _IDS
+    ):
         raise wrong(name, "give a text, or a list of ids, which are numbers from 0 on")
     return tuple(value)
 

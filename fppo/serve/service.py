@@ -14,8 +14,19 @@ from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import FinishedRequest, QueueFull, Request
 from fppo.serve.calls import ParsedTurn, Tool
-from fppo.serve.episodes import Conversation, Episodes, Kind, RecordedTurn, RowStart, item_of, of_ids, of_messages, of_text, row_number
-from fppo.serve.loop import DrawnPart, EngineLoop, Event, ServerStopped
+from fppo.serve.episodes import (
+    Conversation,
+    Episodes,
+    Kind,
+    RecordedTurn,
+    RowStart,
+    item_of,
+    of_ids,
+    of_messages,
+    of_text,
+    row_number,
+)
+from fppo.serve.loop import EngineLoop, Event, ServerStopped
 from fppo.serve.protocol import (
     MOST_CHOICES,
     AnswerOptions,
@@ -259,7 +270,9 @@ class Service:
         except BaseException as error:
             self._open -= 1
             self.episodes.abandon(start)
-            raise _error_of(error) if isinstance(error, ServerStopped) else error
+            if isinstance(error, ServerStopped):
+                raise _error_of(error) from error
+            raise
 
     def _request(
         self, options: AnswerOptions, conversation: Conversation, start: RowStart, new: tuple[int, ...], index: int
@@ -339,7 +352,9 @@ class Service:
 
 def said_of(turn: ParsedTurn) -> Message:
     """An answer as the message that a client sends back."""
-    calls = [{"type": "function", "function": {"name": x.name, "arguments": arguments_of(x.arguments)}} for x in turn.calls]
+    calls = [
+        {"type": "function", "function": {"name": x.name, "arguments": arguments_of(x.arguments)}} for x in turn.calls
+    ]
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
 
 

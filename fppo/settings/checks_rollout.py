@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 
 from fppo.fields import FUNCTION, Problem, Problems, cluster_problems, unread, value_at, wrong
@@ -84,8 +83,6 @@ def _environment(s: TrainSettings) -> Problems:
 def _agent(s: TrainSettings) -> Problems:
     """Yield the problems of an agent."""
     name = "rollout.environment.name"
-    if lacking := [each for each in ("fastapi", "uvicorn") if importlib.util.find_spec(each) is None]:
-        yield wrong(s, name, f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'")
     if s.mesh.least_ranks > 1:
         yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
     others = ("rollout.turns.max_turns", "rollout.turns.time_limit")

@@ -102,7 +102,7 @@ class _Open:
         return [self._finished(name, "cancelled") for name in ended]
 
     def _finished(self, name, end):
-        request, _, drawn = self.live.pop(name)
+        _, _, drawn = self.live.pop(name)
         tokens = [t for t, _ in drawn]
         log_probs = torch.tensor([log_prob(t) for t in tokens])
         versions = torch.tensor([v for _, v in drawn], dtype=torch.int32)

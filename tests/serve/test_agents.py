@@ -8,9 +8,6 @@ import attrs
 import pytest
 import torch
 
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-
 from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Column, Prompts
@@ -48,7 +45,9 @@ def asked(rows, n=2, **changes):
 def generated(play, ask, engine=None, *, rows="longest", **how):
     runner = AgentRunner(play, **{"inline": True, **how})
     bounds = Bounds(row_tokens=512, answer_tokens=32)
-    with AgentEngine(engine or Parrot(by_key(SIZE - 2)), runner, texts(), pad_token_id=0, bounds=bounds, rows=rows) as made:
+    with AgentEngine(
+        engine or Parrot(by_key(SIZE - 2)), runner, texts(), pad_token_id=0, bounds=bounds, rows=rows
+    ) as made:
         return made.generate({}, ask)
 
 
@@ -148,5 +147,3 @@ def test_what_goes_wrong_in_the_engine_is_not_the_agents_failure():
     parrot.fails = ValueError("out of memory")
     with pytest.raises(ValueError, match="out of memory"):
         generated(players.counting, asked(prompts(1)), parrot)
-
-

@@ -9,9 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-
 from fppo.serve.calls import BetweenTexts, reader_of
 from fppo.serve.texts import AnswerReader, texts_of
 from tests.rollout.templates import KINDS
@@ -95,7 +92,9 @@ def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(stream):
         body = chat("find", stop=["zzz", "say wh", "what"], stream=stream)
         response = world.post(f"/e/1{CHAT}", body)
         (row,) = world.episodes.rows("1")
-    text, finish = streamed(events(response)) if stream else (response.json()["choices"][0]["message"]["content"], "stop")
+    text, finish = (
+        streamed(events(response)) if stream else (response.json()["choices"][0]["message"]["content"], "stop")
+    )
     assert (text, finish) == ("list read ", "stop")
     drawn = tokenizer().decode(row.turns[0].answer.tokens.tolist())
     assert drawn.startswith("list read say wh")  # with the ids that ended it
@@ -211,7 +210,11 @@ def test_no_tools_are_read_where_none_are_to_be_called():
         ("lamp", "lamp", 0),
         ('<tool_call>{"name": "read"}</tool_call>', '<tool_call>{"name": "read"}</tool_call>', 0),  # no arguments
         ('<tool_call>{"name": "read", "arg', '<tool_call>{"name": "read", "arg', 0),  # it was cut
-        ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', '<tool_call>{"name": 3, "arguments": {}}</tool_call>', 0),
+        (
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            0,
+        ),
         ('<tool_call>{"name": "a", "arguments": {}}</tool_call>\n<tool_call>{"name": "b", "arguments": 3}', "", 2),
         ("<tool_call>" + '{"a":' * 5000, "<tool_call>" + '{"a":' * 5000, 0),
     ],
@@ -291,5 +294,3 @@ def test_answers_of_several_requests_do_not_mix():
             (row,) = world.episodes.rows(str(number))
             assert row.turns[0].text == got
             assert len(row.turns[0].answer.tokens) == 5 + number % 7
-
-

@@ -7,9 +7,6 @@ import asyncio
 import pytest
 import torch
 
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-
 from fppo.rollout.requests import FinishedRequest
 from fppo.serve.episodes import Episodes, RecordedTurn, of_ids, of_messages, row_number
 from fppo.serve.rows import rollout_of_rows

@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-
 from fppo.serve.service import Bounds
 from tests.serve.world import KEY, MODEL, parrot_world
 
@@ -117,8 +114,14 @@ def test_a_misspelled_parameter_is_answered_with_the_nearest(world):
 
 @pytest.mark.parametrize(
     "headers",
-    [[], [("authorization", "Bearer wrong")], [("authorization", KEY)], [("authorization", f"Bearer {KEY}")] * 2]
-    + [[("authorization", f"bearer {KEY}x")], [("authorization", "Bearer \xe9")]],
+    [
+        [],
+        [("authorization", "Bearer wrong")],
+        [("authorization", KEY)],
+        [("authorization", f"Bearer {KEY}")] * 2,
+        [("authorization", f"bearer {KEY}x")],
+        [("authorization", "Bearer \xe9")],
+    ],
 )
 @pytest.mark.parametrize("path", [CHAT, "/v1/models", "/e/x", "/nowhere"])
 def test_nothing_is_to_be_had_without_the_key(world, headers, path):
@@ -141,7 +144,14 @@ def test_nothing_is_to_be_had_without_the_key(world, headers, path):
 
 
 def test_what_changes_nothing_is_passed_over(world):
-    more = {"metadata": {"a": "b"}, "store": False, "presence_penalty": 0, "logit_bias": {}, "user": None, "model": MODEL}
+    more = {
+        "metadata": {"a": "b"},
+        "store": False,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "user": None,
+        "model": MODEL,
+    }
     more |= {"response_format": {"type": "text"}, "parallel_tool_calls": True, "top_p": 1, "n": 1}
     assert world.post(CHAT, asked(**more)).status_code == 200
 
@@ -166,5 +176,3 @@ def test_the_server_wants_a_key():
     app = app_of([], key="", bounds=Bounds())
     with pytest.raises(ValueError, match="key is empty"):
         app.build_middleware_stack()
-
-

@@ -5,12 +5,9 @@ from __future__ import annotations
 import asyncio
 from functools import cache
 
+import openai
 import pytest
 import torch
-
-pytest.importorskip("fastapi")
-pytest.importorskip("httpx2")
-openai = pytest.importorskip("openai")
 
 from fppo import models, quickstart
 from fppo.batch import Column, Prompts
@@ -196,5 +193,3 @@ def test_answers_do_not_depend_on_who_else_asks():
         asyncio.run(alone())
         ((row,),) = [world.episodes.rows("7")]
     assert row.ids == together[7]
-
-

@@ -7,10 +7,9 @@ import json
 import socket
 import threading
 
+import httpx2 as httpx
+import openai
 import pytest
-
-pytest.importorskip("fastapi")
-httpx = pytest.importorskip("httpx2")
 
 from fppo.serve.loop import EngineLoop
 from fppo.serve.server import address_of, bound_socket, is_loopback, new_key, serving
@@ -294,7 +293,6 @@ def test_hosts_that_others_reach_need_a_word():
 
 def test_a_real_server_and_unmodified_clients():
     """Threads of a synchronous client, a stream that is left, bytes that are no HTTP, and the end of the server."""
-    openai = pytest.importorskip("openai")
     with parrot_world() as world, serving(world.app, bound_socket("127.0.0.1", 0)) as url:
         texts = {}
 
@@ -332,11 +330,9 @@ def test_a_real_server_and_unmodified_clients():
         name = world.engine.requests[-1].name
         asyncio.run(until(lambda: ("cancel", (name,)) in world.engine.calls))
         world.engine.free.set()
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError):
-                client.models.list()
+        other = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
+        with other, pytest.raises(openai.AuthenticationError):
+            other.models.list()
         assert world.episodes.rows("left") == ()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
-
-

@@ -83,7 +83,9 @@ class World:
 
     def client(self, key=KEY):
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        return httpx.AsyncClient(transport=transport, base_url="http://test", headers={"authorization": f"Bearer {key}"})
+        return httpx.AsyncClient(
+            transport=transport, base_url="http://test", headers={"authorization": f"Bearer {key}"}
+        )
 
     def post(self, path, body, **how):
         """The response to a request of its own."""
