@@ -7,6 +7,7 @@ answers without having looked. Each file that is read costs a tenth.
 import random
 import sys
 from pathlib import Path
+from typing import Any
 
 import openai  # pyright: ignore[reportMissingImports]
 import tyro
@@ -27,10 +28,10 @@ def play(row, base_url, api_key):
     """One episode: the policy reads files until it says which one holds the word."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     files, word = task(row["seed"])
-    messages = [{"role": "user", "content": f"find {word}"}]
+    messages: list[Any] = [{"role": "user", "content": f"find {word}"}]
     for reads in range(len(NAMES) + 1):
         answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
-        said = answer.choices[0].message.content
+        said = answer.choices[0].message.content or ""
         command, _, name = said.partition(" ")
         if name not in files or command not in ("read", "answer"):
             return {"score": -0.5, "found": 0, "reads": reads}
@@ -41,7 +42,7 @@ def play(row, base_url, api_key):
     return {"score": -0.5, "found": 0, "reads": reads}
 
 
-def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 300, more: tuple[str, ...] = ()) -> int:
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 250, more: tuple[str, ...] = ()) -> int:
     from search_tasks import warm_up
 
     from fppo.commands.cli import main as fppo

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from agent import NAMES, WORDS, task
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from fppo import models, quickstart
@@ -17,20 +15,17 @@ from fppo.steps import Forward, MicroBatching, adamw, schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
 CHAT = (
-    "{% for m in messages %}{% if m.role == 'user' %}<user> {{ m.content }} <policy> "
-    "{% else %}{{ m.content }} <eos> {% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<policy>"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
 )
 
 
 def tokenizer_of_words() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each word of the task."""
-    special = ("<pad>", "<eos>", "<unk>", "<user>", "<policy>")
-    vocabulary = {word: i for i, word in enumerate((*special, "find", "read", "answer", *NAMES, *WORDS))}
-    made = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **names, additional_special_tokens=list(special[3:]))
+    """A tokenizer that knows the words of the task."""
+    says = [f"{command} {name}" for command in ("read", "answer") for name in NAMES]
+    texts = [*(f"find {word} {word}" for word in WORDS), *(f"{one} {other}" for one in WORDS for other in WORDS)]
+    tokenizer = quickstart.bpe_tokenizer([*says * 20, *texts], size=400)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<policy>"]})
     tokenizer.chat_template = CHAT
     return tokenizer
 
@@ -38,12 +33,12 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
 def warm_up(directory: Path, seed: int, steps: int) -> None:
     """Writes the model."""
     tokenizer, key = tokenizer_of_words(), Key(seed)
-    model, observe = quickstart.small_model(len(tokenizer), positions=64), chat_template(tokenizer)
+    model, observe = quickstart.small_model(len(tokenizer), width=64, positions=64), chat_template(tokenizer)
 
     def batches() -> Iterator[Demonstrations]:
         for step in range(steps):
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
-            for _ in range(256):
+            for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
                 context = encode_chat(tokenizer, [{"role": "user", "content": f"find {word}"}])
                 order = draw.sample(NAMES, len(NAMES))
@@ -56,5 +51,5 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
             yield demonstrations(prompts, answers, pad_token_id=0)
 
     optimizer = adamw(schedule("linear", 2e-3, total_steps=steps, warmup_steps=30), weight_decay=0.0)
-    how = {"forward": Forward(model), "optimizer": optimizer, "micro_batching": MicroBatching(size=256)}
+    how = {"forward": Forward(model), "optimizer": optimizer, "micro_batching": MicroBatching(size=128)}
     models.save(model, imitate(models.init_params(model, key), batches(), **how), directory, tokenizer=tokenizer)

@@ -72,9 +72,16 @@ def ask(url: str, key: str, prompts: list[list[int]], tokens: int, rounds: int, 
 def prompts_of(ids: list[list[int]]) -> Prompts:
     """The prompts of a rollout."""
     tokens = torch.tensor(ids)
-    nothing = {name: Column([None] * len(ids)) for name in ("ids", "ground_truth", "source")}
-    seen = torch.ones_like(tokens, dtype=torch.bool)
-    return Prompts(tokens, seen, torch.arange(len(ids)), **nothing, extras=Column([{}] * len(ids)))
+    nothing = Column([None] * len(ids))
+    return Prompts(
+        tokens=tokens,
+        attention_mask=torch.ones_like(tokens, dtype=torch.bool),
+        row_ids=torch.arange(len(ids)),
+        ids=nothing,
+        ground_truth=nothing,
+        source=nothing,
+        extras=Column([{}] * len(ids)),
+    )
 
 
 def main(

@@ -48,13 +48,15 @@ def rollout_of_rows(
             column[place, :own] = response[name].to(column)
     mask, ends = columns_of["turns"] >= 0, [len(response["tokens"]) - 1 for response in responses]
     numbers = torch.tensor(range(count) if row_ids is None else row_ids, dtype=torch.int64)
-    beside: dict[str, Sequence[Any]] = {"ground_truth": [None] * count, "source": ["serve"] * count}
-    beside |= {"ids": numbers.tolist(), "extras": [{}] * count} | dict(columns or {})
+    beside = columns or {}
     return Rollout(
         tokens=tokens,
         attention_mask=attended,
         row_ids=numbers,
-        **{name: Column(values) for name, values in beside.items()},
+        ids=Column(beside.get("ids", numbers.tolist())),
+        ground_truth=Column(beside.get("ground_truth", [None] * count)),
+        source=Column(beside.get("source", ["serve"] * count)),
+        extras=Column(beside.get("extras", [{}] * count)),
         response_mask=mask,
         rollout_log_probs=columns_of["log_probs"],
         sampling_log_probs=columns_of["sampling_log_probs"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import cache
 
 import openai
@@ -123,30 +124,22 @@ def check(world, engine, params, *, stream, tolerance):
 
 
 class Noting:
-    """An engine that notes what it is open for."""
+    """An engine that notes what is added."""
 
     def __init__(self, engine):
         self.engine, self.requests = engine, []
 
+    @contextlib.contextmanager
     def open(self, params, **how):
-        opened = self.engine.open(params, **how)
+        with self.engine.open(params, **how) as opened:
+            add = opened.add
 
-        class Context:
-            def __enter__(own):
-                inner = opened.__enter__()
-                add = inner.add
+            def noted(requests):
+                self.requests += requests
+                add(requests)
 
-                def noted(requests):
-                    self.requests += requests
-                    add(requests)
-
-                inner.add = noted
-                return inner
-
-            def __exit__(own, *error):
-                return opened.__exit__(*error)
-
-        return Context()
+            opened.add = noted
+            yield opened
 
 
 def world_of(engine, params, **changes):
