@@ -1,7 +1,7 @@
 """An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
 
 It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
-answers without having looked. Each file that is read costs a tenth.
+guesses. Each file that is read costs a twentieth.
 """
 
 import random
@@ -37,7 +37,7 @@ def play(row, base_url, api_key):
             return {"score": -0.5, "found": 0, "reads": reads}
         if command == "answer":
             found = word in files[name].split()
-            return {"score": found - 0.1 * reads, "found": found, "reads": reads}
+            return {"score": found - 0.05 * reads, "found": found, "reads": reads}
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
     return {"score": -0.5, "found": 0, "reads": reads}
 

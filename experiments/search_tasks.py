@@ -8,9 +8,7 @@ from agent import NAMES, WORDS, task
 from transformers import PreTrainedTokenizerFast
 
 from fppo import models, quickstart
-from fppo.data.chat import encode_chat
 from fppo.key import Key
-from fppo.rollout import chat_template
 from fppo.steps import Forward, MicroBatching, adamw, schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
@@ -33,20 +31,19 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
 def warm_up(directory: Path, seed: int, steps: int) -> None:
     """Writes the model."""
     tokenizer, key = tokenizer_of_words(), Key(seed)
-    model, observe = quickstart.small_model(len(tokenizer), width=64, positions=64), chat_template(tokenizer)
+    model = quickstart.small_model(len(tokenizer), width=64, positions=64)
 
     def batches() -> Iterator[Demonstrations]:
         for step in range(steps):
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
             for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
-                context = encode_chat(tokenizer, [{"role": "user", "content": f"find {word}"}])
-                order = draw.sample(NAMES, len(NAMES))
-                for place in range(draw.choice((0, 0, 1, 2, 3))):
-                    said = [*tokenizer.encode(f"read {order[place]}"), tokenizer.eos_token_id]
-                    context += [*said, *observe([{"role": "user", "content": files[order[place]]}], said[-1])]
-                guess = f"read {draw.choice(NAMES)}" if draw.random() < 0.4 else f"answer {draw.choice(NAMES)}"
-                prompts.append(context)
+                read = draw.sample(NAMES, draw.choice((0, 0, 1, 2, 3)))
+                texts = (f"read {name}<eos><user>{files[name]}<policy>" for name in read)  # as the template has it
+                seen = [name for name in read if word in files[name].split()]
+                name = draw.choice(seen if seen and draw.random() < 0.6 else NAMES)
+                guess = f"{'answer' if seen or draw.random() < 0.3 else 'read'} {name}"
+                prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
                 answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
             yield demonstrations(prompts, answers, pad_token_id=0)
 

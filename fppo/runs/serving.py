@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly.adapters import load_policy, policy_model
+from fppo.assembly.machine import resolved
 from fppo.assembly.parts import device_of, kernels_of
 from fppo.assembly.texts import chat_options, load_tokenizer, policy_generation, sampling_of, vocabulary_size_of
 from fppo.key import Key
@@ -42,6 +43,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     embedded engine cannot run, and for what settings name and is not there.
     """
     search(settings.module_dirs)
+    settings, _ = resolved(settings, None)
     section, key = settings.model, Key(settings.seed)
     device = device_of(settings.device, settings.placement)
     tokenizer = load_tokenizer(section, settings.data)
