@@ -12,16 +12,15 @@ from typing import Any
 import openai  # pyright: ignore[reportMissingImports]
 import tyro
 
-NAMES = ("a", "b", "c", "d")
-WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail", "fork", "sand", "moss", "kite")
+NAMES = ("a", "b", "c")
+WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail")
 CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 
 
 def task(seed: int) -> tuple[dict[str, str], str]:
-    """Four files of two words each, and the word to find."""
-    words = random.Random(seed).sample(WORDS, 2 * len(NAMES))
-    files = {name: f"{words[2 * i]} {words[2 * i + 1]}" for i, name in enumerate(NAMES)}
-    return files, random.Random(~seed).choice(words)
+    """Three files, and the word of one of them."""
+    words = random.Random(seed).sample(WORDS, len(NAMES))
+    return dict(zip(NAMES, words)), random.Random(~seed).choice(words)
 
 
 def play(row, base_url, api_key):
@@ -36,7 +35,7 @@ def play(row, base_url, api_key):
         if name not in files or command not in ("read", "answer"):
             return {"score": -0.5, "found": 0, "reads": reads}
         if command == "answer":
-            found = word in files[name].split()
+            found = files[name] == word
             return {"score": found - 0.05 * reads, "found": found, "reads": reads}
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
     return {"score": -0.5, "found": 0, "reads": reads}

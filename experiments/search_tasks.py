@@ -38,9 +38,9 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
             for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
-                read = draw.sample(NAMES, draw.choice((0, 0, 1, 2, 3)))
+                read = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2)))
                 texts = (f"read {name}<eos><user>{files[name]}<policy>" for name in read)  # as the template has it
-                seen = [name for name in read if word in files[name].split()]
+                seen = [name for name in read if files[name] == word]
                 name = draw.choice(seen if seen and draw.random() < 0.6 else NAMES)
                 guess = f"{'answer' if seen or draw.random() < 0.3 else 'read'} {name}"
                 prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from fppo.workers.imports import imported
 from fppo.workers.runner import FunctionRunner
@@ -49,6 +49,19 @@ class PlayedEpisode(NamedTuple):
     score: float
     numbers: Mapping[str, float]
     failed: bool
+    name: str | None = None  # of the episode, where a client names its own
+
+
+class Plays(Protocol):
+    """A player of episodes: it gets a data row and a URL for each, or names the episodes itself at the URL `base`."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def play(
+        self, rows: Sequence[Mapping[str, Any]], urls: Sequence[str], key: str, base: str
+    ) -> list[PlayedEpisode]: ...
 
 
 class AgentCall:
@@ -108,8 +121,9 @@ class AgentRunner(FunctionRunner):
             start_limit=start_limit,
         )
 
-    def play(self, rows: Sequence[Mapping[str, Any]], urls: Sequence[str], key: str) -> list[PlayedEpisode]:
+    def play(self, rows: Sequence[Mapping[str, Any]], urls: Sequence[str], key: str, base: str) -> list[PlayedEpisode]:
         """The scores of an episode for each row, of which each has a URL of its own."""
+        del base
         calls = [(dict(row), url, key) for row, url in zip(rows, urls, strict=True)]
         samples = [Sample("", "", None, "", {_CALL: call}, (), (), "stop") for call in calls]
         outcomes = self.logged_outcomes(self._calls, samples, "episodes", _log)

@@ -18,9 +18,9 @@ from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.records import number_rows
 from fppo.rollout.requests import FinishedRequest
 from fppo.rollout.turns.engine import FAILURES, INFO
-from fppo.serve.agents import AgentRunner, PlayedEpisode, RowChoice
+from fppo.serve.agents import PlayedEpisode, Plays, RowChoice
 from fppo.serve.app import app_of
-from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn
+from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, row_number
 from fppo.serve.loop import EngineLoop
 from fppo.serve.openai import router_of
 from fppo.serve.rows import rollout_of_rows
@@ -50,7 +50,7 @@ class AgentEngine:
     def __init__(
         self,
         engine: Engine,
-        agent: AgentRunner,
+        agent: Plays,
         texts: Texts,
         *,
         pad_token_id: int,
@@ -83,13 +83,16 @@ class AgentEngine:
         try:
             service.attach(loop, sources)
             urls = [f"{self._url}/e/{name}/v1" for name in names]
-            played = self._agent.play(self._rows(ask), urls, self._key)
+            played = self._agent.play(self._rows(ask), urls, self._key, f"{self._url}/v1")
         finally:
             service.attach(None)
             loop.stop()
         if loop.failure is not None:
             raise loop.failure
-        return self._rollout(ask, numbers, [self._episodes.take(name) for name in names], played)
+        taken = [self._episodes.take(name if x.name is None else x.name) for name, x in zip(names, played, strict=True)]
+        for name in self._episodes.names():  # of clients that are none of the agent's
+            self._episodes.take(name)
+        return self._rollout(ask, numbers, taken, played)
 
     def _sources(self, ask: Ask) -> Sources:
         most = ask.sampling.max_tokens
@@ -101,7 +104,7 @@ class AgentEngine:
             bounds=bounds,
             model=self._model,
             keeps_sampling=True,
-            row_of=lambda name: int(name.partition("-")[2] or 0),
+            row_of=_row_of,
         )
 
     def _serve(self, sources: Sources) -> Service:
@@ -165,6 +168,12 @@ class AgentEngine:
             fed=0,
         )
         return EpisodeRow(0, (RecordedTurn(tuple(prompt), answer, ""),))
+
+
+def _row_of(name: str) -> int:
+    """The number of an episode's row, for a name of ours: that of the rollout, and the row's."""
+    first, _, number = name.partition("-")
+    return int(number) if first.isdigit() and number.isdigit() else row_number(name)
 
 
 def _own_tokens(row: EpisodeRow) -> int:

@@ -14,9 +14,10 @@ import torch
 from fppo import batch as batches
 from fppo.batch import Rollout
 from fppo.commands import actions, cli, serve
+from fppo.runs import session
+from fppo.runtime import checkpoint
 from fppo.serve.episodes import EpisodeRow, RecordedTurn
 from fppo.serve.server import bound_socket
-from fppo.settings import files
 from tests import tiny_run
 from tests.serve.test_episodes import finished
 
@@ -89,23 +90,23 @@ def test_a_model_is_served_and_recorded_until_ctrl_c(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_is_served_by_its_newest_checkpoint_and_followed(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
-    settings = tiny_run.settings(tmp_path, steps=2, checkpoint__every=1)
-    assert actions.train(settings) == 0
-    run = tmp_path / "run"
+    assert actions.train(tiny_run.settings(tmp_path, steps=2, checkpoint__every=1)) == 0
+    run, away = tmp_path / "run", tmp_path / "away"
+    newest = checkpoint.place_of(run / session.CHECKPOINTS, 2)
+    newest.rename(away)
     capsys.readouterr()
 
     def visit(url):
         key = capsys.readouterr().out.split("key: ")[1].split()[0]
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         client.completions.create(model="run", prompt="1+2=", max_tokens=3, user="before")
-        assert actions.train(files.replace(settings, {"steps": 3})) == 0
-        threading.Event().wait(0.05)
+        away.rename(newest)
         client.completions.create(model="run", prompt="1+2=", max_tokens=3, user="after")
         headers = {"authorization": f"Bearer {key}"}
         episodes = [httpx.get(f"{url}/e/{name}", headers=headers).json() for name in ("before", "after")]
         return [{*episode["rows"][0]["turns"][0]["versions"]} for episode in episodes]
 
-    status, (before, after) = served([str(run), "--follow", "0.01"], visit, number=signal.SIGTERM)
+    status, (before, after) = served([str(run), "--follow", "0.001"], visit, number=signal.SIGTERM)
     assert status == 0
     assert len(before) == 1
     assert max(after) > max(before)
