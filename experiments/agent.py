@@ -1,7 +1,7 @@
 """An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
 
 It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
-guesses. Each file that is read costs a twentieth.
+guesses. A wrong answer costs a point, and each file that is read a twentieth.
 """
 
 import random
@@ -36,12 +36,12 @@ def play(row, base_url, api_key):
             return {"score": -0.5, "found": 0, "reads": reads}
         if command == "answer":
             found = files[name] == word
-            return {"score": found - 0.05 * reads, "found": found, "reads": reads}
+            return {"score": (1 if found else -1) - 0.05 * reads, "found": found, "reads": reads}
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
     return {"score": -0.5, "found": 0, "reads": reads}
 
 
-def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 250, more: tuple[str, ...] = ()) -> int:
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 400, more: tuple[str, ...] = ()) -> int:
     from search_tasks import warm_up
 
     from fppo.commands.cli import main as fppo
