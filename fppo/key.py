@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import attrs
 import torch
@@ -64,6 +65,19 @@ class Key:
         """
         if isinstance(columns, int):
             columns = torch.arange(columns, device=rows.device)
-        seed = _signed(_mix(self.seed & _MASK))  # mixed, or keys 0 and 1 would hold the same numbers in other rows
-        bits = _mix_tensor(_mix_tensor(rows ^ seed)[:, None] ^ columns)
-        return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+        return _uniform(rows ^ _signed(self._mixed), columns)
+
+    @property
+    def _mixed(self) -> int:
+        return _mix(self.seed & _MASK)  # or keys 0 and 1 would hold the same numbers in other rows
+
+
+def uniforms(keys: Sequence[Key], rows: Sequence[int], columns: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T])."""
+    mixed = [_signed((row & _MASK) ^ key._mixed) for key, row in zip(keys, rows, strict=True)]
+    return _uniform(torch.tensor(mixed, dtype=torch.int64), columns)
+
+
+def _uniform(rows: Tensor, columns: Tensor) -> Tensor:
+    bits = _mix_tensor(_mix_tensor(rows)[:, None] ^ columns)
+    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53

@@ -20,7 +20,7 @@ FLOORS = (
     ("models", "workers", "fleet"),
     ("steps", "environments"),
     ("rollout", "laws"),
-    ("rewards",),
+    ("rewards", "serve"),
     ("pipeline", "settings"),
     ("ablate", "assembly", "audit", "quickstart"),
     ("plan", "runs"),
@@ -30,7 +30,7 @@ FLOORS = (
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 # may touch the world
-EDGES = ("data", "runtime", "workers", "fleet", "rollout", "quickstart", "runs", "report", "commands")
+EDGES = ("data", "runtime", "workers", "fleet", "rollout", "serve", "quickstart", "runs", "report", "commands")
 IN_PLACE = ("fppo_kernels", "tree")  # may write into memory that their caller has given up
 FILE_LINES, FUNCTION_LINES, EXPERIMENT_LINES = 600, 60, 60
 

@@ -155,7 +155,11 @@ def answering(
     options = chat_options(rows)
     how = {**only(turns, "max_turns", "turn_tokens"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
-        if environment.used:
+        if environment.is_agent:
+            from fppo.assembly.agents import agent_engine  # here: it takes a server's packages
+
+            engine = opened.enter_context(agent_engine(model, rollout, rows, engine, tokenizer, pad_token_id, mesh))
+        elif environment.used:
             encode = chat_template(tokenizer, options=options) if rows.chat else PlainText(tokenizer)
             engine = TurnsEngine(
                 engine=engine,
@@ -164,12 +168,14 @@ def answering(
                 tokenizer=tokenizer,
                 prompt=prompt_encoder(tokenizer, rows, vocabulary),
                 prompt_tokens=rows.max_prompt_tokens,
+                failure=environment.failure,
                 **how,
             )
         elif turns.respond is not None:
             respond, roles = tools.resolve(turns.respond), ("tool",) if turns.failure else ()
             encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
-            limits, inline = only(turns, "failure", "time_limit", "workers"), turns.respond in tools.TOOLS
+            limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
+            inline = turns.respond in tools.TOOLS
             engine = TurnsEngine(
                 engine=engine,
                 tools=opened.enter_context(ToolRunner(respond, **limits, inline=inline)),

@@ -15,9 +15,10 @@ from fppo.data.chat import ChatOptions, encode_chat
 from fppo.data.tokenizers import begun_once, within
 from fppo.environments import EnvironmentRunner, Message
 from fppo.environments.runner import is_asynchronous
-from fppo.fields import WrongSetting
+from fppo.fields import WrongSetting, only
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
+from fppo.serve.agents import Agent
 from fppo.settings.component import bound
 from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
 from fppo.settings.tables import ENVIRONMENTS
@@ -31,6 +32,8 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
 
     Raises ValueError, naming the setting, for what does not import, is no environment, or does not take the keywords.
     """
+    if section.is_agent:
+        return partial(_itself, agent_of(section)), True
     (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
     fn = made.func if isinstance(made, partial) else made
     if not isinstance(fn, type) and all(callable(getattr(fn, name, None)) for name in ("reset", "step")):
@@ -44,6 +47,12 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
     return made, is_asynchronous(fn)
 
 
+def agent_of(section: EnvironmentSettings) -> Agent:
+    """The agent of the settings. Raises ValueError, naming the setting, where it does not import."""
+    (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
+    return made()
+
+
 def _itself(environment: Any) -> Any:
     return environment
 
@@ -51,7 +60,7 @@ def _itself(environment: Any) -> Any:
 def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> EnvironmentRunner:
     """The settings' environment, in processes; close it, or use it in a `with` statement."""
     make, asynchronous = maker_of(section)
-    limits = {"time_limit": turns.time_limit, "workers": turns.workers}
+    limits = only(turns, "time_limit", "workers", "concurrency", "retries")
     return EnvironmentRunner(make, name=section.name, asynchronous=asynchronous, **limits)
 
 

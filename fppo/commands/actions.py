@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -16,6 +16,7 @@ from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
+from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
@@ -28,6 +29,7 @@ from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
+from fppo.settings.modules import lacking_of_server
 from fppo.settings.train import TrainSettings
 
 
@@ -240,6 +242,15 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
                     return 1
                 say(f"step {run.step}: {'equal, bit for bit' if run.step in recorded else 'no digests were recorded'}")
     return 0
+
+
+def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
+    """Serve a policy until ctrl-C. Raises UsageError where the server's packages are missing."""
+    if lacking := lacking_of_server():
+        raise UsageError(lacking)
+    from fppo.commands import serve as command  # here: other commands do without
+
+    return command.serve(options, environment)
 
 
 def diff(first: Path, second: Path) -> int:

@@ -19,7 +19,16 @@ from fppo.commands import help as helps
 from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
-from fppo.commands.options import AuditOptions, DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.commands.options import (
+    AuditOptions,
+    DiffOptions,
+    Export,
+    Quickstart,
+    Replay,
+    Report,
+    ServeOptions,
+    TraceOptions,
+)
 from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
@@ -194,6 +203,16 @@ def _export(rest: Sequence[str]) -> int | None:
     return actions.export(run, target, options.step, role, options.device, merge=options.merge)
 
 
+def _serve(rest: Sequence[str]) -> int | None:
+    """Serve a run's policy, or a model, behind OpenAI's protocol, and record episodes: fppo serve RUN|MODEL"""
+    if helps.wanted(rest):
+        return helps.show("fppo serve RUN|MODEL [--OPTION VALUE ...]", ServeOptions)
+    options = tyro.cli(ServeOptions, args=rest, prog="fppo serve")
+    from fppo.commands import actions
+
+    return actions.serve(options, os.environ)
+
+
 def _report(rest: Sequence[str]) -> int | None:
     """Draw the curves of a run and write its report.html: fppo report RUN"""
     if helps.wanted(rest):
@@ -357,6 +376,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "eval": _eval,
     "replay": _replay,
     "export": _export,
+    "serve": _serve,
     "report": _report,
     "trace": _trace,
     "diff": _diff,

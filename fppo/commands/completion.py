@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, ServeOptions, TraceOptions
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
@@ -26,6 +26,7 @@ _OWN = {
     "quickstart": Quickstart,
     "replay": Replay,
     "export": Export,
+    "serve": ServeOptions,
     "report": Report,
     "trace": TraceOptions,
     "diff": DiffOptions,

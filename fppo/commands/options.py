@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import attrs
 import tyro
@@ -48,6 +48,49 @@ class Export:
     """Write an adapter merged with its base, as a whole model, instead of PEFT's files."""
     device: str = "cpu"
     """The device for the parameters; the host's memory suffices."""
+
+
+@attrs.frozen(kw_only=True)
+class ServeOptions:
+    """Serve a run's policy, or a model, behind OpenAI's protocol, and record what is sampled.
+
+    The key of the server is that of FPPO_API_KEY in the environment, or a new one, which is printed. Ctrl-C ends it.
+    """
+
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|MODEL")]
+    """The output_dir of a run, or the name or the directory of a model."""
+    host: str = "127.0.0.1"
+    """The address to listen at."""
+    port: int = 8000
+    """The port to listen at; 0: any that is free."""
+    public: bool = False
+    """Listen at an address that other machines reach. Nothing is encrypted: put a proxy with TLS in front."""
+    name: str | None = None
+    """The model's name in the protocol; None: the last part of RUN or MODEL."""
+    max_tokens: int = 1024
+    """The longest answer, in tokens, where a request says nothing."""
+    row_tokens: int | None = None
+    """The longest row, in tokens, of prompt, answers and what is said between; None: 4096, or what the model allows."""
+    temperature: float | None = None
+    """The temperature where a request says nothing; None: that of the run, or 1."""
+    top_p: float | None = None
+    """The mass of likeliest tokens where a request says nothing; None: that of the run, or 1."""
+    seed: int = 0
+    """The seed of all draws: answers depend on it, and on the names of their episodes."""
+    requests: int = 1024
+    """Answers that are drawn, or wait, at once; others are refused."""
+    record: str | None = None
+    """The directory for files of the recorded episodes; None: they are to be had over HTTP alone."""
+    step: int | None = None
+    """The step of the run's checkpoint; None: the last."""
+    follow: float = 0.0
+    """Seconds between two looks for newer checkpoints of the run; 0: none."""
+    device: str = "auto"
+    """The device."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype that a model is computed in; a run has its own."""
+    exact: bool = False
+    """Sample a model with the log-probs that training computes, bit for bit; a run has its own rollout.exact."""
 
 
 @attrs.frozen(kw_only=True)

@@ -28,6 +28,7 @@ class PlayedStep(NamedTuple):
     done: bool = False
     info: Mapping[str, float] = MappingProxyType({})
     failed: bool = False  # the environment raised, ended its process or took too long
+    why: str = ""  # it failed
 
 
 class EnvironmentCall:

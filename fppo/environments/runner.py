@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from fppo.environments.calls import CALL, EnvironmentCall, PlayedStep
 from fppo.environments.protocol import Environment, Reply
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Kind, Outcome, Sample
+from fppo.workers.streams import CallStream
 
 _log = logging.getLogger("fppo.environments")
 
@@ -25,6 +27,48 @@ class Player(Protocol):
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]: ...
 
     def step(self, states: Sequence[Any], replies: Sequence[Reply]) -> list[PlayedStep]: ...
+
+
+class PlayerCalls(Protocol):
+    """Protocol of a player's calls under way, by numbers of their caller's: one of each number at a time."""
+
+    def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None: ...
+
+    def step(self, number: int, state: Any, reply: Reply) -> None: ...
+
+    def taken(self, *, wait: bool) -> list[tuple[int, PlayedStep]]: ...  # with `wait` at least one, if any is open
+
+
+def calls_of(player: Player) -> AbstractContextManager[PlayerCalls]:
+    """A player's calls: by its own `open`, or else together, when they are taken."""
+    return player.open() if hasattr(player, "open") else nullcontext(CallsTogether(player))  # type: ignore
+
+
+class CallsTogether:
+    """Calls of a player that makes many at a time."""
+
+    def __init__(self, player: Player) -> None:
+        self._player = player
+        self._resets: dict[int, tuple[Mapping[str, Any], int]] = {}
+        self._steps: dict[int, tuple[Any, Reply]] = {}
+
+    def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
+        """Implement `PlayerCalls.reset`."""
+        self._resets[number] = row, seed
+
+    def step(self, number: int, state: Any, reply: Reply) -> None:
+        """Implement `PlayerCalls.step`."""
+        self._steps[number] = state, reply
+
+    def taken(self, *, wait: bool) -> list[tuple[int, PlayedStep]]:
+        """Implement `PlayerCalls.taken`."""
+        del wait
+        (resets, self._resets), (steps, self._steps) = (self._resets, {}), (self._steps, {})
+        results: list[tuple[int, PlayedStep]] = []
+        for calls, make in ((resets, self._player.reset), (steps, self._player.step)):
+            if calls:
+                results += zip(calls, make(*map(list, zip(*calls.values(), strict=True))), strict=True)
+        return results
 
 
 class _EnvironmentFunction(NamedTuple):
@@ -41,7 +85,7 @@ class EnvironmentRunner(FunctionRunner):
     `make` gives the environment, as a class or a function that imports; it is called once in each of the `workers`
     processes, or with `inline` in this one: see `FunctionRunner`. `asynchronous` says that its methods are coroutines,
     of which `concurrency` run at a time. Where a call raises, ends its process or takes longer than `time_limit`
-    seconds, the episode ends, and the step is `failed`. Failures are logged.
+    seconds, and did so `retries` times before, the episode ends, and the step is `failed`. Failures are logged.
     """
 
     def __init__(
@@ -54,6 +98,7 @@ class EnvironmentRunner(FunctionRunner):
         workers: int = 1,
         concurrency: int = 64,
         start_limit: float = 120.0,
+        retries: int = 0,
         inline: bool = False,
     ) -> None:
         self._calls = _EnvironmentFunction(name, EnvironmentCall(make, name), asynchronous, inline)
@@ -64,6 +109,7 @@ class EnvironmentRunner(FunctionRunner):
             workers=workers,
             concurrency=concurrency,
             start_limit=start_limit,
+            retries=retries,
         )
 
     @property
@@ -81,18 +127,53 @@ class EnvironmentRunner(FunctionRunner):
         calls = [(None, None, state, tuple(reply)) for state, reply in zip(states, replies, strict=True)]
         return self._played(calls, "turns")
 
+    @contextmanager
+    def open(self) -> Iterator[EnvironmentCalls]:
+        """Calls whose results come as they are ready."""
+        with self.stream(self._calls, "calls", _log) as calls:
+            yield EnvironmentCalls(calls, self._result)
+
     def _played(self, calls: Sequence[tuple[Any, ...]], what: str) -> list[PlayedStep]:
-        samples = [Sample("", "", None, "", {CALL: call}, (), (), "stop") for call in calls]
+        samples = [_sample(call) for call in calls]
         outcomes = self.logged_outcomes(self._calls, samples, what, _log)
         return [self._result(outcome, call) for outcome, call in zip(outcomes, calls, strict=True)]
 
     def _result(self, outcome: Outcome, call: tuple[Any, ...]) -> PlayedStep:
         if outcome.kind != "value" or outcome.answer is None:
-            return PlayedStep(call[2] or "", done=True, failed=True)
+            return PlayedStep(call[2] or "", done=True, failed=True, why=outcome.text)
         fields, wrong = json.loads(outcome.answer)
         if wrong is not None:
             raise ValueError(f"the environment {self._calls.name!r}: {wrong}")
         return PlayedStep(*fields)
+
+
+class EnvironmentCalls:
+    """`PlayerCalls` of an environment; `result` makes a step of an outcome and of the call's arguments."""
+
+    def __init__(self, calls: CallStream, result: Callable[[Outcome, tuple[Any, ...]], PlayedStep]) -> None:
+        self._calls, self._result = calls, result
+        self._open: dict[int, tuple[Any, ...]] = {}  # arguments
+
+    def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
+        """Implement `PlayerCalls.reset`."""
+        self._put(number, (dict(row), seed, None, None))
+
+    def step(self, number: int, state: Any, reply: Reply) -> None:
+        """Implement `PlayerCalls.step`."""
+        self._put(number, (None, None, state, tuple(reply)))
+
+    def taken(self, *, wait: bool) -> list[tuple[int, PlayedStep]]:
+        """Implement `PlayerCalls.taken`. Raises ValueError for results that are no `Begin` or `Step`."""
+        outcomes = self._calls.taken(wait=wait)
+        return [(number, self._result(outcome, self._open.pop(number))) for number, outcome in outcomes]
+
+    def _put(self, number: int, call: tuple[Any, ...]) -> None:
+        self._open[number] = call
+        self._calls.put(number, _sample(call))
+
+
+def _sample(call: tuple[Any, ...]) -> Sample:
+    return Sample("", "", None, "", {CALL: call}, (), (), "stop")
 
 
 def is_asynchronous(environment: Any) -> bool:

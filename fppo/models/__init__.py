@@ -31,13 +31,14 @@ from fppo.models.place import (
     whole_params,
 )
 from fppo.models.probe import check_model
-from fppo.models.run import bind, call_layer, forward, hidden_states, in_compute_dtype
+from fppo.models.run import Bound, bind, call_layer, forward, hidden_states, in_compute_dtype
 from fppo.models.save import save, save_config
 from fppo.models.spans import stage_of, staged
 from fppo.models.states import check_rows_whole
 from fppo.runtime.exports import check_replaceable
 
 __all__ = [
+    "Bound",
     "Dispatched",
     "Head",
     "Lora",

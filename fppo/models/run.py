@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
+import attrs
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from fppo.models.adapted import FACTORS, Adapted, Parts
 from fppo.models.codes import is_coded, values
 from fppo.models.heads import vocabulary_head
-from fppo.models.inner import OWN, inner_of
+from fppo.models.inner import OWN, Inner, inner_of
 from fppo.models.lengths import longest_row, over_long
 from fppo.models.model import Model, Params, Span
 from fppo.models.precision import KeepDouble
@@ -55,19 +56,52 @@ def bind(
     Raises ValueError for a missing parameter, unless `partial`, where `apply_layer` supplies the layers'; and for a
     kernel without a module to replace.
     """
-    if not partial:
-        params = model.joined(params)
-        missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
-        if missing:
-            raise ValueError(f"the model's parameters {missing} are missing")
-    inner = OWN if kernels is None else inner_of(kernels)
-    skeleton = outside(lambda: model.own_skeleton(inner, compiled=compiled))  # the first of a kind is built here
-    base_params = _base_params(model, params)
-    device = next(iter(base_params.values())).device
-    woven = _woven(model, model.prefix, base_params)
-    tensors = {f"skeleton.{name}": x for name, x in {**woven, **model.constants_on(device)}.items()}
-    with _precision(base_params):
-        return functional_call(_Call(skeleton), tensors, (fn,), tie_weights=model.shares)
+    return Bound.of(model, params, kernels=kernels, compiled=compiled, partial=partial)(fn)
+
+
+@attrs.frozen(eq=False)
+class Bound:
+    """A model with its parameters, for many calls: `bind` for one of them. A thread makes calls with a skeleton of its
+    own."""
+
+    model: Model
+    inner: Inner
+    compiled: bool
+    params: Params  # the base model's
+    tensors: Mapping[str, Tensor]  # by their names in a skeleton
+
+    @staticmethod
+    def of(
+        model: Model,
+        params: Params,
+        *,
+        kernels: Kernels | None = None,
+        compiled: bool = False,
+        partial: bool = False,
+    ) -> Bound:
+        """The model with these parameters; see `bind`."""
+        if not partial:
+            params = model.joined(params)
+            missing = [name for name in model.all_shapes if name.startswith(model.prefix) and name not in params]
+            if missing:
+                raise ValueError(f"the model's parameters {missing} are missing")
+        inner = OWN if kernels is None else inner_of(kernels)
+        outside(lambda: model.own_skeleton(inner, compiled=compiled))  # the first of a kind is built here
+        base_params = _base_params(model, params)
+        device = next(iter(base_params.values())).device
+        woven = _woven(model, model.prefix, base_params)
+        tensors = {f"skeleton.{name}": x for name, x in {**woven, **model.constants_on(device)}.items()}
+        return Bound(model, inner, compiled, base_params, tensors)
+
+    def __call__(self, fn: Callable[[PreTrainedModel], T]) -> T:
+        """Call `fn(skeleton)` with the parameters in the skeleton for the duration of the call."""
+        skeleton = self.model.own_skeleton(self.inner, compiled=self.compiled)
+        with self.precision():
+            return functional_call(_Call(skeleton), dict(self.tensors), (fn,), tie_weights=self.model.shares)
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """The precision of a pass, for operations on these parameters outside of a skeleton."""
+        return _precision(self.params)
 
 
 def in_compute_dtype(model: Model, params: Mapping[str, Tensor]) -> Params:

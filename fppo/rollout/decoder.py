@@ -62,6 +62,15 @@ class _DecoderNorm(NamedTuple):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
+class _Embedding(NamedTuple):
+    """A plain embedding, by its weight, which holds outside of `bind` too."""
+
+    weight: Tensor
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
 class _Layer(NamedTuple):
     """A decoder layer's parameters. Products of one input stand together, in one weight or in several."""
 
@@ -76,12 +85,13 @@ class _Layer(NamedTuple):
 
 
 class Decoder(NamedTuple):
-    """Inputs of `hidden`: the parameters that a skeleton has while they are bound to it.
+    """Inputs of `hidden`: the parameters that a skeleton has while they are bound to it. Where it is `held`, `hidden`
+    needs them bound no longer.
 
     On a tensor axis they are cut, and each rank computes its share of the output of attention and MLP for all rows.
     """
 
-    embedding: nn.Module
+    embedding: nn.Module | _Embedding
     axis: Axis
     layers: Sequence[_Layer]
     norm: _DecoderNorm
@@ -89,6 +99,11 @@ class Decoder(NamedTuple):
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     linear: Callable[..., Tensor]
     turn: Callable[..., tuple[Tensor, Tensor]] | None  # where it is not the model's own
+
+    @property
+    def held(self) -> bool:
+        """Whether all parameters of `hidden` are its own."""
+        return isinstance(self.embedding, _Embedding)
 
     def rotation(self, length: int) -> Rotation:
         """The rotation of all positions of a row of this length."""
@@ -138,7 +153,7 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
     width = attention.head_dim
     return Decoder(
-        embedding=embedding,
+        embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
         layers=[_layer(layer, joined=size <= JOINED) for layer in base.layers],
         norm=_norm(base.norm),

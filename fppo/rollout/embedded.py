@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import attrs
@@ -24,9 +26,12 @@ from fppo.models.seams import Attend, AttentionLayer
 from fppo.models.states import check_decodes
 from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
+from fppo.rollout.banks import BankLayout
 from fppo.rollout.decoder import Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
+from fppo.rollout.opened import EmbeddedRequests, LoadedPolicy
+from fppo.rollout.reading import groups_within, tried
 from fppo.rollout.records import (
     DrawnStep,
     Fed,
@@ -41,7 +46,16 @@ from fppo.rollout.records import (
 )
 from fppo.rollout.sampling import Columns, draw
 from fppo.rollout.states import PromptStates, States
-from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps, wide_product
+from fppo.rollout.stepping import (
+    Advance,
+    DecodingPolicy,
+    HeadLogProbs,
+    LiveRows,
+    Next,
+    fixed_steps,
+    plain_steps,
+    wide_product,
+)
 from fppo.runtime.graphs import Record, Run, as_graphs
 from fppo.runtime.mesh import LOCAL, Mesh, all_reduce
 from fppo.steps.experts import check_routers
@@ -49,7 +63,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.linear.float8 import float8
 from fppo_kernels.linear.plain import plain
-from fppo_kernels.padding import Packed, make_lengths, unpad
+from fppo_kernels.padding import Packed, unpad
 from fppo_kernels.table import Kernels
 
 _CHUNK = 128  # columns by which the cache first exceeds the prompts
@@ -114,9 +128,7 @@ class EmbeddedEngine:
         Raises ValueError for no prompts, for empty ones or ones not padded on the left, and for responses that may
         outgrow the model's learned positions or the length for which its rope is made.
         """
-        model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
-        params = models.in_compute_dtype(model, params)  # before they are gathered: fewer bytes, and no wide copies
-        model, params = models.tensor_parts(model, params, self.mesh)
+        model, params = self._prepared(params)
         device = next(iter(params.values())).device
         mask = ask.prompts.attention_mask.to(device).bool()
         lengths = check_prompts(mask)
@@ -130,19 +142,9 @@ class EmbeddedEngine:
         fed: list[Fed] = []
 
         def run(skeleton: PreTrainedModel) -> list[DrawnStep]:
-            own = models.output_head(model, params)
-            head, product = _wide(own, self.kernels.linear)
-            scores = None
+            policy = self._policy(model, params, skeleton)
             if self.exact:
-                head, product = own, rounded_product(self.kernels.linear)
-                scores = head_log_probs(own, self.kernels.log_probs, ask.sampling.temperature)
-            decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
-            columns = self._columns(model, head)
-            record = self._record(device, decoder, columns.axis)
-            routers, budget = model.routers if self.routed else (), self.prefill_tokens
-            policy = DecodingPolicy(
-                model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers, scores
-            )
+                policy = policy._replace(scores=self._scores(model, params, ask.sampling.temperature))
             steps: list[DrawnStep] = []
             for part, draws in self._waves(policy, len(lengths), n, width + max(limits)):
                 numbers = torch.arange(part.start, part.stop, device=device)[:, None] * n
@@ -156,6 +158,57 @@ class EmbeddedEngine:
             steps = models.bind(model, params, run, kernels=self.kernels)
         with torch.no_grad():  # not in inference mode: the rollout is for autograd to use
             return assemble(steps, fed, ask, row_ids, limits=limits, pad_token_id=self.pad_token_id)
+
+    @contextlib.contextmanager
+    def open(
+        self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
+    ) -> Iterator[EmbeddedRequests]:
+        """The engine with these parameters, for requests as they come, until the context ends; see `RequestEngine`. The
+        thread that opens it calls it.
+
+        `max_rows` bounds the rows that decode together, and `cache_bytes` the memory for their keys and values with
+        those of contexts that are kept: what would not fit waits.
+        """
+        yield EmbeddedRequests(
+            self._loaded,
+            params,
+            version,
+            max_rows=self.max_rows,
+            most_waiting=most_waiting,
+            together=self.together,
+            limit=_limit(self.model),
+        )
+
+    def _loaded(self, params: Mapping[str, Tensor]) -> LoadedPolicy:
+        """What an open engine answers with, on every rank of a mesh at once."""
+        model, params = self._prepared(params)
+        bound = models.Bound.of(model, params, kernels=self.kernels)
+        with torch.inference_mode():
+            policy = bound(lambda skeleton: self._policy(model, params, skeleton))
+            kept, calls, state_bytes = bound(lambda _: tried(policy))
+            budget = self._budget(policy)
+        scores = partial(self._scores, model, params) if self.exact else None
+        layout = BankLayout.of(kept, policy.head.weight.device)
+        return LoadedPolicy(bound, policy, layout, calls, state_bytes, budget, scores)
+
+    def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, Mapping[str, Tensor]]:
+        """The model that runs and its parameters, gathered where they are cut along other axes than its own."""
+        model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
+        params = models.in_compute_dtype(model, params)  # before they are gathered: fewer bytes, and no wide copies
+        return models.tensor_parts(model, params, self.mesh)
+
+    def _policy(self, model: Model, params: Mapping[str, Tensor], skeleton: PreTrainedModel) -> DecodingPolicy:
+        """The policy of these parameters, inside `bind`."""
+        own = models.output_head(model, params)
+        head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
+        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
+        columns = self._columns(model, head)
+        record = self._record(head.weight.device, decoder, columns.axis)
+        routers, budget = model.routers if self.routed else (), self.prefill_tokens
+        return DecodingPolicy(model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers)
+
+    def _scores(self, model: Model, params: Mapping[str, Tensor], temperature: float) -> HeadLogProbs:
+        return head_log_probs(models.output_head(model, params), self.kernels.log_probs, temperature)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:
         """The recorder of steps, or None: steps of other code may wait for the device, and collectives are not
@@ -178,11 +231,7 @@ class EmbeddedEngine:
 
     def _waves(self, policy: DecodingPolicy, prompts: int, n: int, columns: int) -> Iterator[tuple[slice, slice]]:
         """The prompts of each wave, and which of the n draws of each; rows may come to have `columns` columns."""
-        device, budget = policy.head.weight.device, self.cache_bytes
-        if budget is None and device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            free = torch.tensor((torch.cuda.mem_get_info(device)[0] + unused) // 2, device=device)
-            budget = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
+        budget = self._budget(policy)
         rows, draws = self.max_rows, n
         if budget is not None:
             one = _row_bytes(policy, _room(policy, columns))
@@ -196,6 +245,15 @@ class EmbeddedEngine:
         for first in range(0, prompts, step):
             for start in range(0, n, draws):
                 yield slice(first, min(first + step, prompts)), slice(start, min(start + draws, n))
+
+    def _budget(self, policy: DecodingPolicy) -> int | None:
+        """Bytes for keys and values; None: any number."""
+        device, budget = policy.head.weight.device, self.cache_bytes
+        if budget is None and device.type == "cuda":
+            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            free = torch.tensor((torch.cuda.mem_get_info(device)[0] + unused) // 2, device=device)
+            budget = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
+        return budget
 
 
 def _as_it_is(run: Run) -> Run:
@@ -227,8 +285,19 @@ def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]
             f"the longest prompt has {prompt} tokens; with max_tokens = {most} a row may reach {total} tokens: "
             + over_long(model.config, alike)
         )
+    tables, limit = _learned_positions(model), getattr(model.config, "max_position_embeddings", None)
+    if tables and limit is not None and total > limit:
+        raise ValueError(
+            f"the longest prompt has {prompt} tokens; with max_tokens = {most} a row may reach "
+            f"{total} tokens, but the model has learned {limit} positions ({tables[0]}): "
+            "lower max_tokens or leave long prompts out"
+        )
+
+
+def _learned_positions(model: Model) -> list[str]:
+    """The tables of learned positions."""
     inside = tuple(f"{path}." for path in model.layers)
-    tables = [
+    return [
         path
         for path, module in model.skeleton.named_modules()
         if isinstance(module, nn.Embedding)
@@ -236,13 +305,12 @@ def _check_positions(model: Model, lengths: Sequence[int], limits: Sequence[int]
         and not path.startswith(inside)
         and f"{model.prefix}{path}.weight" not in model.seeing
     ]
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if tables and limit is not None and total > limit:
-        raise ValueError(
-            f"the longest prompt has {prompt} tokens; with max_tokens = {most} a row may reach "
-            f"{total} tokens, but the model has learned {limit} positions ({tables[0]}): "
-            "lower max_tokens or leave long prompts out"
-        )
+
+
+def _limit(model: Model) -> int | None:
+    """The most tokens of a row, by its learned positions and by the longest row; None: any number."""
+    learned = getattr(model.config, "max_position_embeddings", None) if _learned_positions(model) else None
+    return min((x for x in (longest_row(model.config), learned) if x is not None), default=None)
 
 
 def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[..., Tensor]]:
@@ -255,26 +323,10 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
     return head._replace(weight=head.weight.to(wide), bias=bias), plain if linear is float8 else linear
 
 
-def _passes(lengths: Sequence[int], budget: int) -> Iterator[slice]:
-    """Consecutive prompts of at most `budget` tokens together."""
-    start, total = 0, 0
-    for i, length in enumerate(lengths):
-        if i > start and total + length > budget:
-            yield slice(start, i)
-            start, total = i, 0
-        total += length
-    yield slice(start, len(lengths))
-
-
 def _row_bytes(policy: DecodingPolicy, columns: int) -> int:
-    """Bytes of a row's keys and values and states, seen in a pass over one token for each rank."""
-    count, device, kept = policy.columns.axis.size, policy.head.weight.device, caches.Layers()
-    tokens = torch.zeros(1, count, dtype=torch.int64, device=device)
-    lengths = make_lengths([1] * count, device)
-    attend = caches.prefill_attention(policy.kernels.attention, lengths, kept, [])
-    states = PromptStates(lengths, policy.model)
-    models.forward(policy.text, tokens, tokens, attend=RowWise(attend, states))
-    return caches.row_bytes(kept, columns) + states.states_(1, 1).row_bytes
+    """Bytes of a row's keys and values and states."""
+    kept, _, of_states = tried(policy)
+    return caches.row_bytes(kept, columns) + of_states
 
 
 def _prefill(
@@ -285,7 +337,7 @@ def _prefill(
     cache, axis = caches.Layers(), policy.columns.axis
     ends, states, asked = list[Tensor](), list[States](), list[AttentionLayer]()
     n = len(wave.rows) // len(wave.lengths)
-    for part in _passes(wave.lengths, policy.prefill_tokens):
+    for part in groups_within(wave.lengths, policy.prefill_tokens):
         packed = unpad(wave.tokens[part], wave.mask[part], multiple=axis.size)
         prompts: caches.Layers = {}
         asked.clear()

@@ -12,8 +12,8 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo.batch import Rollout
 from fppo.rollout.engine import Ask, Engine, Newer
-from fppo.rollout.in_order import InOrder
 from fppo.rollout.records import number_rows, response_limits, rollout_of
+from fppo.runtime.in_order import InOrder
 from fppo.tree import replace
 
 

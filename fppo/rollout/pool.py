@@ -25,10 +25,10 @@ from fppo.key import Key
 from fppo.models.model import Model
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
-from fppo.rollout.in_order import InOrder
 from fppo.rollout.records import check_prompts, response_limits, widened
 from fppo.rollout.sync import Bucket, CopyOrigin, How
 from fppo.rollout.vllm.host import EngineDied
+from fppo.runtime.in_order import InOrder
 from fppo.runtime.restarts import Lost, Restarts
 
 _ENDING = 100  # tenths of seconds in which the thread of an engine may end

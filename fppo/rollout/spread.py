@@ -6,7 +6,8 @@ All ranks hold the same prompts, keys and records, so the math between the heavy
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import attrs
 import torch
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.rollout.engine import Ask, Engine
+from fppo.rollout.generated import generated, opened
+from fppo.rollout.requests import Requests
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.ranks import collect, deal
@@ -60,6 +63,20 @@ class SpreadEngine:
         )
         rollout = self.engine.generate(params, share)
         return self._gathered(batches.rows(rollout, kept), ask, shares)
+
+    @contextmanager
+    def open(
+        self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
+    ) -> Iterator[Requests]:
+        """This rank's engine, open for requests, which it answers alone or with those of the axes `together`; one that
+        cannot be open answers on all ranks together."""
+        how = {"version": version, "most_waiting": most_waiting}
+        if hasattr(self.engine, "open"):
+            opening = opened(self.engine, params, **how)
+        else:
+            opening = generated(self, params, **how, together=ALL if ranks_on(self.mesh, ALL) > 1 else ())
+        with opening as requests:
+            yield requests
 
     def _gathered(self, own: Rollout, ask: Ask, shares: list[list[int]]) -> Rollout:
         """The rollout of all ranks from each rank's rows of it."""
@@ -115,3 +132,12 @@ class FetchingEngine:
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The engine's rollout."""
         return self.engine.generate(to_device(dict(params), self.lane), ask)
+
+    @contextmanager
+    def open(
+        self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
+    ) -> Iterator[Requests]:
+        """The engine, open for requests."""
+        there = to_device(dict(params), self.lane)
+        with opened(self.engine, there, version=version, most_waiting=most_waiting) as requests:
+            yield requests

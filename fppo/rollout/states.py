@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import DynamicCache
 
 from fppo.models.model import Model
 from fppo.models.rows import Mixer, by_groups, grouped
+from fppo.models.states import KEPT
 from fppo_kernels.padding import Lengths, sent
 
 
@@ -29,6 +31,17 @@ class States:
         self._change_(lambda x: x.index_select(0, index))
         return self
 
+    def picked(self, index: Sequence[int]) -> States:
+        """A copy of the states of some rows."""
+        other, cache = States.__new__(States), copy.copy(self._cache)
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+        other._cache = cache
+        for layer in cache.layers:
+            for name in KEPT:
+                if (kept := getattr(layer, name, None)) is not None:
+                    setattr(layer, name, {number: _picked(x, index) for number, x in kept.items()})
+        return other
+
     @property
     def row_bytes(self) -> int:
         """Bytes of one row's."""
@@ -36,7 +49,7 @@ class States:
 
     def _kept(self) -> Iterator[dict[int, Tensor | None]]:
         for layer in self._cache.layers:
-            for name in ("conv_states", "recurrent_states"):
+            for name in KEPT:
                 yield getattr(layer, name, {})
 
     def _change_(self, fn: Callable[[Tensor], Tensor]) -> None:
@@ -52,6 +65,10 @@ class States:
                 if others and x is not None:
                     kept[number] = torch.cat([x, *(own.pop(number) for own in beside)])  # type: ignore[list-item]
         return first
+
+
+def _picked(x: Tensor | None, index: Sequence[int]) -> Tensor | None:
+    return None if x is None else x[list(index)]
 
 
 class PromptStates:

@@ -116,7 +116,8 @@ def fixed_steps(
 
         def step() -> Tensor:
             attend = caches.fixed_attention(kernel, rows.cache, column, rows.pads)
-            hidden = next_hidden(tokens, column - rows.starts, attend, None)
+            positions = (column - rows.starts).clamp(max=length - 1)  # of places without a row it means nothing
+            hidden = next_hidden(tokens, positions, attend, None)
             return logits_of(policy.head, hidden, policy.product)
 
         run = record(step)

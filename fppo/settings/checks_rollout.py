@@ -76,6 +76,17 @@ def _environment(s: TrainSettings) -> Problems:
     if (s.data.path or s.data.rows is not None) and s.rollout.environment.episodes != EnvironmentSettings().episodes:
         yield wrong(s, f"{path}.episodes", "data has the prompts; leave one of them out")
     yield from unread(s, ["rollout.turns.failure"], "rollout.turns.respond")
+    if s.rollout.environment.is_agent:
+        yield from _agent(s)
+
+
+def _agent(s: TrainSettings) -> Problems:
+    """Yield the problems of an agent."""
+    name = "rollout.environment.name"
+    if s.mesh.least_ranks > 1:
+        yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
+    others = ("rollout.turns.max_turns", "rollout.turns.time_limit")
+    yield from unread(s, others, "an environment; an agent has rollout.environment.time_limit")
 
 
 def _turns(s: TrainSettings) -> Problems:
@@ -83,7 +94,7 @@ def _turns(s: TrainSettings) -> Problems:
     if s.rollout.environment.used:
         yield from _environment(s)
     else:
-        others = ("rollout.environment.episodes", "rollout.environment.eval_episodes")
+        others = [f"rollout.environment.{x}" for x in ("episodes", "eval_episodes", "failure")]
         yield from unread(s, others, "rollout.environment.name")
     if s.algorithm.group_by == "turn" and not (s.in_turns and s.algorithm.reads("groups")):
         text = "there are no turns to compare: it is for rollout.environment or rollout.turns.respond, and estimators"

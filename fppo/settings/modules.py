@@ -39,13 +39,14 @@ def kernels_named(settings: TrainSettings) -> dict[str, str]:
 
 def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
     """(setting, value) of what names a function of the user's, as module:function."""
-    data, turns = settings.data, settings.rollout.turns
+    data, turns, environment = settings.data, settings.rollout.turns, settings.rollout.environment
     named = [
         *((f"{path}.name", part.name) for path, part, _ in parts(settings)),
         *kernels_named(settings).items(),
         *(("reward.functions", name) for name in settings.reward.functions),
         *(("log.loggers", name) for name in settings.log.loggers),
         ("rollout.turns.respond", turns.respond),
+        ("rollout.environment.play", environment.keywords.get("play") if environment.is_agent else None),
         *((f"data.{name}", getattr(data, name)) for name in ("rows", "eval_rows", "sampler")),
     ]
     return [(setting, name) for setting, name in named if name and ":" in name]
@@ -64,9 +65,17 @@ def module_problems(settings: TrainSettings) -> list[Problem]:
         if ":" not in name and name not in known:
             text = f"there is no such reward; {did_you_mean(name, sorted(known))} and module:function"
             lines.append(Problem("reward.functions", name, text))
+    if settings.rollout.environment.is_agent and (lacking := lacking_of_server()):
+        lines.append(Problem("rollout.environment.name", settings.rollout.environment.name, lacking))
     search([*settings.module_dirs, os.getcwd()])
     wrong = ((setting, name, _wrong(*name.split(":", 1))) for setting, name in own_functions(settings))
     return [*lines, *(Problem(setting, name, text) for setting, name, text in wrong if text is not None)]
+
+
+def lacking_of_server() -> str | None:
+    """The packages of a server that are missing, and what to do; None if they are there."""
+    lacking = [each for each in ("fastapi", "uvicorn") if importlib.util.find_spec(each) is None]
+    return f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'" if lacking else None
 
 
 def _wrong(module: str, path: str) -> str | None:

@@ -22,7 +22,7 @@ from fppo.fields import (
 )
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.settings.component import given, named
-from fppo.settings.tables import ENVIRONMENTS
+from fppo.settings.tables import AGENT, ENVIRONMENTS
 
 
 def _ids(values: tuple[int, ...]) -> str | None:
@@ -63,6 +63,10 @@ class TurnsSettings:
     """Seconds that a call may take."""
     workers: int = setting(1, at_least(1), at_most(MOST_WORKERS))
     """Processes that calls run in, on each rank; the calculator needs none."""
+    concurrency: int = setting(64, at_least(1), at_most(MOST_ROWS))
+    """Calls of a coroutine at a time, in each process; other functions take one call at a time."""
+    retries: int = setting(0, at_least(0), at_most(100))
+    """How often a call that raises, hangs or crashes is made again before it counts as failed."""
 
 
 @attrs.frozen(kw_only=True)
@@ -70,17 +74,24 @@ class EnvironmentSettings:
     """An environment that rewards the policy's turns, and any of its keywords; rollout.turns bounds its episodes."""
 
     name: str = named("none", ENVIRONMENTS, "an environment")
-    """none, an adapter, or module:name of your own: a class, or a function that returns an environment."""
+    """none, an adapter, agent, or module:name of your own: a class, or a function that returns an environment."""
     episodes: int = setting(1024, at_least(1))
     """Prompts of an epoch, where the environment gives them: without data.path."""
     eval_episodes: int = setting(0, at_least(0))
     """Held-out prompts that the environment gives, in place of data.eval_path's; 0: those."""
+    failure: Literal["drop", "score", "raise"] = setting("drop")
+    """An episode that fails: drop (no score, not trained on), score (it ends, with its rewards so far), or raise."""
     keywords: Table = given()
 
     @property
     def used(self) -> bool:
         """Whether there is an environment."""
         return self.name != "none"
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether it is an agent, a program that speaks to the policy over HTTP."""
+        return self.name == AGENT
 
     @property
     def has_held_out(self) -> bool:

@@ -38,6 +38,7 @@ CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the m
     "rollout": ("fppo.losses.correction:rollout_correction",),
 }
 _ADAPTERS = "fppo.environments.adapters"
+AGENT = "agent"  # no environment, but a program that plays episodes of its own
 ENVIRONMENTS: Functions = {  # of keywords alone, for an environment
     "none": (),
     "reasoning_gym": (f"{_ADAPTERS}.reasoning:ReasoningGym",),
@@ -46,5 +47,6 @@ ENVIRONMENTS: Functions = {  # of keywords alone, for an environment
     "tools": (f"{_ADAPTERS}.tool_classes:ToolClass",),
     "openenv": (f"{_ADAPTERS}.open_env:OpenEnv",),
     "verifiers": (f"{_ADAPTERS}.verifiers_01:Verifiers",),
+    AGENT: ("fppo.serve.agents:Agent",),
 }
 REWARDS: Functions = {name: (f"{fn.__module__}:{fn.__name__}",) for name, fn in builtins().items()}  # of a sample

@@ -139,22 +139,53 @@ def _outcomes(results: Any, count: int) -> list[Outcome]:
     return [outcome_of(result) for result in listed]
 
 
-async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
-    turns = asyncio.Semaphore(mode.concurrency)
-    patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
+class CoroutineCalls:
+    """Calls of a coroutine, `mode.concurrency` at a time; others may come while some are under way. Make it inside of a
+    running loop."""
 
-    async def one(number: int, sample: Sample) -> None:
-        async with turns:
+    def __init__(self, fn: UserFn, mode: Mode, on_outcome: OnOutcome) -> None:
+        self._fn, self._on_outcome = fn, on_outcome
+        self._turns = asyncio.Semaphore(mode.concurrency)
+        self._patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
+        self._open: set[asyncio.Task[None]] = set()
+
+    def add(self, number: int, sample: Sample) -> None:
+        """Begins a call as soon as it is its turn."""
+        task = asyncio.ensure_future(self._one(number, sample))
+        self._open.add(task)
+
+    async def cancel(self) -> None:
+        """Ends the calls that are open."""
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    async def done(self) -> None:
+        """Waits until no call is open."""
+        while self._open:
+            ended, self._open = await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+
+    async def _one(self, number: int, sample: Sample) -> None:
+        patience = self._patience
+        async with self._turns:
             limit = patience.limit
             try:
-                outcome = patience.given_up() if patience.used_up else outcome_of(await _within(fn(sample), limit))
+                within = _within(self._fn(sample), limit) if not patience.used_up else None
+                outcome = patience.given_up() if within is None else outcome_of(await within)
             except TimeoutError:
                 outcome = patience.overdue(limit)
             except (Exception, SystemExit) as error:
                 outcome = _error(error)
-        on_outcome(number, outcome)
+        self._on_outcome(number, outcome)
 
-    await asyncio.gather(*(one(number, sample) for number, sample in enumerate(samples)))
+
+async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
+    calls = CoroutineCalls(fn, mode, on_outcome)
+    for number, sample in enumerate(samples):
+        calls.add(number, sample)
+    await calls.done()
 
 
 async def _within(waited: Awaitable[Any], limit: float) -> Any:

@@ -100,6 +100,10 @@ class WorkerChannel:
         self._end.setblocking(True)
         os.register_at_fork(after_in_child=self._end.close)
 
+    def fileno(self) -> int:
+        """The descriptor, to wait for."""
+        return self._end.fileno()
+
     def send(self, message: bytes) -> None:
         """Sends a message."""
         self._check()

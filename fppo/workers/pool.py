@@ -15,19 +15,21 @@ import socket
 import subprocess
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 
 from fppo.runtime.clock import ProcessClock
+from fppo.runtime.in_order import InOrder
 from fppo.runtime.parent import kill_session, start_python
 from fppo.workers.calls import Mode, Patience
 from fppo.workers.channel import SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
 
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
-_LOOK = 0.5  # seconds between two looks at the processes, at most
+_LOOK = 0.5  # seconds after which the clock counts the process as stopped
+_SLICE = 0.05  # seconds that one run waits before another gets its turn
 _REAP = 10.0  # seconds that a process which was killed may take to end
 _CHUNK = 32  # samples in a task, at most
 _Task = tuple[int, ...]  # numbers of samples
@@ -40,20 +42,35 @@ class _Worker:
     deadline: float  # of the pool's clock; until then it has to send something
     limit: float = 0.0  # seconds that its call may take
     ready: bool = False
-    task: _Task | None = None
-    open: list[int] = attrs.field(factory=list)  # the task's samples without an outcome, in order
+    run: PoolRun | None = None  # of its samples
+    open: list[int] = attrs.field(factory=list)  # samples without an outcome, in order
 
 
-@attrs.define
-class _Run:
-    """One function on many samples."""
+@attrs.define(eq=False)
+class PoolRun:
+    """One function on many samples, of which more may come."""
 
     function: int
     mode: Mode
-    samples: Sequence[Sample]
     patience: Patience
-    pending: deque[_Task]
-    outcomes: dict[int, Outcome] = attrs.field(factory=dict)
+    closed: int  # how often the pool had been closed when it began
+    samples: dict[int, Sample] = attrs.field(factory=dict)  # without an outcome
+    new: list[int] = attrs.field(factory=list)
+    pending: deque[_Task] = attrs.field(factory=deque)
+    outcomes: dict[int, Outcome] = attrs.field(factory=dict)  # that nobody has taken
+    suspects: set[int] = attrs.field(factory=set)  # that were with one that cost a process
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Takes a sample in, under a number that no other has that is open."""
+        self.samples[number] = sample
+        self.new.append(number)
+
+    def end(self, outcomes: Mapping[int, Outcome]) -> None:
+        """Notes outcomes."""
+        self.outcomes |= outcomes
+        self.suspects -= outcomes.keys()
+        for number in outcomes:
+            self.samples.pop(number, None)
 
 
 class WorkerPool:
@@ -77,6 +94,7 @@ class WorkerPool:
         self._clock = ProcessClock(2 * _LOOK)
         self._workers: list[_Worker] = []
         self._closed = 0  # how often
+        self._turn = InOrder()
         self._starter: ThreadPoolExecutor | None = None
         self._finalizer = weakref.finalize(self, _end, self._workers)  # runs at the interpreter's exit too
 
@@ -97,18 +115,43 @@ class WorkerPool:
     def run(self, function: int, mode: Mode, samples: Sequence[Sample], patience: Patience) -> list[Outcome]:
         """The outcome of function number `function` on every sample, with the patience that is left for their batch. An
         interruption leaves no process behind."""
-        tasks = deque(_tasks(len(samples), mode, self._count))
-        run, closed = _Run(function, mode, samples, patience, tasks), self._closed
-        try:
-            while len(run.outcomes) < len(samples) or any(w.task is not None for w in self._workers):
-                if self._closed != closed:
-                    raise RuntimeError(f"the processes of the {self._names} were closed while they were at work")
-                self._assign(run)
-                self._wait(run)
-        except BaseException:
-            self.close()
-            raise
-        return [run.outcomes[number] for number in range(len(samples))]
+        run, outcomes = self.begin(function, mode, patience), dict[int, Outcome]()
+        for number, sample in enumerate(samples):
+            run.put(number, sample)
+        while len(outcomes) < len(samples):
+            outcomes |= self.taken(run, wait=True)
+        return [outcomes[number] for number in range(len(samples))]
+
+    def begin(self, function: int, mode: Mode, patience: Patience) -> PoolRun:
+        """A run of a function on samples that are still to come."""
+        return PoolRun(function, mode, patience, self._closed)
+
+    def taken(self, run: PoolRun, *, wait: bool) -> dict[int, Outcome]:
+        """Moves a run on, and takes what outcomes it has; with `wait` at least one, if any sample is open. Several
+        threads may each have a run. An interruption leaves no process behind."""
+        while True:
+            with self._turn:
+                try:
+                    self._move(run, 0.0 if not wait or run.outcomes else _SLICE)
+                except BaseException:
+                    self.close()
+                    raise
+                if run.outcomes or not (wait and run.samples):
+                    outcomes, run.outcomes = run.outcomes, {}
+                    return outcomes
+
+    def forget(self, run: PoolRun) -> None:
+        """Ends a run. Processes that are at work for it are killed."""
+        with self._turn:
+            for worker in [worker for worker in self._workers if worker.run is run]:
+                self._drop(worker)
+
+    def _move(self, run: PoolRun, limit: float) -> None:
+        if self._closed != run.closed:
+            raise RuntimeError(f"the processes of the {self._names} were closed while they were at work")
+        self._assign(run)
+        self._wait(limit)
+        self._assign(run)
 
     def _started(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -124,54 +167,63 @@ class WorkerPool:
             channel.send(self._functions)
         return _Worker(process, channel, self._clock.now() + self._start_limit)
 
-    def _assign(self, run: _Run) -> None:
+    def _assign(self, run: PoolRun) -> None:
+        new, run.new = run.new, []
+        run.pending += _tasks(new, run.mode, self._count)
         if run.patience.used_up:
-            run.outcomes |= {number: run.patience.given_up() for task in run.pending for number in task}
+            given_up = [number for task in run.pending for number in task]
+            run.end({number: run.patience.given_up() for number in given_up})
             run.pending.clear()
-        busy = sum(w.task is not None for w in self._workers)
+        busy = sum(worker.run is not None for worker in self._workers)
         while len(self._workers) < min(self._count, len(run.pending) + busy):
             self._workers.append(self._started())
-        for worker in list(self._workers):
-            if not worker.ready or worker.task is not None or not run.pending:
-                continue
+        while run.pending and (worker := self._free(run)) is not None:
             task = run.pending[0]
             try:
-                chosen = [tuple(run.samples[number]) for number in task]
+                chosen = [(number, tuple(run.samples[number])) for number in task]
                 worker.channel.send(pickle.dumps((run.function, tuple(run.mode), chosen)))
             except OSError:  # it died while idle, which is no sample's fault
-                self._drop(worker)
+                self._died(worker) if worker.open else self._drop(worker)
                 continue
             run.pending.popleft()
-            worker.task, worker.open = task, list(task)
-            self._await(worker, run)
+            if not worker.open:
+                self._await(worker, run)
+            worker.run = run
+            worker.open += task
+
+    def _free(self, run: PoolRun) -> _Worker | None:
+        """A process that can take a task: one without any, or one whose coroutines of the same run may get company."""
+        grows = run.mode.asynchronous and run.mode.kind == "sample" and not run.suspects
+        free = [w for w in self._workers if w.ready and (w.run is None or (grows and w.run is run))]
+        return min(free, key=lambda worker: len(worker.open), default=None)
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         _kill(worker)
 
-    def _await(self, worker: _Worker, run: _Run) -> None:
+    def _await(self, worker: _Worker, run: PoolRun) -> None:
         """Gives a worker until its next call has to be done, or until coroutines have to end by themselves."""
         slack = _SLACK if run.mode.asynchronous and run.mode.kind == "sample" else 0.0
         worker.limit = run.patience.limit
         worker.deadline = self._clock.now() + worker.limit + slack
 
-    def _wait(self, run: _Run) -> None:
-        waiting = [w for w in self._workers if w.task is not None or not w.ready]
+    def _wait(self, limit: float) -> None:
+        waiting = [w for w in self._workers if w.run is not None or not w.ready]
         if not waiting:
             return
         patience = max(0.0, min(w.deadline for w in waiting) - self._clock.now())
-        moved = _moved(waiting, min(patience, _LOOK))
+        moved = _moved(waiting, min(patience, limit))
         now = self._clock.now()
         for worker in waiting:
             try:
-                if not (worker in moved and self._receive(worker, run)) and now >= worker.deadline:
-                    self._overdue(worker, run)
+                if not (worker in moved and self._receive(worker)) and now >= worker.deadline:
+                    self._overdue(worker)
             except (EOFError, ConnectionError):
-                self._died(worker, run)
+                self._died(worker)
             except ForeignBytes as error:
-                self._broken(worker, run, str(error))
+                self._broken(worker, str(error))
 
-    def _receive(self, worker: _Worker, run: _Run) -> bool:
+    def _receive(self, worker: _Worker) -> bool:
         """Takes what a worker has said; whether it has said anything."""
         worker.channel.flush()
         messages = worker.channel.receive()
@@ -181,57 +233,60 @@ class WorkerPool:
                     worker.ready = True
                 case ("failed", text):
                     raise ValueError(f"the {self._names} does not load in a worker process: {text}")
-                case ("done",):
-                    worker.task = None
-                case (int(number), outcome) if worker.task is not None:
-                    if worker.task[number] not in worker.open:
+                case (int(number), outcome) if worker.run is not None:
+                    if number not in worker.open:
                         raise ForeignBytes("two outcomes of one sample")
-                    run.outcomes[worker.task[number]] = Outcome(*outcome)
-                    worker.open.remove(worker.task[number])
-            self._await(worker, run)
+                    worker.run.end({number: Outcome(*outcome)})
+                    worker.open.remove(number)
+            if worker.run is not None:
+                self._await(worker, worker.run)
+                worker.run = worker.run if worker.open else None
         return bool(messages)
 
-    def _died(self, worker: _Worker, run: _Run) -> None:
+    def _died(self, worker: _Worker) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(timeout=1.0)
         code = worker.process.poll()
         if not worker.ready:
             raise ValueError(f"the process of the {self._names} ended with code {code} before it was ready")
-        self._give_up(worker, run, Outcome("error", text=f"its process ended with code {code}"))
+        self._give_up(worker, Outcome("error", text=f"its process ended with code {code}"))
 
-    def _broken(self, worker: _Worker, run: _Run, found: str) -> None:
+    def _broken(self, worker: _Worker, found: str) -> None:
         """Gives a worker up in whose channel somebody else has written."""
         text = f"it wrote to a descriptor that is not its own: the pool got {found}"
         if not worker.ready:
             raise ValueError(f"the {self._names}, as it was loaded: {text}")
-        self._give_up(worker, run, Outcome("error", text=text))
+        self._give_up(worker, Outcome("error", text=text))
 
-    def _overdue(self, worker: _Worker, run: _Run) -> None:
-        if not worker.ready:
+    def _overdue(self, worker: _Worker) -> None:
+        if not worker.ready or worker.run is None:
             raise ValueError(f"the {self._names} did not load within {self._start_limit:g} s")
-        self._give_up(worker, run, run.patience.overdue(worker.limit))
+        self._give_up(worker, worker.run.patience.overdue(worker.limit))
 
-    def _give_up(self, worker: _Worker, run: _Run, outcome: Outcome) -> None:
+    def _give_up(self, worker: _Worker, outcome: Outcome) -> None:
         """Kills a worker. The sample that it was at gets `outcome`; where that is not known, halves are tried again."""
-        left = worker.open
+        left, run = worker.open, worker.run
         self._drop(worker)
+        if run is None:
+            return
         if len(left) == 1 or (run.mode.kind == "sample" and not run.mode.asynchronous):
-            run.outcomes |= {number: outcome for number in left[:1]}
+            run.end({number: outcome for number in left[:1]})
             retry = [left[1:]]
         else:
             retry = [left[: len(left) // 2], left[len(left) // 2 :]]
+            run.suspects.update(left)
         run.pending.extendleft(tuple(task) for task in reversed(retry) if task)
 
 
-def _tasks(count: int, mode: Mode, workers: int) -> list[_Task]:
+def _tasks(numbers: Sequence[int], mode: Mode, workers: int) -> list[_Task]:
     """All samples for a function of a batch; else pieces small enough that the workers end together."""
+    count = len(numbers)
     if mode.kind == "batch":
         size = count
     elif mode.asynchronous:
         size = -(-count // workers)
     else:
         size = min(_CHUNK, -(-count // (4 * workers)))
-    numbers = range(count)
     return [tuple(numbers[i : i + size]) for i in range(0, count, max(size, 1))]
 
 
@@ -267,7 +322,7 @@ def _end(workers: list[_Worker]) -> None:
     while workers:
         worker = workers.pop()
         worker.channel.close()  # an idle one ends by itself
-        if worker.task is None and worker.ready:
+        if worker.run is None and worker.ready:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.process.wait(timeout=1.0)
         _kill(worker)

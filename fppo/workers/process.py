@@ -8,7 +8,7 @@ from typing import Any
 
 from fppo._errors import of_exit, words_of
 from fppo.runtime.parent import end_with
-from fppo.workers.calls import Mode, call
+from fppo.workers.calls import CoroutineCalls, Mode, OnOutcome, call
 from fppo.workers.channel import WorkerChannel
 from fppo.workers.sample import Outcome, Sample
 
@@ -17,7 +17,8 @@ def main(descriptor: str, secret: str, parent: str) -> None:
     """Answers the parent until it closes the channel.
 
     First come the functions, pickled; the answer is ("ready",) or ("failed", why). Then come tasks (number of the
-    function, mode, samples); the answers are (number of the sample, outcome) and ("tick",), and ("done",) at the end.
+    function, mode, samples with their numbers); the answers are (number of the sample, outcome) and ("tick",). While
+    coroutines run, further tasks of the same function may come.
     """
     end_with(int(parent))
     channel = WorkerChannel(int(descriptor), bytes.fromhex(secret))
@@ -31,10 +32,15 @@ def main(descriptor: str, secret: str, parent: str) -> None:
     with asyncio.Runner() as loop:
         while True:
             try:
-                function, mode, samples = pickle.loads(channel.receive())
+                function, mode, samples = _task(channel)
+                _answer(channel, functions[function], mode, samples, loop)
             except EOFError:
                 return
-            _answer(channel, functions[function], Mode(*mode), [Sample(*s) for s in samples], loop)
+
+
+def _task(channel: WorkerChannel) -> tuple[int, Mode, list[tuple[int, Sample]]]:
+    function, mode, samples = pickle.loads(channel.receive())
+    return function, Mode(*mode), [(number, Sample(*sample)) for number, sample in samples]
 
 
 def _load(data: bytes) -> Any:
@@ -45,9 +51,49 @@ def _load(data: bytes) -> Any:
     return fn
 
 
-def _answer(channel: WorkerChannel, fn: Any, mode: Mode, samples: list[Sample], loop: asyncio.Runner) -> None:
+def _answer(
+    channel: WorkerChannel, fn: Any, mode: Mode, samples: list[tuple[int, Sample]], loop: asyncio.Runner
+) -> None:
     def on_outcome(number: int, outcome: Outcome) -> None:
         channel.send(pickle.dumps((number, tuple(outcome))))
 
-    call(fn, samples, mode, loop, on_outcome, lambda: channel.send(pickle.dumps(("tick",))))
-    channel.send(pickle.dumps(("done",)))
+    if mode.asynchronous and mode.kind == "sample":
+        loop.run(_coroutines(channel, fn, mode, samples, on_outcome))
+        return
+    numbers, plain = zip(*samples, strict=True)
+    call(
+        fn,
+        plain,
+        mode,
+        loop,
+        lambda place, outcome: on_outcome(numbers[place], outcome),
+        lambda: channel.send(pickle.dumps(("tick",))),
+    )
+
+
+async def _coroutines(
+    channel: WorkerChannel, fn: Any, mode: Mode, samples: list[tuple[int, Sample]], on_outcome: OnOutcome
+) -> None:
+    """Runs coroutines, and those of tasks that come meanwhile. Raises EOFError once the pool has closed the channel."""
+    calls, ended = CoroutineCalls(fn, mode, on_outcome), list[EOFError]()
+
+    def add(samples: list[tuple[int, Sample]]) -> None:
+        for number, sample in samples:
+            calls.add(number, sample)
+
+    def receive() -> None:
+        try:
+            add(_task(channel)[2])
+        except EOFError as error:
+            ended.append(error)
+            loop.remove_reader(channel.fileno())
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(channel.fileno(), receive)
+    try:
+        add(samples)
+        await calls.done()
+    finally:
+        loop.remove_reader(channel.fileno())
+    if ended:
+        raise ended[0]

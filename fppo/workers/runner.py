@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from logging import Logger
 from typing import Protocol, Self
 
-from fppo.workers.calls import Mode, Patience, call
+from fppo.workers.calls import Mode, Patience
 from fppo.workers.pool import WorkerPool
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn
+from fppo.workers.streams import FAILED, CallsHere, CallStream, CoroutinesHere, PooledCalls, called_here
 
 CALLS, LEAST = 6, 60.0  # late calls, and seconds, that a process may lose on a batch by default, whichever is more
 
@@ -37,8 +37,8 @@ class FunctionRunner:
     killed and started again when one call takes more than `time_limit` seconds, in Python or C. Once calls on one batch
     have run out of time for `batch_limit` seconds in each process, the others have a tenth of that time (a second at
     least), and after as long again they are not made. Coroutines run up to `concurrency` at a time. Loading the
-    functions may take `start_limit` seconds. `role` is what errors call them. Several threads may call: the processes
-    serve one at a time.
+    functions may take `start_limit` seconds. A call that fails is made again up to `retries` times. `role` is what
+    errors call them. Several threads may call.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class FunctionRunner:
         workers: int,
         concurrency: int,
         start_limit: float,
+        retries: int = 0,
     ) -> None:
         batch_limit = max(LEAST, CALLS * time_limit) if batch_limit is None else batch_limit
         if not (time_limit > 0 and batch_limit > 0) or workers < 1 or concurrency < 1:
@@ -59,11 +60,11 @@ class FunctionRunner:
                 f"concurrency = {concurrency}: all must be above 0"
             )
         self._time_limit, self._batch_limit, self._concurrency = time_limit, batch_limit, concurrency
-        self._role = role
+        self._role, self._retries = role, retries
         self._workers = workers
         outside = [(function.name, function.fn) for function in functions if not function.inline]
         self._numbers = {name: number for number, (name, _) in enumerate(outside)}
-        self._pool, self._one_at_a_time = None, threading.Lock()
+        self._pool = None
         if outside:
             self._pool = WorkerPool(outside, workers=workers, start_limit=start_limit, role=role)
 
@@ -88,10 +89,34 @@ class FunctionRunner:
         """A fresh `Patience`: the seconds that processes may lose on one batch in parts."""
         return Patience(self._time_limit, self._batch_limit * self._workers)
 
+    @contextmanager
+    def stream(self, function: Function, what: str, log: Logger) -> Iterator[CallStream]:
+        """Calls of a function whose outcomes come as they are ready, until the context ends; the log, which calls them
+        `what`, then has a line about those that failed."""
+        mode = self._mode(function)
+        if self._pool is not None and not function.inline:
+            source = PooledCalls(self._pool, self._numbers[function.name], mode, self.patience())
+        elif function.asynchronous:
+            source = CoroutinesHere(function.fn, mode)
+        else:
+            source = CallsHere(function.fn, mode)
+        calls = CallStream(source, self._retries)
+        try:
+            yield calls
+        finally:
+            source.close()
+            if calls.failed:
+                text = "the %s %r failed on %d of %d %s: %s"
+                log.warning(text, self._role, function.name, calls.failed, calls.count, what, calls.why)
+
     def logged_outcomes(self, function: Function, samples: Sequence[Sample], what: str, log: Logger) -> list[Outcome]:
         """The outcomes of samples, which the log calls `what`; failures among them are logged in one line."""
         outcomes = self.outcomes_of(function, samples)
-        failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in ("error", "timeout")]
+        for _ in range(self._retries):
+            again = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]
+            for number, outcome in zip(again, self.outcomes_of(function, [samples[i] for i in again]), strict=True):
+                outcomes[number] = outcome
+        failed = [number for number, outcome in enumerate(outcomes) if outcome.kind in FAILED]
         if failed:
             text, first = "the %s %r failed on %d of %d %s; number %d: %s", failed[0]
             log.warning(text, self._role, function.name, len(failed), len(outcomes), what, first, outcomes[first].text)
@@ -101,18 +126,12 @@ class FunctionRunner:
         self, function: Function, samples: Sequence[Sample], patience: Patience | None = None
     ) -> list[Outcome]:
         """Call a function on samples and return their outcomes; without `patience` they are a batch of their own."""
-        limits = self._time_limit, self._batch_limit, self._concurrency
-        mode = Mode(function.kind, function.asynchronous, *limits)
+        mode = self._mode(function)
         if not samples:
             return []
         if self._pool is not None and not function.inline:
-            with self._one_at_a_time:
-                return self._pool.run(self._numbers[function.name], mode, samples, patience or self.patience())
-        outcomes: dict[int, Outcome] = {}
-        with asyncio.Runner() as loop:
-            call(function.fn, samples, mode, loop, outcomes.__setitem__, _nothing)
-        return [outcomes[number] for number in range(len(samples))]
+            return self._pool.run(self._numbers[function.name], mode, samples, patience or self.patience())
+        return called_here(function.fn, samples, mode)
 
-
-def _nothing() -> None:
-    pass
+    def _mode(self, function: Function) -> Mode:
+        return Mode(function.kind, function.asynchronous, self._time_limit, self._batch_limit, self._concurrency)

@@ -1,7 +1,8 @@
 """The pages of the project and the blocks of code on them.
 
 An HTML comment before a block says how it is checked: `<!-- skip: needs a GPU -->`, or `<!-- run with: steps=2 -->`,
-which gives top-level assignments of a Python block other values.
+which gives top-level assignments of a Python block other values, or `<!-- with: openai -->` for a package of the extra
+`test`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import attrs
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 REASONS = ("needs a GPU", "needs a network", "needs vLLM", "needs Ray")
-_COMMENT = re.compile(r"\s*<!--\s*(skip|run with):\s*(.*?)\s*-->\s*")
+_COMMENT = re.compile(r"\s*<!--\s*(skip|run with|with):\s*(.*?)\s*-->\s*")
 _FENCE = re.compile(r"(\s*)(```+)(\S*)\s*")
 
 
@@ -31,6 +32,7 @@ class Block:
     text: str
     skip: str | None = None
     values: str = ""
+    package: str | None = None
 
     @property
     def name(self) -> str:
@@ -63,7 +65,8 @@ def _blocks(page: Path, lines: list[str]) -> Iterator[Block]:
                 number += 1
             text = textwrap.dedent("\n".join(lines[start:number])) + "\n"
             number += 1
-            yield Block(page, start + 1, fence[3], text, marks.get("skip"), marks.get("run with", ""))
+            how = marks.get("skip"), marks.get("run with", ""), marks.get("with")
+            yield Block(page, start + 1, fence[3], text, *how)
             marks = {}
         elif line.strip():
             marks = {}

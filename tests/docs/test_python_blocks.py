@@ -31,6 +31,8 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for block in blocks(page):
         if block.language != "python" or block.skip is not None:
             continue
+        if block.package is not None:
+            pytest.importorskip(block.package)
         code = compile(code_of(block), block.name, "exec")
         if block.file is not None:
             (tmp_path / block.file).write_text(block.text, encoding="utf-8")

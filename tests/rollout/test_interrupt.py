@@ -14,7 +14,7 @@ from fppo import tree
 from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.rollout import Ask, InterruptibleEngine, Sampling
-from fppo.rollout.in_order import InOrder
+from fppo.runtime.in_order import InOrder
 from fppo.steps.forward import Forward, forward_micro_batch
 from tests import tiny
 from tests.models.families import make

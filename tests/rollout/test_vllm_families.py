@@ -12,7 +12,7 @@ from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.families import check_family
-from fppo.rollout.vllm.host import Request
+from fppo.rollout.vllm.host import HostBatch
 from fppo.rollout.vllm.vision import check_videos, inputs_of, placed_images, probe_row, weight_names
 from tests.models.hybrids import HYBRIDS
 from tests.models.vision import CONFIGS, END, GEMMA, IMAGE, START, VIDEO, prompt
@@ -74,7 +74,7 @@ def test_images_stand_where_their_tokens_do(name):
     assert all(tokens[one.start - 1] != IMAGE != tokens[one.start + one.length] for one in placed)
     rows = [x for x in range(4) for _ in range(2)]
     every = [inputs, None] * 4
-    request = Request(prompts=[tokens] * 8, sampling=Sampling(), key=Key(0), row_ids=torch.tensor(rows), inputs=every)
+    request = HostBatch(prompts=[tokens] * 8, sampling=Sampling(), key=Key(0), row_ids=torch.tensor(rows), inputs=every)
     assert request.part([0, 3, 6]).inputs == [inputs, None, inputs]
     model = models.build(CONFIGS[name])
     row, own = probe_row(model, [5, 6, 7, 8], 40)

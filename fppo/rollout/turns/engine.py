@@ -3,55 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from fppo import batch as batches
-from fppo.batch import Column, Prompts, Rollout
+from fppo.batch import Prompts, Rollout
 from fppo.data.examples import MESSAGES
 from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Message, Reply
-from fppo.environments.runner import Player
+from fppo.environments.runner import Player, calls_of
 from fppo.rollout.engine import Ask, Engine, Sampling
-from fppo.rollout.records import continued_experts, number_rows, response_limits
+from fppo.rollout.generated import opened
+from fppo.rollout.records import check_prompts, number_rows, response_limits
+from fppo.rollout.spread import requested_together
+from fppo.rollout.turns.chains import Chain
 from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode
+from fppo.rollout.turns.play import Agreement, Failure, Heard, Play, Rules
+from fppo.rollout.turns.record import Records
 from fppo.rollout.turns.runner import player_of
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
-from fppo.tree import replace
+from fppo.steps.ranks import deal
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls failed
 INFO = "environment"  # the key under which extras hold an episode's numbers by name
 _SEEDS = 1 << 62
-
-
-class _Section(NamedTuple):
-    """The responses so far, each from the first column on [B, T]."""
-
-    tokens: Tensor
-    seen: Tensor  # bool: there is a token
-    chosen: Tensor  # bool: the policy chose it
-    log_probs: Tensor
-    sampling_log_probs: Tensor
-    turns: Tensor  # int32: the number of the token's turn, from 1; 0: it is of none
-
-
-@attrs.define
-class _Episode:
-    """A row's episode up to the policy's present turn, which began at column `since`."""
-
-    state: Any
-    since: int = 0
-    turn: int = 1
-    failures: int = 0
-    lost: bool = False  # it could not begin
-    said: list[str] = attrs.field(factory=list)  # the turns before
-    rewards: dict[int, float] = attrs.field(factory=dict)  # by column
-    info: dict[str, float] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
@@ -96,105 +74,102 @@ class TurnsEngine:
     mesh: Mesh = LOCAL
     prompt: Callable[[Sequence[Message]], Sequence[int]] | None = None
     prompt_tokens: int | None = None
+    failure: Failure = "drop"
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
         """The rollout; with one turn, or tools that end every response, the engine's own. See `Engine`."""
-        sampling = ask.sampling
-        ask, openings, episodes = self._begun(ask)
-        most = [limit for limit in response_limits(ask) for _ in range(sampling.n)]
-        per_turn = min(self.turn_tokens or sampling.max_tokens, sampling.max_tokens)
-        first = attrs.evolve(ask, sampling=attrs.evolve(sampling, max_tokens=per_turn), on_finished=None)
-        start = self.engine.generate(params, first)
-        section, finish, live = _section_of(start, [1] * len(episodes)), list(start.finish), list(range(len(episodes)))
-        routed = start.routed
-        for turn in range(2, self.max_turns + 1):
-            observations = self._observe(live, section, finish, episodes, sampling)
-            used = section.seen.sum(1).tolist()
-            left = {row: most[row] - used[row] - len(ids) for row, ids in observations.items()}
-            finish = ["length" if left.get(row, 1) < 1 else reason for row, reason in enumerate(finish)]
-            before, live = live, [row for row in observations if left[row] > 0]
-            self._report(ask, sorted(set(before) - set(live)), section, finish)
-            if not live:
-                break
-            ran = _seen(start, section)[live].sum(1) - 1  # by the engine: all but the last of each row
-            section = _appended(section, live, _observed([observations[row] for row in live], section))
-            room = torch.tensor([min(left[row], per_turn) for row in live])
-            next_turn = attrs.evolve(
-                first,
-                prompts=_contexts(start, section, live),
-                sampling=attrs.evolve(sampling, n=1, max_tokens=int(room.max())),
-                key=ask.key.fold("turn", turn),
-                limits=room,
-            )
-            rollout = self.engine.generate(params, next_turn)
-            section = _appended(section, live, _section_of(rollout, [episodes[row].turn for row in live]))
-            if routed is not None and rollout.routed is not None:
-                index, seen = torch.tensor(live, device=routed.device), _seen(start, section)
-                routed = continued_experts(routed, seen, index, ran, rollout.routed, rollout.attention_mask)
-            for row, reason in zip(live, rollout.finish, strict=True):
-                finish[row] = reason
-        if live and self.tools.judges:
-            self._observe(live, section, finish, episodes, sampling)
-        self._report(ask, live, section, finish)
-        return self._record(replace(start, routed=routed), section, finish, openings, episodes, sampling)
-
-    def _begun(self, ask: Ask) -> tuple[Ask, list[list[Message]], list[_Episode]]:
-        """The request with the prompts that episodes begin with, and the rows' openings and episodes."""
-        prompts, n = ask.prompts, ask.sampling.n
         if self.tools.judges or self.draws is not None:
             ask = attrs.evolve(ask, on_finished=None)
+        n, mesh = ask.sampling.n, self.mesh
+        dealt = deal(len(ask.prompts.tokens), mesh)
+        reported = set(dealt[place_on(mesh, AXES)])
+
+        def on_done(chain: Chain) -> None:
+            if ask.on_finished is not None and chain.group in reported:
+                ask.on_finished(chain.row, chain.ids, chain.finish)
+
+        check_prompts(ask.prompts.attention_mask.bool())
+        openings = self._openings(ask)
+        engine, version = self.engine, ask.version
+        with opened(engine, params, version=version, together=AXES) as requests, calls_of(self.tools) as calls:
+            axes = requests.together
+            chains = self._chains(ask, openings, requested_together(dealt, mesh, axes))
+            Play(self._rules(ask, on_done), chains, requests, calls, self._agreement(ask, axes)).run()
+        records = Records(
+            ask=ask,
+            shares=[[prompt * n + j for prompt in share for j in range(n)] for share in dealt],
+            mesh=mesh,
+            pad_token_id=self.pad_token_id,
+            device=next((x.device for x in params.values() if isinstance(x, Tensor)), ask.prompts.tokens.device),
+            judges=self.tools.judges,
+        )
+        own = [chain for chain in chains if chain.group in reported]
+        return records.rollout(own, lambda chain: self._extras(chain, openings[chain.row], ask.sampling))
+
+    def _rules(self, ask: Ask, on_done: Callable[[Chain], None]) -> Rules:
+        most = ask.sampling.max_tokens
+        return Rules(
+            sampling=ask.sampling,
+            key=ask.key,
+            offset=ask.offset,
+            judges=self.tools.judges,
+            max_turns=self.max_turns,
+            turn_tokens=min(self.turn_tokens or most, most),
+            encode=self.encode,
+            reply=self._reply,
+            prompt=self.prompt,
+            prompt_tokens=self.prompt_tokens,
+            failure=self.failure,
+            on_done=on_done,
+        )
+
+    def _agreement(self, ask: Ask, axes: Sequence[str]) -> Agreement:
+        """How the ranks of these axes, which answer together, share the player's calls and what comes of them."""
+        device = ask.prompts.tokens.device
+
+        def gathered(heard: Heard) -> Heard:
+            plain = [[row, [*played._replace(info=dict(played.info))]] for row, played in heard]
+            every = gather_objects(plain, self.mesh, axes, device)
+            return [(row, PlayedStep(*played)) for rank in every for row, played in rank]
+
+        return Agreement(ranks_on(self.mesh, axes), place_on(self.mesh, axes), gathered)
+
+    def _openings(self, ask: Ask) -> list[list[Message]]:
+        """The messages that each row's episode begins with."""
+        prompts, n = ask.prompts, ask.sampling.n
         own = [self._opening(prompts, row) for row in range(len(prompts.tokens))]
         openings = [[dict(message) for message in messages] for messages in own for _ in range(n)]
-        if self.draws is not None:
-            drawn = ask.key.fold("draws").uniform(number_rows(ask, torch.device("cpu")), self.draws).tolist()
-            pairs = zip(openings, drawn, strict=True)
-            openings = [[*messages[:-1], {**messages[-1], DRAWS: draws}] for messages, draws in pairs]
+        if self.draws is None:
+            return openings
+        drawn = ask.key.fold("draws").uniform(number_rows(ask, torch.device("cpu")), self.draws).tolist()
+        pairs = zip(openings, drawn, strict=True)
+        return [[*messages[:-1], {**messages[-1], DRAWS: draws}] for messages, draws in pairs]
+
+    def _chains(self, ask: Ask, openings: Sequence[list[Message]], groups: Sequence[int]) -> list[Chain]:
+        """The episodes of these prompts before they begin."""
+        prompts, n, limits = ask.prompts, ask.sampling.n, response_limits(ask)
         uniform = ask.key.fold(INFO).uniform(prompts.row_ids.cpu(), 1)[:, 0]
-        seeds = (uniform * _SEEDS).long().repeat_interleave(n).tolist()
-        rows = [{**self._row(prompts, row // n), MESSAGES: messages} for row, messages in enumerate(openings)]
-        begun = self._shared(
-            lambda own: self.tools.reset([rows[i] for i in own], [seeds[i] for i in own]), rows, prompts
-        )
-        episodes = [_Episode(played.state, failures=int(played.failed), lost=played.failed) for played in begun]
-        if not self.tools.judges:
-            return ask, openings, episodes
-        return attrs.evolve(ask, prompts=self._prompted(prompts, begun, episodes)), openings, episodes
+        seeds, masks = (uniform * _SEEDS).long().tolist(), prompts.attention_mask.bool()
+        row_ids = number_rows(ask, torch.device("cpu")).tolist()
+        return [
+            Chain(
+                row=row,
+                row_id=row_ids[row],
+                group=group,
+                data={**self._row(prompts, group), MESSAGES: openings[row]},
+                seed=seeds[group],
+                prompt=prompts.tokens[group][masks[group]].tolist(),
+                inputs=None if prompts.inputs is None else prompts.inputs[group],
+                most=limits[group],
+            )
+            for group in groups
+            for row in range(group * n, (group + 1) * n)
+        ]
 
     def _row(self, prompts: Prompts, row: int) -> dict[str, Any]:
         """A data row for an environment."""
         own = {"ground_truth": prompts.ground_truth[row], "source": prompts.source[row], "id": prompts.ids[row]}
         return {**own, **prompts.extras[row]}
-
-    def _prompted(self, prompts: Prompts, begun: Sequence[PlayedStep], episodes: Sequence[_Episode]) -> Prompts:
-        """The prompts that episodes begin with; those that cannot are lost."""
-        n = len(begun) // len(prompts.tokens)
-        asked: list[list[int]] = []
-        extras: list[Any] = []
-        for row, mask in enumerate(prompts.attention_mask):
-            group = range(row * n, (row + 1) * n)
-            messages = next((begun[i].messages for i in group if not episodes[i].lost), [])
-            ids = list(self.prompt(messages)) if messages and self.prompt is not None else []
-            fits = bool(ids) and (self.prompt_tokens is None or len(ids) <= self.prompt_tokens)
-            asked.append(ids if fits else prompts.tokens[row][mask.bool()].tolist())
-            extras.append({**prompts.extras[row], MESSAGES: messages} if fits else prompts.extras[row])
-            for i in group:
-                if not episodes[i].lost and (list(begun[i].messages) != list(messages) or bool(messages) > fits):
-                    episodes[i].lost, episodes[i].failures = True, 1
-        width = max(map(len, asked))
-        tokens = [[*[self.pad_token_id] * (width - len(ids)), *ids] for ids in asked]
-        seen = [[*[False] * (width - len(ids)), *[True] * len(ids)] for ids in asked]
-        device = prompts.tokens.device
-        columns = {"tokens": torch.tensor(tokens, device=device), "attention_mask": torch.tensor(seen, device=device)}
-        return replace(prompts, **columns, extras=Column(extras))
-
-    def _report(self, ask: Ask, rows: Sequence[int], section: _Section, finish: Sequence[str]) -> None:
-        """Calls `ask.on_finished` for rows that are done, each on one rank, that of its prompt."""
-        if ask.on_finished is None:
-            return
-        ranks, place = ranks_on(self.mesh, AXES), place_on(self.mesh, AXES)
-        for row in rows:
-            if row // ask.sampling.n % ranks == place:
-                ask.on_finished(row, section.tokens[row][section.seen[row]].tolist(), finish[row])
 
     def _opening(self, prompts: Prompts, row: int) -> list[Message]:
         """The prompt as messages: a chat's own, or its text."""
@@ -204,41 +179,6 @@ class TurnsEngine:
         prompt = prompts.tokens[row][prompts.attention_mask[row].bool()].tolist()
         text = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [{"role": "user", "content": text}]
-
-    def _observe(
-        self,
-        live: Sequence[int],
-        section: _Section,
-        finish: Sequence[str],
-        episodes: Sequence[_Episode],
-        sampling: Sampling,
-    ) -> dict[int, list[int]]:
-        """The observations of these rows, as tokens, for those that are to go on; their episodes grow by the turn."""
-        judges = self.tools.judges
-        rows = [row for row in live if (judges or finish[row] == "stop") and not episodes[row].lost]
-        tokens, used = section.tokens.cpu(), section.seen.sum(1).tolist()
-        said = {row: tokens[row, episodes[row].since : used[row]].tolist() for row in rows}
-        replies = {row: self._reply(ids, sampling, cut=finish[row] != "stop") for row, ids in said.items()}
-        results = self._shared(
-            lambda own: self.tools.step([episodes[rows[i]].state for i in own], [replies[rows[i]] for i in own]),
-            rows,
-            section.tokens,
-        )
-        observations: dict[int, list[int]] = {}
-        for row, result in zip(rows, results, strict=True):
-            episode = episodes[row]
-            episode.state, episode.failures = result.state, episode.failures + result.failed
-            episode.info.update(result.info)
-            if judges:
-                episode.rewards[used[row] - 1] = torch.nan if result.failed else result.reward
-            if result.done or finish[row] != "stop":
-                continue
-            observations[row] = self.encode(result.messages, int(tokens[row, used[row] - 1]))
-            if result.messages:  # else the turn goes on
-                episode.said.append(replies[row].text)
-                episode.since = used[row] + len(observations[row])
-            episode.turn += bool(result.messages) or judges
-        return observations
 
     def _reply(self, ids: list[int], sampling: Sampling, *, cut: bool) -> Reply:
         """The policy's turn: special tokens stand in its text, but for one that ended it."""
@@ -250,113 +190,14 @@ class TurnsEngine:
         )
         return Reply(text, tuple(ids), "" if cut else end if stop_text is None else stop_text)
 
-    def _shared(
-        self, act: Callable[[Sequence[int]], list[PlayedStep]], rows: Sequence[Any], like: Prompts | Tensor
-    ) -> list[PlayedStep]:
-        """The results of `act` for all rows, of which each rank is asked about some."""
-        ranks, count = ranks_on(self.mesh, AXES), len(rows)
-        own = act(range(place_on(self.mesh, AXES), count, ranks))
-        if ranks == 1:
-            return own
-        device = like.device if isinstance(like, Tensor) else like.tokens.device
-        every = gather_objects([[*result._replace(info=dict(result.info))] for result in own], self.mesh, AXES, device)
-        return [PlayedStep(*every[number % ranks][number // ranks]) for number in range(count)]
-
-    def _record(
-        self,
-        start: Rollout,
-        section: _Section,
-        finish: list[str],
-        openings: Sequence[list[Message]],
-        episodes: Sequence[_Episode],
-        sampling: Sampling,
-    ) -> Rollout:
-        width = start.tokens.shape[1] - start.response_mask.shape[1]
-        said, used = section.tokens.cpu(), section.seen.sum(1).tolist()
-        extras: list[Any] = []
-        rewards = torch.zeros_like(section.log_probs, dtype=torch.float32)
-        for row, episode in enumerate(episodes):
-            more: dict[str, Any] = {FAILURES: episode.failures} if episode.failures else {}
-            if self.tools.judges:
-                more[INFO] = episode.info
-            if self.draws is not None:
-                ids = said[row, episode.since : used[row]].tolist()  # none where there was no room after a turn
-                last = [self._reply(ids, sampling, cut=finish[row] != "stop").text] if ids else []
-                opening = openings[row][-1]
-                turns = [*episode.said, *last]
-                more[EPISODE] = {"opening": opening["content"], "draws": opening[DRAWS], "turns": turns}
-            extras.append({**start.extras[row], **more})
-            of_row = {used[row] - 1: torch.nan} if episode.lost else episode.rewards
-            for column, reward in of_row.items():
-                rewards[row, column] += reward
-        tokens = section.tokens.where(section.seen, self.pad_token_id)
-        return replace(
-            start,
-            tokens=torch.cat([start.tokens[:, :width], tokens], 1),
-            attention_mask=_seen(start, section),
-            response_mask=section.chosen,
-            rollout_log_probs=section.log_probs,
-            sampling_log_probs=section.sampling_log_probs,
-            turn_ids=section.turns - 1,
-            turn_rewards=rewards if self.tools.judges else None,
-            finish=Column(finish),
-            extras=Column(extras),
-        )
-
-
-def _section_of(rollout: Rollout, turns: Sequence[int]) -> _Section:
-    """The responses of a rollout, which are these turns of its rows."""
-    width = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
-    numbers = torch.tensor(turns, dtype=torch.int32, device=rollout.tokens.device)[:, None]
-    return _Section(
-        rollout.tokens[:, width:],
-        rollout.attention_mask[:, width:],
-        rollout.response_mask,
-        rollout.rollout_log_probs,
-        rollout.sampling_log_probs,
-        numbers.where(rollout.response_mask, 0),
-    )
-
-
-def _seen(start: Rollout, section: _Section) -> Tensor:
-    """bool [B, P + T]: the tokens of prompts and of responses so far."""
-    width = start.tokens.shape[1] - start.response_mask.shape[1]
-    return torch.cat([start.attention_mask[:, :width], section.seen], 1)
-
-
-def _observed(observations: Sequence[Sequence[int]], like: _Section) -> _Section:
-    """Observations as a section: seen, and not chosen."""
-    lengths = torch.tensor([len(ids) for ids in observations])
-    width = int(lengths.max())
-    tokens = torch.tensor([[*ids, *[0] * (width - len(ids))] for ids in observations], dtype=torch.int64)
-    tokens = tokens.view(len(observations), width).to(like.tokens.device)
-    seen = (torch.arange(width) < lengths[:, None]).to(tokens.device)
-    nothing = like.log_probs.new_zeros(tokens.shape)
-    return _Section(tokens, seen, torch.zeros_like(seen), nothing, nothing, torch.zeros_like(tokens).int())
-
-
-def _appended(whole: _Section, rows: Sequence[int], part: _Section) -> _Section:
-    """The section with those of `part` [R, t] behind its `rows`."""
-    index = torch.tensor(rows, device=whole.seen.device)
-    start = whole.seen.sum(1)[index]
-    width = max(whole.seen.shape[1], int((start + part.seen.sum(1)).max()))
-    row, column = part.seen.nonzero(as_tuple=True)
-    place = index[row] * width + start[row] + column
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        wide = F.pad(old, (0, width - old.shape[1]))
-        return wide.flatten().index_copy(0, place, new[row, column]).view(wide.shape)
-
-    return _Section(*(put(old, new) for old, new in zip(whole, part, strict=True)))
-
-
-def _contexts(start: Rollout, section: _Section, rows: Sequence[int]) -> Prompts:
-    """All that these rows hold so far, as prompts, padded on the left; their row ids are the rollout's."""
-    width = start.tokens.shape[1] - start.response_mask.shape[1]
-    chosen = batches.rows(start, rows)
-    index = chosen.row_ids.new_tensor(rows)
-    tokens = torch.cat([chosen.tokens[:, :width], section.tokens[index]], 1)
-    seen = torch.cat([chosen.attention_mask[:, :width], section.seen[index]], 1)
-    order = torch.argsort(seen.long(), dim=1, stable=True)[:, -int(seen.sum(1).max()) :]
-    prompts = batches.narrow(Prompts, chosen)
-    return replace(prompts, tokens=tokens.gather(1, order), attention_mask=seen.gather(1, order))
+    def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
+        """What a row's extras get more."""
+        more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
+        if self.tools.judges:
+            more[INFO] = chain.info
+        if self.draws is not None:
+            ids = chain.reply_ids  # none where there was no room after a turn
+            last = [self._reply(ids, sampling, cut=chain.finish != "stop").text] if ids else []
+            shown = opening[-1]
+            more[EPISODE] = {"opening": shown["content"], "draws": shown[DRAWS], "turns": [*chain.said, *last]}
+        return more

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -12,10 +13,11 @@ import attrs
 from fppo.data.examples import MESSAGES
 from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Message, Reply
-from fppo.environments.runner import Player
+from fppo.environments.runner import CallsTogether, Player, PlayerCalls
 from fppo.rollout.turns.tools import CONVERSATION, Respond, SampleTool
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Kind, Outcome, Sample, is_asynchronous, name_of
+from fppo.workers.streams import CallStream
 
 _log = logging.getLogger("fppo.rollout")
 
@@ -58,6 +60,7 @@ class ToolRunner(FunctionRunner):
         workers: int = 1,
         concurrency: int = 64,
         start_limit: float = 120.0,
+        retries: int = 0,
         inline: bool = False,
     ) -> None:
         self._tool = _Tool(name_of(respond), SampleTool(respond), is_asynchronous(respond), inline)
@@ -69,7 +72,14 @@ class ToolRunner(FunctionRunner):
             workers=workers,
             concurrency=concurrency,
             start_limit=start_limit,
+            retries=retries,
         )
+
+    @contextmanager
+    def open(self) -> Iterator[PlayerCalls]:
+        """Calls whose results come as they are ready."""
+        with self.stream(self._tool, "turns", _log) as calls:
+            yield _ToolCalls(calls, self._result)
 
     def respond(self, conversations: Sequence[list[Message]]) -> list[ToolResult]:
         """The tool's result for each conversation. Raises ValueError for a result that is neither messages nor None."""
@@ -105,14 +115,51 @@ class ToolPlayer:
     def reset(self, rows: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[PlayedStep]:
         """Episodes that begin with the messages of their rows."""
         del seeds
-        return [PlayedStep([dict(message) for message in row[MESSAGES]]) for row in rows]
+        return [_begun(row) for row in rows]
 
     def step(self, states: Sequence[Any], replies: Sequence[Reply]) -> list[PlayedStep]:
         """The tool's messages for each turn."""
-        turns = [{"role": "assistant", "content": reply.text, "end": reply.end} for reply in replies]
-        asked = [[*state, turn] for state, turn in zip(states, turns, strict=True)]
+        asked = [_with_turn(state, reply) for state, reply in zip(states, replies, strict=True)]
         results = zip(asked, states, self.tools.respond(asked), strict=True)
         return [_played(conversation, before, result) for conversation, before, result in results]
+
+    def open(self) -> AbstractContextManager[PlayerCalls]:
+        """The calls of the tool: those of a runner come as they are ready, others together."""
+        return self.tools.open() if isinstance(self.tools, ToolRunner) else nullcontext(CallsTogether(self))
+
+
+class _ToolCalls:
+    """`PlayerCalls` of a tool; `result` makes a tool's result of an outcome."""
+
+    def __init__(self, calls: CallStream, result: Callable[[Outcome], ToolResult]) -> None:
+        self._calls, self._result = calls, result
+        self._begun: list[tuple[int, PlayedStep]] = []
+        self._open: dict[int, tuple[list[Message], list[Message]]] = {}  # conversations with the turn, and before
+
+    def reset(self, number: int, row: Mapping[str, Any], seed: int) -> None:
+        """Implement `PlayerCalls.reset`."""
+        del seed
+        self._begun.append((number, _begun(row)))
+
+    def step(self, number: int, state: Any, reply: Reply) -> None:
+        """Implement `PlayerCalls.step`."""
+        self._open[number] = _with_turn(state, reply), state
+        self._calls.put(number, _sample(self._open[number][0]))
+
+    def taken(self, *, wait: bool) -> list[tuple[int, PlayedStep]]:
+        """Implement `PlayerCalls.taken`."""
+        begun, self._begun = self._begun, []
+        outcomes = self._calls.taken(wait=wait and not begun)
+        answers = [(number, _played(*self._open.pop(number), self._result(outcome))) for number, outcome in outcomes]
+        return [*begun, *answers]
+
+
+def _begun(row: Mapping[str, Any]) -> PlayedStep:
+    return PlayedStep([dict(message) for message in row[MESSAGES]])
+
+
+def _with_turn(conversation: list[Message], reply: Reply) -> list[Message]:
+    return [*conversation, {"role": "assistant", "content": reply.text, "end": reply.end}]
 
 
 def _played(conversation: list[Message], before: list[Message], result: ToolResult) -> PlayedStep:

@@ -9,9 +9,10 @@ logits: the same key gives the same responses wherever the logits agree closely 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import attrs
@@ -35,8 +36,10 @@ from fppo.rollout.vllm.host import (
     EngineDied,
     EngineFailure,
     Host,
+    HostBatch,
+    HostDraws,
+    HostRow,
     Inputs,
-    Request,
     Synced,
     check_installed,
     check_rows,
@@ -45,8 +48,9 @@ from fppo.rollout.vllm.names import Names
 from fppo.rollout.vllm.options import VllmOptions, check_options
 from fppo.rollout.vllm.probe import TOLERANCE, compare_log_probs, own_log_probs, probes
 from fppo.rollout.vllm.remote import give_memory_back, start_host
+from fppo.rollout.vllm.requests import VllmRequests
 from fppo.rollout.vllm.transfer import MakeInfo, Meta, WeightTransfer, metadata, transfer_info
-from fppo.rollout.vllm.vision import inputs_of, weight_names
+from fppo.rollout.vllm.vision import check_inputs, inputs_of, weight_names
 from fppo.runtime.mesh import AXES, Mesh, any_rank, device_of, ranks_on
 from fppo.runtime.parts import dtypes_of
 from fppo.runtime.restarts import Restarts
@@ -139,7 +143,7 @@ class VllmEngine:
         check_rows(ask, lengths, limits, size=self._model.config.vocab_size, limit=self.limit)
         row_ids, n = number_rows(ask, torch.device("cpu")), ask.sampling.n
         prompts = [row[keep].tolist() for row, keep in zip(ask.prompts.tokens, mask, strict=True)]
-        request = Request(
+        request = HostBatch(
             prompts=[prompt for prompt in prompts for _ in range(n)],
             sampling=ask.sampling,
             key=ask.key,
@@ -169,6 +173,23 @@ class VllmEngine:
             pad_token_id=self._pad,
         )
 
+    @contextlib.contextmanager
+    def open(
+        self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
+    ) -> Iterator[VllmRequests]:
+        """The engine with these parameters, for requests as they come, until the context ends; see `RequestEngine`."""
+        turns = _EngineTurns(self)
+        yield VllmRequests(
+            turns,
+            params,
+            version,
+            size=self._model.config.vocab_size,
+            most_waiting=most_waiting,
+            check_inputs=lambda request: check_inputs(self._model, request.ids, request.inputs),
+        )
+        if self._options.sleep:
+            self.sleep()
+
     def log_probs(
         self, rows: list[list[int]], start: int = 1, *, temperature: float = 1.0, inputs: Inputs = None
     ) -> Tensor:
@@ -179,7 +200,7 @@ class VllmEngine:
         prompts, ids = [row[:start] for row in rows], torch.arange(len(rows))
         answers: dict[int, Answer] = {}
         forced = whole[:, start:]
-        request = Request(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=forced, inputs=inputs)
+        request = HostBatch(prompts=prompts, sampling=sampling, key=Key(0), row_ids=ids, forced=forced, inputs=inputs)
         self._generate(request, answers.__setitem__)
         return torch.stack([torch.from_numpy(answers[row].log_probs) for row in range(len(rows))])
 
@@ -321,7 +342,7 @@ class VllmEngine:
     def _holds(self, params: Mapping[str, Tensor], version: int) -> bool:
         return self._weights is not None and self._weights.origin.matches(params, version)
 
-    def _answers(self, request: Request, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
+    def _answers(self, request: HostBatch, params: Mapping[str, Tensor], ask: Ask) -> list[Answer]:
         """The answers of all rows. A process that dies is replaced, and generates the rows that are left.
 
         On a mesh that cuts parameters all ranks go on together: if one was replaced, all sync again.
@@ -367,7 +388,7 @@ class VllmEngine:
         warnings.warn(text, RuntimeWarning, stacklevel=6)
         self._weights, self._broken = None, True  # the next sync starts another, and may see that die too
 
-    def _generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+    def _generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
         request = attrs.evolve(request, adapter=self._delivered if self._alone else None)
         try:
             self._running().generate(request, on_answer)
@@ -403,3 +424,41 @@ class VllmEngine:
         or send them by a transfer engine of vLLM, may wait for each other."""
         together = self._mesh.cuts or (self._info is not None and ranks_on(self._mesh, AXES) > 1)
         return any_rank(flag, self._mesh, device_of(params)) if together else flag
+
+
+class _EngineTurns:
+    """The turns of an engine's vLLM."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine, self._params, self._version, self._left = engine, {}, 0, engine._options.restarts
+
+    @property
+    def limit(self) -> int:
+        return self._engine.limit
+
+    def begin(self, params: Mapping[str, Tensor], version: int) -> None:
+        engine = self._engine
+        self._params, self._version = params, version
+        if engine._any(not engine._holds(params, version), params):
+            if not engine._broken:
+                engine._running().begin_turns(None)  # no row is open while weights come
+            engine.sync(params, version=version)
+        engine._running().begin_turns(engine._delivered if engine._alone else None)
+
+    def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
+        try:
+            return self._engine._running().turn(new, ended)
+        except BaseException:
+            self._engine._weights, self._engine._broken = None, True
+            raise
+
+    def replace(self, died: EngineDied) -> None:
+        """Begins anew in a vLLM that replaces one that died. Raises the error once too many have died, and where other
+        ranks would have to send weights too."""
+        engine = self._engine
+        self._left -= 1
+        if self._left < 0 or engine._mesh.cuts:
+            died.add_note(f"restarts = {engine._options.restarts}: it is not replaced again while it is open")
+            raise died
+        engine._replace(died, "rows that are open are read anew")
+        self.begin(self._params, self._version)

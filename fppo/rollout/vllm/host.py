@@ -42,7 +42,7 @@ class DiedElsewhere(EngineDied):
 
 
 @attrs.frozen(kw_only=True)
-class Request:
+class HostBatch:
     """One batch of rows to generate; with `forced` [B, T], rows whose tokens are known.
 
     `limits` are the most tokens of each row; None: `sampling.max_tokens`. The draws are those of the positions behind
@@ -60,7 +60,7 @@ class Request:
     offset: int = 0
     inputs: Inputs = None
 
-    def part(self, rows: Sequence[int]) -> Request:
+    def part(self, rows: Sequence[int]) -> HostBatch:
         """The request for some of the rows."""
         return attrs.evolve(
             self,
@@ -70,6 +70,29 @@ class Request:
             limits=None if self.limits is None else [self.limits[row] for row in rows],
             inputs=None if self.inputs is None else [self.inputs[row] for row in rows],
         )
+
+
+class HostRow(NamedTuple):
+    """A row of a host that is open for requests: all tokens so far, and how the next ones are drawn."""
+
+    number: int  # of its own
+    tokens: Sequence[int]
+    sampling: Sampling
+    key: Key
+    row: int
+    position: int  # of the first draw
+    inputs: RowInputs | None = None
+
+
+class HostDraws(NamedTuple):
+    """Draws of a row in a turn of a host: tokens and log-probs, under the whole distribution and the one drawn from."""
+
+    number: int
+    tokens: list[int]
+    log_probs: list[float]
+    sampling_log_probs: list[float]
+    ended: bool
+    cached: int  # tokens of the row that it had read before
 
 
 class Synced(NamedTuple):
@@ -98,7 +121,9 @@ class Host(Protocol):
     def begin_load(self, how: How, transfer: bool = False) -> None: ...
     def take_in(self, tensors: Mapping[str, Tensor]) -> None: ...
     def end_load(self) -> tuple[dict[str, str], list[str]]: ...
-    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None: ...
+    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None: ...
+    def begin_turns(self, adapter: int | None) -> None: ...
+    def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]: ...
     def sleep(self) -> None: ...
     def wake(self, part: str) -> None: ...
     def close(self) -> None: ...

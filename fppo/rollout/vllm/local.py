@@ -23,7 +23,15 @@ from fppo.fleet.codec import PackedTree
 from fppo.models.vision import takes_images
 from fppo.rollout.sync import How, SyncError
 from fppo.rollout.vllm.devices import GpuMemory, memory_keywords
-from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, Request, check_installed
+from fppo.rollout.vllm.host import (
+    Answer,
+    EngineDied,
+    EngineFailure,
+    HostBatch,
+    HostDraws,
+    HostRow,
+    check_installed,
+)
 from fppo.rollout.vllm.options import VllmOptions
 
 # the first keeps vLLM in this process; the second asks for the model runner whose logits processors these are
@@ -55,6 +63,9 @@ class LocalHost:
         memory = memory_keywords(options, _memories(options.tensor_parallel), alone=alone)
         self._llm: Any = _start(path, options, memory, dtype=dtype, trust_remote_code=trust_remote_code)
         self.limit = int(self._llm.llm_engine.model_config.max_model_len)
+        self._rows: dict[int, HostRow] = {}  # of turns
+        self._had: dict[int, int] = {}  # tokens that these have drawn
+        self._adapter: int | None = None  # that answers in turns
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
         """Run a method on each of vLLM's workers and return the results. Raises EngineDied if one of them is gone."""
@@ -82,16 +93,15 @@ class LocalHost:
         with _as_sync_error():
             return _agreed(self.call("fppo_end_load"))
 
-    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
         """Calls `on_answer` with each row's number and answer, when the row ends."""
         for ended in self.answers(request):
             for row, answer in ended:
                 on_answer(row, answer)
 
-    def answers(self, request: Request) -> Iterator[list[tuple[int, Answer]]]:
+    def answers(self, request: HostBatch) -> Iterator[list[tuple[int, Answer]]]:
         """The rows that ended in each step, with their answers."""
         from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
-        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
         from fppo.rollout.vllm import worker
@@ -100,13 +110,8 @@ class LocalHost:
         texts = sampling.stop_texts if request.forced is None else None
         drawn = attrs.evolve(sampling, stop_texts=None)
         job = worker.Job(drawn, request.key, request.row_ids, request.forced, request.offset)
-        self.call("fppo_begin", job)
-        if not self._llm.reset_prefix_cache():  # a rollout is to depend on nothing that was computed before it
-            raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
-        if inputs is not None:
-            engine.reset_encoder_cache()
-        number = request.adapter  # under a name of its own, no cache mixes it with another
-        adapter = None if number is None else LoRARequest(f"fppo-{number}", number, f"memory:{number}")
+        self._begin(job, images=inputs is not None)
+        adapter = _adapter(request.adapter)
         stops = list(sampling.stop_token_ids) if request.forced is None else []
         open_rows: set[str] = set()
         ends = _EndedRows(texts)
@@ -136,6 +141,79 @@ class LocalHost:
         finally:
             if open_rows and not self._failed():
                 engine.abort_request(list(open_rows))
+
+    def begin_turns(self, adapter: int | None) -> None:
+        """Prepare for rows that come and go in turns, which an adapter of this number answers. Rows that are still open
+        end."""
+        if self._rows:
+            self._llm.llm_engine.abort_request([str(number) for number in self._rows])
+        self._rows, self._adapter = {}, adapter
+        self._begin(None, images=True)
+
+    def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
+        """Take rows in, end others, and return what all that are open draw in one step."""
+        engine = self._llm.llm_engine
+        if gone := [number for number in ended if self._rows.pop(number, None) is not None]:
+            engine.abort_request([str(number) for number in gone])
+        for row in new:
+            self._rows[row.number] = row
+            engine.add_request(str(row.number), *self._added(row), lora_request=_adapter(self._adapter))
+        if not self._rows:
+            return []
+        with self._death_noticed():
+            outputs = [x for x in engine.step() if int(x.request_id) in self._rows]
+            steps = self.call("fppo_drawn")[0]
+        drawn = {(number, place): values for number, place, *values in steps}
+        found: list[HostDraws] = []
+        for output in outputs:
+            number, tokens = int(output.request_id), list(output.outputs[0].token_ids)
+            had = self._had.pop(number, 0)
+            own = [drawn.get((number, had + place), [-1, 0.0, 0.0]) for place in range(len(tokens))]
+            _check_drawn(self._rows[number], output, tokens, own)
+            cached = int(output.num_cached_tokens or 0)
+            found.append(HostDraws(number, tokens, [x[1] for x in own], [x[2] for x in own], output.finished, cached))
+            if output.finished:
+                del self._rows[number]
+            else:
+                self._had[number] = had + len(tokens)
+        return found
+
+    def _added(self, row: HostRow) -> tuple[Any, Any]:
+        """A row as vLLM takes it: its prompt, and how it is drawn."""
+        from vllm import SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
+        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+
+        from fppo.rollout.vllm import worker
+
+        sampling = row.sampling
+        drawn = worker.DrawnRow(
+            row.number,
+            row.key.seed,
+            row.row,
+            row.position,
+            sampling.temperature,
+            sampling.top_k or 0,
+            sampling.top_p,
+            sampling.greedy,
+        )
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args={worker.ROW: list(drawn)},
+        )
+        return self._prompt_of(row.tokens, row.inputs), params
+
+    def _begin(self, job: Any, *, images: bool) -> None:
+        """Begin a rollout, or with no job turns, which are to depend on nothing that was computed before."""
+        self.call("fppo_begin", job)
+        if not self._llm.reset_prefix_cache():
+            raise EngineFailure("vLLM does not let go of what it computed for an earlier rollout")
+        if images:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def _prompt_of(self, prompt: Sequence[int], inputs: RowInputs | None) -> Any:
         """The prompt as vLLM takes it: its ids, and its images as they were processed."""
@@ -214,6 +292,28 @@ class _EndedRows:
                 ended.append((row, self._written.pop(row)))
                 stopped.append(output.request_id)
         return ended, stopped
+
+
+def _adapter(number: int | None) -> Any:
+    """The adapter of a number as vLLM names it: no cache mixes it with another's."""
+    from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+    return None if number is None else LoRARequest(f"fppo-{number}", number, f"memory:{number}")
+
+
+def _check_drawn(row: HostRow, output: Any, tokens: Sequence[int], own: Sequence[Any]) -> None:
+    """Raise EngineFailure if vLLM read another prompt than it was sent, or went on with other tokens than were
+    drawn."""
+    if len(output.prompt_token_ids) != len(row.tokens) or [*output.prompt_token_ids] != [*row.tokens]:
+        raise EngineFailure(f"vLLM answered another prompt than it was asked, of {len(output.prompt_token_ids)} tokens")
+    drawn = [int(x[0]) for x in own]
+    if drawn != list(tokens):
+        if any(np.isnan(x[1]) for x in own):
+            raise EngineFailure("the model's log-probs are not numbers: are its weights finite?")
+        raise EngineFailure(
+            f"vLLM went on with other tokens than were drawn: {list(tokens)} for {drawn}: is speculative decoding on, "
+            "or another logits processor?"
+        )
 
 
 def _check_prompts(outputs: Sequence[Any], ended: Sequence[tuple[int, Any]], prompts: Sequence[Sequence[int]]) -> None:

@@ -33,7 +33,9 @@ from fppo.rollout.vllm.host import (
     EngineDied,
     EngineFailure,
     Host,
-    Request,
+    HostBatch,
+    HostDraws,
+    HostRow,
     check_installed,
     config_directory,
 )
@@ -96,7 +98,7 @@ class RemoteHost:
         self._loaded()
         return self._ask("end_load")
 
-    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
         """Implement `LocalHost.generate`; `on_answer` is called as rows end, so answers outlive the rank."""
 
         def on_rows(rows: Sequence[tuple[int, Answer]]) -> None:
@@ -104,6 +106,14 @@ class RemoteHost:
                 on_answer(row, Answer(*(x.copy() for x in answer)))  # what Ray hands out cannot be written to
 
         self._ask("generate", request, wait="patience", fn=_answers, on_item=on_rows)
+
+    def begin_turns(self, adapter: int | None) -> None:
+        """Implement `LocalHost.begin_turns`."""
+        self._ask("begin_turns", adapter)
+
+    def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
+        """Implement `LocalHost.turn`."""
+        return [HostDraws(*each) for each in self._ask("turn", list(new), list(ended), wait="patience")]
 
     def sleep(self) -> None:
         """Implement `LocalHost.sleep`."""
@@ -213,7 +223,7 @@ def _take_in(host: LocalHost, tensors: Mapping[str, Tensor]) -> None:
     host.take_in({name: x.clone() for name, x in tensors.items()})
 
 
-def _answers(host: LocalHost, request: Request) -> Iterator[list[tuple[int, Answer]]]:
+def _answers(host: LocalHost, request: HostBatch) -> Iterator[list[tuple[int, Answer]]]:
     """The rows that ended in each step; an empty list now and then, as a sign of life."""
     yielded = time.monotonic()
     for ended in host.answers(request):

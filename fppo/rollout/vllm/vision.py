@@ -40,12 +40,18 @@ def inputs_of(model: Model, prompts: Sequence[Sequence[int]], ask: Ask) -> Input
     inputs = list(ask.prompts.inputs or ())
     if not any(inputs):
         return None
+    for prompt, own in zip(prompts, inputs, strict=True):
+        check_inputs(model, prompt, own)
+    return [own for own in inputs for _ in range(ask.sampling.n)]
+
+
+def check_inputs(model: Model, prompt: Sequence[int], inputs: RowInputs | None) -> None:
+    """Raises ValueError for a row's images as `inputs_of` does."""
+    if inputs is None:
+        return
     if model.vision is None:
         raise ValueError(f"the prompts have images, and a model of type {model.config.model_type!r} takes none")
-    for prompt, own in zip(prompts, inputs, strict=True):
-        if own is not None:
-            _check_row(model, prompt, own)
-    return [own for own in inputs for _ in range(ask.sampling.n)]
+    _check_row(model, prompt, inputs)
 
 
 def check_videos(model: Model, prompts: PromptSet) -> None:

@@ -22,14 +22,14 @@ from vllm.v1.sample.logits_processor import (  # pyright: ignore[reportMissingIm
 
 from fppo.fleet.codec import PackedTree, tensors_of, tree_of
 from fppo.fleet.shared import Memory
-from fppo.key import Key
+from fppo.key import Key, uniforms
 from fppo.rollout.engine import Sampling
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.sync import How, digest
 from fppo.rollout.vllm.adapter import lost_modules
 from fppo.rollout.vllm.host import Answer
 
-ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers
+ROW = "fppo_row"  # in a request's extra_args: the row of the rollout it answers, or a `DrawnRow` as a list
 
 
 class Job(NamedTuple):
@@ -40,6 +40,19 @@ class Job(NamedTuple):
     row_ids: Tensor  # [B]
     forced: Tensor | None = None  # [B, T]
     offset: int = 0  # of the draws' positions
+
+
+class DrawnRow(NamedTuple):
+    """How the tokens of a row are drawn that came by itself."""
+
+    number: int
+    seed: int  # of its key
+    row: int
+    position: int  # of the first draw
+    temperature: float
+    top_k: int
+    top_p: float
+    greedy: bool
 
 
 class _Step(NamedTuple):
@@ -57,16 +70,21 @@ class KeyedDraws(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         del vllm_config, is_pin_memory
         self._device = device
-        self._live: dict[int, tuple[int, Sequence[int]]] = {}  # by place in the batch: row, tokens so far
+        self._live: dict[int, tuple[Any, Sequence[int]]] = {}  # by place in the batch: row, tokens so far
         self._job: Job | None = None
         self._steps: list[_Step] = []
+        self._turn: list[tuple[int, int, int, float, float]] = []  # of rows that came by themselves
         self._columns = (np.empty(0), np.empty(0), np.empty(0))
 
     def is_argmax_invariant(self) -> bool:
         return False
 
-    def begin(self, job: Job) -> None:
-        """Begin a rollout, and forget earlier draws."""
+    def begin(self, job: Job | None) -> None:
+        """Begin a rollout, or with no job rows that come by themselves, and forget earlier draws."""
+        self._turn = []
+        if job is None:
+            self._job = None
+            return
         width = job.sampling.max_tokens
         count = len(job.row_ids) * width
         self._job = job._replace(row_ids=job.row_ids.to(self._device), forced=_moved(job.forced, self._device))
@@ -93,7 +111,8 @@ class KeyedDraws(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         if not self._live:
             return logits
-        assert self._job is not None
+        if self._job is None:
+            return self._drawn_apart(logits)
         sampling, key, row_ids, forced, offset = self._job
         places = sorted(self._live)
         rows = [self._live[place][0] for place in places]
@@ -108,6 +127,29 @@ class KeyedDraws(LogitsProcessor):
         self._steps.append(_Step(flat, *drawn))
         logits[index[2], drawn.tokens] = torch.inf
         return logits
+
+    def _drawn_apart(self, logits: Tensor) -> Tensor:
+        """Draws the tokens of rows that came by themselves, those of one kind of sampling together."""
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        rows = {place: (DrawnRow(*row), len(tokens)) for place, (row, tokens) in sorted(self._live.items())}
+        for place, (row, _) in rows.items():
+            kinds.setdefault(tuple(row[4:]), []).append(place)
+        for (temperature, top_k, top_p, greedy), places in kinds.items():
+            own = [rows[place] for place in places]
+            columns = torch.tensor([[row.position + had] for row, had in own])
+            numbers = uniforms([Key(row.seed) for row, _ in own], [row.row for row, _ in own], columns)[:, 0]
+            sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy)
+            index = torch.tensor(places, device=logits.device)
+            drawn = draw(logits[index], numbers.to(logits.device), sampling)
+            values = zip(*(x.tolist() for x in drawn), strict=True)
+            self._turn += [(row.number, had, *new) for (row, had), new in zip(own, values, strict=True)]
+            logits[index, drawn.tokens] = torch.inf
+        return logits
+
+    def drawn(self) -> list[tuple[int, int, int, float, float]]:
+        """The draws since the last call: each row's number, the place in its response, the token, and its log-probs."""
+        turn, self._turn = self._turn, []
+        return turn
 
     def take(self, row: int, length: int) -> Answer:
         """The answer of a row that has ended after `length` tokens."""
@@ -151,9 +193,14 @@ class Extension:
     start_weight_update: Any
     finish_weight_update: Any
 
-    def fppo_begin(self, job: Job) -> None:
-        """Begin a rollout."""
+    def fppo_begin(self, job: Job | None) -> None:
+        """Begin a rollout, or rows that come by themselves."""
         self._draws().begin(job)
+
+    def fppo_drawn(self) -> list[tuple[int, int, int, float, float]] | None:
+        """The draws of rows that came by themselves, since the last call."""
+        drawn = self._draws().drawn()
+        return drawn if self.rank == 0 else None
 
     def fppo_take(self, ended: Sequence[tuple[int, int]]) -> list[Answer] | None:
         """The answers of rows that ended, each with its length. All workers drew them; the first returns them."""

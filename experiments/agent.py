@@ -1,0 +1,56 @@
+"""An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
+
+It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
+guesses. A wrong answer costs a point, and each file that is read a twentieth.
+"""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import openai  # pyright: ignore[reportMissingImports]
+import tyro
+
+NAMES = ("a", "b", "c")
+WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail")
+CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
+
+
+def task(seed: int) -> tuple[dict[str, str], str]:
+    """Three files, and the word of one of them."""
+    words = random.Random(seed).sample(WORDS, len(NAMES))
+    return dict(zip(NAMES, words)), random.Random(~seed).choice(words)
+
+
+def play(row, base_url, api_key):
+    """One episode: the policy reads files until it says which one holds the word."""
+    client = CLIENT.with_options(base_url=base_url, api_key=api_key)
+    files, word = task(row["seed"])
+    messages: list[Any] = [{"role": "user", "content": f"find {word}"}]
+    for reads in range(len(NAMES) + 1):
+        answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
+        said = answer.choices[0].message.content or ""
+        command, _, name = said.partition(" ")
+        if name not in files or command not in ("read", "answer"):
+            return {"score": -0.5, "found": 0, "reads": reads}
+        if command == "answer":
+            found = files[name] == word
+            return {"score": (1 if found else -1) - 0.05 * reads, "found": found, "reads": reads}
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
+    return {"score": -0.5, "found": 0, "reads": reads}
+
+
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 400, more: tuple[str, ...] = ()) -> int:
+    from search_tasks import warm_up
+
+    from fppo.commands.cli import main as fppo
+
+    if not (output_dir / "warm").exists():
+        warm_up(output_dir / "warm", seed, examples)
+    given = [f"--output-dir={output_dir}", f"--model.path={output_dir / 'warm'}", f"--seed={seed}"]
+    return fppo(["train", str(Path(__file__).with_suffix(".toml")), *given, *(f"--{each}" for each in more)])
+
+
+if __name__ == "__main__":
+    sys.exit(tyro.cli(main))

@@ -1,0 +1,52 @@
+"""A small model that knows the commands of `agent.py`: it has imitated searches whose answers are mostly guesses."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+from agent import NAMES, WORDS, task
+from transformers import PreTrainedTokenizerFast
+
+from fppo import models, quickstart
+from fppo.key import Key
+from fppo.steps import Forward, MicroBatching, adamw, schedule
+from fppo.steps.supervised import Demonstrations, demonstrations, imitate
+
+CHAT = (
+    "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<policy>"
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+def tokenizer_of_words() -> PreTrainedTokenizerFast:
+    """A tokenizer that knows the words of the task."""
+    says = [f"{command} {name}" for command in ("read", "answer") for name in NAMES]
+    texts = [*(f"find {word} {word}" for word in WORDS), *(f"{one} {other}" for one in WORDS for other in WORDS)]
+    tokenizer = quickstart.bpe_tokenizer([*says * 20, *texts], size=400)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<policy>"]})
+    tokenizer.chat_template = CHAT
+    return tokenizer
+
+
+def warm_up(directory: Path, seed: int, steps: int) -> None:
+    """Writes the model."""
+    tokenizer, key = tokenizer_of_words(), Key(seed)
+    model = quickstart.small_model(len(tokenizer), width=64, positions=64)
+
+    def batches() -> Iterator[Demonstrations]:
+        for step in range(steps):
+            draw, prompts, answers = random.Random(key.fold(step).seed), [], []
+            for _ in range(128):
+                files, word = task(draw.randrange(1 << 60))
+                read = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2)))
+                texts = (f"read {name}<eos><user>{files[name]}<policy>" for name in read)  # as the template has it
+                seen = [name for name in read if files[name] == word]
+                name = draw.choice(seen if seen and draw.random() < 0.6 else NAMES)
+                guess = f"{'answer' if seen or draw.random() < 0.3 else 'read'} {name}"
+                prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
+                answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
+            yield demonstrations(prompts, answers, pad_token_id=0)
+
+    optimizer = adamw(schedule("linear", 2e-3, total_steps=steps, warmup_steps=30), weight_decay=0.0)
+    how = {"forward": Forward(model), "optimizer": optimizer, "micro_batching": MicroBatching(size=128)}
+    models.save(model, imitate(models.init_params(model, key), batches(), **how), directory, tokenizer=tokenizer)

@@ -1,0 +1,60 @@
+"""The engine of the episodes of an agent that settings name. Only runs with one import this: it takes a server."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from fppo.assembly.environments import PATH, agent_of
+from fppo.assembly.texts import chat_options, vocabulary_size_of
+from fppo.fields import WrongSetting
+from fppo.rollout.engine import Engine
+from fppo.runtime.mesh import AXES, Mesh, ranks_on
+from fppo.serve.agents import AgentRunner
+from fppo.serve.engine import AgentEngine
+from fppo.serve.service import Bounds
+from fppo.serve.texts import texts_of
+from fppo.settings.model import ModelSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.settings.train import DataSettings
+
+
+def agent_engine(
+    model: ModelSettings,
+    rollout: RolloutSettings,
+    rows: DataSettings,
+    engine: Engine,
+    tokenizer: PreTrainedTokenizerBase,
+    pad_token_id: int,
+    mesh: Mesh,
+) -> AgentEngine:
+    """The engine, to be used in a `with` statement.
+
+    Raises ValueError, naming the setting, for an agent that does not import, and for several ranks.
+    """
+    section = rollout.environment
+    agent = agent_of(section)
+    if ranks_on(mesh, AXES) > 1:
+        raise WrongSetting(f"{PATH}.name", section.name, "is played on one rank: give the mesh one")
+    options = chat_options(rows)
+    texts = texts_of(
+        tokenizer,
+        vocabulary=vocabulary_size_of(model),
+        chat=tokenizer.chat_template is not None,
+        options=options,
+    )
+    return AgentEngine(
+        engine,
+        AgentRunner(
+            agent.play,
+            time_limit=agent.time_limit,
+            workers=rollout.turns.workers,
+            concurrency=agent.concurrency,
+        ),
+        texts,
+        pad_token_id=pad_token_id,
+        bounds=Bounds(
+            row_tokens=rows.max_prompt_tokens + rollout.max_tokens,
+            answer_tokens=rollout.turns.turn_tokens or rollout.max_tokens,
+        ),
+        rows=agent.rows,
+    )

@@ -1,0 +1,203 @@
+"""The command serve: a run's policy, or a model, behind OpenAI's protocol until ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import attrs
+from transformers.utils import logging as transformers_logging
+
+from fppo import batch as batches
+from fppo._errors import UsageError, printable
+from fppo.commands.options import ServeOptions
+from fppo.key import Key
+from fppo.models.lengths import longest_row
+from fppo.models.model import Params
+from fppo.pipeline.timing import now
+from fppo.runs import saved, session, starts
+from fppo.runs.serving import ServedPolicy, served_policy
+from fppo.runtime import checkpoint
+from fppo.serve.app import app_of
+from fppo.serve.episodes import EpisodeRow, Episodes
+from fppo.serve.loop import EngineLoop
+from fppo.serve.openai import router_of
+from fppo.serve.rows import rollout_of_rows
+from fppo.serve.server import bound_socket, new_key, serving
+from fppo.serve.service import Bounds, Service, Sources
+from fppo.settings.model import ModelSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.settings.train import TrainSettings
+
+KEY = "FPPO_API_KEY"  # the variable of the environment that has the key
+_LONGEST = 4096  # tokens of a row, for models that say nothing
+
+
+def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
+    """Serve until ctrl-C or SIGTERM, which end the server as they should: returns 0."""
+    listener = bound_socket(options.host, options.port, public=options.public)
+    with contextlib.closing(listener):
+        transformers_logging.disable_progress_bar()
+        policy, params, version, newer = _policy(options)
+        bounds = _bounds(options, policy)
+        key = environment.get(KEY) or new_key()
+        writer = None if options.record is None else EpisodeFiles(Path(options.record), policy.engine.pad_token_id)
+        episodes = Episodes(
+            bounds.recorded_tokens,
+            on_dropped=_nothing if writer is None else writer.add,
+            on_forgotten=lambda names: service.forget(names),
+        )
+        service = Service(_sources(options, policy, bounds), episodes)
+        loop = EngineLoop(policy.engine, params, version=version, newer=newer)
+        app = app_of([router_of(service)], key=key, bounds=bounds)
+        with ended_by_signals() as ended, contextlib.ExitStack() as opened:
+            loop.start()
+            opened.callback(loop.stop)
+            service.attach(loop)
+            url = opened.enter_context(serving(app, listener))
+            _say(options, service.sources.model, url, key, shown=KEY not in environment)
+            ended.wait()
+            service.attach(None)
+            loop.stop()  # whoever waits for an answer gets an error
+        if writer is not None:
+            for name in episodes.names():
+                writer.add(name, episodes.take(name))
+            writer.close()
+        print("stopped", flush=True)
+    return 0
+
+
+def _say(options: ServeOptions, model: str, url: str, key: str, *, shown: bool) -> None:
+    lines = [f"{model} at {url}/v1"]
+    lines += [f"key: {key}"] if shown else [f"key: that of {KEY}"]
+    if options.public:
+        lines.append("other machines may reach it, and nothing is encrypted")
+    print("\n".join([*lines, "ctrl-C ends it"]), flush=True)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[threading.Event]:
+    """An event that ctrl-C and SIGTERM set, for as long as the context lasts."""
+    ended = threading.Event()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        ended.set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield ended
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _policy(options: ServeOptions) -> tuple[ServedPolicy, Params, int, Callable[[], Any] | None]:
+    """The policy, its parameters, the number of its updates, and what looks for newer ones."""
+    directory = Path(options.target)
+    if not (directory / session.SETTINGS).exists():
+        if options.step is not None or options.follow:
+            raise UsageError(f"{options.target} is no run: leave --step and --follow out")
+        policy = served_policy(_settings_of_model(options), begins=True)
+        assert policy.params is not None
+        return policy, policy.params, 0, None
+    settings = attrs.evolve(starts.load(directory), device=options.device)
+    at = saved.newest(directory, options.step)
+    if at is None or (options.step is not None and at != options.step):
+        steps = checkpoint.steps(directory / session.CHECKPOINTS)
+        raise UsageError(f"{directory} holds no checkpoint of step {options.step or 'any'}; there are those of {steps}")
+    policy = served_policy(saved.bare(settings), begins=False)
+    follow = FollowedRun(directory, policy, options.follow, at) if options.follow else None
+    return policy, *_loaded(directory, policy, at), follow
+
+
+def _loaded(directory: Path, policy: ServedPolicy, step: int) -> tuple[Params, int]:
+    path = checkpoint.place_of(directory / session.CHECKPOINTS, step)
+    run = saved.policy(policy.model, path, device=policy.device)
+    return run.actor.params, run.actor.step
+
+
+class FollowedRun:
+    """The newer checkpoints of a run, looked for at most every `seconds`."""
+
+    def __init__(self, directory: Path, policy: ServedPolicy, seconds: float, step: int) -> None:
+        self._directory, self._policy, self._seconds = directory, policy, seconds
+        self._step, self._looked = step, now()
+
+    def __call__(self) -> tuple[Params, int] | None:
+        """The parameters of a newer checkpoint and the number of their updates; None without one."""
+        if now() - self._looked < self._seconds:
+            return None
+        self._looked, step = now(), saved.newest(self._directory)
+        if step is None or step <= self._step:
+            return None
+        self._step = step
+        return _loaded(self._directory, self._policy, step)
+
+
+def _settings_of_model(options: ServeOptions) -> TrainSettings:
+    model = ModelSettings(path=options.target, compute_dtype=options.compute_dtype)
+    return TrainSettings(model=model, rollout=RolloutSettings(exact=options.exact), device=options.device)
+
+
+def _bounds(options: ServeOptions, policy: ServedPolicy) -> Bounds:
+    config = policy.model.config
+    most = longest_row(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
+    row = min(options.row_tokens or _LONGEST, most)
+    return Bounds(row_tokens=row, answer_tokens=options.max_tokens, requests=options.requests)
+
+
+def _sources(options: ServeOptions, policy: ServedPolicy, bounds: Bounds) -> Sources:
+    given = {"temperature": options.temperature, "top_p": options.top_p}
+    changes = {name: value for name, value in given.items() if value is not None}
+    return Sources(
+        texts=policy.texts,
+        sampling=attrs.evolve(policy.sampling, n=1, **changes),
+        key=Key(options.seed),
+        bounds=bounds,
+        model=options.name or Path(options.target).name,
+    )
+
+
+class EpisodeFiles:
+    """Episodes on disk, as rollouts: one file for those that are dropped together, the last at the end."""
+
+    def __init__(self, directory: Path, pad_token_id: int, *, most: int = 1024) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._pad, self._most = directory, pad_token_id, most
+        self._rows: list[tuple[str, EpisodeRow]] = []
+        self._number = 1 + len(list(directory.glob("episodes_*.safetensors")))
+
+    def add(self, name: str, rows: Sequence[EpisodeRow]) -> None:
+        """Takes an episode in."""
+        self._rows += [(name, row) for row in rows]
+        if len(self._rows) >= self._most:
+            self.close()
+
+    def close(self) -> None:
+        """Writes what was taken in since the last file."""
+        rows, self._rows = self._rows, []
+        if not rows:
+            return
+        names = [name for name, _ in rows]
+        groups = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        rollout = rollout_of_rows(
+            [row for _, row in rows],
+            pad_token_id=self._pad,
+            groups=[groups[name] for name in names],
+            columns={"ids": names},
+        )
+        path = self._directory / f"episodes_{self._number:06d}.safetensors"
+        self._number += 1
+        batches.save(rollout, path)
+        print(f"{len(rows)} rows: {printable(str(path))}", file=sys.stderr, flush=True)
+
+
+def _nothing(name: str, rows: Sequence[EpisodeRow]) -> None:
+    del name, rows

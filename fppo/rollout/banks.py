@@ -1,0 +1,103 @@
+"""Keys and values of rows that come and go: those of all calls of one shape in one tensor, so that a row moves in one
+copy, however many layers there are."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.rollout.cache import Layers
+
+# tensors [K, R, H, C, D], or [K, H, C, D] of one row: K keys or values, R rows, C columns
+Banks = tuple[Tensor, ...]
+
+
+@attrs.frozen
+class _Bank:
+    """The shape of some keys or values of a token, and how many of them have it."""
+
+    count: int
+    heads: int
+    width: int
+    dtype: torch.dtype
+
+
+@attrs.frozen
+class BankLayout:
+    """The place of each call's keys and values: the number of a bank, and an index in it."""
+
+    calls: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+    banks: tuple[_Bank, ...]
+    device: torch.device
+
+    @staticmethod
+    def of(like: Layers, device: torch.device) -> BankLayout:
+        """The layout of calls whose keys and values are [N, H, D] each."""
+        places: dict[tuple[int, int, torch.dtype], int] = {}
+        counts: list[int] = []
+
+        def placed(x: Tensor) -> tuple[int, int]:
+            bank = places.setdefault((x.shape[1], x.shape[2], x.dtype), len(places))
+            if bank == len(counts):
+                counts.append(0)
+            counts[bank] += 1
+            return bank, counts[bank] - 1
+
+        calls = tuple((placed(keys), placed(values)) for _, (keys, values) in sorted(like.items()))
+        banks = tuple(_Bank(count, *shape) for shape, count in zip(places, counts, strict=True))
+        return BankLayout(calls, banks, device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        return sum(bank.count * bank.heads * bank.width * bank.dtype.itemsize for bank in self.banks)
+
+    def rows(self, rows: int, columns: int) -> Banks:
+        """Banks for so many rows, of zeros: what hides padding adds to its scores, which must be numbers."""
+        return tuple(
+            torch.zeros(bank.count, rows, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+            for bank in self.banks
+        )
+
+    def row(self, columns: int) -> Banks:
+        """Empty banks for one row, or for rows one behind the other."""
+        return tuple(
+            torch.empty(bank.count, bank.heads, columns, bank.width, dtype=bank.dtype, device=self.device)
+            for bank in self.banks
+        )
+
+    def layers(self, banks: Banks) -> Layers:
+        """The keys and values of each call, views [R, H, C, D] or [H, C, D]."""
+        return {
+            number: (banks[keys[0]][keys[1]], banks[values[0]][values[1]])
+            for number, (keys, values) in enumerate(self.calls)
+        }
+
+
+def taken(banks: Banks, row: int, start: int, end: int) -> Banks:
+    """A copy of some columns of a row."""
+    return tuple(x[:, row, :, start:end].clone() for x in banks)
+
+
+def put_(banks: Banks, row: int, end: int, own: Banks) -> None:
+    """Writes a row's keys and values to the columns before `end`."""
+    for x, new in zip(banks, own, strict=True):
+        x[:, row, :, end - new.shape[2] : end].copy_(new)
+
+
+def move_(banks: Banks, source: int, target: int, start: int, end: int) -> None:
+    """Writes some columns of one row over those of another."""
+    for x in banks:
+        x[:, target, :, start:end].copy_(x[:, source, :, start:end])
+
+
+def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int) -> None:
+    """Writes some columns of the first rows into other banks, `by` columns further on."""
+    for x, other in zip(banks, others, strict=True):
+        other[:, :rows, :, start + by : end + by].copy_(x[:, :rows, :, start:end])
+
+
+def joined(parts: list[Banks]) -> Banks:
+    """Rows, each [K, H, C, D], one behind the other."""
+    return tuple(torch.cat(list(each), 2) for each in zip(*parts, strict=True))

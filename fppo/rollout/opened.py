@@ -1,0 +1,346 @@
+"""The embedded engine open for requests as they come: rows leave with what they have read, and come back with more."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo.key import uniforms
+from fppo.models.run import Bound
+from fppo.models.seams import AttentionLayer
+from fppo.rollout.banks import BankLayout
+from fppo.rollout.engine import Sampling
+from fppo.rollout.places import CHUNK, RowPlaces
+from fppo.rollout.reading import Reading, RowContext, read
+from fppo.rollout.requests import (
+    DrawnTokens,
+    End,
+    FinishedRequest,
+    QueueFull,
+    Request,
+    RequestCounts,
+    StepResult,
+)
+from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_names, check_tokens
+from fppo.rollout.sampling import Draws, draw
+from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
+from fppo_kernels.attention.sdpa import for_any_shape
+from fppo_kernels.padding import sent
+from fppo_kernels.table import takes_key_lengths
+
+_FEW = 1  # tokens that are read by steps, in which others draw, in place of a pass of their own
+
+
+class LoadedPolicy(NamedTuple):
+    """A policy's parameters as an open engine answers with them."""
+
+    bound: Bound
+    policy: DecodingPolicy
+    layout: BankLayout
+    calls: Sequence[AttentionLayer]  # what each asks of attention
+    state_bytes: int  # of a row
+    budget: int | None  # bytes of what rows have read
+    scores: Callable[[float], HeadLogProbs] | None  # by temperature, where log-probs are to be a training pass's own
+
+
+class EmbeddedRequests:
+    """`Requests` of an `EmbeddedEngine`; `load(params)` gives what it answers with.
+
+    A row that ended is kept with its keys, values and states. What it has not read yet when it comes back, its last
+    token and an observation, goes through the model in one pass with those of other rows; a model that carries states
+    reads it token by token, in the steps in which other rows draw.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[Mapping[str, Tensor]], LoadedPolicy],
+        params: Mapping[str, Tensor],
+        version: int,
+        *,
+        max_rows: int,
+        most_waiting: int | None,
+        together: tuple[str, ...],
+        limit: int | None,
+    ) -> None:
+        self._load, self._most_rows, self._most_waiting = load, max_rows, most_waiting
+        self._together, self._limit = together, limit
+        self._coming, self._fresh = deque[OpenRow](), deque[OpenRow]()  # waiting: with tokens before, and prompts
+        self._live: list[OpenRow] = []  # by their places
+        self._open: dict[str, OpenRow] = {}
+        self._kept: dict[str, KeptRow] = {}
+        self._cancelled: list[FinishedRequest] = []
+        self._kinds: dict[tuple[float, int, float, bool], int] = {}
+        self._samplings: list[Sampling] = []  # one of each kind
+        self._take_in(params, version)
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The engine's."""
+        return self._together
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of a row."""
+        return self._limit
+
+    @property
+    def counts(self) -> RequestCounts:
+        """How many requests there are."""
+        return RequestCounts(len(self._coming) + len(self._fresh), len(self._live), len(self._kept))
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Implement `Requests.add`."""
+        waiting = self.counts.waiting + len(requests)
+        if self._most_waiting is not None and waiting > self._most_waiting:
+            raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
+        check_names(requests, self._kept, self._open)
+        size = self._loaded.policy.columns.size
+        for request in requests:
+            before = 0 if request.after is None else len(self._kept[request.after].ids)
+            check_tokens(request, before, size=size, limit=self._limit)
+            self._check_budget(request, before)
+        prompts: dict[tuple[tuple[int, ...], int], SharedPrompt] = {}
+        for request in requests:
+            kind = self._kind_of(request.sampling)
+            if request.after is not None:
+                kept = self._kept[request.after]
+                row = OpenRow(request, [*kept.ids, *request.ids], kept.inputs, kind, kept.context)
+                self._coming.append(row)
+            else:
+                prompt = prompts.setdefault((request.ids, id(request.inputs)), SharedPrompt(0))
+                prompt.missing += 1
+                row = OpenRow(request, [*request.ids], request.inputs, kind, prompt=prompt)
+                self._fresh.append(row)
+            self._open[request.name] = row
+
+    def step(self) -> StepResult:
+        """Implement `Requests.step`."""
+        finished, self._cancelled = self._cancelled, []
+        with torch.inference_mode(), for_any_shape(self._loaded.layout.device):
+            by_steps, others = self._chosen()
+            self._place(by_steps, [row.context for row in by_steps if row.context is not None])
+            for row in by_steps:
+                row.pending, *rest = row.unread
+                row.feed, row.context = deque(rest), None
+            parts = [self._stepped()] if self._live else []
+            contexts = self._read(others)
+            self._place(others, contexts)
+            parts += [context.after for context in contexts if context.after is not None]
+            drawn = self._draw(parts) if parts else None
+        if drawn is None:
+            return StepResult(DrawnTokens(version=self._version), finished)
+        tokens, ended = self._taken(*drawn)
+        return StepResult(tokens, [*finished, *ended])
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Implement `Requests.cancel`."""
+        rows = [self._open[name] for name in dict.fromkeys(names) if name in self._open]
+        for row in rows:
+            if row.prompt is not None:
+                row.prompt.missing -= 1
+            for queue in (self._coming, self._fresh):
+                if row in queue:
+                    queue.remove(row)
+                    self._keep(row, row.context)
+        live = set(map(id, rows))
+        self._end([place for place, row in enumerate(self._live) if id(row) in live])
+        self._cancelled += [self._closed(row, "cancelled") for row in rows]
+
+    def release(self, names: Sequence[str]) -> None:
+        """Implement `Requests.release`."""
+        for name in names:
+            self._kept.pop(name, None)
+
+    def update(self, params: Mapping[str, Tensor], version: int) -> None:
+        """Implement `Requests.update`."""
+        self._coming.extendleft(reversed(self._live))
+        for row in (*self._coming, *self._fresh):
+            row.context = None
+            row.feed.clear()
+            if row.prompt is not None:
+                row.prompt.read = None
+        self._kept = {name: KeptRow(kept.ids, kept.inputs) for name, kept in self._kept.items()}
+        self._live = []
+        self._take_in(params, version)
+
+    def _take_in(self, params: Mapping[str, Tensor], version: int) -> None:
+        self._version = version
+        self._loaded = loaded = self._load(params)
+        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit)
+        self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
+        self._scores: dict[float, HeadLogProbs] = {}
+
+    def _kind_of(self, sampling: Sampling) -> int:
+        """The number of those whose draws are alike."""
+        kind = sampling.temperature, sampling.top_k or 0, sampling.top_p, sampling.greedy
+        if kind not in self._kinds:
+            self._kinds[kind] = len(self._samplings)
+            self._samplings.append(sampling)
+        return self._kinds[kind]
+
+    def _check_budget(self, request: Request, before: int) -> None:
+        tokens = before + len(request.ids) + request.sampling.max_tokens
+        size, budget = self._bytes(tokens), self._loaded.budget
+        if budget is not None and size > budget:
+            raise ValueError(
+                f"cache_bytes = {budget:,}: request {request.name!r} may have {tokens} tokens, {size:,} bytes of keys "
+                "and values: give it more, or fewer tokens"
+            )
+
+    def _bytes(self, tokens: int) -> int:
+        return tokens * self._loaded.layout.token_bytes + self._loaded.state_bytes
+
+    def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
+        """Rows that begin now, those that read by steps and others: first what has tokens before, which holds memory,
+        and then prompts."""
+        rows: list[OpenRow] = []
+        for queue in (self._coming, self._fresh):
+            while queue and self._fits(queue[0], rows, fresh=queue is self._fresh):
+                rows.append(queue.popleft())
+        by_steps = [self._goes_by_steps(row) for row in rows]
+        return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
+
+    def _fits(self, row: OpenRow, others: Sequence[OpenRow], *, fresh: bool) -> bool:
+        """Whether a row can begin beside those that draw and others that begin. Prompts leave room for what is kept to
+        come back; one row always can."""
+        count, budget = len(self._live) + len(others), self._loaded.budget
+        if count >= self._most_rows or not count or budget is None:
+            return count < self._most_rows
+        longest = max(self._places.longest, *(other.most for other in (row, *others)))
+        one = self._bytes(self._places.columns(longest, longest))
+        if fresh:
+            return (count + 1 + len(self._kept) + len(self._coming)) * one <= budget
+        held = [x.context.length for x in (*self._kept.values(), *self._coming) if x.context is not None]
+        return (count + 1) * one + sum(map(self._bytes, held)) <= budget
+
+    def _goes_by_steps(self, row: OpenRow) -> bool:
+        return row.context is not None and (not self._in_passes or len(row.unread) <= _FEW)
+
+    def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
+        """Gives rows places, where they draw on from these contexts."""
+        self._places.join(contexts, [row.most for row in rows])
+        self._live += rows
+
+    def _stepped(self) -> Next:
+        """What comes after one more token of each row that has a place."""
+        after = self._places.step([row.pending for row in self._live])
+        for place, row in enumerate(self._live):
+            row.fed += 1
+            if after.experts is not None:
+                row.experts.append(after.experts[place : place + 1])
+        return after
+
+    def _read(self, rows: Sequence[OpenRow]) -> list[RowContext]:
+        """The contexts from which rows draw on, once all of their tokens are read; prompts of several rows once."""
+        readings: dict[int, Reading] = {}
+        for row in rows:
+            source = row if row.prompt is None else row.prompt
+            if row.prompt is None or row.prompt.read is None:
+                row.fed += 0 if id(source) in readings else len(row.unread)
+                readings.setdefault(id(source), Reading(row.unread, row.context, row.inputs))
+        loaded = self._loaded
+        every = loaded.bound(lambda _: read(loaded.policy, loaded.layout, [*readings.values()])) if readings else []
+        found = dict(zip(readings, every, strict=True))
+        contexts: list[RowContext] = []
+        new = {id(row.prompt): row.prompt for row in rows if row.prompt is not None and id(row.prompt) in found}
+        for row in rows:
+            prompt = row.prompt
+            context, experts = found[id(row)] if prompt is None else prompt.taken(found.get(id(prompt)))
+            row.context = row.prompt = None
+            row.experts += [] if experts is None else [experts]
+            contexts.append(context)
+        for prompt in new.values():
+            prompt.settle()
+        return contexts
+
+    def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:
+        """The rows that draw, and their tokens and log-probs; others have their next token to read."""
+        drawing = [place for place, row in enumerate(self._live) if not row.feed]
+        logits = parts[0].logits if len(parts) == 1 else torch.cat([part.logits for part in parts])
+        hidden = None
+        if self._loaded.scores is not None:
+            hidden = torch.cat([part.hidden for part in parts if part.hidden is not None])
+        if len(drawing) < len(self._live):
+            for row in self._live:
+                if row.feed:
+                    row.pending = row.feed.popleft()
+            index = sent(torch.tensor(drawing, dtype=torch.int64), logits.device)
+            logits, hidden = logits[index], None if hidden is None else hidden[index]
+        rows = [self._live[place] for place in drawing]
+        self._refill(rows)
+        numbers = sent(torch.tensor([row.uniforms.pop() for row in rows], dtype=torch.float64), logits.device)
+        kinds = {row.kind for row in rows}
+        if len(kinds) == 1:
+            draws = self._drawn(logits, numbers, hidden, kinds.pop())
+            return rows, *(x.tolist() for x in draws)
+        found: list[tuple[int, int, float, float]] = []
+        for kind in sorted(kinds):
+            places = [place for place, row in enumerate(rows) if row.kind == kind]
+            index = sent(torch.tensor(places), logits.device)
+            draws = self._drawn(logits[index], numbers[index], None if hidden is None else hidden[index], kind)
+            found += zip(places, *(x.tolist() for x in draws), strict=True)
+        _, tokens, log_probs, others = zip(*sorted(found), strict=True) if found else ((), (), (), ())
+        return rows, [*tokens], [*log_probs], [*others]
+
+    def _drawn(self, logits: Tensor, numbers: Tensor, hidden: Tensor | None, kind: int) -> Draws:
+        sampling, policy = self._samplings[kind], self._loaded.policy
+        draws = draw(logits, numbers, sampling, policy.columns)
+        if self._loaded.scores is None:
+            return draws
+        assert hidden is not None
+        temperature = sampling.temperature
+        if temperature not in self._scores:
+            self._scores[temperature] = self._loaded.scores(temperature)
+        return draws._replace(log_probs=self._scores[temperature](hidden, draws.tokens))
+
+    def _refill(self, rows: Iterable[OpenRow]) -> None:
+        """Gives rows the uniform numbers of their next draws, the last one first."""
+        empty = [row for row in rows if not row.uniforms]
+        if not empty:
+            return
+        width = min(CHUNK, max(row.left for row in empty))
+        begins = torch.tensor([row.request.position + len(row.tokens) for row in empty])
+        columns = begins[:, None] + torch.arange(width - 1, -1, -1)
+        numbers = uniforms([row.request.key for row in empty], [row.request.row for row in empty], columns)
+        for row, own in zip(empty, numbers.tolist(), strict=True):
+            row.uniforms = own
+
+    def _taken(
+        self, rows: Sequence[OpenRow], tokens: Sequence[int], log_probs: Sequence[float], others: Sequence[float]
+    ) -> tuple[DrawnTokens, list[FinishedRequest]]:
+        """Gives rows their tokens, and takes out those that end."""
+        version = self._version
+        ends: dict[int, End] = {}
+        for row, *new in zip(rows, tokens, log_probs, others, strict=True):
+            end = row.take(*new, version)
+            if end is not None:
+                ends[id(row)] = end
+        drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, version)
+        if not ends:
+            return drawn, []
+        self._end([place for place, row in enumerate(self._live) if id(row) in ends])
+        return drawn, [self._closed(row, ends[id(row)]) for row in rows if id(row) in ends]
+
+    def _end(self, places: Sequence[int]) -> None:
+        """Takes rows out of their places; what those have read that are to be kept is."""
+        if not places:
+            return
+        with torch.inference_mode():
+            for place in places:
+                row = self._live[place]
+                self._keep(row, self._places.context(place) if row.request.keep else None)
+            self._live = [self._live[place] for place in self._places.leave(places)]
+
+    def _keep(self, row: OpenRow, context: RowContext | None) -> None:
+        if row.request.keep:
+            self._kept[row.name] = KeptRow(row.ids, row.inputs, context)
+
+    def _closed(self, row: OpenRow, end: End) -> FinishedRequest:
+        del self._open[row.name]
+        return row.ended(end, torch.promote_types(self._loaded.policy.head.weight.dtype, torch.float32))

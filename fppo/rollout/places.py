@@ -1,0 +1,194 @@
+"""Rows that decode together and come and go: a row leaves with its keys, values and states, and comes back at any
+column, since keys are rotated by position and not by column."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fppo.models.run import Bound
+from fppo.models.seams import AttentionLayer
+from fppo.rollout import banks as bank_rows
+from fppo.rollout.banks import BankLayout, Banks
+from fppo.rollout.reading import RowContext
+from fppo.rollout.states import States
+from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps
+from fppo_kernels.padding import sent
+
+T = TypeVar("T")
+CHUNK = 128  # columns by which the banks grow at least
+_ALIGNED = 64  # columns of recorded steps, as kernels read them best
+_FEWEST = 8  # rows of recorded steps
+
+
+class RowPlaces:
+    """The rows that decode together, numbered from 0 without a gap, and the columns where their keys and values stand.
+
+    All write the same column in a step. A row's tokens end before it; what is before them is padding. With a recorder
+    of steps there are more places than rows, so that rows come and go without another recording.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        policy: DecodingPolicy,
+        layout: BankLayout,
+        calls: Sequence[AttentionLayer],
+        limit: int | None,
+    ) -> None:
+        self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
+        self._limit = limit  # of a row's tokens
+        self._pads: list[int] = []  # columns before each row's tokens
+        self._shifts: list[int] = []  # as `RowContext.shift`
+        self._most: list[int] = []  # tokens that each row may come to have
+        self._states: States | None = None
+        self._column = 0  # the next one
+        self._banks: Banks = layout.rows(0, 0)
+        self._room = (0, 0)  # rows and columns of the banks
+        self._steps: tuple[int, Callable[[LiveRows], Advance]] | None = None  # for rows of at most so many tokens
+        self._advance: Advance | None = None
+        self._fixed: LiveRows | None = None  # of a recorded step
+
+    def __len__(self) -> int:
+        return len(self._pads)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a row may come to have."""
+        return max(self._most, default=0)
+
+    def join(self, contexts: Sequence[RowContext], most: Sequence[int]) -> None:
+        """Gives rows the next places; each may come to have so many tokens, one of `most`."""
+        if not contexts:
+            return
+        first = len(self)
+        self._make_room(first + len(contexts), max(context.length for context in contexts), max(most))
+        for row, context in enumerate(contexts, start=first):
+            bank_rows.put_(self._banks, row, self._column, context.banks)
+            self._pads.append(self._column - context.length)
+            self._shifts.append(context.shift)
+        self._most += most
+        if self._steps is not None and self._steps[0] < self.longest:
+            self._steps = self._fixed = None
+        parts = [context.states.picked([0]) for context in contexts]
+        self._states = States.joined_([*([] if self._states is None else [self._states]), *parts])
+        self._changed()
+
+    def context(self, row: int) -> RowContext:
+        """A copy of what a row has read."""
+        pad, states = self._pads[row], self._states
+        assert states is not None
+        banks = bank_rows.taken(self._banks, row, pad, self._column)
+        return RowContext(self._column - pad, banks, states.picked([row]), self._shifts[row])
+
+    def leave(self, rows: Sequence[int]) -> list[int]:
+        """Takes rows out. Others move to their places: the number that each row had, by its place."""
+        order = list(range(len(self)))
+        for row in sorted(rows, reverse=True):
+            last = len(order) - 1
+            if row < last:
+                start = self._pads[last]
+                bank_rows.move_(self._banks, last, row, start, self._column)
+                for column in (order, self._pads, self._shifts, self._most):
+                    column[row] = column[last]
+            for column in (order, self._pads, self._shifts, self._most):
+                column.pop()
+        if rows and self._states is not None:
+            index = sent(torch.tensor(order, dtype=torch.int64), self._layout.device)
+            self._states = self._states.take_(index) if order else None
+        self._changed()
+        return order
+
+    def step(self, tokens: Sequence[int]) -> Next:
+        """Runs one more token of each row, and returns what comes after."""
+        if self._column == self._room[1]:
+            self._more_columns()
+        if self._policy.record is not None and self._room[0] > max(_FEWEST, 2 * len(self)):
+            self._rebase((max(_FEWEST, len(self) + len(self) // 4), self._room[1]), 0)
+        if self._advance is None:
+            self._advance = self._made()
+        rows = self._room[0] if self._policy.record is not None else len(self)
+        new = sent(torch.tensor([*tokens, *[0] * (rows - len(tokens))]), self._layout.device)
+        advance, column = self._advance, self._column
+        self._column += 1
+        decoder = self._policy.decoder
+        if decoder is not None and decoder.held:
+            with self._bound.precision():
+                after = advance(new, column)
+        else:
+            after = self._bound(lambda _: advance(new, column))
+        return after if rows == len(tokens) else Next(*(None if x is None else x[: len(tokens)] for x in after))
+
+    def _changed(self) -> None:
+        """Notes that rows came or went."""
+        if self._fixed is None:
+            self._advance = None
+            return
+        for x, own in ((self._fixed.pads, self._pads), (self._fixed.starts, self._starts())):
+            x[: len(self), 0] = sent(torch.tensor(own, dtype=torch.int64), x.device)
+
+    def _starts(self) -> list[int]:
+        return [pad - shift for pad, shift in zip(self._pads, self._shifts, strict=True)]
+
+    def _column_of(self, values: Sequence[int]) -> Tensor:
+        return sent(torch.tensor(values, dtype=torch.int64), self._layout.device)[:, None]
+
+    def _made(self) -> Advance:
+        """The step of the rows as they stand."""
+        policy, (rows, columns) = self._policy, self._room
+        if self._steps is None:
+            most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
+            if policy.record is None:
+                self._steps = most, self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
+            else:
+                record = policy.record
+                self._steps = most, self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
+        assert self._states is not None
+        count = len(self) if policy.record is None else rows
+        banks = tuple(x[:, :count] for x in self._banks)
+        spare = [0] * (count - len(self))
+        pads, starts = self._column_of([*self._pads, *spare]), self._column_of([*self._starts(), *spare])
+        live = LiveRows(self._layout.layers(banks), columns, pads, starts, self._states)
+        self._fixed = None if policy.record is None else live
+        return self._steps[1](live)
+
+    def _make_room(self, rows: int, longest: int, most: int) -> None:
+        """Room for so many rows, the longest of the new ones with so many tokens, each to have at most `most`."""
+        column = max(longest, self._column) if len(self) else longest
+        room = self._room
+        if not len(self):
+            self._column = longest  # nothing stands where it would be written over
+        if rows > room[0]:
+            room = max(rows + rows // 8, _FEWEST), room[1]
+        if column > room[1]:
+            room = room[0], max(room[1], self.columns(column, max(most, self.longest)))
+        if room != self._room or column != self._column:
+            self._rebase(room, column - self._column)
+
+    def _more_columns(self) -> None:
+        """Another column: rows move back over the padding that they share, or the banks grow."""
+        rows, columns = self._room
+        shared = min(self._pads)
+        column = self._column - shared
+        if shared < columns // 4 and columns < self.columns(columns, self.longest):
+            shared, column = 0, self._column
+        self._rebase((rows, max(columns if shared else 0, self.columns(column, self.longest))), -shared)
+
+    def columns(self, column: int, most: int) -> int:
+        """How many columns the banks are to have where so many are used, by rows of at most `most` tokens: half as many
+        again, but no more than half again what the longest row may have."""
+        wanted = column + max(CHUNK, column // 2)
+        bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
+        return bounded if self._policy.record is None else -(-bounded // _ALIGNED) * _ALIGNED
+
+    def _rebase(self, room: tuple[int, int], by: int) -> None:
+        """Moves all rows by so many columns, into banks of that many rows and columns."""
+        banks = self._layout.rows(*room)
+        if len(self):
+            bank_rows.shift_(self._banks, banks, len(self), min(self._pads), self._column, by)
+        self._banks, self._room, self._column = banks, room, self._column + by
+        self._pads = [pad + by for pad in self._pads]
+        self._advance, self._fixed = None, None

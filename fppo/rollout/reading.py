@@ -1,0 +1,183 @@
+"""Reading: one pass over tokens behind what rows have read before, whole prompts among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fppo import models
+from fppo.batch import RowInputs
+from fppo.models.heads import logits_of
+from fppo.models.routing import Routes, experts_of
+from fppo.models.rows import RowWise
+from fppo.models.seams import Attend, AttentionLayer
+from fppo.models.vision_pass import place_images, see, shift_of
+from fppo.rollout import banks as bank_rows
+from fppo.rollout import cache as caches
+from fppo.rollout.banks import BankLayout, Banks
+from fppo.rollout.cache import Layers
+from fppo.rollout.states import PromptStates, States
+from fppo.rollout.stepping import DecodingPolicy, Next
+from fppo_kernels.collectives import all_gather
+from fppo_kernels.padding import Lengths, make_lengths, sent
+
+
+class RowContext(NamedTuple):
+    """What a row has read: n tokens, with their keys and values, and the states after them."""
+
+    length: int
+    banks: Banks  # [K, H, n, D]
+    states: States  # of one row
+    shift: int = 0  # by which a position differs from the number of its token, behind images
+    after: Next | None = None  # of one row, before it draws
+
+    def apart(self) -> RowContext:
+        """The context with memory of its own."""
+        after = self.after and Next(*(None if x is None else x.clone() for x in self.after))
+        return self._replace(banks=tuple(x.clone() for x in self.banks), after=after)
+
+
+class Reading(NamedTuple):
+    """Tokens to read behind a context, or a whole prompt with its images."""
+
+    ids: Sequence[int]
+    context: RowContext | None = None
+    inputs: RowInputs | None = None
+
+    @property
+    def before(self) -> int:
+        """The number of tokens that were read before."""
+        return 0 if self.context is None else self.context.length
+
+    @property
+    def length(self) -> int:
+        """The number of tokens once these are read."""
+        return self.before + len(self.ids)
+
+
+class ReadRow(NamedTuple):
+    """The context of a row after a reading, in memory that rows of one pass share, and the experts of its tokens."""
+
+    context: RowContext
+    experts: Tensor | None  # [m, L, k]
+
+
+def read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[ReadRow]:
+    """Reads, in passes of at most `policy.prefill_tokens` tokens together; call it inside `bind`.
+
+    A model with carried states reads whole prompts alone: transformers goes on from states by one token at a time.
+    """
+    passes = groups_within([len(reading.ids) for reading in readings], policy.prefill_tokens)
+    return [row for part in passes for row in _read(policy, layout, readings[part])]
+
+
+def groups_within(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Consecutive things of these sizes, at most `most` together, or one alone."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    yield slice(start, len(sizes))
+
+
+def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[ReadRow]:
+    axis, device = policy.columns.axis, layout.device
+    sizes, rows = [len(reading.ids) for reading in readings], len(readings)
+    fill = -sum(sizes) % axis.size
+    lengths = make_lengths([*sizes, fill], device)
+    ids = [token for reading in readings for token in reading.ids]
+    tokens = sent(torch.tensor([*ids, *[0] * fill]), device)
+    positions = sent(torch.cat([*(_positions(reading) for reading in readings), torch.arange(fill)]), device)
+    whole, attend = _attention(policy, layout, readings, lengths, fill)
+    carried, routes = PromptStates(lengths, policy.model), policy.routes()
+    inputs = [reading.inputs for reading in readings]
+    hidden = _hidden(policy, tokens, positions, inputs, sizes, RowWise(attend, carried), routes)
+    last = all_gather(hidden, axis)[lengths.cu_seqlens[1 : rows + 1].long() - 1]
+    logits = logits_of(policy.head, last, policy.product)
+    experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)
+    states = carried.states_(rows, 1)
+    ends, starts = list(accumulate(reading.length for reading in readings)), [0, *accumulate(sizes)]
+    found: list[ReadRow] = []
+    for row, (reading, end) in enumerate(zip(readings, ends, strict=True)):
+        own = tuple(x[:, :, end - reading.length : end] for x in whole)
+        shift = shift_of(policy.model, reading.inputs) if reading.context is None else reading.context.shift
+        after = Next(logits[row : row + 1], last[row : row + 1])
+        context = RowContext(reading.length, own, states.picked([row]), shift, after)
+        part = None if experts is None else experts[starts[row] : starts[row + 1]]
+        found.append(ReadRow(context, part))
+    return found
+
+
+def _positions(reading: Reading) -> Tensor:
+    shift = 0 if reading.context is None else reading.context.shift
+    return torch.arange(reading.before + shift, reading.length + shift)
+
+
+def _attention(
+    policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading], lengths: Lengths, fill: int
+) -> tuple[Banks, Attend]:
+    """Banks with the keys and values of all rows one behind the other, and the attention that fills those of new tokens
+    in."""
+    attention, device = policy.kernels.attention, layout.device
+    whole = layout.row(sum(reading.length for reading in readings) + fill)
+    calls, cache, new = count(), layout.layers(whole), None
+    seen = lengths
+    if any(reading.before for reading in readings):
+        begins = [0, *accumulate(reading.length for reading in readings)]
+        spans = [(begin, reading.before, reading.length) for begin, reading in zip(begins, readings)]
+        old = torch.cat([torch.arange(begin, begin + before) for begin, before, _ in spans])
+        ahead = [torch.arange(begin + before, begin + length) for begin, before, length in spans]
+        new = sent(torch.cat([*ahead, torch.arange(begins[-1], begins[-1] + fill)]), device)
+        earlier = bank_rows.joined([reading.context.banks for reading in readings if reading.context is not None])
+        for x, had in zip(whole, earlier, strict=True):
+            x.index_copy_(2, sent(old, device), had)
+        seen = make_lengths([*(reading.length for reading in readings), fill], device)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
+        pair = cache[next(calls)]
+        for x, own in zip(pair, (key, value), strict=True):
+            if new is None:
+                x.copy_(own[0].transpose(0, 1))
+            else:
+                x.index_copy_(1, new, own[0].transpose(0, 1))
+        keys, values = (key[0], value[0]) if new is None else (x.transpose(0, 1) for x in pair)
+        more: dict[str, Any] = {} if new is None else {"key_lengths": seen}
+        _, scale, window, softcap, sinks = layer
+        how = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        return attention(query[0], keys, values, lengths=lengths, **how, **more)[None]
+
+    return whole, attend
+
+
+def _hidden(
+    policy: DecodingPolicy,
+    tokens: Tensor,
+    positions: Tensor,
+    inputs: Sequence[RowInputs | None],
+    sizes: Sequence[int],
+    attend: Attend,
+    routes: Routes | None,
+) -> Tensor:
+    """Hidden states [N, H] of packed tokens [N], with what images their rows have."""
+    tokens, (images, positions) = tokens[None], place_images(policy.model, inputs, tokens, positions, sizes)
+    embedded, deep = (None, None) if images is None else see(policy.model, policy.skeleton, tokens, images)
+    positions = positions.unsqueeze(-2)
+    return models.forward(policy.text, tokens, positions, attend=attend, routes=routes, embedded=embedded, deep=deep)[0]
+
+
+def tried(policy: DecodingPolicy) -> tuple[Layers, list[AttentionLayer], int]:
+    """The keys and values of a pass over one token for each rank, [N, H, D] each, what its calls ask of attention, and
+    the bytes of a row's states; call it inside `bind`."""
+    ranks, device = policy.columns.axis.size, policy.head.weight.device
+    kept, calls = caches.Layers(), list[AttentionLayer]()
+    tokens, lengths = torch.zeros(1, ranks, dtype=torch.int64, device=device), make_lengths([1] * ranks, device)
+    states = PromptStates(lengths, policy.model)
+    attend = RowWise(caches.prefill_attention(policy.kernels.attention, lengths, kept, calls), states)
+    models.forward(policy.text, tokens, tokens, attend=attend)
+    return kept, calls, states.states_(1, 1).row_bytes

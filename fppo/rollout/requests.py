@@ -1,0 +1,169 @@
+"""Requests that come while others are being answered: the interface of engines that are open for them.
+
+    with engine.open(params, version=3) as requests:
+        requests.add([Request(name="a", ids=prompt, sampling=sampling, key=key, keep=True)])
+        while requests.counts.open:
+            drawn, finished = requests.step()
+        requests.add([Request(name="b", after="a", ids=observation, sampling=sampling, key=key)])
+
+A request is one turn of a row: tokens to read, then tokens to draw. It goes on `after` an earlier one by that one's own
+tokens and its keys, values and states, so that nothing is read twice and no sampled token goes through text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Literal, NamedTuple, Protocol
+
+import attrs
+from torch import Tensor
+
+from fppo.batch import RowInputs
+from fppo.key import Key
+from fppo.rollout.engine import Engine, Sampling
+
+End = Literal["stop", "length", "cancelled"]
+
+
+class QueueFull(RuntimeError):
+    """More requests than an engine was opened for; none of those that came together was taken."""
+
+
+def _check_one(_: object, attribute: attrs.Attribute, value: Sampling) -> None:
+    if value.n != 1:
+        raise ValueError(f"{attribute.name}.n = {value.n}: a request is one row; add one for each sample")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Request:
+    """One turn of a row: `ids` to read, then at most `sampling.max_tokens` to draw.
+
+    Without `after`, `ids` are a whole prompt. With the name of an earlier request, which was to `keep` its context and
+    has ended, they are what follows its tokens: an observation, or nothing. Several may go on after the same one, also
+    after it was cancelled.
+
+    Draw number i depends on the key, the `row` and `position` + i alone: not on when a request comes, nor on which
+    others are being answered. `keep` keeps the context, once the request ends, until it is released. `inputs` are the
+    images of a whole prompt.
+
+    Raises ValueError for a sampling of several rows, for a prompt without tokens, and for images behind other tokens.
+    """
+
+    name: str  # of which an engine knows one at a time
+    ids: tuple[int, ...] = attrs.field(converter=tuple)
+    sampling: Sampling = attrs.field(validator=_check_one)
+    key: Key
+    row: int = 0
+    position: int = 0
+    after: str | None = None
+    keep: bool = False
+    inputs: RowInputs | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.after is None and not self.ids:
+            raise ValueError(f"request {self.name!r} has no tokens: give a prompt, or after = an earlier request")
+        if self.after is not None and self.inputs is not None:
+            raise ValueError(f"request {self.name!r}: images come with a whole prompt, not after {self.after!r}")
+
+
+class DrawnTokens(NamedTuple):
+    """The tokens of one step, in lists of one length: a token of each request that drew one."""
+
+    names: Sequence[str] = ()
+    tokens: Sequence[int] = ()
+    log_probs: Sequence[float] = ()  # under softmax(logits / temperature)
+    sampling_log_probs: Sequence[float] = ()  # under the distribution drawn from; 0 if greedy
+    version: int = 0  # of the policy that drew them
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class FinishedRequest:
+    """A request that has ended, with all T tokens that it drew; log-probs are float32, or float64 of such parameters.
+
+    `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
+    went through the model for it. A request that was cancelled before its first draw has no tokens.
+    """
+
+    name: str
+    tokens: Tensor  # [T] int64, on the host like the others
+    log_probs: Tensor  # [T]
+    sampling_log_probs: Tensor  # [T]
+    versions: Tensor  # [T] int32, of the policies that drew them
+    end: End
+    fed: int
+    experts: Tensor | None = None  # [M, L, k]: of the tokens fed, in their order, where the engine records them
+
+
+class RequestCounts(NamedTuple):
+    """The numbers of requests: those that wait for a place, those that draw, and those that ended and are kept."""
+
+    waiting: int
+    drawing: int
+    kept: int
+
+    @property
+    def open(self) -> int:
+        """The number of requests that have not ended."""
+        return self.waiting + self.drawing
+
+
+class StepResult(NamedTuple):
+    """The result of a step: the tokens that were drawn, and the requests that ended, whose last tokens are among
+    them."""
+
+    drawn: DrawnTokens
+    finished: Sequence[FinishedRequest]
+
+
+class Requests(Protocol):
+    """An engine that is open for requests; one thread calls it.
+
+    `together` names the mesh axes whose ranks must make the same calls in the same order. `limit` is the most tokens of
+    a row, or None.
+    """
+
+    @property
+    def together(self) -> tuple[str, ...]: ...
+
+    @property
+    def limit(self) -> int | None: ...
+
+    @property
+    def counts(self) -> RequestCounts: ...
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Takes requests in; those of one call with equal prompts and images are read once, as samples of a prompt are.
+
+        All are taken or none. Raises QueueFull for more than may wait, and ValueError, which names the request, for a
+        name that is taken, one to go on after that is not kept, tokens that the model does not have, a row that may
+        outgrow `limit`, and whatever an engine cannot do.
+        """
+        ...
+
+    def step(self) -> StepResult:
+        """Draws one token, or a few, of each request that has a place; nothing where none is open."""
+        ...
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Ends requests where they are; the next step reports them as "cancelled". Others are passed over."""
+        ...
+
+    def release(self, names: Sequence[str]) -> None:
+        """Forgets the contexts of requests, once they have ended. Others are passed over."""
+        ...
+
+    def update(self, params: Mapping[str, Tensor], version: int) -> None:
+        """Goes on with newer parameters. What was read before is read anew, so that each token's log-prob is of one
+        policy. Every rank of a mesh that cuts parameters must call."""
+        ...
+
+
+class RequestEngine(Engine, Protocol):
+    """An engine that can be opened for requests as they come."""
+
+    def open(
+        self, params: Mapping[str, Tensor], *, version: int = 0, most_waiting: int | None = None
+    ) -> AbstractContextManager[Requests]:
+        """The engine with these parameters, open until the context ends; at most `most_waiting` requests wait."""
+        ...

@@ -1,0 +1,146 @@
+"""Rows that requests ask for, as an engine holds them: what was read and drawn, and what is wrong with a request."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.batch import RowInputs
+from fppo.data.stops import StopReader
+from fppo.rollout.reading import ReadRow, RowContext
+from fppo.rollout.records import check_stops
+from fppo.rollout.requests import End, FinishedRequest, Request
+
+
+@attrs.define(eq=False)
+class SharedPrompt:
+    """A prompt that several requests have, which is read once."""
+
+    missing: int  # rows that have not begun to draw
+    read: ReadRow | None = None  # once it has been
+
+    def taken(self, new: ReadRow | None) -> ReadRow:
+        """What a row draws on from, `new` where it was read just now."""
+        self.read = new if self.read is None else self.read
+        assert self.read is not None
+        self.missing -= 1
+        return self.read
+
+    def settle(self) -> None:
+        """Keeps what was read for rows that begin later, in memory of its own."""
+        if self.read is not None:
+            self.read = self.read._replace(context=self.read.context.apart()) if self.missing else None
+
+
+@attrs.define(eq=False)
+class OpenRow:
+    """A request and what has come of it."""
+
+    request: Request
+    ids: list[int]  # of the whole row, with what it has drawn
+    inputs: RowInputs | None
+    kind: int  # of its sampling, among those that draw alike
+    context: RowContext | None = None  # what has been read, while it waits
+    prompt: SharedPrompt | None = None  # until it begins to draw
+    feed: deque[int] = attrs.field(factory=deque)  # read one by one, before it draws
+    pending: int = 0  # the next token to be run
+    fed: int = 0
+    tokens: list[int] = attrs.field(factory=list)
+    log_probs: list[float] = attrs.field(factory=list)
+    sampling_log_probs: list[float] = attrs.field(factory=list)
+    versions: list[int] = attrs.field(factory=list)
+    experts: list[Tensor] = attrs.field(factory=list)
+    uniforms: list[float] = attrs.field(factory=list)  # of the next draws
+    stops: frozenset[int] = attrs.field(init=False)
+    reader: StopReader | None = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        sampling = self.request.sampling
+        self.stops = frozenset(sampling.stop_token_ids)
+        self.reader = None if sampling.stop_texts is None else StopReader(sampling.stop_texts)
+
+    @property
+    def name(self) -> str:
+        """The request's."""
+        return self.request.name
+
+    @property
+    def left(self) -> int:
+        """How many tokens it may draw yet."""
+        return self.request.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """How many tokens the row may come to have."""
+        return len(self.ids) + self.left
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens behind its context."""
+        return self.ids if self.context is None else self.ids[self.context.length :]
+
+    def take(self, token: int, log_prob: float, sampling_log_prob: float, version: int) -> End | None:
+        """Takes a drawn token in. Returns how the request ends with it; None if it goes on."""
+        self.ids.append(token)
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        self.sampling_log_probs.append(sampling_log_prob)
+        self.versions.append(version)
+        self.pending = token
+        if (self.reader is not None and self.reader.ends(0, token)) or token in self.stops:
+            return "stop"
+        return None if self.left else "length"
+
+    def ended(self, end: End, dtype: torch.dtype) -> FinishedRequest:
+        """The result, with log-probs of this dtype."""
+        return FinishedRequest(
+            name=self.name,
+            tokens=torch.tensor(self.tokens, dtype=torch.int64),
+            log_probs=torch.tensor(self.log_probs, dtype=dtype),
+            sampling_log_probs=torch.tensor(self.sampling_log_probs, dtype=dtype),
+            versions=torch.tensor(self.versions, dtype=torch.int32),
+            end=end,
+            fed=self.fed,
+            experts=torch.cat(self.experts) if self.experts else None,
+        )
+
+
+@attrs.frozen(eq=False)
+class KeptRow:
+    """A request that has ended, and that others may go on after."""
+
+    ids: Sequence[int]
+    inputs: RowInputs | None
+    context: RowContext | None = None  # what of it has been read
+
+
+def check_names(requests: Sequence[Request], kept: Container[str], used: Container[str]) -> None:
+    """Raises ValueError for requests whose names are `used` or `kept`, and for those after others than are kept."""
+    seen: set[str] = set()
+    for request in requests:
+        if request.name in used or request.name in kept or request.name in seen:
+            text = "is open, or kept: release it, or give another name"
+            raise ValueError(f"request {request.name!r}: that name {text}")
+        if request.after is not None and request.after not in kept:
+            text = "is not kept, or has not ended: give keep = True to a request that others go on after"
+            raise ValueError(f"request {request.name!r}: after = {request.after!r} {text}")
+        seen.add(request.name)
+
+
+def check_tokens(request: Request, before: int, *, size: int, limit: int | None) -> None:
+    """Raises ValueError for tokens that a vocabulary of `size` tokens does not have, and for a row, with so many tokens
+    before the request, that may outgrow an engine's limit."""
+    check_stops(request.sampling, size)
+    if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
+        text = f"tokens that the model's vocabulary of {size} tokens does not have"
+        raise ValueError(f"request {request.name!r}: {text}")
+    given, most = before + len(request.ids), request.sampling.max_tokens
+    if limit is not None and given + most > limit:
+        raise ValueError(
+            f"request {request.name!r} has {given} tokens; with max_tokens = {most} its row may reach {given + most}, "
+            f"and the model's rows have at most {limit}"
+        )

@@ -1,0 +1,62 @@
+"""Episodes of rows: what was drawn and observed so far, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+from torch import Tensor
+
+from fppo.batch import RowInputs
+from fppo.environments.protocol import Message
+
+
+class Section(NamedTuple):
+    """Some tokens of a response, one behind the other: a turn's, or an observation's."""
+
+    tokens: Tensor  # [t] int64
+    log_probs: Tensor  # [t]; 0 in an observation
+    sampling_log_probs: Tensor  # [t]
+    versions: Tensor  # [t] int32, of the policies that drew them
+    turn: int  # from 1; 0: an observation
+
+
+@attrs.define(eq=False)
+class Chain:
+    """A row's episode, and its response as it grows."""
+
+    row: int  # of the rollout
+    row_id: int
+    group: int  # the number of its prompt
+    data: Mapping[str, Any]  # as an environment gets it
+    seed: int
+    prompt: Sequence[int]
+    inputs: RowInputs | None
+    most: int  # tokens of the response
+    state: Any = None
+    messages: Sequence[Message] | None = None  # of the prompt, where the player gave it
+    begun: bool = False
+    failures: int = 0
+    lost: bool = False  # it could not begin
+    sections: list[Section] = attrs.field(factory=list)
+    ids: list[int] = attrs.field(factory=list)
+    since: int = 0  # where the policy's present turn began
+    turn: int = 1
+    requests: int = 0  # made so far
+    finish: str = ""
+    done: bool = False
+    said: list[str] = attrs.field(factory=list)  # the turns before
+    rewards: dict[int, float] = attrs.field(factory=dict)  # by column
+    info: dict[str, float] = attrs.field(factory=dict)
+    experts: list[tuple[int, Tensor]] = attrs.field(factory=list)  # of the tokens up to a place, the prompt's first
+
+    @property
+    def name(self) -> str:
+        """The name of its last request."""
+        return f"{self.row}.{self.requests}"
+
+    @property
+    def reply_ids(self) -> list[int]:
+        """The tokens of the present turn."""
+        return self.ids[self.since :]

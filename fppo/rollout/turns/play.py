@@ -1,0 +1,235 @@
+"""Episodes that move on their own: each row goes on as soon as its own environment has answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import attrs
+import torch
+
+from fppo._errors import RunFailed
+from fppo.environments.calls import PlayedStep
+from fppo.environments.protocol import Message, Reply
+from fppo.environments.runner import PlayerCalls
+from fppo.key import Key
+from fppo.rollout.engine import Sampling
+from fppo.rollout.requests import FinishedRequest, Request, Requests
+from fppo.rollout.turns.chains import Chain, Section
+from fppo.rollout.turns.observations import Encode
+
+Failure = Literal["drop", "score", "raise"]
+
+
+class ReplyOf(Protocol):
+    """A turn's tokens as an environment reads them."""
+
+    def __call__(self, ids: list[int], sampling: Sampling, *, cut: bool) -> Reply: ...
+
+
+@attrs.frozen(kw_only=True)
+class Rules:
+    """How episodes go."""
+
+    sampling: Sampling
+    key: Key
+    offset: int
+    judges: bool  # the player rewards turns: it gets cut and last ones too
+    max_turns: int
+    turn_tokens: int
+    encode: Encode
+    reply: ReplyOf
+    prompt: Callable[[Sequence[Message]], Sequence[int]] | None
+    prompt_tokens: int | None  # that a prompt may have
+    failure: Failure
+    on_done: Callable[[Chain], None]
+
+    @property
+    def lost(self) -> float:
+        """The reward of a call that failed: none, or nothing beside those before it."""
+        return torch.nan if self.failure == "drop" else 0.0
+
+
+Heard = list[tuple[int, PlayedStep]]  # answers by row
+
+
+class Agreement(NamedTuple):
+    """The ranks that answer together, which of them this is, and a way to give all what each of them heard."""
+
+    ranks: int
+    place: int
+    gathered: Callable[[Heard], Heard]
+
+
+class Play:
+    """Episodes under way: requests to an engine, and calls of a player for the rows that have none. Ranks that answer
+    together make the same requests, and share the calls."""
+
+    def __init__(
+        self, rules: Rules, chains: Sequence[Chain], requests: Requests, calls: PlayerCalls, agreement: Agreement
+    ) -> None:
+        self._rules, self._requests, self._calls = rules, requests, calls
+        self._chains = {chain.row: chain for chain in chains}
+        self._agreement = agreement
+        self._called = 0  # calls under way, on all ranks that answer together
+        self._called_here = 0
+        self._samplings: dict[int, Sampling] = {}
+        self._groups: dict[int, list[Chain]] = {}
+        for chain in chains:
+            self._groups.setdefault(chain.group, []).append(chain)
+
+    def run(self) -> None:
+        """Plays all episodes to their ends."""
+        requests = self._requests
+        for chain in self._chains.values():
+            self._call(chain, lambda chain=chain: self._calls.reset(chain.row, chain.data, chain.seed))
+        while (drawing := requests.counts.open) or self._called:
+            self._go_on(self._heard(wait=not drawing))
+            if requests.counts.open:
+                for finished in requests.step().finished:
+                    self._ended(self._chains[int(finished.name.partition(".")[0])], finished)
+
+    def _call(self, chain: Chain, begin: Callable[[], None]) -> None:
+        self._called += 1
+        if chain.row % self._agreement.ranks == self._agreement.place:
+            self._called_here += 1
+            begin()
+
+    def _heard(self, *, wait: bool) -> Heard:
+        """What the player has answered, in the order of rows."""
+        if not self._called:
+            return []
+        heard = self._calls.taken(wait=wait and self._called_here > 0)
+        self._called_here -= len(heard)
+        every = heard if self._agreement.ranks == 1 else self._agreement.gathered(heard)
+        self._called -= len(every)
+        return sorted(every, key=lambda pair: pair[0])
+
+    def _go_on(self, heard: Heard) -> None:
+        """Makes the next requests of the episodes that were answered."""
+        new: list[Request] = []
+        after: list[str] = []
+        for row, played in heard:
+            chain = self._chains[row]
+            self._check(played)
+            if not chain.begun:
+                new += self._begun(chain, played)
+                continue
+            after.append(chain.name)
+            request = self._next(chain, played)
+            new += [] if request is None else [request]
+        if new:
+            self._requests.add(new)
+        self._requests.release(after)
+
+    def _check(self, played: PlayedStep) -> None:
+        """Raises RunFailed for a failure that is to end the run."""
+        if played.failed and self._rules.judges and self._rules.failure == "raise":
+            raise RunFailed(f'an environment failed, and failure = "raise": {played.why or "see the log"}')
+
+    def _begun(self, chain: Chain, played: PlayedStep) -> list[Request]:
+        """The first requests of a group, once all of its episodes have begun; none before."""
+        chain.begun, chain.state = True, played.state
+        chain.failures, chain.lost = int(played.failed), played.failed
+        chain.messages = [] if played.failed else played.messages
+        group = self._groups[chain.group]
+        if not all(each.begun for each in group):
+            return []
+        if self._rules.judges:
+            self._give_prompt(group)
+        else:
+            for each in group:
+                each.messages = None
+        return [self._request(each, (), each.most) for each in group]
+
+    def _give_prompt(self, group: Sequence[Chain]) -> None:
+        """Gives a group the prompt of its first episode that began. Episodes with another one are lost, as are all
+        where it is too long."""
+        rules = self._rules
+        messages = next((list(each.messages or ()) for each in group if not each.lost), [])
+        ids = list(rules.prompt(messages)) if messages and rules.prompt is not None else []
+        fits = bool(ids) and (rules.prompt_tokens is None or len(ids) <= rules.prompt_tokens)
+        for each in group:
+            if not each.lost and (list(each.messages or ()) != messages or bool(messages) > fits):
+                each.lost, each.failures = True, 1
+                self._check(PlayedStep(failed=True, why="its prompt is too long, or another than that of its group"))
+            each.messages = messages if fits else None
+            each.prompt = ids if fits else each.prompt
+
+    def _next(self, chain: Chain, played: PlayedStep) -> Request | None:
+        """The next request of an episode that was answered; None where it is over."""
+        rules, used = self._rules, len(chain.ids)
+        chain.state, chain.failures = played.state, chain.failures + played.failed
+        chain.info.update(played.info)
+        if rules.judges:
+            chain.rewards[used - 1] = rules.lost if played.failed else played.reward
+        if played.done or chain.finish != "stop":
+            return self._over(chain)
+        observation = rules.encode(played.messages, chain.ids[-1])
+        if played.messages:  # else the turn goes on
+            chain.said.append(rules.reply(chain.reply_ids, rules.sampling, cut=False).text)
+            chain.since = used + len(observation)
+        chain.turn += bool(played.messages) or rules.judges
+        if chain.requests == rules.max_turns:
+            return self._over(chain)
+        left = chain.most - used - len(observation)
+        if left < 1:
+            chain.finish = "length"
+            return self._over(chain)
+        self._add(chain, observation)
+        return self._request(chain, observation, left)
+
+    def _over(self, chain: Chain) -> None:
+        chain.done = True
+        self._rules.on_done(chain)
+
+    def _add(self, chain: Chain, observation: Sequence[int]) -> None:
+        like, count = chain.sections[-1], len(observation)
+        zero, versions = like.log_probs.new_zeros(count), like.versions.new_zeros(count)
+        tokens = torch.tensor(observation, dtype=torch.int64)
+        chain.sections.append(Section(tokens, zero, zero, versions, 0))
+        chain.ids += observation
+
+    def _request(self, chain: Chain, ids: Sequence[int], left: int) -> Request:
+        """The next request: a prompt, or what follows the last one."""
+        rules, before = self._rules, chain.name
+        chain.requests += 1
+        first = chain.requests == 1
+        return Request(
+            name=chain.name,
+            ids=chain.prompt if first else ids,  # type: ignore[arg-type]
+            sampling=self._sampling(min(left, rules.turn_tokens)),
+            key=rules.key if first else rules.key.fold("turn", chain.requests),
+            row=chain.row_id,
+            position=rules.offset if first else 0,
+            after=None if first else before,
+            keep=chain.requests < rules.max_turns and not chain.lost,
+            inputs=chain.inputs if first else None,
+        )
+
+    def _sampling(self, most: int) -> Sampling:
+        if most not in self._samplings:
+            self._samplings[most] = attrs.evolve(self._rules.sampling, n=1, max_tokens=most)
+        return self._samplings[most]
+
+    def _ended(self, chain: Chain, finished: FinishedRequest) -> None:
+        """Takes a turn in, and puts it to the player if it wants it."""
+        rules = self._rules
+        drawn = finished.tokens, finished.log_probs, finished.sampling_log_probs, finished.versions
+        chain.sections.append(Section(*drawn, chain.turn))
+        chain.ids += finished.tokens.tolist()
+        chain.finish = finished.end
+        if finished.experts is not None:
+            chain.experts.append((len(chain.prompt) + len(chain.ids) - 1, finished.experts))
+        more = finished.end == "stop" and chain.requests < rules.max_turns
+        if chain.lost:
+            chain.rewards = {len(chain.ids) - 1: rules.lost}
+        if chain.lost or not (rules.judges or more):
+            self._requests.release([finished.name])
+            self._over(chain)
+            return
+        cut = finished.end != "stop"
+        self._call(
+            chain,
+            lambda: self._calls.step(chain.row, chain.state, rules.reply(chain.reply_ids, rules.sampling, cut=cut)),
+        )

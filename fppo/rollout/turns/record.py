@@ -1,0 +1,132 @@
+"""The rollout of episodes that several ranks played, from each rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo.batch import Column, Prompts, Rollout, extend, repeat
+from fppo.data.examples import MESSAGES
+from fppo.rollout.engine import Ask
+from fppo.rollout.records import completed_experts, number_rows
+from fppo.rollout.turns.chains import Chain
+from fppo.runtime.mesh import AXES, Mesh, gather_objects
+from fppo.steps.ranks import collect
+from fppo.tree import replace
+
+
+@attrs.frozen(kw_only=True)
+class Records:
+    """Makes the rollout of `ask`, whose rows the ranks of a mesh share: each list of `shares` has a rank's rows."""
+
+    ask: Ask
+    shares: Sequence[Sequence[int]]
+    mesh: Mesh
+    pad_token_id: int
+    device: torch.device
+    judges: bool  # rewards are the player's, and prompts may be
+
+    def rollout(self, chains: Sequence[Chain], extras: Callable[[Chain], Mapping[str, Any]]) -> Rollout:
+        """The rollout, the same on every rank, from the episodes of this rank's rows, in their order. `extras` are what
+        a row's extras get more."""
+        ask, routed = self.ask, next((chain.experts[0][1] for chain in chains if chain.experts), None)
+        own = {
+            "width": max((len(chain.ids) for chain in chains), default=1),
+            "routed": None if routed is None else [*routed.shape[1:], str(routed.dtype).removeprefix("torch.")],
+            "wide": any(chain.sections[0].log_probs.dtype == torch.float64 for chain in chains),
+            "newer": any(bool((x.versions != ask.version).any()) for chain in chains for x in chain.sections if x.turn),
+            "rows": [[chain.row, chain.finish, dict(extras(chain)), _opening(chain)] for chain in chains],
+        }
+        ranks = gather_objects(own, self.mesh, AXES, self.device)
+        rows = {row: rest for rank in ranks for row, *rest in rank["rows"]}
+        prompts = repeat(self._prompts(rows), ask.sampling.n)
+        width, count = max(rank["width"] for rank in ranks), len(prompts.tokens)
+        columns = _columns(chains, width, torch.float64 if any(rank["wide"] for rank in ranks) else torch.float32)
+        all_columns = {name: self._collected(x) for name, x in columns.items()}
+        seen = all_columns.pop("seen")
+        mask, tokens, versions, rewards = (all_columns.pop(x) for x in ("chosen", "tokens", "versions", "rewards"))
+        whole = torch.cat([prompts.attention_mask.to(self.device).bool(), seen], 1)
+        experts = next((rank["routed"] for rank in ranks if rank["routed"]), None)
+        routed = None if experts is None else self._experts(chains, prompts.tokens.shape[1], width, experts)
+        return extend(
+            Rollout,
+            prompts,
+            tokens=torch.cat([prompts.tokens.to(self.device), tokens.where(seen, self.pad_token_id)], 1),
+            attention_mask=whole,
+            response_mask=mask,
+            row_ids=number_rows(ask, self.device),
+            groups=prompts.row_ids.to(self.device),
+            versions=torch.full((count,), ask.version, dtype=torch.int64, device=self.device),
+            finish=Column(rows[row][0] for row in range(count)),
+            extras=Column({**prompts.extras[row], **rows[row][1]} for row in range(count)),
+            token_versions=versions.where(mask, 0) if any(rank["newer"] for rank in ranks) else None,
+            turn_rewards=rewards if self.judges else None,
+            routed=None if routed is None else completed_experts(routed, whole),
+            **all_columns,
+        )
+
+    def _collected(self, x: Tensor) -> Tensor:
+        return collect(x.to(self.device), self.shares, self.mesh, AXES)
+
+    def _prompts(self, rows: Mapping[int, Sequence[Any]]) -> Prompts:
+        """The prompts that episodes began with."""
+        prompts, n = self.ask.prompts, self.ask.sampling.n
+        openings = [rows[row * n][2] for row in range(len(prompts.tokens))]
+        if not any(openings):
+            return prompts
+        asked = [
+            own[0] if own else tokens[mask.bool()].tolist()
+            for own, tokens, mask in zip(openings, prompts.tokens, prompts.attention_mask, strict=True)
+        ]
+        width = max(map(len, asked))
+        tokens = [[*[self.pad_token_id] * (width - len(ids)), *ids] for ids in asked]
+        seen = [[*[False] * (width - len(ids)), *[True] * len(ids)] for ids in asked]
+        device = prompts.tokens.device
+        columns = {"tokens": torch.tensor(tokens, device=device), "attention_mask": torch.tensor(seen, device=device)}
+        more = [{MESSAGES: own[1]} if own else {} for own in openings]
+        extras = Column({**had, **new} for had, new in zip(prompts.extras, more, strict=True))
+        return replace(prompts, **columns, extras=extras)
+
+    def _experts(self, chains: Sequence[Chain], prompt: int, width: int, kind: Sequence[Any]) -> Tensor:
+        *shape, dtype = kind
+        whole = torch.zeros(len(chains), prompt + width, *shape, dtype=getattr(torch, dtype))
+        for row, chain in enumerate(chains):
+            start = prompt - len(chain.prompt)
+            for end, experts in chain.experts:
+                whole[row, start + end - len(experts) : start + end] = experts.cpu()
+        return self._collected(whole)
+
+
+def _opening(chain: Chain) -> list[Any] | None:
+    """The prompt that its player gave an episode: tokens and messages."""
+    return None if chain.messages is None else [list(chain.prompt), chain.messages]
+
+
+def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str, Tensor]:
+    """The responses from the first column on, each [b, T]."""
+
+    def column(of: Callable[[Any], Tensor], dtype: torch.dtype) -> Tensor:
+        rows = [torch.cat([of(x) for x in chain.sections]) for chain in chains]
+        padded = [F.pad(row, (0, width - len(row))) for row in rows]
+        return torch.stack(padded).to(dtype) if padded else torch.zeros(0, width, dtype=dtype)
+
+    turns = column(lambda x: torch.full_like(x.versions, x.turn), torch.int32)
+    rewards = torch.zeros(len(chains), width)
+    for row, chain in enumerate(chains):
+        for place, reward in chain.rewards.items():
+            rewards[row, place] += reward
+    return {
+        "tokens": column(lambda x: x.tokens, torch.int64),
+        "seen": column(lambda x: torch.ones_like(x.versions), torch.bool),
+        "chosen": turns > 0,
+        "rollout_log_probs": column(lambda x: x.log_probs, wide),
+        "sampling_log_probs": column(lambda x: x.sampling_log_probs, wide),
+        "versions": column(lambda x: x.versions, torch.int32),
+        "turn_ids": turns - 1,
+        "rewards": rewards,
+    }

@@ -1,0 +1,81 @@
+"""A policy to be served, as settings name it: its engine, its texts, and how it is sampled."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fppo.assembly.adapters import load_policy, policy_model
+from fppo.assembly.machine import resolved
+from fppo.assembly.parts import device_of, kernels_of
+from fppo.assembly.texts import chat_options, load_tokenizer, policy_generation, sampling_of, vocabulary_size_of
+from fppo.key import Key
+from fppo.models.model import Model, Params
+from fppo.rollout.check import check_engine
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Sampling
+from fppo.rollout.exact_probe import probe_exact
+from fppo.runtime.mesh import LOCAL
+from fppo.serve.texts import Texts, texts_of
+from fppo.settings.modules import kernels_named
+from fppo.settings.train import TrainSettings
+from fppo.workers.imports import search
+
+
+@attrs.frozen(kw_only=True)
+class ServedPolicy:
+    """A policy that can be served."""
+
+    model: Model
+    params: Params | None  # None: those of a checkpoint are to be loaded
+    engine: EmbeddedEngine
+    tokenizer: PreTrainedTokenizerBase
+    texts: Texts
+    sampling: Sampling
+    device: torch.device
+
+
+def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
+    """The policy of the settings, with the parameters that it begins with, or without any.
+
+    A tokenizer without a chat template makes one that answers completions alone. Raises ValueError for a model that the
+    embedded engine cannot run, and for what settings name and is not there.
+    """
+    search(settings.module_dirs)
+    settings, _ = resolved(settings, None)
+    section, key = settings.model, Key(settings.seed)
+    device = device_of(settings.device, settings.placement)
+    tokenizer = load_tokenizer(section, settings.data)
+    generation = policy_generation(section, settings.data, tokenizer)
+    sampling = sampling_of(settings.rollout, tokenizer, generation)
+    if begins:
+        model, params = load_policy(section, settings.critic, key, LOCAL, device)
+    else:
+        model, params = policy_model(section, settings.critic, key, LOCAL, device), None
+    check_engine(model)
+    kernels, cache = kernels_of(kernels_named(settings)), settings.rollout.cache_gb
+    engine = EmbeddedEngine(
+        model=model,
+        kernels=kernels,
+        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
+        cache_bytes=None if cache is None else round(cache * 2**30),
+        exact=settings.rollout.exact,
+    )
+    if settings.rollout.exact:
+        probe_exact(model, kernels)
+    texts = texts_of(
+        tokenizer,
+        vocabulary=vocabulary_size_of(section),
+        chat=tokenizer.chat_template is not None,
+        options=chat_options(settings.data),
+    )
+    return ServedPolicy(
+        model=model,
+        params=params,
+        engine=engine,
+        tokenizer=tokenizer,
+        texts=texts,
+        sampling=sampling,
+        device=device,
+    )

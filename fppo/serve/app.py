@@ -1,0 +1,177 @@
+"""The server's application: a key, bounds of bodies and errors in the protocol's form, for whatever routes it has."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+from fastapi import APIRouter, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException as AnyHTTPException
+
+from fppo.serve.protocol import ApiError
+from fppo.serve.service import Bounds
+
+T = TypeVar("T")
+Scope = MutableMapping[str, Any]
+_Message = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+_App = Callable[[Scope, _Receive, _Send], Awaitable[None]]
+HEALTH = "/health"
+_GONE = 499  # the status that servers note for a client that has gone; nobody reads it
+
+
+def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> FastAPI:
+    """The application of these routes: whoever gives another key than this gets an error, and nothing else.
+
+    GET /health answers without a key.
+    """
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for router in routers:
+        app.include_router(router)
+    app.add_api_route(HEALTH, _healthy)
+    for kind in (ApiError, AnyHTTPException, HTTPException, Exception):
+        app.add_exception_handler(kind, _refused)
+    app.add_middleware(Guard, key=key, bounds=bounds)
+    return app
+
+
+async def _healthy() -> dict[str, str]:
+    return {"status": "ok"}
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """An error in the protocol's form."""
+    del request
+    if isinstance(error, AnyHTTPException):
+        error = ApiError(error.status_code, str(error.detail))
+    if not isinstance(error, ApiError):
+        error = ApiError(500, f"the server failed: {type(error).__name__}", kind="server_error")
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body, error.status, headers)
+
+
+@attrs.frozen(kw_only=True)
+class _Body:
+    """A body that has been read; what comes behind it comes as it did."""
+
+    body: bytes
+    receive: _Receive
+    _read: list[bool] = attrs.field(factory=list)
+
+    async def __call__(self) -> _Message:
+        if self._read:
+            return await self.receive()
+        self._read.append(True)
+        return {"type": "http.request", "body": self.body, "more_body": False}
+
+
+class Guard:
+    """Middleware that lets requests with the right key through, with bodies that are within bounds and whole."""
+
+    def __init__(self, app: _App, *, key: str, bounds: Bounds) -> None:
+        if not key:
+            raise ValueError("the server's key is empty: give one, or leave it to the server")
+        self._app, self._key, self._bounds = app, f"Bearer {key}".encode(), bounds
+
+    async def __call__(self, scope: Scope, receive: _Receive, send: _Send) -> None:
+        """A request, or what else a server tells its application."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            async with asyncio.timeout(self._bounds.body_seconds):
+                body = await self._body(scope, receive)
+        except TimeoutError:
+            error = ApiError(408, f"the body had not come after {self._bounds.body_seconds:g} seconds")
+            await self._refuse(error, scope, receive, send)
+            return
+        except ApiError as error:
+            await self._refuse(error, scope, receive, send)
+            return
+        if body is not None:
+            await self._app(scope, _Body(body=body, receive=receive), send)
+
+    def _check_key(self, scope: Scope) -> None:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        if len(given) != 1 or not hmac.compare_digest(given[0], self._key):
+            text = "give the key that the server was started with, as Authorization: Bearer KEY"
+            raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
+
+    async def _body(self, scope: Scope, receive: _Receive) -> bytes | None:
+        """The whole body; None if the client has gone before its end."""
+        most, length = self._bounds.body_bytes, dict(scope["headers"]).get(b"content-length", b"0")
+        parts, size, more = list[bytes](), int(length) if length.isdigit() else 0, True
+        if size > most:
+            raise ApiError(413, f"a body of {size:,} bytes; at most {most:,}")
+        size = 0
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+            if size > most:
+                raise ApiError(413, f"a body of over {most:,} bytes")
+        return b"".join(parts)
+
+    @staticmethod
+    async def _refuse(error: ApiError, scope: Scope, receive: _Receive, send: _Send) -> None:
+        headers = {"connection": "close"} if error.status in (408, 413) else None
+        await JSONResponse(error.body, error.status, headers)(scope, receive, send)
+
+
+async def unless_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of work for a client, which is cancelled once the client has gone. Raises ApiError then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(_GONE, "the client has gone")
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: _Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """A response of server-sent events. `close` is called at its end, also where the client goes away before."""
+
+    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events, self._close = events, close
+
+    async def __call__(self, scope: Scope, receive: _Receive, send: _Send) -> None:
+        """Sends the events as they come."""
+        del scope
+        work, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, gone):
+                each.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
+            self._close()
+
+    async def _send(self, send: _Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,155 @@
+"""Calls of tools in what a policy says: read by the tokenizer's response template, or as its chat template writes them.
+
+A tokenizer of transformers may bring a parser of its model's turns, `response_template`. Without one the chat template
+is shown a call with a name that nothing else has; where that stands as JSON between two texts, calls are read so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import attrs
+
+from fppo.data.chat import PLAIN, ChatOptions, render_chat
+
+_NAME, _ARGUMENT, _VALUE = "fppo_name", "fppo_argument", "fppo_value"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "x",
+        "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}, "required": [_ARGUMENT]},
+    },
+}
+Tool = Mapping[str, Any]
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool."""
+
+    name: str
+    arguments: str  # JSON
+
+
+class ParsedTurn(NamedTuple):
+    """A turn of the policy as a message has it."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str | None = None
+
+
+class ReadTurn(Protocol):
+    """A parser of turns. `whole` is the turn with the token that ended it, `text` without, `before` what precedes it;
+    texts that hold no call come back as they are."""
+
+    def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn: ...
+
+
+@attrs.frozen
+class ResponseTemplate:
+    """Turns as the tokenizer's own `response_template` reads them."""
+
+    tokenizer: Any
+
+    def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
+        """The turn; without calls and reasoning where the template fails on it."""
+        try:
+            said = self.tokenizer.parse_response(whole, prefix=before, tools=[dict(tool) for tool in tools])
+            calls = tuple(_call_of(call) for call in said.get("tool_calls") or ())
+        except Exception:  # the template's parsers raise what they like on turns of another form
+            return ParsedTurn(text)
+        if not calls:
+            return ParsedTurn(text)
+        reasoning = said.get("reasoning_content") or said.get("thinking")
+        return ParsedTurn(str(said.get("content") or ""), calls, reasoning)
+
+
+def _call_of(call: Mapping[str, Any]) -> ToolCall:
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    return ToolCall(str(function["name"]), arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+@attrs.frozen
+class BetweenTexts:
+    """Calls as JSON objects of a name and arguments, each behind the text `opening` and before `closing`."""
+
+    opening: str
+    closing: str
+    arguments: str  # the key of the arguments
+
+    def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
+        """The turn, whose content is what stands before its first call."""
+        del whole, before, tools
+        calls, content, left = list[ToolCall](), text, text
+        while (found := self._next(left)) is not None:
+            said, call, left = found
+            content = content if calls else said
+            calls.append(call)
+            if not self.opening:  # there is nothing between calls
+                break
+        return ParsedTurn(content if not calls else content.rstrip("\n"), tuple(calls))
+
+    def _next(self, text: str) -> tuple[str, ToolCall, str] | None:
+        """The text before the next call, that call, and the text behind; None if there is none."""
+        said, opened, rest = text.partition(self.opening) if self.opening else ("", "{", text)
+        if not opened:
+            return None
+        rest = rest.lstrip()
+        try:
+            value, end = json.JSONDecoder().raw_decode(rest)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or self.arguments not in value:
+            return None
+        arguments = value[self.arguments]
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return said, ToolCall(value["name"], written), rest[end:].lstrip().removeprefix(self.closing)
+
+
+def reader_of(tokenizer: Any, options: ChatOptions = PLAIN) -> ReadTurn | None:
+    """The parser of turns with calls; None for a chat template whose calls cannot be read."""
+    if getattr(tokenizer, "response_template", None) is not None:
+        return ResponseTemplate(tokenizer)
+    return _between(tokenizer, options)
+
+
+def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
+    """The texts around a call in what the chat template writes of one."""
+    function = {"name": _NAME, "arguments": {_ARGUMENT: _VALUE}}
+    call = {"id": "call00000", "type": "function", "function": function}
+    asked = [{"role": "user", "content": "x"}]
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    shown = attrs.evolve(options, tools=[_TOOL])
+    try:
+        before = render_chat(tokenizer, asked, generation=True, options=shown)
+        whole = render_chat(tokenizer, [*asked, said], generation=False, options=shown)
+    except Exception:  # templates raise what they like
+        return None
+    place = whole.rfind(_NAME)
+    start = whole.rfind("{", 0, place)
+    if place < 0 or start < 0:
+        return None
+    try:
+        value, size = json.JSONDecoder().raw_decode(whole[start:])
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or value.get("name") != _NAME:
+        return None
+    key = next((name for name, each in value.items() if each == {_ARGUMENT: _VALUE}), None)
+    if key is None or not whole.startswith(before.rstrip()):
+        return None
+    opening = whole[len(before) : start].strip()
+    return BetweenTexts(opening, _closing(tokenizer, whole[start + size :]), key)
+
+
+def _closing(tokenizer: Any, rest: str) -> str:
+    """The text that closes a call: up to the special token that ends the turn."""
+    special = [*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]
+    ends = [place for token in special if token and (place := rest.find(token)) >= 0]
+    first = rest[: min(ends, default=len(rest))].strip()
+    # an added token may be what closes a call itself, as </tool_call> is
+    return first or next((token for token in special if token and rest.lstrip().startswith(token)), "")

@@ -1,0 +1,180 @@
+"""An engine whose responses are episodes of an agent, which speaks to the policy over HTTP."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, Self
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo.batch import Column, Rollout
+from fppo.rollout.engine import Ask, Engine
+from fppo.rollout.records import number_rows
+from fppo.rollout.requests import FinishedRequest
+from fppo.rollout.turns.engine import FAILURES, INFO
+from fppo.serve.agents import PlayedEpisode, Plays, RowChoice
+from fppo.serve.app import app_of
+from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, row_number
+from fppo.serve.loop import EngineLoop
+from fppo.serve.openai import router_of
+from fppo.serve.rows import rollout_of_rows
+from fppo.serve.server import LOOPBACK, bound_socket, new_key, serving
+from fppo.serve.service import Bounds, Service, Sources
+from fppo.serve.texts import Texts
+
+SEED = "seed"  # the key under which a row has a number that the responses to its prompt share
+_SEEDS = 1 << 62
+
+
+class AgentEngine:
+    """An engine whose responses are episodes of an agent; use it in a `with` statement.
+
+    For every response the agent is called with the prompt's data row, the URL of an endpoint and its key, and what the
+    policy says there is the response: `turn_ids` number its answers, and `turn_rewards` hold the agent's score at the
+    last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
+    What the agent sends is the prompt; that of the request is not used.
+
+    `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; stops and max_tokens are
+    the agent's own. A response has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
+    `bounds.row_tokens` with its prompt. An agent that edits its history begins another row: a response is the row with
+    the most tokens of the policy's, or with rows = "all" each is one, with the same score, so that there may be more
+    rows than were asked for. Rows are not reported early, and `ask.newer` is looked for between steps of decoding.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        agent: Plays,
+        texts: Texts,
+        *,
+        pad_token_id: int,
+        bounds: Bounds | None = None,
+        rows: RowChoice = "longest",
+        model: str = "policy",
+    ) -> None:
+        self._engine, self._agent, self._pad, self._all = engine, agent, pad_token_id, rows == "all"
+        self._bounds, self._key, self._numbers = bounds or Bounds(), new_key(), itertools.count()
+        self._texts, self._model = texts, model
+        self._episodes = Episodes(self._bounds.recorded_tokens)
+        self._service: Service | None = None
+        self._opened = ExitStack()
+        self._url = ""
+
+    def __enter__(self) -> Self:
+        self._opened.enter_context(self._agent)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
+        """The rollout, with `token_versions`. Raises whatever the engine raised while the agents played."""
+        number, numbers = next(self._numbers), number_rows(ask, torch.device("cpu")).tolist()
+        names = [f"{number}-{row}" for row in numbers]
+        sources = self._sources(ask)
+        service = self._serve(sources)
+        loop = EngineLoop(self._engine, params, version=ask.version, newer=ask.newer).start()
+        try:
+            service.attach(loop, sources)
+            urls = [f"{self._url}/e/{name}/v1" for name in names]
+            played = self._agent.play(self._rows(ask), urls, self._key, f"{self._url}/v1")
+        finally:
+            service.attach(None)
+            loop.stop()
+        if loop.failure is not None:
+            raise loop.failure
+        taken = [self._episodes.take(name if x.name is None else x.name) for name, x in zip(names, played, strict=True)]
+        for name in self._episodes.names():  # of clients that are none of the agent's
+            self._episodes.take(name)
+        return self._rollout(ask, numbers, taken, played)
+
+    def _sources(self, ask: Ask) -> Sources:
+        most = ask.sampling.max_tokens
+        bounds = attrs.evolve(self._bounds, response_tokens=most, answer_tokens=min(self._bounds.answer_tokens, most))
+        return Sources(
+            texts=self._texts,
+            sampling=attrs.evolve(ask.sampling, n=1),
+            key=ask.key,
+            bounds=bounds,
+            model=self._model,
+            keeps_sampling=True,
+            row_of=_row_of,
+        )
+
+    def _serve(self, sources: Sources) -> Service:
+        """The service, whose server starts with the first rollout."""
+        if self._service is None:
+            self._service = Service(sources, self._episodes)
+            app = app_of([router_of(self._service)], key=self._key, bounds=self._bounds)
+            self._url = self._opened.enter_context(serving(app, bound_socket(LOOPBACK, 0)))
+        return self._service
+
+    def _rows(self, ask: Ask) -> list[dict[str, Any]]:
+        """The data rows of all responses."""
+        prompts, n = ask.prompts, ask.sampling.n
+        uniform = ask.key.fold(SEED).uniform(prompts.row_ids.cpu(), 1)[:, 0]
+        seeds = (uniform * _SEEDS).long().tolist()
+        own = zip(prompts.ground_truth, prompts.source, prompts.ids, prompts.extras, seeds, strict=True)
+        rows = [{"ground_truth": g, "source": s, "id": i, **extras, SEED: seed} for g, s, i, extras, seed in own]
+        return [row for row in rows for _ in range(n)]
+
+    def _rollout(
+        self,
+        ask: Ask,
+        numbers: Sequence[int],
+        episodes: Sequence[Sequence[EpisodeRow]],
+        played: Sequence[PlayedEpisode],
+    ) -> Rollout:
+        chosen: list[tuple[int, EpisodeRow]] = []
+        for place, rows in enumerate(episodes):
+            kept = rows if self._all else [max(rows, key=_own_tokens)] if rows else []
+            chosen += [(place, row) for row in kept or [self._lost(ask, place)]]
+        places = [place for place, _ in chosen]
+        prompts = batches.rows(batches.repeat(ask.prompts, ask.sampling.n), places)
+        extras = [
+            {**extra, INFO: {**played[place].numbers, "rows": float(len(episodes[place]))}}
+            | ({FAILURES: 1} if played[place].failed else {})
+            for place, extra in zip(places, prompts.extras, strict=True)
+        ]
+        rewards = [played[place].score if episodes[place] else math.nan for place in places]
+        rollout = rollout_of_rows(
+            [row for _, row in chosen],
+            pad_token_id=self._pad,
+            row_ids=range(len(places)) if self._all else [numbers[place] for place in places],
+            groups=prompts.row_ids.tolist(),
+            columns={name: list(getattr(prompts, name)) for name in ("ids", "ground_truth", "source")},
+            rewards=rewards,
+        )
+        return attrs.evolve(rollout, extras=Column(extras))
+
+    def _lost(self, ask: Ask, place: int) -> EpisodeRow:
+        """The row of an episode in which nothing was said: one token, and no score."""
+        row = place // ask.sampling.n
+        prompt = ask.prompts.tokens[row][ask.prompts.attention_mask[row].bool()].tolist()
+        nothing = torch.zeros(1)
+        answer = FinishedRequest(
+            name="",
+            tokens=torch.tensor([self._pad]),
+            log_probs=nothing,
+            sampling_log_probs=nothing,
+            versions=torch.tensor([ask.version], dtype=torch.int32),
+            end="length",
+            fed=0,
+        )
+        return EpisodeRow(0, (RecordedTurn(tuple(prompt), answer, ""),))
+
+
+def _row_of(name: str) -> int:
+    """The number of an episode's row, for a name of ours: that of the rollout, and the row's."""
+    first, _, number = name.partition("-")
+    return int(number) if first.isdigit() and number.isdigit() else row_number(name)
+
+
+def _own_tokens(row: EpisodeRow) -> int:
+    return sum(len(turn.answer.tokens) for turn in row.turns)

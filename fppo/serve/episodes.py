@@ -1,0 +1,294 @@
+"""Episodes as they are recorded: rows of ids with their log-probs, found again by what a client sends.
+
+A row is a prompt and answers to it, with observations between. A request goes on with a row where it repeats the
+conversation up to one of its answers; the ids of that answer are the ones that were sampled, whatever its text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import attrs
+
+from fppo.key import Key
+from fppo.rollout.requests import FinishedRequest
+from fppo.serve.protocol import Message
+
+Kind = Literal["chat", "ids", "text"]
+_ROWS = 1 << 62
+
+
+@attrs.frozen(eq=False)
+class RecordedTurn:
+    """An answer, and the ids before it: a prompt, or what came behind the answer before."""
+
+    before: tuple[int, ...]
+    answer: FinishedRequest
+    text: str
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All ids."""
+        return (*self.before, *self.answer.tokens.tolist())
+
+
+@attrs.frozen(eq=False)
+class EpisodeRow:
+    """A prompt and answers to it, in turn, with what was said between them."""
+
+    number: int  # among the rows of its episode
+    turns: tuple[RecordedTurn, ...]
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """The ids before the first answer."""
+        return self.turns[0].before
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All ids."""
+        return tuple(token for turn in self.turns for token in turn.ids)
+
+
+class Conversation(NamedTuple):
+    """A request's conversation as comparable items: messages, ids or the characters of a text.
+
+    `cuts` are the lengths at which it may go on from an earlier answer, the longest first; None: all.
+    """
+
+    kind: Kind
+    head: bytes  # what else an earlier request must have in common with it
+    items: Sequence[bytes]
+    cuts: Sequence[int] | None = None
+
+    def behind(self, *items: bytes) -> Conversation:
+        """The conversation with an answer."""
+        return self._replace(items=[*self.items, *items])
+
+
+def of_messages(messages: Sequence[Message], tools: Sequence[Any]) -> Conversation:
+    """A chat, which goes on from an answer where no other assistant's message follows that."""
+    last = max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
+    cuts = [last + 1] if 0 <= last < len(messages) - 1 else []
+    head = json.dumps(tools, sort_keys=True).encode() if tools else b""
+    return Conversation("chat", head, [item_of(message) for message in messages], cuts)
+
+
+def item_of(message: Message) -> bytes:
+    """A message in the form in which it is compared: an assistant's by its content and its calls alone."""
+    if message["role"] == "assistant":
+        calls = [[x["function"]["name"], x["function"]["arguments"]] for x in message.get("tool_calls", ())]
+        return json.dumps(["assistant", message["content"], calls], sort_keys=True).encode()
+    return json.dumps(message, sort_keys=True).encode()
+
+
+def of_ids(ids: Sequence[int]) -> Conversation:
+    """A prompt of ids."""
+    return Conversation("ids", b"", [token.to_bytes(8, "little") for token in ids])
+
+
+def of_text(text: str) -> Conversation:
+    """A prompt of text."""
+    return Conversation("text", b"", [letter.encode() for letter in text])
+
+
+@attrs.frozen(eq=False)
+class RowStart:
+    """The place of a new answer: in a row of an episode, behind `seen` items of the conversation."""
+
+    name: str
+    number: int  # of the row
+    row: EpisodeRow | None  # that it goes on with; None: a new one
+    known: tuple[int, ...] = ()  # ids of another row, with which a new one begins
+    seen: int = 0
+    after: str | None = None  # the request of the answer before, whose context may be kept
+    end: int | None = None  # the last id of the answer before
+
+    @property
+    def before(self) -> tuple[int, ...]:
+        """The ids before what the conversation adds."""
+        return self.known if self.row is None else self.row.ids
+
+    @property
+    def used(self) -> int:
+        """The tokens of the row's response before what the conversation adds."""
+        return 0 if self.row is None else len(self.row.ids) - len(self.row.prompt)
+
+    def key_of(self, key: Key) -> Key:
+        """The key of its answer, by the row's number and the answer's: in an episode's first row that by which
+        `rollout.TurnsEngine` draws a turn."""
+        own = key if self.number == 0 else key.fold("row", self.number)
+        return own if self.row is None else own.fold("turn", len(self.row.turns) + 1)
+
+
+def row_number(name: str) -> int:
+    """The number by which an episode's answers are drawn: of its digits, or from its name."""
+    if name.isascii() and name.isdigit() and int(name) < _ROWS:
+        return int(name)
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") % _ROWS
+
+
+class _Place(NamedTuple):
+    name: str
+    number: int
+    turns: int  # the answer is that of the last of so many
+    request: str
+
+
+class Episodes:
+    """The episodes of a server, by name; any thread may call.
+
+    At most `most_tokens` are held: beyond, the ones that were longest without a request are given to `on_dropped`, if
+    nobody is waiting for an answer in them. `on_forgotten` gets the names of requests that nothing goes on from any
+    more.
+    """
+
+    def __init__(
+        self,
+        most_tokens: int,
+        *,
+        on_dropped: Callable[[str, tuple[EpisodeRow, ...]], None] = lambda name, rows: None,
+        on_forgotten: Callable[[Sequence[str]], None] = lambda names: None,
+    ) -> None:
+        self._most, self._on_dropped, self._on_forgotten = most_tokens, on_dropped, on_forgotten
+        self._rows: dict[str, dict[int, EpisodeRow]] = {}  # the one that was longest without a request first
+        self._answers: dict[bytes, _Place] = {}
+        self._of: dict[str, list[tuple[bytes, Kind, int, str]]] = {}  # digests, lengths and requests, by episode
+        self._lengths: dict[Kind, Counter[int]] = {"ids": Counter(), "text": Counter()}
+        self._open: dict[str, set[int]] = {}  # rows in which an answer is being drawn
+        self._unnamed: set[str] = set()
+        self._count = self._tokens = 0
+        self._lock = threading.RLock()
+
+    def begin(self, name: str | None, conversation: Conversation) -> RowStart:
+        """Opens the place of an answer to a conversation of the episode, or of one that is found by it.
+
+        Close it by `commit` or `abandon`. Two answers to the same conversation are in rows of their own, of which the
+        second begins with the ids of the first's.
+        """
+        with self._lock:
+            found = self._find(name, conversation)
+            if found is None:
+                own = self._new_name() if name is None else name
+                start = RowStart(own, self._free(own), None)
+            else:
+                start = self._behind(*found)
+            self._rows[start.name] = self._rows.pop(start.name, {})
+            self._open.setdefault(start.name, set()).add(start.number)
+            return start
+
+    def commit(self, start: RowStart, turn: RecordedTurn, whole: Conversation) -> None:
+        """Records an answer, with the conversation up to and with it."""
+        with self._lock:
+            self._close(start)
+            rows = self._rows.setdefault(start.name, {})
+            before = () if start.row is None else start.row.turns
+            rows[start.number] = EpisodeRow(start.number, (*before, turn))
+            *_, (size, digest) = _digests(self._scope(start.name), whole, {len(whole.items)})
+            turns, request = len(before) + 1, turn.answer.name
+            self._answers[digest] = _Place(start.name, start.number, turns, request)
+            self._of.setdefault(start.name, []).append((digest, whole.kind, size, request))
+            if whole.kind != "chat":
+                self._lengths[whole.kind][size] += 1
+            self._tokens += len(turn.before) + len(turn.answer.tokens)
+            self._thin()
+
+    def abandon(self, start: RowStart) -> None:
+        """Closes the place of an answer that nobody reads."""
+        with self._lock:
+            self._close(start)
+            if not self._rows.get(start.name) and start.name not in self._open:
+                self._forget(start.name)
+
+    def names(self) -> list[str]:
+        """The names of all episodes with an answer."""
+        with self._lock:
+            return [name for name, rows in self._rows.items() if rows]
+
+    def rows(self, name: str) -> tuple[EpisodeRow, ...]:
+        """The rows of an episode so far, in the order of their numbers; none for an unknown name."""
+        with self._lock:
+            return tuple(row for _, row in sorted(self._rows.get(name, {}).items()))
+
+    def take(self, name: str) -> tuple[EpisodeRow, ...]:
+        """The rows of an episode, which is forgotten."""
+        with self._lock:
+            rows = self.rows(name)
+            self._forget(name)
+            return rows
+
+    def _find(self, name: str | None, conversation: Conversation) -> tuple[_Place, int] | None:
+        known = self._lengths.get(conversation.kind, Counter[int]())
+        cuts = {n for n in known if n < len(conversation.items)} if conversation.cuts is None else {*conversation.cuts}
+        found = None
+        for size, digest in _digests("" if name is None else self._scope(name), conversation, cuts):
+            place = self._answers.get(digest)
+            found = found if place is None else (place, size)
+        return found
+
+    def _behind(self, place: _Place, seen: int) -> RowStart:
+        row = self._rows[place.name][place.number]
+        end = int(row.turns[place.turns - 1].answer.tokens[-1])
+        if len(row.turns) == place.turns and place.number not in self._open.get(place.name, ()):
+            return RowStart(place.name, place.number, row, (), seen, place.request, end)
+        known = tuple(token for turn in row.turns[: place.turns] for token in turn.ids)
+        return RowStart(place.name, self._free(place.name), None, known, seen, place.request, end)
+
+    def _free(self, name: str) -> int:
+        taken = {*self._rows.get(name, ()), *self._open.get(name, ())}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    def _new_name(self) -> str:
+        name = f"unnamed-{self._count}"
+        self._count += 1
+        self._unnamed.add(name)
+        return name
+
+    def _scope(self, name: str) -> str:
+        return "" if name in self._unnamed else name
+
+    def _close(self, start: RowStart) -> None:
+        numbers = self._open.get(start.name, set())
+        numbers.discard(start.number)
+        if not numbers:
+            self._open.pop(start.name, None)
+
+    def _thin(self) -> None:
+        """Drops what is too much, but for the newest."""
+        for name in [*self._rows][:-1]:
+            if self._tokens <= self._most:
+                return
+            if name not in self._open and self._rows[name]:
+                self._on_dropped(name, self.take(name))
+
+    def _forget(self, name: str) -> None:
+        rows = self._rows.pop(name, {})
+        self._tokens -= sum(len(turn.ids) for row in rows.values() for turn in row.turns)
+        gone = self._of.pop(name, [])
+        for digest, kind, size, _ in gone:
+            if self._answers.get(digest, _NOWHERE).name == name:
+                del self._answers[digest]
+            if kind != "chat":
+                self._lengths[kind] -= Counter({size: 1})
+        self._unnamed.discard(name)
+        if gone:
+            self._on_forgotten([request for *_, request in gone])
+
+
+_NOWHERE = _Place("", -1, 0, "")
+
+
+def _digests(scope: str, conversation: Conversation, sizes: set[int]) -> Iterator[tuple[int, bytes]]:
+    """The digests of a conversation's first items, for each of the sizes, in order."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in (scope.encode(), conversation.kind.encode(), conversation.head):
+        state.update(len(part).to_bytes(8, "little") + part)
+    for size, item in enumerate(conversation.items[: max(sizes, default=0)], 1):
+        state.update(len(item).to_bytes(8, "little") + item)
+        if size in sizes:
+            yield size, state.copy().digest()

@@ -1,0 +1,224 @@
+"""The thread that decodes: requests join and leave it, and those who wait get what is theirs, in their own threads."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import attrs
+from torch import Tensor
+
+from fppo.rollout.engine import Engine
+from fppo.rollout.generated import opened
+from fppo.rollout.requests import FinishedRequest, QueueFull, Request, Requests
+
+Params = Mapping[str, Tensor]
+Newer = Callable[[], tuple[Params, int] | None]
+
+
+class DrawnPart(NamedTuple):
+    """The tokens of an answer that a step drew, for those who read along."""
+
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+Event = DrawnPart | FinishedRequest | Exception
+Receive = Callable[[Event], None]
+
+
+class ServerStopped(RuntimeError):
+    """The server takes no more requests, or ended while one was being answered."""
+
+
+@attrs.define(eq=False)
+class _Waiting:
+    request: Request
+    receive: Receive
+    home: asyncio.AbstractEventLoop
+    along: bool  # reads along
+
+
+class EngineLoop:
+    """An engine that answers requests in a thread of its own, as long as it is open. Any thread may call.
+
+    At most `most_waiting` requests wait for a place. With `newer` it looks for newer weights `every` so many steps.
+    What goes wrong in the engine goes to all who wait, and to whoever asks next; `failure` has it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Params,
+        *,
+        version: int = 0,
+        most_waiting: int | None = None,
+        newer: Newer | None = None,
+        every: int = 16,
+    ) -> None:
+        self._engine, self._most, self._newer, self._every = engine, most_waiting, newer, every
+        self._calls: queue.SimpleQueue[_Waiting | Callable[[Requests], None] | None] = queue.SimpleQueue()
+        self._waiting: dict[str, _Waiting] = {}
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.failure: Exception | None = None
+        self.version = version
+        self.limit: int | None = None  # the most tokens of a row
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(params,), name="fppo-engine", daemon=True)
+
+    def start(self) -> EngineLoop:
+        """Begins; returns once the engine is open. Raises what opening it raises."""
+        self._thread.start()
+        self._ready.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self
+
+    def submit(self, request: Request, receive: Receive, *, along: bool) -> None:
+        """Adds a request of the running event loop's, where `receive` gets its end, and with `along` its tokens before.
+
+        Raises ServerStopped. An error of the request's own is its end.
+        """
+        waiting = _Waiting(request, receive, asyncio.get_running_loop(), along)
+        with self._lock:
+            if self._stopped:
+                raise ServerStopped("the engine has stopped")
+            self._waiting[request.name] = waiting
+        self._calls.put(waiting)
+
+    def cancel(self, name: str) -> None:
+        """Ends a request, whose end nobody hears of, and forgets it."""
+        with self._lock:
+            self._waiting.pop(name, None)
+
+        def both(requests: Requests) -> None:
+            requests.cancel([name])
+            requests.release([name])
+
+        self._calls.put(both)
+
+    def release(self, names: Sequence[str]) -> None:
+        """Forgets the contexts of requests that have ended."""
+        self._calls.put(lambda requests: requests.release(names))
+
+    def update(self, params: Params, version: int) -> None:
+        """Goes on with newer weights, from the next step on."""
+        self._calls.put(lambda requests: self._update(requests, params, version))
+
+    def stop(self) -> None:
+        """Ends: those who wait get `ServerStopped`. Returns once the engine is closed."""
+        with self._lock:
+            self._stopped = True
+        self._calls.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self, params: Params) -> None:
+        try:
+            with opened(self._engine, params, version=self.version, most_waiting=self._most) as requests:
+                self.limit = requests.limit
+                self._ready.set()
+                self._answer(requests)
+            self._end(ServerStopped("the server is stopping"))
+        except Exception as error:  # an engine's own, which all who wait must hear of
+            self.failure = error
+            self._end(error)
+        finally:
+            self._ready.set()
+
+    def _answer(self, requests: Requests) -> None:
+        steps = 0
+        while self._take(requests):
+            if self._newer is not None and steps % self._every == 0:
+                fresh = self._newer()
+                if fresh is not None and fresh[1] > self.version:
+                    self._update(requests, *fresh)
+            steps += 1
+            self._deliver(requests)
+
+    def _take(self, requests: Requests) -> bool:
+        """Does what has been called for since the last step, or waits for it where nothing is open; False: to end."""
+        new: list[_Waiting] = []
+        while True:
+            try:
+                idle = not new and not requests.counts.open
+                call = self._calls.get() if idle else self._calls.get_nowait()
+            except queue.Empty:
+                call = None
+                ended = False
+            else:
+                ended = call is None
+            if isinstance(call, _Waiting):
+                new.append(call)
+                continue
+            self._add(requests, new)  # those that came together are read together
+            new = []
+            if call is None:
+                return not ended
+            call(requests)
+
+    def _add(self, requests: Requests, new: Sequence[_Waiting]) -> None:
+        with self._lock:
+            left = [each for each in new if each.request.name in self._waiting]  # others were cancelled meanwhile
+        if not left:
+            return
+        try:
+            requests.add([each.request for each in left])
+        except (QueueFull, ValueError) as error:
+            if len(left) > 1:  # none was taken: one of them may be to blame
+                for each in left:
+                    self._add(requests, [each])
+                return
+            (waiting,) = left
+            with self._lock:
+                self._waiting.pop(waiting.request.name, None)
+            _post(waiting.home, [(waiting.receive, error)])
+
+    def _update(self, requests: Requests, params: Params, version: int) -> None:
+        requests.update(params, version)
+        self.version = version
+
+    def _deliver(self, requests: Requests) -> None:
+        drawn, finished = requests.step()
+        along: dict[str, tuple[list[int], list[float]]] = {}
+        for name, token, log_prob in zip(drawn.names, drawn.tokens, drawn.log_probs, strict=True):
+            waiting = self._waiting.get(name)
+            if waiting is not None and waiting.along:
+                tokens, log_probs = along.setdefault(name, ([], []))
+                tokens.append(token)
+                log_probs.append(log_prob)
+        events: list[tuple[str, Event]] = [(n, DrawnPart(tuple(t), tuple(p))) for n, (t, p) in along.items()]
+        events += [(answer.name, answer) for answer in finished if answer.end != "cancelled"]
+        posts: dict[asyncio.AbstractEventLoop, list[tuple[Receive, Event]]] = {}
+        with self._lock:
+            for name, event in events:
+                done = isinstance(event, FinishedRequest)
+                waiting = self._waiting.pop(name, None) if done else self._waiting.get(name)
+                if waiting is not None:
+                    posts.setdefault(waiting.home, []).append((waiting.receive, event))
+        for home, each in posts.items():
+            _post(home, each)
+
+    def _end(self, error: Exception) -> None:
+        with self._lock:
+            self._stopped = True
+            left, self._waiting = self._waiting, {}
+        for waiting in left.values():
+            _post(waiting.home, [(waiting.receive, error)])
+
+
+def _post(home: asyncio.AbstractEventLoop, each: Sequence[tuple[Receive, Any]]) -> None:
+    """Calls the receivers in the thread of their event loop, unless that has ended."""
+
+    def call() -> None:
+        for receive, event in each:
+            receive(event)
+
+    try:
+        home.call_soon_threadsafe(call)
+    except RuntimeError:  # it is closed: nobody is there to read
+        return

@@ -1,0 +1,178 @@
+"""The routes of OpenAI's protocol: chats, completions, models, and the episodes that are recorded of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from fppo.serve.app import EventStream, unless_gone
+from fppo.serve.episodes import EpisodeRow
+from fppo.serve.protocol import AnswerOptions, ApiError, chat_request, completion_request, parsed
+from fppo.serve.replies import DONE, ReplyForm, event
+from fppo.serve.service import AnswerPart, OpenAnswer, Service, WholeAnswer
+
+SESSION = "x-session-id"
+MOST_NAME = 256  # characters
+_EPISODE = "/e/{episode}"
+
+
+def router_of(service: Service) -> APIRouter:
+    """The routes, each also below /e/NAME, which names the episode."""
+    router = APIRouter()
+
+    async def chat(request: Request, episode: str | None = None) -> Response:
+        asked = chat_request(parsed(await request.body()))
+        _check_model(service, asked.options)
+        name = _name_of(request, episode, asked.options)
+        form = _form(service, asked.options, chat=True)
+        return await _replied(request, service.chat(asked, name), form, asked.options, shown=not asked.tools)
+
+    async def completions(request: Request, episode: str | None = None) -> Response:
+        asked = completion_request(parsed(await request.body()))
+        _check_model(service, asked.options)
+        name = _name_of(request, episode, asked.options)
+        form = _form(service, asked.options, chat=False)
+        return await _replied(request, service.completions(asked, name), form, asked.options, shown=True)
+
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    async def model(name: str) -> dict[str, Any]:
+        if name != service.sources.model:
+            raise ApiError(404, f"there is no model {name!r}", param="model", code="model_not_found")
+        return _model(service)
+
+    async def recorded(episode: str) -> JSONResponse:
+        return JSONResponse(_episode(episode, service.episodes.rows(episode)))
+
+    async def taken(episode: str) -> JSONResponse:
+        return JSONResponse(_episode(episode, service.episodes.take(episode)))
+
+    for before in ("", _EPISODE):
+        router.add_api_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
+        router.add_api_route(f"{before}/v1/completions", completions, methods=["POST"])
+        router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
+        router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
+    router.add_api_route(_EPISODE, recorded, methods=["GET"])
+    router.add_api_route(_EPISODE, taken, methods=["DELETE"])
+    return router
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {"id": service.sources.model, "object": "model", "created": 0, "owned_by": "fppo"}
+
+
+def _check_model(service: Service, options: AnswerOptions) -> None:
+    if options.model is not None and options.model != service.sources.model:
+        text = f"there is no model {options.model!r}; there is {service.sources.model!r}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+
+def _name_of(request: Request, episode: str | None, options: AnswerOptions) -> str | None:
+    """The episode's name, by the path, the header or the user; None: it is found by the conversation."""
+    name = episode or request.headers.get(SESSION) or options.user
+    if name is not None and len(name) > MOST_NAME:
+        raise ApiError(400, f"the episode's name has {len(name)} characters; at most {MOST_NAME}")
+    return name or None
+
+
+def _form(service: Service, options: AnswerOptions, *, chat: bool) -> ReplyForm:
+    return ReplyForm(
+        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=service.sources.model,
+        chat=chat,
+        texts=service.sources.texts,
+        log_probs=options.top_logprobs is not None,
+        token_ids=options.return_token_ids,
+    )
+
+
+async def _replied(
+    request: Request, answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
+) -> Response:
+    """The response, at once or as a stream. A client that goes away before its end ends its answers."""
+    if options.stream:
+        return EventStream(_events(answers, form, options, shown=shown), partial(_cancel, answers))
+    try:
+        whole = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
+    finally:
+        _cancel(answers)
+    return JSONResponse(form.whole(whole))
+
+
+def _cancel(answers: Sequence[OpenAnswer]) -> None:
+    for answer in answers:
+        answer.cancel()
+
+
+async def _events(
+    answers: Sequence[OpenAnswer], form: ReplyForm, options: AnswerOptions, *, shown: bool
+) -> AsyncIterator[str]:
+    """The events of a stream; an error in the middle of it is its last one."""
+    whole: list[WholeAnswer] = []
+    parts = _merged(answers)
+    try:
+        for chunk in form.first(len(answers)):
+            yield event(chunk)
+        async for index, part in parts:
+            if isinstance(part, WholeAnswer):
+                whole.append(part)
+                for chunk in form.last(part, shown=shown):
+                    yield event(chunk)
+            elif (chunk := form.part(index, part, shown=shown)) is not None:
+                yield event(chunk)
+        if options.include_usage:
+            yield event(form.usage(whole))
+        yield DONE
+    except ApiError as error:
+        yield event(error.body)
+    finally:
+        await parts.aclose()
+
+
+async def _merged(
+    answers: Sequence[OpenAnswer],
+) -> AsyncGenerator[tuple[int, AnswerPart | WholeAnswer], None]:
+    """The parts of several answers, with the number of each, as they come."""
+    queue: asyncio.Queue[tuple[int, AnswerPart | WholeAnswer | Exception]] = asyncio.Queue()
+
+    async def pump(answer: OpenAnswer) -> None:
+        try:
+            async for part in answer.parts():
+                queue.put_nowait((answer.plan.index, part))
+        except Exception as error:
+            queue.put_nowait((answer.plan.index, error))
+
+    tasks = [asyncio.ensure_future(pump(answer)) for answer in answers]
+    try:
+        left = len(answers)
+        while left:
+            index, part = await queue.get()
+            if isinstance(part, Exception):
+                raise part
+            yield index, part
+            left -= isinstance(part, WholeAnswer)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _episode(name: str, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
+    """An episode's rows as JSON. Raises ApiError for one without any."""
+    if not rows:
+        raise ApiError(404, f"there is no episode {name!r} with an answer", code="episode_not_found")
+    return {"episode": name, "rows": [{"number": row.number, "turns": [_turn(x) for x in row.turns]} for row in rows]}
+
+
+def _turn(turn: Any) -> dict[str, Any]:
+    answer = turn.answer
+    lists = {name: getattr(answer, name).tolist() for name in ("tokens", "log_probs", "sampling_log_probs", "versions")}
+    return {"before": list(turn.before), **lists, "text": turn.text, "finish": answer.end}

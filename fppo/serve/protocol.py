@@ -1,0 +1,337 @@
+"""Requests of OpenAI's protocol as values, and its errors: what a body holds is checked here, before anything runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from fppo._errors import json_of, nearest
+from fppo.data.plain import half_pairs
+
+T = TypeVar("T")
+Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text and arguments of calls as values
+INVALID = "invalid_request_error"
+MOST_CHOICES, MOST_STOPS, MOST_TOP = 128, 16, 20
+_SEEDS, _IDS = 1 << 63, 1 << 31
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# what changes nothing that is sampled
+_IGNORED = (
+    *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("prompt_cache_retention", "extra_headers", "verbosity"),
+)
+# what would change it, with the values that would not, and what to do
+_REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "frequency_penalty": ((0,), "log-probs are those of the policy alone"),
+    "presence_penalty": ((0,), "log-probs are those of the policy alone"),
+    "repetition_penalty": ((1,), "log-probs are those of the policy alone"),
+    "logit_bias": (({},), "log-probs are those of the policy alone"),
+    "min_p": ((0,), "give top_p"),
+    "response_format": (({"type": "text"},), "nothing constrains what is sampled"),
+    "reasoning_effort": ((), "give the chat template's argument when the server starts"),
+    "function_call": (("none", "auto"), "give tool_choice"),
+    "functions": (([],), "give tools"),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text"),
+    "prediction": ((), "leave it out"),
+    "web_search_options": ((), "give a tool of your own"),
+    "best_of": ((1,), "give n, and choose"),
+    "echo": ((False,), "the prompt is yours already"),
+    "suffix": (("",), "text is only continued"),
+    "prompt_logprobs": ((0, False), "leave it out"),
+}
+
+
+class ApiError(Exception):
+    """An error in the protocol's form: an HTTP status, a message, a kind, and the parameter that is wrong."""
+
+    def __init__(
+        self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the error."""
+        fields = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+
+def wrong(param: str, message: str, code: str | None = None) -> ApiError:
+    """The error of status 400 for a parameter."""
+    return ApiError(400, f"{param}: {message}", param=param, code=code)
+
+
+@attrs.frozen(kw_only=True)
+class AnswerOptions:
+    """The options that both kinds of completions have; None leaves a choice to the server."""
+
+    model: str | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    max_tokens: int | None
+    n: int
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    seed: int | None
+    stream: bool
+    include_usage: bool  # in a last chunk of a stream
+    top_logprobs: int | None  # None: no log-probs; 0: those of the tokens alone
+    return_token_ids: bool
+    user: str | None
+
+
+@attrs.frozen(kw_only=True)
+class ChatRequest:
+    """A request for answers to a conversation."""
+
+    options: AnswerOptions
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+@attrs.frozen(kw_only=True)
+class CompletionRequest:
+    """A request for continuations of texts, or of ids."""
+
+    options: AnswerOptions
+    prompts: tuple[str | tuple[int, ...], ...]
+
+
+def parsed(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises ApiError for what is none."""
+    try:
+        value = json_of(body.decode())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is no JSON: {error}"[:500]) from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+    if half_pairs(value) is not None:
+        raise ApiError(400, "the body holds half of a surrogate pair, which is no character")
+    return value
+
+
+def chat_request(body: Mapping[str, Any]) -> ChatRequest:
+    """The request of POST /chat/completions. Raises ApiError."""
+    _check_names(body, (*_COMMON, "messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs"))
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise wrong("messages", "give a list of at least one message")
+    with_log_probs, top = (
+        _field(body, "logprobs", _flag, False),
+        _field(body, "top_logprobs", _whole(0, MOST_TOP), None),
+    )
+    if top and not with_log_probs:
+        raise wrong("top_logprobs", "give logprobs = true, too")
+    options = _options(body, (top or 0) if with_log_probs else None, ("max_completion_tokens", "max_tokens"))
+    read = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
+    return ChatRequest(options=options, messages=read, tools=_tools(body))
+
+
+def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """The request of POST /completions. Raises ApiError."""
+    _check_names(body, (*_COMMON, "prompt"))
+    prompt = body.get("prompt")
+    whole = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(map(_is_whole, prompt)))
+    prompts = [prompt] if whole else prompt
+    if not isinstance(prompts, list) or not prompts:
+        raise wrong("prompt", "give a text, a list of ids, or a list of either")
+    if len(prompts) > MOST_CHOICES:
+        raise wrong("prompt", f"{len(prompts)} prompts; give at most {MOST_CHOICES} at once")
+    top = _field(body, "logprobs", _whole(0, MOST_TOP), None)
+    read = tuple(_prompt(each, f"prompt[{place}]") for place, each in enumerate(prompts))
+    return CompletionRequest(options=_options(body, top, ("max_tokens",)), prompts=read)
+
+
+def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
+    if isinstance(value, str):
+        return value
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(map(_is_whole, value))
+        or not 0 <= min(value) <= max(value) < _IDS
+    ):
+        raise wrong(name, "give a text, or a list of ids, which are numbers from 0 on")
+    return tuple(value)
+
+
+_COMMON = (
+    *("model", "temperature", "top_p", "top_k", "max_tokens", "n", "stop", "stop_token_ids", "seed", "stream"),
+    *("stream_options", "logprobs", "return_token_ids", "user"),
+)
+
+
+def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Raises ApiError for parameters that nobody knows, and for those that would change what is sampled."""
+    for name, value in body.items():
+        if name in known or name in _IGNORED or value is None:
+            continue
+        if name not in _REFUSED:
+            near = nearest(name, (*known, *_REFUSED))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise wrong(name, f"there is no such parameter here{hint}", "unknown_parameter")
+        harmless, advice = _REFUSED[name]
+        if value not in harmless:
+            raise wrong(name, f"{json.dumps(value)[:100]} is not supported: {advice}", "unsupported_parameter")
+
+
+def _options(body: Mapping[str, Any], top: int | None, lengths: Sequence[str]) -> AnswerOptions:
+    most = [x for x in (_field(body, name, _whole(1), None) for name in lengths) if x is not None]
+    stream, how = _field(body, "stream", _flag, False), body.get("stream_options")
+    if how is not None and not (stream and isinstance(how, dict)):
+        raise wrong("stream_options", "it is an object, and goes with stream = true")
+    return AnswerOptions(
+        model=_field(body, "model", _text, None),
+        temperature=_field(body, "temperature", _number(0.0, 100.0), None),
+        top_p=_field(body, "top_p", _number(1e-6, 1.0), None),
+        top_k=_field(body, "top_k", _whole(-1), None),
+        max_tokens=most[0] if most else None,
+        n=_field(body, "n", _whole(1, MOST_CHOICES), 1),
+        stop=_field(body, "stop", _stops, ()),
+        stop_token_ids=_field(body, "stop_token_ids", _ids, ()),
+        seed=_field(body, "seed", _whole(-_SEEDS, _SEEDS - 1), None),
+        stream=stream,
+        include_usage=_field(how or {}, "include_usage", _flag, False),
+        top_logprobs=top,
+        return_token_ids=_field(body, "return_token_ids", _flag, False),
+        user=_field(body, "user", _text, None),
+    )
+
+
+def _field(body: Mapping[str, Any], name: str, read: Callable[[Any], T], default: Any) -> Any:
+    """A parameter, or the default where it is missing or null. Raises ApiError for a value that `read` refuses."""
+    value = body.get(name)
+    if value is None:
+        return default
+    try:
+        return read(value)
+    except ValueError as error:
+        raise wrong(name, f"{json.dumps(value)[:100]} is not allowed: {error}") from error
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _whole(low: int, high: int | None = None) -> Callable[[Any], int]:
+    def read(value: Any) -> int:
+        if not _is_whole(value) or value < low or (high is not None and value > high):
+            raise ValueError(f"give a whole number of at least {low}" + ("" if high is None else f", at most {high}"))
+        return value
+
+    return read
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def read(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError("give a number")
+        if not low <= value <= high:
+            raise ValueError(f"give a number from {low:g} to {high:g}")
+        return float(value)
+
+    return read
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("give true or false")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError("give a text")
+    return value
+
+
+def _stops(value: Any) -> tuple[str, ...]:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or len(texts) > MOST_STOPS or not all(isinstance(x, str) and x for x in texts):
+        raise ValueError(f"give a text, or a list of at most {MOST_STOPS}, none of them empty")
+    return tuple(texts)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(map(_is_whole, value)) or min(value, default=0) < 0:
+        raise ValueError("give a list of ids, which are numbers from 0 on")
+    return tuple(value)
+
+
+def _message(value: Any, name: str) -> Message:
+    """A message with its contents as one text. Raises ApiError."""
+    if not isinstance(value, dict):
+        raise wrong(name, "a message is an object with role and content")
+    role = value.get("role")
+    if role not in _ROLES:
+        raise wrong(f"{name}.role", f"{json.dumps(role)[:100]} is no role; there are {', '.join(_ROLES)}")
+    calls = _calls(value.get("tool_calls"), f"{name}.tool_calls") if role == "assistant" else []
+    content = _content(value.get("content"), f"{name}.content", may_lack=bool(calls))
+    message: Message = {"role": "system" if role == "developer" else role, "content": content}
+    beside = {key: value[key] for key in ("name", "tool_call_id", "reasoning_content") if value.get(key) is not None}
+    if bad := next((key for key, each in beside.items() if not isinstance(each, str)), None):
+        raise wrong(f"{name}.{bad}", "give a text")
+    return message | beside | ({"tool_calls": calls} if calls else {})
+
+
+def _content(value: Any, name: str, *, may_lack: bool) -> str:
+    """The text of a content: a text, or a list of parts that are texts."""
+    if isinstance(value, str):
+        return value
+    if value is None and may_lack:
+        return ""
+    if not isinstance(value, list):
+        raise wrong(name, "give a text, or a list of parts")
+    for place, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = json.dumps(kind)[:100]
+            raise wrong(f"{name}[{place}]", f'the part of type {what} is no text: give {{"type": "text", "text": ...}}')
+    return "".join(part["text"] for part in value)
+
+
+def _calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """Calls of tools, with their arguments as values where these are JSON."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise wrong(name, "give a list of calls")
+    result: list[dict[str, Any]] = []
+    for place, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"{name}[{place}]", "a call is an object with a function, which has a name and arguments")
+        own = {"name": function["name"], "arguments": arguments_of(function.get("arguments", "{}"))}
+        beside = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        result.append({**beside, "type": "function", "function": own})
+    return result
+
+
+def arguments_of(value: Any) -> Any:
+    """The arguments of a call, which come as a text of JSON; that text where it is none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json_of(value)
+    except ValueError:
+        return value
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if not isinstance(tools, list):
+        raise wrong("tools", "give a list of tools")
+    for place, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"tools[{place}]", 'a tool is {"type": "function", "function": {"name": ..., ...}}')
+    if choice in ("none", None, "auto"):
+        return () if choice == "none" else tuple(tools)
+    raise wrong("tool_choice", f"{json.dumps(choice)[:100]}: nothing forces a call; give auto or none")

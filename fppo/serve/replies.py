@@ -1,0 +1,131 @@
+"""Answers in the protocol's form: whole objects, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from fppo.serve.calls import ParsedTurn
+from fppo.serve.service import AnswerPart, WholeAnswer
+from fppo.serve.texts import Texts
+
+_LEAST = -9999.0
+
+
+@attrs.frozen(kw_only=True)
+class ReplyForm:
+    """The form of the answers to one request."""
+
+    id: str
+    created: int  # seconds since 1970
+    model: str
+    chat: bool
+    texts: Texts
+    log_probs: bool
+    token_ids: bool
+
+    def whole(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """The object of all answers."""
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": [self._choice(x) for x in answers], "usage": usage_of(answers)}
+
+    def first(self, count: int) -> Iterator[dict[str, Any]]:
+        """The chunks with which a chat's stream begins."""
+        if self.chat:
+            for index in range(count):
+                yield self._chunk(index, {"role": "assistant", "content": ""})
+
+    def part(self, index: int, part: AnswerPart, *, shown: bool) -> dict[str, Any] | None:
+        """The chunk of a part, with its text if that is to be `shown`; None if nothing is in it."""
+        text = part.text if shown else ""
+        noted = self._noted(part.tokens, part.log_probs)
+        if not text and not (part.tokens and (self.log_probs or self.token_ids)):
+            return None
+        return self._chunk(index, {"content": text} if self.chat else text, noted, part.tokens)
+
+    def last(self, answer: WholeAnswer, *, shown: bool) -> Iterator[dict[str, Any]]:
+        """The chunks with which an answer's stream ends: its calls, and its text if that was not `shown` before."""
+        if not shown and answer.turn.content:
+            yield self._chunk(answer.index, {"content": answer.turn.content})
+        for place, call in enumerate(_calls(answer.turn, answer.finished.name)):
+            yield self._chunk(answer.index, {"tool_calls": [{"index": place, **call}]})
+        yield self._chunk(answer.index, {} if self.chat else "", finish=answer.finish)
+
+    def usage(self, answers: Sequence[WholeAnswer]) -> dict[str, Any]:
+        """The last chunk of a stream, with the numbers of tokens."""
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return {**self._head(kind), "choices": [], "usage": usage_of(answers)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _choice(self, answer: WholeAnswer) -> dict[str, Any]:
+        finished = answer.finished
+        tokens, log_probs = finished.tokens.tolist(), finished.log_probs.tolist()
+        own: dict[str, Any] = {"index": answer.index, "finish_reason": answer.finish}
+        own["logprobs"] = self._noted(tokens, log_probs)
+        if self.token_ids:
+            own |= {"token_ids": tokens, "prompt_token_ids": list(answer.prompt)}
+        if not self.chat:
+            return {**own, "text": answer.turn.content}
+        calls = _calls(answer.turn, finished.name)
+        message: dict[str, Any] = {"role": "assistant", "content": answer.turn.content, "refusal": None}
+        if calls:
+            message |= {"content": answer.turn.content or None, "tool_calls": calls}
+        if answer.turn.reasoning is not None:
+            message["reasoning_content"] = answer.turn.reasoning
+        return {**own, "message": message}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: Mapping[str, Any] | str,
+        noted: Any = None,
+        tokens: Sequence[int] = (),
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta" if self.chat else "text": delta, "finish_reason": finish}
+        choice["logprobs"] = noted
+        if self.token_ids:
+            choice["token_ids"] = list(tokens)
+        return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
+
+    def _noted(self, tokens: Sequence[int], log_probs: Sequence[float]) -> Any:
+        """The log-probs of tokens, in the form of chats or of completions."""
+        if not self.log_probs:
+            return None
+        pieces, log_probs = [self.texts.piece(token) for token in tokens], [_finite(x) for x in log_probs]
+        shown = [piece.decode(errors="replace") for piece in pieces]
+        if not self.chat:
+            return {"tokens": shown, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": None}
+        each = zip(shown, log_probs, pieces, strict=True)
+        return {"content": [{"token": t, "logprob": x, "bytes": [*b], "top_logprobs": []} for t, x, b in each]}
+
+
+def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, int]:
+    """The numbers of tokens of a request's answers."""
+    drawn, read = sum(len(x.finished.tokens) for x in answers), sum(map(len, {x.prompt for x in answers}))
+    return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _finite(log_prob: float) -> float:
+    """A log-prob that JSON can hold: the protocol's own least one stands for those of impossible tokens."""
+    return log_prob if log_prob > _LEAST else _LEAST
+
+
+def _calls(turn: ParsedTurn, request: str) -> list[dict[str, Any]]:
+    return [
+        {"id": f"call-{request}-{place}", "type": "function", "function": {"name": x.name, "arguments": x.arguments}}
+        for place, x in enumerate(turn.calls)
+    ]
+
+
+def event(value: Any) -> str:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"

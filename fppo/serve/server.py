@@ -1,0 +1,81 @@
+"""A server of an application, on a socket of this machine's own."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+LOOPBACK = "127.0.0.1"
+_STARTS, _ENDS = 30.0, 5  # seconds
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound_socket(host: str, port: int, *, public: bool = False) -> socket.socket:
+    """A socket that listens at the port (0: any that is free). Raises ValueError for a host that other machines reach,
+    unless it is to be `public`, and for an address that cannot be had."""
+    if not public and not is_loopback(host):
+        text = "other machines could reach it, and nothing is encrypted: give 127.0.0.1, or --public if they are to"
+        raise ValueError(f"--host {host}: {text}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ValueError(f"--host {host} --port {port}: {error}; give another one, or --port 0") from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """The URL of what a socket listens to."""
+    host, port, *_ = listener.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def serving(app: FastAPI, listener: socket.socket) -> Iterator[str]:
+    """Serves the application in a thread, for as long as the context lasts; gives its URL.
+
+    At the end open connections have a few seconds to finish.
+    """
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_ENDS, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="fppo-server", daemon=True)
+    thread.start()
+    try:
+        waiting = threading.Event()
+        for _ in range(int(_STARTS / 0.01)):
+            if server.started or not thread.is_alive():
+                break
+            waiting.wait(0.01)
+        if not server.started:
+            raise RuntimeError("the server did not start; its log has the reason")
+        yield address_of(listener)
+    finally:
+        server.should_exit = True
+        thread.join(_STARTS)
+        listener.close()

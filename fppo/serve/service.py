@@ -1,0 +1,369 @@
+"""Answers to requests: from a conversation to ids, through the engine, and back, recorded in episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+import attrs
+
+from fppo.key import Key
+from fppo.rollout.engine import Sampling
+from fppo.rollout.requests import FinishedRequest, QueueFull, Request
+from fppo.serve.calls import ParsedTurn, Tool
+from fppo.serve.episodes import (
+    Conversation,
+    Episodes,
+    Kind,
+    RecordedTurn,
+    RowStart,
+    item_of,
+    of_ids,
+    of_messages,
+    of_text,
+    row_number,
+)
+from fppo.serve.loop import EngineLoop, Event, ServerStopped
+from fppo.serve.protocol import (
+    MOST_CHOICES,
+    AnswerOptions,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    arguments_of,
+    wrong,
+)
+from fppo.serve.texts import AnswerReader, Texts
+
+
+@attrs.frozen(kw_only=True)
+class Bounds:
+    """The bounds of a server."""
+
+    row_tokens: int = 4096  # a row: a prompt, with answers and what is said between them
+    answer_tokens: int = 1024  # an answer, where a request names no bound
+    response_tokens: int | None = None  # a row without its prompt
+    requests: int = 1024  # answers that are being drawn, or wait for it
+    recorded_tokens: int = 16 << 20  # all episodes that are held
+    kept_tokens: int = 1 << 20  # rows whose keys and values wait for the next request
+    body_bytes: int = 4 << 20  # a request
+    body_seconds: float = 30.0  # until its last byte has come
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class AnswerPlan:
+    """An answer before it is drawn: its place in an episode, its request, and what becomes of its text."""
+
+    start: RowStart
+    conversation: Conversation
+    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]  # the conversation with the answer
+    prompt: tuple[int, ...]  # all ids before it
+    new: tuple[int, ...]  # those of them that its row does not have yet
+    request: Request
+    options: AnswerOptions
+    tools: Sequence[Tool]
+    index: int  # among the answers to a request
+
+
+class AnswerPart(NamedTuple):
+    """A part of an answer that can be shown."""
+
+    text: str
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class WholeAnswer:
+    """An answer that has ended."""
+
+    index: int
+    turn: ParsedTurn
+    finished: FinishedRequest
+    prompt: tuple[int, ...]  # all ids before it
+
+    @property
+    def finish(self) -> str:
+        """The protocol's reason for its end."""
+        return "tool_calls" if self.turn.calls else self.finished.end
+
+
+@attrs.frozen(kw_only=True)
+class Sources:
+    """The parts of a server's answers that stay the same."""
+
+    texts: Texts
+    sampling: Sampling  # of what a request leaves open
+    key: Key
+    bounds: Bounds
+    model: str
+    keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are passed over
+    row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
+
+
+class _Todo(NamedTuple):
+    """A conversation to answer: the ids that it adds to a row, and itself with an answer."""
+
+    conversation: Conversation
+    added: Callable[[RowStart], list[int]]
+    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]
+
+
+class OpenAnswer:
+    """An answer that is being drawn, for one reader. `cancel` it if nobody reads it to its end."""
+
+    def __init__(self, service: Service, plan: AnswerPlan, loop: EngineLoop, *, along: bool) -> None:
+        self.plan, self._service, self._loop = plan, service, loop
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._reader = AnswerReader(service.sources.texts, plan.options.stop, plan.request.sampling.stop_token_ids)
+        self._closed = False
+        loop.submit(plan.request, self._events.put_nowait, along=along)
+
+    async def parts(self) -> AsyncIterator[AnswerPart | WholeAnswer]:
+        """The parts of the answer as they are drawn, and at last the whole of it. Raises ApiError."""
+        shown = 0
+        try:
+            while not isinstance(event := await self._events.get(), FinishedRequest):
+                if isinstance(event, Exception):
+                    raise _error_of(event)
+                shown += len(event.tokens)
+                yield AnswerPart(self._reader.add(event.tokens), *event)
+            tokens, log_probs = event.tokens.tolist()[shown:], event.log_probs.tolist()[shown:]
+            text = self._reader.add(tokens)
+            rest, whole = self._reader.close(event.end)
+            answer = self._commit(event, whole)
+            yield AnswerPart(text + rest, tuple(tokens), tuple(log_probs))
+            yield answer
+        finally:
+            self.cancel()
+
+    async def whole(self) -> WholeAnswer:
+        """The answer, once it has ended. Raises ApiError."""
+        async for part in self.parts():
+            if isinstance(part, WholeAnswer):
+                return part
+        raise ApiError(500, "the answer did not end", kind="server_error")
+
+    def cancel(self) -> None:
+        """Ends the answer and forgets it, unless it has ended."""
+        if not self._closed:
+            self._closed = True
+            self._loop.cancel(self.plan.request.name)
+            self._service.close(self.plan, None)
+
+    def _commit(self, event: FinishedRequest, text: str) -> WholeAnswer:
+        plan, texts = self.plan, self._service.sources.texts
+        turn = texts.parsed(text, event.tokens.tolist(), plan.prompt, plan.tools)
+        self._closed = True
+        self._service.close(plan, RecordedTurn(plan.new, event, text), plan.behind(turn, event))
+        return WholeAnswer(index=plan.index, turn=turn, finished=event, prompt=plan.prompt)
+
+
+class Service:
+    """The answers of a policy to requests of one event loop. `attach` gives it the engine's loop."""
+
+    def __init__(self, sources: Sources, episodes: Episodes) -> None:
+        self.sources, self.episodes = sources, episodes
+        self._loop: EngineLoop | None = None
+        self._numbers = itertools.count()
+        self._open = 0
+        self._kept: OrderedDict[str, int] = OrderedDict()  # tokens of the rows whose contexts are kept, by request
+
+    def attach(self, loop: EngineLoop | None, sources: Sources | None = None) -> None:
+        """Goes on with this engine, of which no context is kept yet; None: requests are refused."""
+        self._loop, self.sources = loop, sources or self.sources
+        self._kept.clear()
+
+    @property
+    def loop(self) -> EngineLoop:
+        """The engine's loop. Raises ApiError where there is none."""
+        if self._loop is None:
+            raise ApiError(503, "the policy takes no requests now", kind="server_error")
+        return self._loop
+
+    def chat(self, request: ChatRequest, episode: str | None) -> list[OpenAnswer]:
+        """The answers to a conversation, being drawn. Raises ApiError."""
+        messages, tools, texts = request.messages, request.tools, self.sources.texts
+        conversation = of_messages(messages, tools)
+
+        def added(start: RowStart) -> list[int]:
+            if not start.seen or start.end is None:
+                return texts.prompt(messages, tools)
+            return texts.observation(messages[: start.seen], messages[start.seen :], start.end, tools)
+
+        def behind(turn: ParsedTurn, answer: FinishedRequest) -> Conversation:
+            del answer
+            return conversation.behind(item_of(said_of(turn)))
+
+        return self._opened(request.options, [_Todo(conversation, added, behind)], episode, tools)
+
+    def completions(self, request: CompletionRequest, episode: str | None) -> list[OpenAnswer]:
+        """The continuations of texts or ids, being drawn. Raises ApiError."""
+        of = [self._of_text(x) if isinstance(x, str) else self._of_ids(x) for x in request.prompts]
+        return self._opened(request.options, of, episode, ())
+
+    def _of_text(self, prompt: str) -> _Todo:
+        """A text goes on with an answer where it repeats all of it, with the text that ended it."""
+        texts, conversation = self.sources.texts, of_text(prompt)
+        return _Todo(
+            conversation,
+            lambda start: texts.text(prompt[start.seen :], first=not start.seen),
+            lambda turn, answer: conversation.behind(*of_text(texts.decoded(answer.tokens.tolist())).items),
+        )
+
+    def _of_ids(self, prompt: tuple[int, ...]) -> _Todo:
+        texts, conversation = self.sources.texts, of_ids(prompt)
+        return _Todo(
+            conversation,
+            lambda start: texts.checked(prompt[start.seen :]),
+            lambda turn, answer: conversation.behind(*of_ids(answer.tokens.tolist()).items),
+        )
+
+    def _opened(
+        self, options: AnswerOptions, todos: Sequence[_Todo], episode: str | None, tools: Sequence[Tool]
+    ) -> list[OpenAnswer]:
+        """All answers to a request, or none."""
+        count, most = len(todos) * options.n, self.sources.bounds.requests
+        if count > MOST_CHOICES:
+            raise wrong("n", f"{count} answers to {len(todos)} prompts; at most {MOST_CHOICES} at once")
+        if self._open + count > most:
+            text = f"{self._open} answers are being drawn, and at most {most} may be; try again later"
+            raise ApiError(429, text, kind="rate_limit_error", code="queue_full")
+        answers: list[OpenAnswer] = []
+        try:
+            for todo in todos:
+                name = episode
+                for _ in range(options.n):
+                    answers.append(self._open_one(options, todo, name, tools, len(answers)))
+                    name = answers[-1].plan.start.name  # the others are rows of the same episode
+        except BaseException:
+            for answer in answers:
+                answer.cancel()
+            raise
+        return answers
+
+    def _open_one(
+        self, options: AnswerOptions, todo: _Todo, episode: str | None, tools: Sequence[Tool], index: int
+    ) -> OpenAnswer:
+        loop = self.loop
+        start = self.episodes.begin(episode, todo.conversation)
+        self._open += 1
+        plan = None
+        try:
+            new = tuple(todo.added(start))
+            plan = AnswerPlan(
+                start=start,
+                conversation=todo.conversation,
+                behind=todo.behind,
+                prompt=(*start.before, *new),
+                new=new if start.row is not None else (*start.before, *new),
+                request=self._request(options, todo.conversation, start, new, index),
+                options=options,
+                tools=tools,
+                index=index,
+            )
+            return OpenAnswer(self, plan, loop, along=options.stream)
+        except BaseException as error:
+            self._open -= 1
+            self.episodes.abandon(start)
+            if isinstance(error, ServerStopped):
+                raise _error_of(error) from error
+            raise
+
+    def _request(
+        self, options: AnswerOptions, conversation: Conversation, start: RowStart, new: tuple[int, ...], index: int
+    ) -> Request:
+        """The engine's request. Raises ApiError where there is nothing to read, or no room for an answer."""
+        sources, bounds, prompt = self.sources, self.sources.bounds, (*start.before, *new)
+        name = "messages" if conversation.kind == "chat" else "prompt"
+        if not prompt:
+            raise wrong(name, "there is no token in it")
+        used = start.used + (0 if start.row is None else len(new))
+        room = bounds.row_tokens - len(prompt)
+        if bounds.response_tokens is not None:
+            room = min(room, bounds.response_tokens - used)
+        if room < 1:
+            text = f"{len(prompt)} tokens, {used} of them behind the first prompt, leave no room for an answer"
+            raise wrong(name, text, "context_length_exceeded")
+        key, row = start.key_of(sources.key), sources.row_of(start.name)
+        if options.seed is not None:
+            key, row = Key(options.seed % (1 << 64)).fold("seed"), index
+        after = start.after if start.after in self._kept else None
+        if after is not None:
+            self._kept.move_to_end(after)
+        return Request(
+            name=f"request-{next(self._numbers)}",
+            ids=prompt if after is None else new,
+            sampling=self._sampling(options, conversation.kind, min(room, options.max_tokens or bounds.answer_tokens)),
+            key=key,
+            row=row,
+            after=after,
+            keep=True,
+        )
+
+    def _sampling(self, options: AnswerOptions, kind: Kind, most: int) -> Sampling:
+        """How an answer is drawn: as the request says, and else as the server does."""
+        sampling, texts = self.sources.sampling, self.sources.texts
+        given = {"top_p": options.top_p, "top_k": options.top_k}
+        changes = {name: value for name, value in given.items() if value is not None}
+        if options.temperature is not None:
+            greedy = options.temperature == 0
+            changes |= {"greedy": greedy} if greedy else {"greedy": False, "temperature": options.temperature}
+        if self.sources.keeps_sampling:
+            changes = {}
+        if changes.get("top_k") == -1:
+            changes["top_k"] = None
+        tokens, stop = texts.stops(options.stop)
+        unknown = [token for token in options.stop_token_ids if token >= texts.vocabulary]
+        if unknown:
+            raise wrong("stop_token_ids", f"the policy has no tokens {unknown[:5]}; it has {texts.vocabulary}")
+        of_turns = texts.ends if kind == "chat" else ()
+        ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *of_turns, *tokens, *options.stop_token_ids)))
+        stop_texts = stop if stop is not None else sampling.stop_texts
+        try:
+            how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop_texts}
+            return attrs.evolve(sampling, **how, **changes)
+        except ValueError as error:
+            raise ApiError(400, str(error)) from error
+
+    def close(self, plan: AnswerPlan, turn: RecordedTurn | None, whole: Conversation | None = None) -> None:
+        """Closes an answer that has ended, and records it; None: it has not, or nobody reads it."""
+        self._open -= 1
+        if turn is None or whole is None:
+            self.episodes.abandon(plan.start)
+            return
+        self._kept[turn.answer.name] = len(plan.prompt) + len(turn.answer.tokens)
+        if plan.start.row is not None and plan.start.after is not None:
+            self.forget([plan.start.after])  # of a row the last answer is gone on with, as a rule
+        while sum(self._kept.values()) > self.sources.bounds.kept_tokens and len(self._kept) > 1:
+            self.forget([next(iter(self._kept))])
+        self.episodes.commit(plan.start, turn, whole)
+
+    def forget(self, requests: Sequence[str]) -> None:
+        """Releases the contexts of requests."""
+        held = [name for name in requests if self._kept.pop(name, None) is not None]
+        if held and self._loop is not None:
+            self._loop.release(held)
+
+
+def said_of(turn: ParsedTurn) -> Message:
+    """An answer as the message that a client sends back."""
+    calls = [
+        {"type": "function", "function": {"name": x.name, "arguments": arguments_of(x.arguments)}} for x in turn.calls
+    ]
+    return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
+
+
+def _error_of(error: BaseException) -> ApiError:
+    """The protocol's error for one of the engine's."""
+    if isinstance(error, QueueFull):
+        return ApiError(429, f"{error}; try again later", kind="rate_limit_error", code="queue_full")
+    if isinstance(error, ServerStopped):
+        return ApiError(503, str(error), kind="server_error")
+    if isinstance(error, ValueError):
+        return ApiError(400, str(error))
+    return ApiError(500, f"the engine failed: {type(error).__name__}", kind="server_error")

@@ -1,0 +1,204 @@
+"""Conversations as ids, and ids as text while they come: no sampled id is ever encoded again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import attrs
+
+from fppo.data import stop_texts
+from fppo.data.chat import PLAIN, ChatOptions, encode_chat, end_of_turn
+from fppo.data.stops import StopTexts, token_pieces
+from fppo.data.tokenizers import encode_text, within
+from fppo.rollout.turns.observations import ChatTemplate, chat_template
+from fppo.serve.calls import ParsedTurn, ReadTurn, Tool, reader_of
+from fppo.serve.protocol import ApiError, Message, wrong
+
+_UNFINISHED = "\ufffd"
+
+
+class Ending(NamedTuple):
+    """The end of an answer: its finish, and the stop text that ended it, if one did."""
+
+    finish: str  # "stop" or "length"
+    stop_text: str | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Texts:
+    """The two ways between texts and ids of one policy, whose embedding has `vocabulary` rows.
+
+    `template` writes what comes behind the policy's turns; None for a tokenizer without a chat template, which answers
+    completions alone. `ends` are the tokens that end a turn of a chat. `texts_of` makes one from a tokenizer.
+    """
+
+    tokenizer: Any
+    vocabulary: int
+    ends: tuple[int, ...]
+    options: ChatOptions
+    template: ChatTemplate | None
+    reader: ReadTurn | None
+    pieces: tuple[bytes, ...]  # of every token
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses."""
+        template = self._with(tools)
+        shown = [_in_parts(message) for message in messages] if template.in_parts else messages
+        try:
+            ids = encode_chat(self.tokenizer, _named(shown), options=template.options)
+        except Exception as error:  # templates raise what they like
+            raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
+        return self._known(ids)
+
+    def observation(
+        self, before: Sequence[Message], messages: Sequence[Message], end: int, tools: Sequence[Tool]
+    ) -> list[int]:
+        """The ids of messages that follow an answer whose last id is `end`. Raises ApiError as `prompt` does."""
+        named = _named([*before, *messages])[len(before) :]
+        try:
+            return self._known(self._with(tools)(named, end))
+        except ValueError as error:
+            raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
+
+    def text(self, value: str, *, first: bool) -> list[int]:
+        """The ids of a text: of a whole prompt, with what begins one, or of what follows in it."""
+        ids = encode_text(self.tokenizer, value) if first else self.tokenizer.encode(value, add_special_tokens=False)
+        return self._known(ids)
+
+    def checked(self, ids: Sequence[int]) -> list[int]:
+        """The ids of a request. Raises ApiError for those that the policy does not know."""
+        if (top := max(ids)) >= self.vocabulary:
+            raise wrong("prompt", f"the id {top} is beyond the policy's {self.vocabulary} tokens")
+        return list(ids)
+
+    def stops(self, texts: Sequence[str]) -> tuple[tuple[int, ...], StopTexts | None]:
+        """The tokens and the texts that end an answer, of those that a request names."""
+        known = self.tokenizer.get_vocab()
+        tokens = tuple(known[text] for text in texts if text in known and known[text] < self.vocabulary)
+        return tokens, stop_texts(self.tokenizer, texts, like=StopTexts((), self.pieces))
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """The text of ids, with special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text."""
+        return self.pieces[token] if token < len(self.pieces) else b""
+
+    def parsed(self, text: str, ids: Sequence[int], before: Sequence[int], tools: Sequence[Tool]) -> ParsedTurn:
+        """An answer with its calls of tools."""
+        if not tools or self.reader is None:
+            return ParsedTurn(text)
+        return self.reader(text, self.decoded(ids), self.decoded(before), tools)
+
+    def _known(self, ids: Sequence[int]) -> list[int]:
+        return within(ids, self.vocabulary)
+
+    def _with(self, tools: Sequence[Tool]) -> ChatTemplate:
+        if self.template is None:
+            raise ApiError(400, "the policy's tokenizer has no chat template: ask /v1/completions")
+        if not tools:
+            return self.template
+        if self.reader is None:
+            advice = "give the tokenizer a response_template"
+            raise wrong("tools", f"calls cannot be read as the chat template writes them: {advice}")
+        return attrs.evolve(self.template, options=attrs.evolve(self.options, tools=tuple(tools)))
+
+
+def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: ChatOptions = PLAIN) -> Texts:
+    """The texts of a policy, with `chat` by the tokenizer's chat template. Raises ValueError for one that does not show
+    the messages of a user; those of tools may be refused later, where a request has some."""
+    template, reader, end = None, None, None
+    if chat:
+        try:
+            template = chat_template(tokenizer, roles=("tool",), options=options)
+        except ValueError:
+            template = chat_template(tokenizer, options=options)
+        reader, end = reader_of(tokenizer, options), end_of_turn(tokenizer, options=options)
+    return Texts(
+        tokenizer=tokenizer,
+        vocabulary=vocabulary,
+        ends=() if end is None or end >= vocabulary else (end,),
+        options=options,
+        template=template,
+        reader=reader,
+        pieces=token_pieces(tokenizer),
+    )
+
+
+def _in_parts(message: Message) -> Message:
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _named(messages: Sequence[Message]) -> list[Message]:
+    """The messages, those of tools with the name of the tool, which some templates write."""
+    names = {
+        call["id"]: call["function"]["name"]
+        for message in messages
+        for call in message.get("tool_calls", ())
+        if "id" in call
+    }
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
+class AnswerReader:
+    """The text of an answer while its tokens come: what cannot change any more, in parts.
+
+    The token that ends it is no part of the text, and neither is a stop text. Half of a character waits for its other
+    half, and what may be the beginning of a stop text for what follows.
+    """
+
+    def __init__(self, texts: Texts, stops: Sequence[str], stop_tokens: Sequence[int]) -> None:
+        self._texts, self._stops, self._stop_tokens = texts, [text for text in stops if text], frozenset(stop_tokens)
+        self._ids: list[int] = []
+        self._start = self._done = self._given = 0  # ids before `done` are decoded, those from `start` on kept
+        self._text = ""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that these tokens add."""
+        for token in tokens:
+            self._ids.append(token)
+            if token not in self._stop_tokens:
+                self._read(len(self._ids), whole=False)
+        return self._give(self._safe())
+
+    def close(self, finish: str) -> tuple[str, str]:
+        """The rest of the text, and the whole of it, once the answer has ended."""
+        ended = finish == "stop" and bool(self._ids) and self._ids[-1] in self._stop_tokens
+        self._read(len(self._ids) - ended, whole=True)
+        if finish == "stop" and not ended:
+            places = [place for text in self._stops if (place := self._text.find(text)) >= 0]
+            self._text = self._text[: min(places, default=len(self._text))]
+        return self._give(len(self._text)), self._text
+
+    def _read(self, end: int, *, whole: bool) -> None:
+        """Decodes up to an id, unless a character is unfinished there."""
+        if end <= self._done:
+            return
+        before = self._texts.decoded(self._ids[self._start : self._done]) if self._done > self._start else ""
+        text = self._texts.decoded(self._ids[self._start : end])
+        if text.endswith(_UNFINISHED) and not whole:
+            return
+        self._text += text[len(before) :]
+        self._start, self._done = self._done, end
+
+    def _safe(self) -> int:
+        """How much of the text no stop text can take back."""
+        safe = len(self._text)
+        for stop in self._stops:
+            if (place := self._text.find(stop, max(self._given - len(stop), 0))) >= 0:
+                safe = min(safe, place)
+            sizes = range(min(len(stop) - 1, len(self._text)), 0, -1)
+            held = next((size for size in sizes if self._text.endswith(stop[:size])), 0)
+            safe = min(safe, len(self._text) - held)
+        return max(safe, self._given)
+
+    def _give(self, end: int) -> str:
+        part, self._given = self._text[self._given : end], max(self._given, end)
+        return part

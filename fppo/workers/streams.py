@@ -1,0 +1,149 @@
+"""Calls of user functions whose outcomes come one by one, while their caller does something else."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from fppo.workers.calls import CoroutineCalls, Mode, Patience, call
+from fppo.workers.pool import WorkerPool
+from fppo.workers.sample import Outcome, Sample, UserFn
+
+FAILED = ("error", "timeout")  # kinds of outcomes
+
+
+class CallSource(Protocol):
+    """Protocol of calls under way."""
+
+    def put(self, number: int, sample: Sample) -> None: ...
+
+    def taken(self, *, wait: bool) -> Mapping[int, Outcome]: ...  # with `wait` at least one, where any call is open
+
+    def close(self) -> None: ...
+
+
+class CallStream:
+    """Calls under way, by numbers of their caller's; those that fail are made again, up to `retries` times each."""
+
+    def __init__(self, source: CallSource, retries: int) -> None:
+        self._source, self._retries = source, retries
+        self._open: dict[int, tuple[Sample, int]] = {}  # and how often a call may yet be made again
+        self.count = self.failed = 0  # calls, and those of them that failed in the end
+        self.why = ""  # the first of these failed
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Begins a call, or has it wait for a free process; `number` is that of no open call."""
+        self.count += 1
+        self._open[number] = sample, self._retries
+        self._source.put(number, sample)
+
+    def taken(self, *, wait: bool) -> list[tuple[int, Outcome]]:
+        """The outcomes that have come; with `wait` at least one, where any call is open."""
+        outcomes: list[tuple[int, Outcome]] = []
+        while True:
+            for number, outcome in self._source.taken(wait=wait and bool(self._open)).items():
+                sample, left = self._open.pop(number)
+                if outcome.kind in FAILED and left:
+                    self._open[number] = sample, left - 1
+                    self._source.put(number, sample)
+                    continue
+                if outcome.kind in FAILED:
+                    self.why = self.why or outcome.text
+                    self.failed += 1
+                outcomes.append((number, outcome))
+            if outcomes or not (wait and self._open):
+                return outcomes
+
+
+class PooledCalls:
+    """Calls in the processes of a pool."""
+
+    def __init__(self, pool: WorkerPool, function: int, mode: Mode, patience: Patience) -> None:
+        self._pool, self._run = pool, pool.begin(function, mode, patience)
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Implement `CallSource.put`."""
+        self._run.put(number, sample)
+
+    def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
+        """Implement `CallSource.taken`."""
+        return self._pool.taken(self._run, wait=wait)
+
+    def close(self) -> None:
+        """Ends calls that are still open."""
+        self._pool.forget(self._run)
+
+
+class CallsHere:
+    """Calls of a function in this thread, which makes them when their outcomes are taken."""
+
+    def __init__(self, fn: UserFn, mode: Mode) -> None:
+        self._fn, self._mode = fn, mode
+        self._new: dict[int, Sample] = {}
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Implement `CallSource.put`."""
+        self._new[number] = sample
+
+    def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
+        """Implement `CallSource.taken`."""
+        del wait
+        new, self._new = self._new, {}
+        return dict(zip(new, called_here(self._fn, [*new.values()], self._mode), strict=True)) if new else {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class CoroutinesHere:
+    """Calls of a coroutine in a thread of this process."""
+
+    def __init__(self, fn: UserFn, mode: Mode) -> None:
+        self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+        self._loop, self._open = asyncio.new_event_loop(), 0
+        self._thread = threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True)
+        self._thread.start()
+        made = asyncio.run_coroutine_threadsafe(self._made(fn, mode), self._loop)
+        self._calls = made.result()
+
+    async def _made(self, fn: UserFn, mode: Mode) -> CoroutineCalls:
+        return CoroutineCalls(fn, mode, lambda number, outcome: self._outcomes.put((number, outcome)))
+
+    def put(self, number: int, sample: Sample) -> None:
+        """Implement `CallSource.put`."""
+        self._open += 1
+        self._loop.call_soon_threadsafe(self._calls.add, number, sample)
+
+    def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
+        """Implement `CallSource.taken`."""
+        found: dict[int, Outcome] = {}
+        while self._open:
+            try:
+                number, outcome = self._outcomes.get(block=wait and not found)
+            except queue.Empty:
+                break
+            found[number] = outcome
+            self._open -= 1
+        return found
+
+    def close(self) -> None:
+        """Ends the thread, and calls that are still open."""
+        asyncio.run_coroutine_threadsafe(self._calls.cancel(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def called_here(fn: UserFn, samples: Sequence[Sample], mode: Mode) -> list[Outcome]:
+    """The outcomes of calls in this thread."""
+    outcomes: dict[int, Outcome] = {}
+    with asyncio.Runner() as loop:
+        call(fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+    return [outcomes[number] for number in range(len(samples))]
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,256 @@
+"""Requests as they come: a row's tokens depend on its own key and tokens, not on when anything comes, and nothing is
+read twice."""
+
+from functools import cache
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fppo import models
+from fppo.key import Key
+from fppo.models.precision import KeepDouble
+from fppo.rollout.engine import Sampling
+from fppo.rollout.generated import opened
+from fppo.rollout.requests import QueueFull, Request
+from fppo.runtime.mesh import Sharding
+from fppo.runtime.simulate import simulate
+from tests.models.families import make, plain
+from tests.models.hybrids import HYBRIDS
+from tests.rollout.talks import only_generate, same, talks, told, with_samplings
+from tests.rollout.test_embedded import STOPS, engine_of
+
+CUT = Sampling(temperature=0.7, top_k=9, top_p=0.8, max_tokens=4, stop_token_ids=STOPS)
+
+
+@cache
+def reference(name, samples=1):
+    """A model, rows, and their answers by an engine that reads whole contexts anew, one turn of all rows at a time."""
+    model, params = make(name, config=HYBRIDS.get(name))
+    rows = talks(samples=samples)
+    expected, _ = told(only_generate(engine_of(model)), params, rows)
+    return model, params, rows, expected
+
+
+def read_once(rows, found):
+    """The tokens that have to go through the model: equal prompts once, and all but the last token of each row."""
+    prompts = {row.prompt: len(row.prompt) for row in rows}
+    return sum(prompts.values()) + sum(len(found[row.row].ids) - 1 for row in rows)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    delays=st.lists(st.integers(0, 7), min_size=12, max_size=12),
+    order=st.permutations(range(6)),
+    max_rows=st.sampled_from((1, 2, 4, 1024)),
+    graphs=st.booleans(),
+    samples=st.sampled_from((1, 3)),
+)
+def test_ids_do_not_depend_on_delays(delays, order, max_rows, graphs, samples):
+    model, params, rows, expected = reference("qwen2", samples)
+    engine = engine_of(model, max_rows=max_rows, graphs=graphs, prefill_tokens=9)
+    found, fed = told(engine, params, rows, order=order, delay=lambda row, turn: delays[2 * row + turn - 1])
+    same(found, expected)
+    assert fed == read_once(rows, found)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2", "gemma3", "gpt_oss", "qwen3_moe"])
+def test_log_probs_are_those_of_a_whole_forward_pass(name):
+    """Also of windows, learned positions, sinks and experts, which have the models' own modules."""
+    model, params, rows, expected = reference(name)
+    found, fed = told(engine_of(model), params, rows, delay=lambda row, turn: (5 * row + turn) % 4)
+    same(found, expected)
+    assert fed == read_once(rows, found)
+    module = plain(model, params)
+    for row in rows:
+        own = found[row.row]
+        with torch.no_grad(), KeepDouble():
+            logits = module(input_ids=torch.tensor([[*row.prompt, *own.ids]])).logits[0]
+        place = len(row.prompt) - 1
+        for turn, (tokens, log_probs) in enumerate(zip(own.tokens, own.log_probs, strict=True)):
+            place += len(row.observations[turn - 1]) if turn else 0
+            index = torch.tensor(tokens)[:, None]
+            whole = logits[place : place + len(tokens)].log_softmax(-1).gather(1, index)[:, 0]
+            torch.testing.assert_close(log_probs, whole, rtol=0, atol=1e-12)
+            place += len(tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_states_leave_with_their_rows(name):
+    if name not in HYBRIDS:
+        pytest.skip(f"no {name} among the hybrids")
+    model, params, rows, expected = reference(name)
+    found, fed = told(engine_of(model, max_rows=4), params, rows, delay=lambda row, turn: (5 * row + turn) % 4)
+    same(found, expected, atol=1e-10)
+    assert fed == read_once(rows, found)
+
+
+def test_each_request_has_a_sampling_of_its_own():
+    model, params, rows, _ = reference("qwen2")
+    greedy, hot = Sampling(greedy=True, max_tokens=3), Sampling(temperature=1.7, max_tokens=6)
+    rows = with_samplings(rows, CUT, greedy, hot)
+    expected, _ = told(only_generate(engine_of(model)), params, rows)
+    found, _ = told(engine_of(model), params, rows, delay=lambda row, turn: row % 3)
+    same(found, expected)
+
+
+def test_an_update_gives_each_token_the_log_prob_of_its_own_policy():
+    """Those before and after it are drawn as whole contexts under each policy's parameters say."""
+    model, params, rows, _ = reference("qwen2")
+    noise = torch.Generator().manual_seed(1)
+    newer = {name: x + 0.1 * torch.randn(x.shape, generator=noise).double() for name, x in params.items()}
+    rows = with_samplings(rows, Sampling(max_tokens=8))
+
+    def meanwhile(requests, step):
+        if step == 5:
+            requests.update(newer, 7)
+
+    found, _ = told(engine_of(model), params, rows, delay=lambda row, turn: row % 3, version=4, meanwhile=meanwhile)
+    modules = {4: plain(model, params), 7: plain(model, newer)}
+    seen = set()
+    for row in rows:
+        own, place = found[row.row], len(row.prompt) - 1
+        whole = torch.tensor([[*row.prompt, *own.ids]])
+        with torch.no_grad(), KeepDouble():
+            of = {version: module(input_ids=whole).logits[0].log_softmax(-1) for version, module in modules.items()}
+        for turn, (tokens, log_probs, versions) in enumerate(zip(own.tokens, own.log_probs, own.versions, strict=True)):
+            place += len(row.observations[turn - 1]) if turn else 0
+            for token, log_prob, version in zip(tokens, log_probs.tolist(), versions, strict=True):
+                assert log_prob == pytest.approx(float(of[version][place, token]), abs=1e-12)
+                seen.add((turn, version))
+                place += 1
+    assert {version for _, version in seen} == {4, 7}
+
+
+def request(name="a", ids=(3, 4), **changes):
+    fixed = {"sampling": Sampling(max_tokens=4), "key": Key(0)}
+    return Request(name=name, ids=ids, **{**fixed, **changes})
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["own", "generated"])
+def test_what_is_wrong_with_a_request_is_said_at_once(whole):
+    model, params = make("qwen2")
+    engine = engine_of(model) if whole else only_generate(engine_of(model))
+    with opened(engine, params, most_waiting=3) as requests:
+        requests.add([request("a", keep=True)])
+        for wrong, text in (
+            ([request("a")], "'a': that name is open"),
+            ([request("b"), request("b")], "'b': that name is open"),
+            ([request("b", after="a")], "after = 'a' is not kept, or has not ended"),
+        ):
+            with pytest.raises((ValueError, QueueFull), match=text):
+                requests.add(wrong)
+        with pytest.raises(QueueFull, match="4 requests would wait, and at most 3"):
+            requests.add([request("b"), request("c"), request("d")])
+        assert requests.counts.open == 1
+        requests.cancel(["a", "nobody"])
+        assert [x.end for x in requests.step().finished] == ["cancelled"]
+        requests.release(["a"])
+        assert requests.counts == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"ids": (3, 31)}, "'b': tokens that the model's vocabulary of 31 tokens"),
+        ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64"),
+        ({"sampling": Sampling(stop_token_ids=(40,))}, r"stop_token_ids \[40\]"),
+    ],
+)
+def test_what_a_model_cannot_do_is_said_at_once(changes, text):
+    model, params = make("gpt2")
+    with opened(engine_of(model), params) as requests, pytest.raises(ValueError, match=text):
+        requests.add([request("b", **changes)])
+
+
+def test_requests_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="'a' has no tokens"):
+        request(ids=())
+    with pytest.raises(ValueError, match=r"sampling.n = 2"):
+        request(sampling=Sampling(n=2))
+
+
+def test_a_request_goes_on_after_one_that_was_cancelled_and_several_after_one():
+    """By the tokens that it had, which nobody reads twice."""
+    model, params = make("qwen2")
+    long = Sampling(max_tokens=9)
+    with opened(engine_of(model), params) as requests:
+        requests.add([request("a", sampling=long, keep=True)])
+        for _ in range(3):
+            requests.step()
+        requests.cancel(["a"])
+        result = requests.step()
+        (first,) = result.finished
+        assert len(first.tokens) == 3
+        requests.add([request(name, (7, 8), after="a", row=5) for name in ("b", "c")])
+        requests.release(["a"])
+        ended = []
+        while requests.counts.open:
+            ended += requests.step().finished
+    whole = (3, 4, *first.tokens.tolist(), 7, 8)
+    with opened(engine_of(model), params) as requests:
+        requests.add([request("whole", whole, row=5)])
+        alone = []
+        while requests.counts.open:
+            alone += requests.step().finished
+    assert len(ended) == 2
+    for each in ended:
+        assert torch.equal(each.tokens, alone[0].tokens)
+        torch.testing.assert_close(each.log_probs, alone[0].log_probs, rtol=0, atol=1e-12)
+        assert each.fed == 1 + 2 + 3
+
+
+def test_what_would_not_fit_waits_and_what_never_fits_is_refused():
+    model, params, rows, expected = reference("qwen2", 3)
+    one = 2 * 2 * 4 * 8 * 2  # bytes of a token: two layers' keys and values, 2 heads of 4 numbers
+    counts = []
+    found, _ = told(
+        engine_of(model, cache_bytes=600 * one),
+        params,
+        rows,
+        delay=lambda row, turn: 3,
+        meanwhile=lambda requests, step: counts.append(requests.counts),
+    )
+    same(found, expected)
+    assert max(count.drawing + count.kept for count in counts) < 6
+    assert any(count.waiting for count in counts)
+    small = engine_of(model, cache_bytes=20 * one)
+    with opened(small, params) as requests, pytest.raises(ValueError, match="cache_bytes = "):
+        requests.add([request(sampling=Sampling(max_tokens=40))])
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"shard": 2}])
+def test_ranks_that_cut_the_model_answer_as_one(axes):
+    model, params, rows, expected = reference("qwen2")
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        return told(engine_of(placed, mesh=mesh), own, rows, delay=lambda row, turn: (3 * row + turn) % 5)[0]
+
+    for found in simulate(axes, on_rank):
+        same(found, expected, atol=1e-10)
+
+
+def test_experts_are_those_of_whole_contexts():
+    model, params = make("qwen3_moe")
+
+    def collected(engine):
+        with opened(engine, params) as requests:
+            requests.add([request("a", sampling=Sampling(max_tokens=3), keep=True)])
+            found = []
+            while requests.counts.open:
+                found += requests.step().finished
+            requests.add([request("b", (7, 8), after="a")])
+            while requests.counts.open:
+                found += requests.step().finished
+        return found
+
+    own, whole = collected(engine_of(model, routed=True)), collected(only_generate(engine_of(model, routed=True)))
+    for a, b in zip(own, whole, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert torch.equal(a.experts, b.experts)
+    assert [len(x.experts) for x in own] == [2 + 2, 1 + 2 + 3]

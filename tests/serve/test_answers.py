@@ -1,0 +1,296 @@
+"""Answers in the protocol's form: streams add up to whole answers, stops, log-probs, tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fppo.serve.calls import BetweenTexts, reader_of
+from fppo.serve.texts import AnswerReader, texts_of
+from tests.rollout.templates import KINDS
+from tests.serve.parrot import log_prob
+from tests.serve.world import END, MODEL, chat, parrot_world, texts, tokenizer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TOOL = {
+    "type": "function",
+    "function": {"name": "read", "parameters": {"type": "object", "properties": {"file": {"type": "string"}}}},
+}
+
+
+def events(response):
+    """The objects of a stream, which ends as the protocol says."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in response.text.split("\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def streamed(chunks, index=0):
+    own = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
+    return "".join(c["delta"].get("content") or "" for c in own), own[-1]["finish_reason"]
+
+
+def test_an_answer_has_all_that_clients_read():
+    with parrot_world("lamp in it") as world:
+        answer = world.post(CHAT, chat("find", logprobs=True, model=MODEL, return_token_ids=True)).json()
+        (choice,) = answer["choices"]
+        (row,) = world.episodes.rows("unnamed-0")
+    ids = tokenizer().encode("lamp in it")
+    assert choice["message"] == {"role": "assistant", "content": "lamp in it", "refusal": None}
+    assert (choice["finish_reason"], choice["index"]) == ("stop", 0)
+    assert choice["token_ids"] == [*ids, END] == row.turns[0].answer.tokens.tolist()
+    assert choice["prompt_token_ids"] == list(row.prompt)
+    noted = choice["logprobs"]["content"]
+    assert [x["logprob"] for x in noted] == pytest.approx([log_prob(t) for t in (*ids, END)])
+    assert b"".join(bytes(x["bytes"]) for x in noted).decode() == "lamp in it<|im_end|>"
+    assert "".join(x["token"] for x in noted) == "lamp in it<|im_end|>"
+    assert answer["usage"] == {
+        "prompt_tokens": len(row.prompt),
+        "completion_tokens": len(ids) + 1,
+        "total_tokens": len(row.prompt) + len(ids) + 1,
+    }
+    assert (answer["object"], answer["model"]) == ("chat.completion", MODEL)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_adds_up_to_what_is_recorded(n):
+    with parrot_world() as world:
+        more = {"stream": True, "stream_options": {"include_usage": True}, "n": n, "max_tokens": 15, "logprobs": True}
+        chunks = events(world.post(f"/e/1{CHAT}", chat("find", **more)))
+        rows = world.episodes.rows("1")
+    assert [c["choices"][0]["delta"] for c in chunks[:n]] == [{"role": "assistant", "content": ""}] * n
+    for index, row in enumerate(rows):
+        text, finish = streamed(chunks, index)
+        assert text == row.turns[0].text
+        assert finish == "length"
+        noted = [c["choices"][0]["logprobs"] for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
+        log_probs = [x["logprob"] for each in noted if each for x in each["content"]]
+        assert log_probs == pytest.approx(row.turns[0].answer.log_probs.tolist())
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 15 * n
+
+
+def test_completions_have_their_own_form():
+    with parrot_world("lamp") as world:
+        whole = world.post(COMPLETIONS, {"prompt": ["find", "list"], "logprobs": 0}).json()
+        chunks = events(world.post(COMPLETIONS, {"prompt": "find", "stream": True}))
+    assert [choice["text"] for choice in whole["choices"]] == ["lamp", "lamp"]
+    assert whole["object"] == "text_completion"
+    assert len(whole["choices"][0]["logprobs"]["token_logprobs"]) == len(whole["choices"][0]["logprobs"]["tokens"])
+    assert "".join(c["choices"][0]["text"] for c in chunks) == "lamp"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_an_answer_and_is_no_part_of_it(stream):
+    with parrot_world("list read say which what") as world:
+        body = chat("find", stop=["zzz", "say wh", "what"], stream=stream)
+        response = world.post(f"/e/1{CHAT}", body)
+        (row,) = world.episodes.rows("1")
+    text, finish = (
+        streamed(events(response)) if stream else (response.json()["choices"][0]["message"]["content"], "stop")
+    )
+    assert (text, finish) == ("list read ", "stop")
+    drawn = tokenizer().decode(row.turns[0].answer.tokens.tolist())
+    assert drawn.startswith("list read say wh")  # with the ids that ended it
+    assert row.turns[0].answer.end == "stop"
+
+
+def test_a_row_goes_on_behind_the_ids_of_a_stop_text():
+    with parrot_world("list read say which what", "lamp") as world:
+        first = world.post(f"/e/1{CHAT}", chat("find", stop="say")).json()["choices"][0]["message"]["content"]
+        assert world.post(f"/e/1{CHAT}", chat("find", first, "again")).status_code == 200
+        (row,) = world.episodes.rows("1")
+    assert len(row.turns) == 2
+    assert "say<|im_end|>\n<|im_start|>user\nagain" in tokenizer().decode(row.ids)
+
+
+def test_a_request_says_how_it_is_drawn():
+    with parrot_world("lamp") as world:
+        world.post(CHAT, chat("find", temperature=0.5, top_p=0.9, top_k=7, max_tokens=5, stop_token_ids=[77]))
+        world.post(CHAT, chat("find", temperature=0, max_completion_tokens=6))
+        world.post(CHAT, chat("find", top_k=-1))
+    one, greedy, all_tokens = (request.sampling for request in world.engine.requests)
+    assert (one.temperature, one.top_p, one.top_k, one.max_tokens, one.greedy) == (0.5, 0.9, 7, 5, False)
+    assert 77 in one.stop_token_ids
+    assert (greedy.greedy, greedy.temperature, greedy.max_tokens) == (True, 1.0, 6)
+    assert all_tokens.top_k is None
+
+
+def test_a_server_may_keep_its_own_way_to_draw():
+    with parrot_world("lamp", keeps_sampling=True) as world:
+        world.post(CHAT, chat("find", temperature=0, top_p=0.5, max_tokens=5))
+    (request,) = world.engine.requests
+    assert (request.sampling.greedy, request.sampling.top_p, request.sampling.max_tokens) == (False, 1.0, 5)
+
+
+def test_an_answer_has_as_much_room_as_its_row():
+    with parrot_world() as world:
+        answer = world.post(CHAT, chat("find", max_tokens=10_000)).json()
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["total_tokens"] == 512
+
+
+letters = st.text("abé漢😀 \n<|im_", max_size=12)
+
+
+@settings(max_examples=60)
+@given(letters, letters, st.lists(st.text("abé ", min_size=1, max_size=4), max_size=3), st.integers(1, 4))
+def test_parts_of_an_answer_join_to_the_whole_and_hold_no_stop(first, second, stops, size):
+    """Whatever parts its tokens come in; half of a character is never shown."""
+    ids = tokenizer().encode(first + second, add_special_tokens=False)
+    whole_text = texts().decoded(ids)
+    ends = [whole_text.find(stop) for stop in stops if stop in whole_text]
+    reader = AnswerReader(texts(), stops, (END,))
+    if ends:  # an engine ends with the token that completes the first
+        done = min(whole_text.find(stop) + len(stop) for stop in stops if stop in whole_text)
+        count = next(n for n in range(1, len(ids) + 1) if len(texts().decoded(ids[:n]).rstrip("\ufffd")) >= done)
+        ids = ids[:count]
+        expected = texts().decoded(ids)
+        expected = expected[: min(expected.find(s) for s in stops if s in expected)]
+    else:
+        ids, expected = [*ids, END], whole_text
+    parts = [reader.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+    assert "\ufffd" not in "".join(parts)
+    rest, whole = reader.close("stop")
+    assert whole == expected
+    assert "".join(parts) + rest == whole
+
+
+CALL = 'it is\n<tool_call>\n{"name": "read", "arguments": {"file": "lamp"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_tools_are_read_as_the_template_writes_them(stream):
+    with parrot_world(CALL, "lamp") as world:
+        response = world.post(f"/e/1{CHAT}", chat("find", tools=[TOOL], stream=stream))
+        if stream:
+            chunks = [c["choices"][0] for c in events(response)]
+            message = {"content": streamed(events(response))[0], "tool_calls": []}
+            for chunk in chunks:
+                message["tool_calls"] += chunk["delta"].get("tool_calls", [])
+            finish = chunks[-1]["finish_reason"]
+        else:
+            (choice,) = response.json()["choices"]
+            message, finish = choice["message"], choice["finish_reason"]
+        assert finish == "tool_calls"
+        (call,) = message["tool_calls"]
+        assert call["function"] == {"name": "read", "arguments": '{"file": "lamp"}'}
+        assert message["content"] == "it is"
+        call.pop("index", None)
+        again = chat("find", tools=[TOOL])
+        again["messages"] += [
+            {"role": "assistant", "content": message["content"], "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": "which"},
+        ]
+        assert world.post(f"/e/1{CHAT}", again).json()["choices"][0]["message"]["content"] == "lamp"
+        (row,) = world.episodes.rows("1")
+        assert len(row.turns) == 2
+        assert tokenizer().decode(row.ids).count("</tool_call><|im_end|>\n<|im_start|>tool\nwhich<|im_end|>") == 1
+        again["tools"] = []
+        assert world.post(f"/e/1{CHAT}", again).status_code == 200
+        assert len(world.episodes.rows("1")) == 2  # without its tools it is another conversation
+
+
+def test_no_tools_are_read_where_none_are_to_be_called():
+    with parrot_world(CALL) as world:
+        answer = world.post(CHAT, chat("find", tools=[TOOL], tool_choice="none")).json()["choices"][0]
+    assert answer["message"]["content"] == CALL
+    assert answer["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("lamp", "lamp", 0),
+        ('<tool_call>{"name": "read"}</tool_call>', '<tool_call>{"name": "read"}</tool_call>', 0),  # no arguments
+        ('<tool_call>{"name": "read", "arg', '<tool_call>{"name": "read", "arg', 0),  # it was cut
+        (
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+            0,
+        ),
+        ('<tool_call>{"name": "a", "arguments": {}}</tool_call>\n<tool_call>{"name": "b", "arguments": 3}', "", 2),
+        ("<tool_call>" + '{"a":' * 5000, "<tool_call>" + '{"a":' * 5000, 0),
+    ],
+)
+def test_what_is_no_call_stays_text(text, content, calls):
+    turn = BetweenTexts("<tool_call>", "</tool_call>", "arguments")(text, text, "", ())
+    assert (turn.content, len(turn.calls)) == (content, calls)
+
+
+def test_the_parser_is_found_in_the_chat_template():
+    assert reader_of(tokenizer()) == BetweenTexts("<tool_call>", "</tool_call>", "arguments")
+
+
+def test_a_template_whose_calls_cannot_be_read_takes_no_tools():
+    import copy
+
+    other = copy.deepcopy(tokenizer())
+    other.chat_template = KINDS["strips"]
+    assert reader_of(other) is None
+    changed = texts_of(other, vocabulary=len(other))
+    with parrot_world("lamp", texts=changed) as world:
+        assert world.post(CHAT, chat("find")).status_code == 200
+        refused = world.post(CHAT, chat("find", tools=[TOOL]))
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tools"
+
+
+def test_the_tokenizers_own_response_template_reads_calls():
+    import copy
+
+    other = copy.deepcopy(tokenizer())
+    other.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+            "tool_calls": {
+                "open": "<tool_call>",
+                "close_pattern": r"</tool_call>\s*",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
+        },
+    }
+    said = '<think>hm</think>it is<tool_call>{"name": "read", "arguments": {"file": "lamp"}}</tool_call>'
+    changed = texts_of(other, vocabulary=len(other))
+    with parrot_world(said, said, texts=changed) as world:
+        message = world.post(CHAT, chat("find", tools=[TOOL])).json()["choices"][0]["message"]
+        plain = world.post(CHAT, chat("list")).json()["choices"][0]["message"]
+    assert message["content"] == "it is"
+    assert message["reasoning_content"] == "hm"
+    assert message["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"file": "lamp"}'}
+    assert plain["content"] == said  # without tools a turn is shown as it is
+
+
+def test_a_tokenizer_without_a_chat_template_answers_completions_alone():
+    changed = texts_of(tokenizer(), vocabulary=len(tokenizer()), chat=False)
+    with parrot_world("lamp", texts=changed) as world:
+        assert world.post(COMPLETIONS, {"prompt": "find"}).status_code == 200
+        assert "no chat template" in world.post(CHAT, chat("find")).json()["error"]["message"]
+
+
+def test_answers_of_several_requests_do_not_mix():
+    with parrot_world() as world:
+
+        async def many():
+            async with world.client() as client:
+                bodies = [chat(f"find {n}", max_tokens=5 + n % 7, stream=bool(n % 2)) for n in range(40)]
+                posts = (client.post(f"/e/{n}{CHAT}", json=body) for n, body in enumerate(bodies))
+                return await asyncio.gather(*posts)
+
+        responses = asyncio.run(many())
+        for number, response in enumerate(responses):
+            got = streamed(events(response))[0] if number % 2 else response.json()["choices"][0]["message"]["content"]
+            (row,) = world.episodes.rows(str(number))
+            assert row.turns[0].text == got
+            assert len(row.turns[0].answer.tokens) == 5 + number % 7

@@ -1,0 +1,188 @@
+"""Episodes that unmodified clients play are those of a loop over the library's own engine: ids, masks, log-probs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import cache
+
+import openai
+import pytest
+import torch
+
+from fppo import models, quickstart
+from fppo.batch import Column, Prompts
+from fppo.key import Key
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.engine import Ask
+from fppo.rollout.turns.engine import TurnsEngine
+from fppo.rollout.turns.runner import ToolRunner
+from fppo.serve.rows import rollout_of_rows
+from fppo.steps import Forward
+from fppo_kernels.table import EXACT, INSIDE, Kernels, needs_cpp
+from tests.serve.world import END, MODEL, World, sampling, texts, tokenizer
+
+TURNS, TOKENS, EPISODES = 3, 12, 12
+STOPS = (1, END, *range(40, 60))  # a random model says the end of a turn too rarely
+
+
+@cache
+def policy(dtype=torch.float32, exact=False):
+    model = quickstart.small_model(len(tokenizer()), width=32, positions=512)
+    params = {name: 2 * x.to(dtype) for name, x in models.init_params(model, Key(1)).items()}
+    kernels = exact_kernels(model) if exact else Forward(model).kernels
+    return EmbeddedEngine(model=model, kernels=kernels, pad_token_id=0, exact=exact), params
+
+
+def exact_kernels(model):
+    """Kernels whose sums do not depend on other rows."""
+    inside = [op for op in EXACT if op in INSIDE and not models.has_place(model.skeleton, op)]
+    return Kernels.named(**{op: name for op, name in EXACT.items() if op not in inside})
+
+
+def said(turn):
+    return f"No {turn}, again"
+
+
+async def play(client, number, *, stream):
+    """An agent that knows nothing but its client."""
+    messages = [{"role": "user", "content": f"find {number}"}]
+    for turn in range(TURNS):
+        how = {"model": MODEL, "messages": messages, "max_tokens": TOKENS}
+        if stream:
+            content, finish = "", None
+            async for chunk in await client.chat.completions.create(stream=True, **how):
+                content += chunk.choices[0].delta.content or ""
+                finish = chunk.choices[0].finish_reason or finish
+        else:
+            answer = (await client.chat.completions.create(**how)).choices[0]
+            content, finish = answer.message.content, answer.finish_reason
+        if finish == "length" or turn == TURNS - 1:
+            return
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": said(turn)}]
+
+
+def played(world, *, stream):
+    """The rows of all episodes, played at once."""
+
+    async def every():
+        async with world.client() as http:
+            clients = [
+                openai.AsyncOpenAI(base_url=f"http://test/e/{n}/v1", api_key="secret", http_client=http, max_retries=0)
+                for n in range(EPISODES)
+            ]
+            await asyncio.gather(*(play(client, n, stream=stream) for n, client in enumerate(clients)))
+
+    asyncio.run(every())
+    return [world.episodes.rows(str(n)) for n in range(EPISODES)]
+
+
+def respond(conversation):
+    turn = sum(message["role"] == "assistant" for message in conversation)
+    return [{"role": "user", "content": said(turn - 1)}]
+
+
+def by_the_library(engine, params, key):
+    """The rollout of the same episodes by the library's own loop."""
+    prompts = [texts().prompt([{"role": "user", "content": f"find {n}"}], ()) for n in range(EPISODES)]
+    width = max(map(len, prompts))
+    names = ("ids", "ground_truth", "source")
+    rows = Prompts(
+        tokens=torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
+        attention_mask=torch.tensor([[False] * (width - len(ids)) + [True] * len(ids) for ids in prompts]),
+        row_ids=torch.arange(EPISODES),
+        **{name: Column([None] * EPISODES) for name in names},
+        extras=Column([{}] * EPISODES),
+    )
+    turns = TurnsEngine(
+        engine=engine,
+        tools=ToolRunner(respond, inline=True),
+        encode=texts().template,
+        tokenizer=tokenizer(),
+        max_turns=TURNS,
+        turn_tokens=TOKENS,
+        pad_token_id=0,
+    )
+    return turns.generate(params, Ask(rows, sampling(stop_token_ids=STOPS, max_tokens=400), key, version=3))
+
+
+def check(world, engine, params, *, stream, tolerance):
+    rows = played(world, stream=stream)
+    assert [len(each) for each in rows] == [1] * EPISODES  # none was read anew
+    rollout = rollout_of_rows([row for (row,) in rows], pad_token_id=0)
+    expected = by_the_library(engine, params, world.sources.key)
+    for name in ("attention_mask", "tokens", "response_mask", "turn_ids", "versions"):
+        assert torch.equal(getattr(rollout, name), getattr(expected, name)), name
+    for name in ("rollout_log_probs", "sampling_log_probs"):
+        one, other = getattr(rollout, name), getattr(expected, name)
+        assert one.dtype == other.dtype
+        assert (one - other).abs().max() <= tolerance
+    assert rollout.token_versions[rollout.response_mask].unique().tolist() == [3]
+    assert len(rollout.turn_ids.amax(1).unique()) > 1
+    assert list(rollout.finish) == list(expected.finish)
+    assert any(request.after is not None for request in world.requests)  # what was read is not read again
+
+
+class Noting:
+    """An engine that notes what is added."""
+
+    def __init__(self, engine):
+        self.engine, self.requests = engine, []
+
+    @contextlib.contextmanager
+    def open(self, params, **how):
+        with self.engine.open(params, **how) as opened:
+            add = opened.add
+
+            def noted(requests):
+                self.requests += requests
+                add(requests)
+
+            opened.add = noted
+            yield opened
+
+
+def world_of(engine, params, **changes):
+    noting = Noting(engine)
+    world = World(noting, params=params, sampling=sampling(stop_token_ids=STOPS), **changes)
+    world.requests = noting.requests
+    return world
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_episodes_of_clients_are_those_of_the_librarys_own_loop(stream):
+    engine, params = policy()
+    with world_of(engine, params) as world:
+        check(world, engine, params, stream=stream, tolerance=1e-5)
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_they_are_so_bit_for_bit_where_the_engine_is_exact():
+    engine, params = policy(exact=True)
+    with world_of(engine, params) as world:
+        check(world, engine, params, stream=False, tolerance=0.0)
+
+
+def test_another_key_draws_other_episodes():
+    engine, params = policy()
+    ids = []
+    for key in (Key(5), Key(6)):
+        with world_of(engine, params, key=key) as world:
+            ids.append([row.ids for (row,) in played(world, stream=False)])
+    assert ids[0] != ids[1]
+
+
+def test_answers_do_not_depend_on_who_else_asks():
+    engine, params = policy(torch.float64)
+    with world_of(engine, params) as world:
+        together = [row.ids for (row,) in played(world, stream=False)]
+    with world_of(engine, params) as world:
+
+        async def alone():
+            async with world.client() as http:
+                how = {"api_key": "secret", "http_client": http, "max_retries": 0}
+                await play(openai.AsyncOpenAI(base_url="http://test/e/7/v1", **how), 7, stream=False)
+
+        asyncio.run(alone())
+        ((row,),) = [world.episodes.rows("7")]
+    assert row.ids == together[7]
