@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
 from fppo.assembly.environments import episode_prompts, maker_of
-from fppo.assembly.functions import Advantage, advantage_of, check_laws, optimizer_of, policy_loss
+from fppo.assembly.functions import Advantage, advantage_of, check_laws, curriculum_of, optimizer_of, policy_loss
 from fppo.assembly.parts import (
     axes_at,
     bare_model,
@@ -38,11 +38,12 @@ from fppo.assembly.texts import (
     policy_generation,
     sampling_of,
 )
-from fppo.data import PromptSet
+from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
+from fppo.pipeline.program import LearnOfPrompts, learn_nothing
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
@@ -59,6 +60,16 @@ from fppo.workers.imports import imported, search
 from fppo_kernels.table import Kernels
 
 T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class Drawing:
+    """How prompts are drawn: by an order of the user's, or by a curriculum, from a cursor on."""
+
+    order: Order | None = None
+    curriculum: Curriculum | None = None
+    begin: DataCursor = attrs.field(factory=DataCursor)
+    learn: LearnOfPrompts = learn_nothing
 
 
 @attrs.frozen(kw_only=True)
@@ -83,7 +94,7 @@ class Inputs:
     images: data.ImageReader | None
     generation: GenerationConfig  # which goes with the policy where it is exported
     prompts: PromptSet
-    order: Order | None
+    drawing: Drawing
     loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
     sampling: Sampling
     eval: EvalInputs | None  # None without held-out prompts
@@ -131,11 +142,12 @@ def read_inputs(
     sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
     key = Key(settings.seed).fold("data")
-    order = None if prompts is None else tried(lambda: order_of(rows.sampler, prompts, key))
+    drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, key))
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None and advantage is not None and loggers is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
+    assert drawing is not None
     evaluation = None
     if held_out is not None:
         evaluation = EvalInputs(
@@ -149,7 +161,7 @@ def read_inputs(
         images=images,
         generation=ends,
         prompts=prompts,
-        order=order,
+        drawing=drawing,
         loggers=loggers,
         sampling=sampling,
         eval=evaluation,
@@ -275,6 +287,19 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
 
     order(0)
     return order
+
+
+def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
+    """How the settings want these prompts drawn. Raises ValueError for an order or a curriculum that does not import,
+    is none, or does not fit the prompts."""
+    curriculum = curriculum_of(section.curriculum)
+    if curriculum is None:
+        return Drawing(order=order_of(section.sampler, prompts, key))
+    try:
+        begin, learn = data.begin_course(curriculum, prompts), Learn.of(curriculum, prompts)
+    except ValueError as error:
+        raise ValueError(f"data.curriculum = {section.curriculum.name!r}: {error}") from error
+    return Drawing(curriculum=curriculum, begin=begin, learn=learn)
 
 
 def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:

@@ -131,7 +131,7 @@ def assemble(
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
     announce(model_lines(model, section.path, roles.others) + shown)
-    run = _fresh(roles, section, key, settings.critic, settings.algorithm)
+    run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     if engines:
         load = partial(policy_model, section, settings.critic, key)
@@ -164,15 +164,21 @@ def assemble(
 
 
 def _fresh(
-    roles: Roles, section: ModelSettings, key: Key, critic: CriticSettings, algorithm: AlgorithmSettings
+    roles: Roles,
+    section: ModelSettings,
+    key: Key,
+    critic: CriticSettings,
+    algorithm: AlgorithmSettings,
+    cursor: data.DataCursor,
 ) -> RunState:
-    """The run before its first step."""
+    """The run before its first step, whose data begins at the cursor."""
     return RunState(
         actor=roles.actor.state,
         critic=roles.critic and roles.critic.state,
         ref=roles.reference and roles.reference.params,
         kl=KLState(coef=algorithm.kl.coef),
         key=key,
+        cursor=cursor,
         pretraining=Pretraining() if pretrain_of(critic, algorithm) else None,
         bases=bases_of(roles.bases(section)),
     )
@@ -276,7 +282,7 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
 
 
 def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, "order": inputs.order}
+    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, **only(inputs.drawing, "order", "curriculum")}
     return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 

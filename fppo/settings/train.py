@@ -27,13 +27,29 @@ from fppo.fields import (
     setting,
     temperature,
 )
+from fppo.settings.component import given, named
 from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
+from fppo.settings.tables import CURRICULA
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
+
+
+@attrs.frozen(kw_only=True)
+class CurriculumSettings:
+    """How prompts are chosen by what is known of them, and any keywords of its function."""
+
+    name: str = named("none", CURRICULA, "a curriculum")
+    """none (every prompt once per epoch), learnability, easy_to_hard, mixture; or module:function for your own."""
+    keywords: Table = given()
+
+    @property
+    def used(self) -> bool:
+        """Whether a curriculum chooses the prompts."""
+        return self.name != "none"
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +104,8 @@ class DataSettings:
     """Draw a new order of the prompts in every epoch."""
     sampler: str | None = setting(None, module_function)
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
+    curriculum: CurriculumSettings = setting(CurriculumSettings)
+    """How prompts are chosen by what is known of them."""
 
     @property
     def has_held_out(self) -> bool:
