@@ -55,7 +55,7 @@ from fppo.settings.learning import OptimizerSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import EnvironmentSettings, RolloutSettings
-from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
+from fppo.settings.train import DataSettings, EvalSettings, LogSettings, TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.table import Kernels
 
@@ -96,6 +96,7 @@ class Inputs:
     prompts: PromptSet
     drawing: Drawing
     loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
+    observers: Mapping[str, Callable[..., Any]]  # the same
     sampling: Sampling
     eval: EvalInputs | None  # None without held-out prompts
 
@@ -123,7 +124,7 @@ def read_inputs(
     advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
     tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
     tried(lambda: _check_rewards(settings.reward, rollout))
-    loggers = tried(lambda: {x: imported(x, "log.loggers") for x in settings.log.loggers if ":" in x})
+    watching = tried(lambda: _watching(settings.log))
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
@@ -141,11 +142,10 @@ def read_inputs(
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
-    key = Key(settings.seed).fold("data")
-    drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, key))
+    drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, Key(settings.seed).fold("data")))
     if tried.problems:
         raise tried.error()
-    assert device is not None and kernels is not None and advantage is not None and loggers is not None  # noqa: PT018
+    assert device is not None and kernels is not None and advantage is not None and watching is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
     assert drawing is not None
     evaluation = None
@@ -162,7 +162,7 @@ def read_inputs(
         generation=ends,
         prompts=prompts,
         drawing=drawing,
-        loggers=loggers,
+        **watching,
         sampling=sampling,
         eval=evaluation,
     )
@@ -300,6 +300,14 @@ def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
     except ValueError as error:
         raise ValueError(f"data.curriculum = {section.curriculum.name!r}: {error}") from error
     return Drawing(curriculum=curriculum, begin=begin, learn=learn)
+
+
+def _watching(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]]:
+    """The user's own loggers and observers, by name. Raises ValueError for one that does not import."""
+    return {
+        "loggers": {name: imported(name, "log.loggers") for name in section.loggers if ":" in name},
+        "observers": {name: imported(name, "log.observers") for name in section.observers},
+    }
 
 
 def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.train import Observe, StepRecord, train
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.observers import TRACE, Profiles, Tracer, gauged_by, traffic_since
+from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
 from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.starts import SETTINGS
@@ -267,12 +267,14 @@ def _writing(
     begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's state: save it as this run's first
         begin(run).wait()
-    logged, sampled, lines = list[Observe](), list[SampleFiles](), None
+    logged, sampled, lines, own = list[Observe](), list[SampleFiles](), None, list[OwnObserver]()
     if first:
         _record_start(settings, assembly, run.step, every)
         sampled = [_sample_files(settings, assembly, first_step)]
         opened.callback(sampled[0].close)
         logged = [_logging(settings, assembly, first_step, opened)]
+        own = [OwnObserver(name, fn) for name, fn in assembly.inputs.observers.items()]
+        opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
 
     def kept(step: int) -> bool:
@@ -298,7 +300,12 @@ def _writing(
         return saved(record)
 
     gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
-    return [digested, gauged, *sampled, profiles, end], digested, saved
+    return [digested, gauged, *own, *sampled, profiles, end], digested, saved
+
+
+def _close_each(observers: Sequence[OwnObserver]) -> None:
+    for observer in observers:
+        observer.close()
 
 
 def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:

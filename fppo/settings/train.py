@@ -170,6 +170,11 @@ class DigestSettings:
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 
+def _observers(names: tuple[str, ...]) -> str | None:
+    wrong = next((text for name in names if (text := module_function(name)) is not None), None)
+    return "names an observer twice" if len(set(names)) < len(names) else wrong
+
+
 def _loggers(names: tuple[str, ...]) -> str | None:
     unknown = next((name for name in names if ":" not in name and name not in LOGGERS), None)
     if len(set(names)) < len(names):
@@ -183,6 +188,8 @@ class LogSettings:
 
     loggers: tuple[str, ...] = setting((), _loggers)
     """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
+    observers: tuple[str, ...] = setting((), _observers)
+    """Functions of your own that see every step, as module:function of a StepRecord; numbers they return are logged."""
     samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
     """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
     samples_gb: float = setting(1.0, above(0))
