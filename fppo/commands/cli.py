@@ -24,11 +24,13 @@ from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import bias as settings_bias
+from fppo.settings import check as settings_check
 from fppo.settings import checks, files, machine, modules, places
 from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
+from fppo.settings.check import CheckSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
 from fppo.settings.placement import MeshSettings
@@ -122,6 +124,24 @@ def _train(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
+
+
+def _check(rest: Sequence[str]) -> int | None:
+    """Look a run over without starting it: problems, memory and time, prompts, rewards: fppo check FILE.toml"""
+    prog = "fppo check FILE.toml [--nproc N] [--SECTION.SETTING VALUE ...]"
+    if helps.wanted(rest):
+        return helps.show(prog, CheckSettings, "Every setting of fppo train may be given, too: fppo train --help.")
+    processes, own = processes_of(rest)
+    if not own:
+        return _no_file("check")
+    file, own = file_and_overrides(own, "check")
+    options, own = tyro.cli(CheckSettings, args=own, prog=prog, return_unknown_args=True)
+    if wrong := settings_check.problems(options):
+        raise files.SettingsError(wrong)
+    settings, known = files.examined(file, own, look=partial(_look, processes, exports=True))
+    from fppo.commands import check
+
+    return check.check(settings, known, options, where=file or "the settings", ranks=processes.nproc)
 
 
 def _rollout(rest: Sequence[str]) -> int | None:
@@ -353,6 +373,7 @@ def _eval_help(usage: str) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "check": _check,
     "rollout": _rollout,
     "eval": _eval,
     "replay": _replay,
