@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,7 +114,7 @@ def read_inputs(
     Raises SettingsError that names all problems at once.
     """
     search(settings.module_dirs)
-    tried = _Tried()
+    tried = Tried()
     check = settings.check and kernels is None  # kernels that are compared with others may be wrong
     model, rows, rollout, names = settings.model, settings.data, settings.rollout, kernels_named(settings)
     device = device or tried(lambda: device_of(settings.device, settings.placement))
@@ -124,7 +124,7 @@ def read_inputs(
     advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
     tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
     tried(lambda: _check_rewards(settings.reward, rollout))
-    watching = tried(lambda: _watching(settings.log))
+    watching = tried(lambda: watching_of(settings.log))
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
@@ -171,7 +171,7 @@ def read_inputs(
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
     """Open what an evaluation takes, and nothing that is for training alone. Raises SettingsError with all problems."""
     search(settings.module_dirs)
-    tried = _Tried()
+    tried = Tried()
     device = device or tried(lambda: device_of(settings.device, settings.placement))
     kernels = tried(lambda: kernels_of(kernels_named(settings)))
     tried(lambda: _check_rewards(settings.reward, settings.rollout))
@@ -193,7 +193,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     return EvalInputs(device=device, kernels=kernels, tokenizer=tokenizer, held_out=held_out, sampling=sampling)
 
 
-class _Tried:
+class Tried:
     """The problems of several attempts, collected."""
 
     def __init__(self) -> None:
@@ -242,17 +242,21 @@ def _held_out(
     return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 
+def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.Row]:
+    """The rows to train on; what is wrong with some is noted. Raises ValueError."""
+    fn = section.rows
+    if fn is None:
+        return data.read_rows(section.path, split=section.split, problems=problems)
+    return data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
+
+
 def load_prompts(
     section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
     """The prompts to train on. Raises ValueError that names every faulty row."""
-    problems, fn = data.Problems(), section.rows
-    if fn is None:
-        rows = data.read_rows(section.path, split=section.split, problems=problems)
-    else:
-        rows = data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
+    problems = data.Problems()
     return data.encode_rows(
-        rows,
+        read_data(section, problems),
         tokenizer,
         fields=section.fields,
         **only(section, "max_prompt_tokens", "over_long", "pad_token"),
@@ -302,7 +306,7 @@ def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
     return Drawing(curriculum=curriculum, begin=begin, learn=learn)
 
 
-def _watching(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]]:
+def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]]:
     """The user's own loggers and observers, by name. Raises ValueError for one that does not import."""
     return {
         "loggers": {name: imported(name, "log.loggers") for name in section.loggers if ":" in name},
@@ -337,7 +341,7 @@ def _check_models(
     tokenizer: PreTrainedTokenizerBase,
     prompt_sets: list[PromptSet],
     mesh: Mesh,
-    tried: _Tried,
+    tried: Tried,
     *,
     trained: bool = True,
 ) -> None:

@@ -65,19 +65,26 @@ from fppo.steps.train_state import whole_shapes
 from fppo_kernels.table import Kernels
 
 
+MADE_BY = "made by"  # the note of a checkpoint with the command that made it
+
+
 @attrs.frozen
 class DrawnPrompts:
-    """The prompts of a run by what they are for, of which its checkpoints note digests."""
+    """The prompts of a run by what they are for, of which its checkpoints note digests, and the command that makes the
+    run, if it is not fppo train."""
 
-    sets: Mapping[str, data.PromptSet]
+    sets: Mapping[str, Any]
     may_change: bool
+    digests_of: Callable[[Any], Mapping[str, str]] = data.digests_of
+    made_by: str | None = None
     _known: dict[str, str] = attrs.field(factory=dict, eq=False)
 
     def notes(self) -> dict[str, str]:
         """The digests of each set's tokens, and of what its rewards read; taken once."""
         if not self._known:
             for name, prompts in self.sets.items():
-                self._known.update({f"{name}, {part}": x for part, x in data.digests_of(prompts).items()})
+                self._known.update({f"{name}, {part}": x for part, x in self.digests_of(prompts).items()})
+            self._known.update({} if self.made_by is None else {MADE_BY: self.made_by})
         return dict(self._known)
 
 

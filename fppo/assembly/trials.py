@@ -32,7 +32,7 @@ def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[
         "critic.loss": lambda part: _value_loss(value_head_of(part)),
         **{
             f"{role}.optimizer": partial(optimizer_of, updates=1, setting=f"{role}.optimizer")
-            for role in ("actor", "critic")
+            for role in ("actor", "critic", "sft")
         },
     }
     found = []

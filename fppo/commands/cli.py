@@ -33,8 +33,10 @@ from fppo.settings.bias import BiasSettings
 from fppo.settings.check import CheckSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
+from fppo.settings.checks_sft import sft_problems
 from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
+from fppo.settings.sft import is_read
 from fppo.settings.train import TrainSettings
 
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
@@ -124,6 +126,23 @@ def _train(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
+
+
+def _sft(rest: Sequence[str]) -> int | None:
+    """Imitate demonstrations, before reinforcement learning: fppo sft FILE.toml [--sft.optimizer.lr 1e-5 ...]"""
+    usage = f"fppo sft FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
+    if (sections := helps.help_sections(rest)) is not None:
+        return _settings_help(usage, _sft, sections) if sections else _sft_help(usage)
+    processes, own = processes_of(rest)
+    if not own:
+        return _no_file("sft")
+    file, overrides = file_and_overrides(own, "sft")
+    settings, found = files.examined(file, overrides, look=partial(_look_sft, processes))
+    if wrong := [*filter(is_read, found), *sft_problems(settings)]:
+        raise files.SettingsError(wrong, where=file or "the settings")
+    from fppo.commands import actions, distributed
+
+    return distributed.run(actions.sft, settings, ["sft", *own], *processes, trains=False)
 
 
 def _check(rest: Sequence[str]) -> int | None:
@@ -356,6 +375,29 @@ def _look(
     return wrong
 
 
+def _look_sft(processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
+    """Problems with what a supervised run reads, as far as visible before it."""
+    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
+    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
+    target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL)
+    wrong = [*places.place_problems(settings), *modules.module_problems(settings)]
+    wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
+    wrong += [*machine.machine_problems(settings, local, visible=visible), *checks.mesh_problems(settings, world)]
+    named = [x for x in parts(settings) if x[0] == "sft.optimizer"]
+    if any(part.keywords for _, part, _ in named):
+        from fppo.assembly import trials
+
+        wrong += trials.value_problems(named, [*known, *wrong])
+    return wrong
+
+
+def _sft_help(usage: str) -> None:
+    """Print the settings of a supervised run."""
+    print(helps.section_help(usage, ["sft"], "Imitate demonstrations, before reinforcement learning."))
+    print("\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and output_dir, seed, steps,")
+    print("module_dirs, resume, device. fppo sft --help SECTION shows one.")
+
+
 def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:
     """Print the sections, or the settings of the given ones."""
     first = (command.__doc__ or "").splitlines()[0].partition(":")[0] + "."
@@ -373,6 +415,7 @@ def _eval_help(usage: str) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "sft": _sft,
     "check": _check,
     "rollout": _rollout,
     "eval": _eval,

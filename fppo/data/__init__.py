@@ -11,6 +11,7 @@ from fppo._lazy import lazily
 
 if TYPE_CHECKING:
     from fppo.data.chat import ChatOptions, check_chat_template, encode_chat, end_of_turn, render_chat
+    from fppo.data.conversations import DemonstrationSet, Imitated, encode_demonstrations, imitated_conversation
     from fppo.data.cursor import (
         DataCursor,
         Learn,
@@ -39,8 +40,10 @@ __all__ = [
     "Course",
     "Curriculum",
     "DataCursor",
+    "DemonstrationSet",
     "Fields",
     "ImageReader",
+    "Imitated",
     "Learn",
     "Problems",
     "PromptSet",
@@ -62,9 +65,11 @@ __all__ = [
     "draw_by_weights",
     "easy_to_hard",
     "encode_chat",
+    "encode_demonstrations",
     "encode_rows",
     "end_of_turn",
     "epoch_order",
+    "imitated_conversation",
     "learnability",
     "load_prompts",
     "mixture",

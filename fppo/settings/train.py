@@ -33,6 +33,7 @@ from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
+from fppo.settings.sft import SftSettings
 from fppo.settings.tables import CURRICULA
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
@@ -240,6 +241,8 @@ class TrainSettings:
     """How the policy is updated."""
     critic: CriticSettings = setting(CriticSettings)
     """How the critic is updated."""
+    sft: SftSettings = setting(SftSettings)
+    """How fppo sft imitates responses; fppo train does not read it."""
     eval: EvalSettings = setting(EvalSettings)
     """How held-out prompts are answered and scored."""
     mesh: MeshSettings = setting(MeshSettings)
