@@ -236,6 +236,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
     Each step is computed with the settings that made it. Only the mesh of the run gives its bits.
     """
+    if (command := saved.made_by(directory)) is not None:
+        raise UsageError(f"{directory} was made by {command}, whose steps fppo replay does not compute again")
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None
