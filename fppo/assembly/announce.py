@@ -67,7 +67,10 @@ def supervised_lines(
 ) -> list[str]:
     """Device, kernels, demonstrations and steps of a supervised run."""
     counts = {name: x for name, x in sets.items() if x is not None}
-    words = [f"{name} {len(x):,}{f' ({x.num_dropped:,} too long, dropped)' * bool(x.num_dropped)}" for name, x in counts.items()]
+    words = [
+        f"{name} {len(x):,}{f' ({x.num_dropped:,} too long, dropped)' * bool(x.num_dropped)}"
+        for name, x in counts.items()
+    ]
     imitated = sum(sum(row.mask) for x in list(counts.values())[:1] for row in x.rows)
     return [
         _line("device", f"{device}, {model.compute_dtype}"),

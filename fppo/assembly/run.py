@@ -64,7 +64,6 @@ from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.table import Kernels
 
-
 MADE_BY = "made by"  # the note of a checkpoint with the command that made it
 
 
@@ -289,7 +288,11 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
 
 
 def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, **only(inputs.drawing, "order", "curriculum")}
+    how = {
+        "size": rollout.batch_size // rollout.n,
+        "shuffle": rows.shuffle,
+        **only(inputs.drawing, "order", "curriculum"),
+    }
     return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 

@@ -23,7 +23,7 @@ from fppo.assembly.roles import PassOptions, fetch_of
 from fppo.assembly.run import DrawnPrompts
 from fppo.assembly.texts import chat_options, config_of, config_place, load_tokenizer, policy_generation
 from fppo.data import DataCursor, DemonstrationSet
-from fppo.data.conversations import digest_of_demonstrations
+from fppo.data.conversations import Answers, digest_of_demonstrations
 from fppo.fields import only
 from fppo.fleet import Call, Here
 from fppo.key import Key
@@ -38,7 +38,7 @@ from fppo.settings.learning import ActorSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.sft import SftSettings
-from fppo.settings.train import DataSettings, TrainSettings
+from fppo.settings.train import DataSettings, TrainSettings, sized_for_sft
 from fppo.steps.supervised import Demonstrations, UpdateSupervised, demonstrations
 from fppo.steps.train_state import whole_shapes
 from fppo.workers.imports import search
@@ -62,7 +62,7 @@ class SupervisedInputs:
 
     @property
     def texts(self) -> PreTrainedTokenizerBase:
-        """What an export holds beside the model."""
+        """The tokenizer, which an export holds beside the model."""
         return self.tokenizer
 
 
@@ -84,25 +84,7 @@ class SupervisedAssembly:
     calls: Callable[[], list[Call]] = list
 
 
-def resolved_supervised(
-    settings: TrainSettings, device: torch.device | None = None
-) -> tuple[TrainSettings, list[str]]:
-    """The settings with a value for each of the model's that says auto, as a supervised run has them, and what is to be
-    said of it."""
-    sft = settings.sft
-    sized = attrs.evolve(
-        settings,
-        data=attrs.evolve(settings.data, max_prompt_tokens=sft.max_tokens - 1),
-        rollout=attrs.evolve(settings.rollout, batch_size=sft.batch_size, max_tokens=1, exact=False),
-        actor=attrs.evolve(settings.actor, epochs=1),
-    )
-    chosen, notes = resolved(sized, device)
-    return attrs.evolve(settings, model=chosen.model), notes
-
-
-def read_supervised(
-    settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None
-) -> SupervisedInputs:
+def read_supervised(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> SupervisedInputs:
     """Open everything that a supervised run reads, weights apart. Raises SettingsError that names all problems."""
     search(settings.module_dirs)
     tried, section, rows, sft = Tried(), settings.model, settings.data, settings.sft
@@ -142,7 +124,8 @@ def load_demonstrations(
         read_data(section, problems),
         tokenizer,
         fields=attrs.evolve(section.fields, ground_truth=None),
-        **only(sft, "response", "messages", "turns", "max_tokens"),
+        answers=Answers(**only(sft, "response", "messages", "turns")),
+        max_tokens=sft.max_tokens,
         **only(section, "over_long", "pad_token"),
         chat=chat_options(section),
         problems=problems,
@@ -179,13 +162,14 @@ def assemble_supervised(
 ) -> tuple[TrainSettings, SupervisedAssembly]:
     """The settings as they run, with the number of steps, and the supervised run that they describe, before its first
     step. What is wrong with them is raised before any work."""
-    settings, chosen = resolved_supervised(settings, device)
+    model, chosen = resolved(sized_for_sft(settings), device)
+    settings = attrs.evolve(settings, model=model.model)
     inputs = read_supervised(settings, mesh=mesh, device=device)
-    settings = attrs.evolve(settings, steps=_steps(settings, len(inputs.rows)))
     section, sft, key, device = settings.model, settings.sft, Key(settings.seed), inputs.device
+    settings = attrs.evolve(settings, steps=_steps(sft, settings.steps, len(inputs.rows)))
     counts = {"demonstrations": inputs.rows, "held out": inputs.held_out}
     announce(supervised_lines(device, section, counts, settings.steps, sft.batch_size, chosen))
-    tools, learning = Tools(inputs.kernels, Lane(device)), _learning(settings)
+    tools, learning = Tools(inputs.kernels, Lane(device)), _learning(sft, section, settings.steps)
     model, params = load_policy(section, settings.critic, key, mesh, device)
     optimizer = learning.optimizer_on(tools, model)
     passes = _pass_options(section, learning)
@@ -217,22 +201,20 @@ def assemble_supervised(
     )
 
 
-def _steps(settings: TrainSettings, rows: int) -> int:
+def _steps(sft: SftSettings, steps: int, rows: int) -> int:
     """The steps of a run: so many, or enough for so many passes over the rows. Raises SettingsError for a warm-up that
     is not over by then."""
-    sft = settings.sft
-    steps = settings.steps if sft.epochs is None else math.ceil(rows * sft.epochs / sft.batch_size)
+    steps = steps if sft.epochs is None else math.ceil(rows * sft.epochs / sft.batch_size)
     if sft.optimizer.warmup_steps >= steps:
         text = f"must be less than the run's {steps} updates"
         raise files.SettingsError([f"sft.optimizer.warmup_steps = {sft.optimizer.warmup_steps}: {text}"])
     return steps
 
 
-def _learning(settings: TrainSettings) -> Learning:
+def _learning(sft: SftSettings, section: ModelSettings, steps: int) -> Learning:
     """How the policy learns: one update for each batch."""
-    sft, section = settings.sft, settings.model
     names = ("weight_mode", "horizon", "micro_batch_size", "token_budget", "optimizer")
-    actor, how = ActorSettings(**only(sft, *names)), {"batch_size": sft.batch_size, "steps": settings.steps}
+    actor, how = ActorSettings(**only(sft, *names)), {"batch_size": sft.batch_size, "steps": steps}
     return learning_of("actor", actor, **how, **only(section, "offload", "offload_activations"))
 
 
@@ -255,9 +237,7 @@ def _next(
     return collated(rows, indices, device), after
 
 
-def _batches(
-    rows: DemonstrationSet, size: int, device: torch.device
-) -> Iterator[tuple[Demonstrations, list[str]]]:
+def _batches(rows: DemonstrationSet, size: int, device: torch.device) -> Iterator[tuple[Demonstrations, list[str]]]:
     """All demonstrations in order, with their sources."""
     for start in range(0, len(rows), size):
         indices = range(start, min(start + size, len(rows)))

@@ -27,6 +27,7 @@ from fppo.data import PromptSet
 from fppo.fields import Problem
 from fppo.models.flops import PEAKS
 from fppo.plan import text as plans
+from fppo.plan.case import KNOWN
 from fppo.plan.needs import RunNeeds, needs_of
 from fppo.rewards.runner import RewardRunner
 from fppo.runtime.mesh import LOCAL
@@ -67,6 +68,7 @@ class Rewarded:
     seconds: float = 0.0
 
 
+NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
 TRUTH, EMPTY = "the ground truth", "an empty response"
 
 
@@ -79,18 +81,19 @@ def check(
     transformers_logging.set_verbosity_error()
     chosen, notes = resolved(settings)
     inputs = _opened(chosen, known, where)
-    prompts = [] if settings.rollout.environment.used else shown_prompts(inputs, options.prompts)
+    environment = settings.rollout.environment.used
+    prompts = [] if environment else shown_prompts(inputs, options.prompts)
     rewarded = rewarded_prompts(settings.reward, prompts, inputs, settings.rollout.max_tokens)
     prompts = [attrs.evolve(x, rewards=y) for x, y in zip(prompts, rewarded.scores, strict=True)]
     gpu = options.gpu or _gpu_of(inputs.device)
     needs, sections, fits = _needs(settings, PlanSettings(gpu=gpu, gpus=ranks))
     free = free_bytes(Path(settings.output_dir))
-    faults = _faults(needs, fits, free, rewarded)
+    faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
     lines = [
         input_lines(inputs, chosen.model, chosen.placement, plain, notes, said_of_old_log_probs(chosen)),
         sections if needs is None else needs_lines(needs, settings, free),
-        *([_lengths(inputs.prompts)] if prompts else [["the environment gives the prompts: none is shown here"]]),
+        ["the environment gives the prompts: none is shown here"] if environment else _lengths(inputs.prompts),
         *(prompt_lines(prompt) for prompt in prompts),
         _reward_lines(rewarded),
         [f"found: {fault}" for fault in faults] or [f"nothing is wrong with {where}; nothing was started"],
@@ -224,13 +227,15 @@ def _gpu_of(device: torch.device) -> str:
 
 def _needs(settings: TrainSettings, options: PlanSettings) -> tuple[RunNeeds | None, list[str], bool]:
     """The planned needs of a run; else lines of its pools' plans, or on why there is none, and whether it fits."""
+    if options.gpu not in (*KNOWN, "cpu"):
+        return None, [f"needs     not planned: {options.gpu} is no GPU that fppo plan knows; give --gpu"], True
     try:
         if places_of(settings.placement):
             sections, _, fits = planned_pools(settings, attrs.evolve(options, gpus=None))
-            return None, plans.rendered(sections, 100).split("\n"), fits
+            return None, [*plans.rendered(sections, 100).split("\n"), *([] if fits else ["", NO_FIT])], fits
         needs = needs_of(settings, options)
     except ValueError as error:
-        return None, [f"needs     not planned: {error}"], True
+        return None, [f"it cannot be planned: {error}"], False
     return needs, [], needs.fits
 
 
@@ -240,11 +245,9 @@ def free_bytes(directory: Path) -> float:
     return float(shutil.disk_usage(place).free)
 
 
-def _faults(needs: RunNeeds | None, fits: bool, free: float, rewarded: Rewarded) -> list[str]:
-    """What would make the run fail later."""
+def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str]:
+    """List the reasons for which the run would fail later."""
     faults = []
-    if not fits:
-        faults.append("it does not fit in memory; fppo plan says what would make it fit")
     if needs is not None and needs.disk > free:
         faults.append(f"the run writes up to {_gb(needs.disk)}, and {_gb(free)} are free")
     faults += [text for text in rewarded.failures if f"failed on {TRUTH}" in text]

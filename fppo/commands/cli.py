@@ -31,9 +31,9 @@ from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
 from fppo.settings.check import CheckSettings
+from fppo.settings.checks_sft import sft_problems
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
-from fppo.settings.checks_sft import sft_problems
 from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.sft import is_read
@@ -394,7 +394,9 @@ def _look_sft(processes: LaunchOptions, settings: TrainSettings, known: Sequence
 def _sft_help(usage: str) -> None:
     """Print the settings of a supervised run."""
     print(helps.section_help(usage, ["sft"], "Imitate demonstrations, before reinforcement learning."))
-    print("\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and output_dir, seed, steps,")
+    print(
+        "\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and output_dir, seed, steps,"
+    )
     print("module_dirs, resume, device. fppo sft --help SECTION shows one.")
 
 

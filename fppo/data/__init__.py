@@ -12,6 +12,15 @@ from fppo._lazy import lazily
 if TYPE_CHECKING:
     from fppo.data.chat import ChatOptions, check_chat_template, encode_chat, end_of_turn, render_chat
     from fppo.data.conversations import DemonstrationSet, Imitated, encode_demonstrations, imitated_conversation
+    from fppo.data.curriculum import (
+        Course,
+        Curriculum,
+        draw_by_weights,
+        easy_to_hard,
+        learnability,
+        mixture,
+        systematic,
+    )
     from fppo.data.cursor import (
         DataCursor,
         Learn,
@@ -24,7 +33,6 @@ if TYPE_CHECKING:
         next_batch,
         next_indices,
     )
-    from fppo.data.curriculum import Course, Curriculum, draw_by_weights, easy_to_hard, learnability, mixture, systematic
     from fppo.data.encode import encode_rows, load_prompts
     from fppo.data.examples import Fields
     from fppo.data.images import ImageReader

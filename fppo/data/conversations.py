@@ -39,6 +39,18 @@ class Imitated:
 
 
 @attrs.frozen(kw_only=True)
+class Answers:
+    """The fields of a row that are imitated: a response to its prompt, or, with `messages`, turns of a conversation."""
+
+    response: str = "response"  # a field, or a template like "{reasoning} #### {answer}"
+    messages: str | None = None
+    turns: ImitatedTurns = "all"
+
+
+RESPONSE = Answers()
+
+
+@attrs.frozen(kw_only=True)
 class DemonstrationSet:
     """Encoded demonstrations. All columns have one entry per row."""
 
@@ -73,21 +85,15 @@ def imitated_conversation(
     ValueError for a template that writes something else than its own prompt before an answer.
     """
     end = end_of_turn(tokenizer, options=options)
-    mark = None if end is None else tokenizer.decode([end])
+    mark = "" if end is None else tokenizer.decode([end])
     places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     rows: list[Imitated] = []
     text = None  # of the last row; None where nothing can be appended
     for place in places if turns == "all" else places[-1:]:
         before = render_chat(tokenizer, messages[:place], generation=True, options=options)
-        whole = render_chat(tokenizer, messages[: place + 1], generation=False, options=options)
-        if not whole.startswith(before):
-            raise ValueError(
-                "the chat template writes the assistant's message otherwise than behind its own prompt "
-                f"({before[-40:]!r}); give another template (data.chat_template), or other data.chat_arguments"
-            )
-        answer, mark_end = whole[len(before) :], "" if mark is None else mark
-        ended = bool(mark_end) and mark_end in answer
-        answer = answer[: answer.rindex(mark_end) + len(mark_end)] if ended else answer
+        answer = _answer(before, render_chat(tokenizer, messages[: place + 1], generation=False, options=options))
+        ended = bool(mark) and mark in answer
+        answer = answer[: answer.rindex(mark) + len(mark)] if ended else answer
         ids = tokenizer.encode(answer, add_special_tokens=False)
         ids = ids if ended else [*ids, tokenizer.eos_token_id]
         if text is not None and before.startswith(text):
@@ -103,22 +109,32 @@ def imitated_conversation(
     return rows
 
 
+def _answer(before: str, whole: str) -> str:
+    """The text of a conversation behind the prompt of its last turn, which may differ in the white space between them.
+    Raises ValueError for other differences."""
+    if whole.startswith(before):
+        return whole[len(before) :]
+    if whole.startswith(bare := before.rstrip()):
+        return whole[len(bare) :].lstrip()
+    raise ValueError(
+        "the chat template writes the assistant's message otherwise than behind its own prompt "
+        f"({before[-40:]!r}); give another template (data.chat_template), or other data.chat_arguments"
+    )
+
+
 def encode_demonstrations(
     rows: Sequence[Row],
     tokenizer: Any,
     *,
     fields: Fields,
-    response: str = "response",
-    messages: str | None = None,
-    turns: ImitatedTurns = "all",
+    answers: Answers = RESPONSE,
     max_tokens: int = 2048,
     over_long: OverLong = "error",
     pad_token: str | None = None,
     chat: ChatOptions = PLAIN,
     problems: Problems | None = None,
 ) -> DemonstrationSet:
-    """Encode rows as demonstrations: by the prompt of `fields` and the field or template `response`, or by the field
-    `messages` with a whole conversation, of which `turns` of the assistant are imitated.
+    """Encode rows as demonstrations: the prompts of `fields`, and what `answers` says is imitated.
 
     Without a chat template a response ends with the tokenizer's end token. `over_long` is the rule for rows of more
     than `max_tokens`: "error" names them, "drop" leaves them out, "truncate" cuts their end. Raises ValueError naming
@@ -129,13 +145,15 @@ def encode_demonstrations(
         check_chat_template(tokenizer, options=chat)
     made: list[tuple[Imitated, Row, str]] = []
     for row in rows:
-        for each, source in _read(row, tokenizer, fields, response, messages, turns, chat, problems):
+        for each, source in _read(row, tokenizer, fields, answers, chat, problems):
             made.append((each, row, source))
     long = [len(each.prompt) + len(each.response) > max_tokens for each, _, _ in made]
     if over_long == "error":
         for (each, row, _), over in zip(made, long, strict=True):
             count = len(each.prompt) + len(each.response)
-            text = f"the row has {count} tokens, more than max_tokens = {max_tokens} (over_long can drop or truncate it)"
+            text = (
+                f"the row has {count} tokens, more than max_tokens = {max_tokens} (over_long can drop or truncate it)"
+            )
             if over:
                 problems.add(text, at=row.place)
     problems.check("data")
@@ -167,21 +185,20 @@ def _read(
     row: Row,
     tokenizer: Any,
     fields: Fields,
-    response: str,
-    messages: str | None,
-    turns: ImitatedTurns,
+    answers: Answers,
     chat: ChatOptions,
     problems: Problems,
 ) -> list[tuple[Imitated, str]]:
     """The demonstrations of a row, with its source; none, and a problem noted, for a faulty one."""
+    turns = answers.turns
     try:
-        if messages is not None:
-            conversation, source, tools = _conversation(row, fields, messages)
+        if answers.messages is not None:
+            conversation, source, tools = _conversation(row, fields, answers.messages)
         else:
             example = example_of(row, fields, problems)
             if example is None:
                 return []
-            words, source, tools = _response(row, response), example.source, example.tools
+            words, source, tools = _response(row, answers.response), example.source, example.tools
             if isinstance(example.prompt, str):
                 prompt = encode_text(tokenizer, example.prompt)
                 ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.eos_token_id]

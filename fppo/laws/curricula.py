@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fppo import tree
-from fppo.data import Curriculum, PromptSet, begin_course, chosen_indices, prompt_set
+from fppo.data import Course, Curriculum, DataCursor, PromptSet, chosen_indices, prompt_set
 from fppo.key import Key
 from fppo.laws._search import LawViolation
 from fppo.laws.states import check_purity
@@ -56,12 +56,9 @@ def check_curriculum(curriculum: Curriculum, prompts: PromptSet | None = None, *
         raise _broken("key", "16 keys gave the same draw: the key is not read")
 
 
-def _chosen(
-    curriculum: Curriculum, prompts: PromptSet, known: Any, key: Key, step: int, size: int
-) -> torch.Tensor:
+def _chosen(curriculum: Curriculum, prompts: PromptSet, known: Any, key: Key, step: int, size: int) -> torch.Tensor:
     """The indices that a state chooses at a step; LawViolation if they are none."""
-    cursor = begin_course(curriculum, prompts)
-    cursor = tree.replace(cursor, course=tree.replace(cursor.course, known=known, step=step))
+    cursor = DataCursor(course=Course(known=known, step=step))
     try:
         indices, _ = chosen_indices(curriculum, len(prompts), cursor, size=size, key=key)
     except ValueError as error:

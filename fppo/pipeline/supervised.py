@@ -27,7 +27,7 @@ NLL = "nll_loss"
 
 @attrs.frozen(kw_only=True)
 class Imitation:
-    """What does not change over the steps of a supervised run: how batches are drawn, and the update on one."""
+    """The constants of a supervised run: how batches are drawn, and the update on one."""
 
     draw: DrawDemonstrations
     update: Any  # an `UpdateSupervised`, or a stage around one

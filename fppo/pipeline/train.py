@@ -106,7 +106,6 @@ def train(
     On a mesh all ranks come here, and a stop that one asks for stops all. `ahead` is `iterate`'s. `donate` gives up the
     memory of `run` too; without it actor and critic are copied first.
     """
-
     begin = partial(iterate, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
     how = {"observers": observers, "evaluation": evaluation, "stop": stop, "mesh": mesh, "donate": donate}
     return watch_steps(run, begin, steps=steps, **how)

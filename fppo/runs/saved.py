@@ -38,7 +38,9 @@ def newest(directory: Path, step: int | None = None) -> int | None:
 def made_by(directory: Path) -> str | None:
     """The command that made the run's checkpoints, if it is not fppo train; None without any."""
     step = newest(directory)
-    return None if step is None else checkpoint.notes_of(checkpoint.place_of(directory / CHECKPOINTS, step)).get(MADE_BY)
+    return (
+        None if step is None else checkpoint.notes_of(checkpoint.place_of(directory / CHECKPOINTS, step)).get(MADE_BY)
+    )
 
 
 def bare(settings: TrainSettings) -> TrainSettings:

@@ -1,4 +1,4 @@
-"""The settings of `fppo check` beside those of the run that is looked over; no torch, so that its help answers at once."""
+"""The settings of `fppo check` beside those of the run; no torch, so that its help answers at once."""
 
 from __future__ import annotations
 

@@ -19,7 +19,9 @@ def sft_problems(s: TrainSettings) -> Problems:
     for name, field in s.data.seen.items():
         yield wrong(s, name, f"fppo sft takes no images and videos yet ({field}); leave it out")
     if s.data.rows is None and not s.data.path:
-        yield wrong(s, "data.path", "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows")
+        yield wrong(
+            s, "data.path", "is not set; give jsonl, csv or parquet files, the name of a data set, or data.rows"
+        )
     if sft.micro_batch_size and sft.token_budget:
         text = f"sft.token_budget = {sft.token_budget} is given too; give one of the two, 0 turns the other off"
         yield wrong(s, "sft.micro_batch_size", text)

@@ -34,7 +34,7 @@ class SftSettings:
     micro_batch_size: int | None = setting(None, at_least(0))
     """Sequences per forward and backward pass; 0 or None: split by token_budget."""
     token_budget: int | None = setting(None, at_least(0))
-    """Tokens per forward and backward pass, into which rows are packed; None: 16384, unless micro_batch_size is given."""
+    """Tokens per pass, into which rows are packed without padding; None: 16384, unless micro_batch_size is given."""
     optimizer: OptimizerSettings = attrs.field(factory=lambda: OptimizerSettings(lr=1e-5))
     """The optimizer and its learning rate."""
 

@@ -288,3 +288,14 @@ class TrainSettings:
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0
+
+
+def sized_for_sft(settings: TrainSettings) -> TrainSettings:
+    """The settings of a training run whose passes over the policy are those of `fppo sft`, for choices by size."""
+    sft = settings.sft
+    return attrs.evolve(
+        settings,
+        data=attrs.evolve(settings.data, max_prompt_tokens=sft.max_tokens - 1),
+        rollout=attrs.evolve(settings.rollout, batch_size=sft.batch_size, max_tokens=1, exact=False),
+        actor=attrs.evolve(settings.actor, epochs=1),
+    )

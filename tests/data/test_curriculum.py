@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def test_the_expected_number_of_draws_is_exactly_what_the_weights_say(weights, s
     ends = torch.tensor(weights, dtype=torch.float64).cumsum(0)
     breaks = sorted({0.0, 1.0, *(ends / ends[-1] * size % 1.0).tolist()})
     integral = [0.0] * len(weights)
-    for a, b in zip(breaks, breaks[1:]):
+    for a, b in pairwise(breaks):
         counts = Counter(systematic(torch.tensor(weights), (a + b) / 2, size).tolist())
         assert sum(counts.values()) == size
         for i, number in enumerate(expected):
