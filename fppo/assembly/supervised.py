@@ -28,6 +28,7 @@ from fppo.fields import only
 from fppo.fleet import Call, Here
 from fppo.key import Key
 from fppo.models.model import Model
+from fppo.pipeline.passes import PolicyFn
 from fppo.pipeline.program import RunState
 from fppo.pipeline.supervised import EvaluateLoss, Imitation
 from fppo.runtime.layout import Extent
@@ -111,8 +112,16 @@ def read_supervised(settings: TrainSettings, *, mesh: Mesh, device: torch.device
         raise tried.error()
     assert device is not None and kernels is not None and watching is not None  # noqa: PT018
     assert generation is not None and made is not None  # noqa: PT018
-    opened = {"device": device, "kernels": kernels, "tokenizer": tokenizer, "generation": generation}
-    return SupervisedInputs(**opened, rows=made, held_out=held_out, **watching)
+    return SupervisedInputs(
+        device=device,
+        kernels=kernels,
+        tokenizer=tokenizer,
+        generation=generation,
+        rows=made,
+        held_out=held_out,
+        loggers=watching["loggers"],
+        observers=watching["observers"],
+    )
 
 
 def load_demonstrations(
@@ -175,12 +184,11 @@ def assemble_supervised(
     passes = _pass_options(section, learning)
     here = Here(mesh, device)
     forward = attrs.evolve(passes.forward(here, tools.kernels, model), share_prompts=False)
-    update = UpdateSupervised(forward=forward, loop=learning.loop, optimizer=optimizer)
+    update: Any = UpdateSupervised(forward=forward, loop=learning.loop, optimizer=optimizer)
     state = learning.state(params, optimizer)
     run = RunState(actor=state, key=key, bases=bases_of({"actor": base_of_role(section, "actor", model)}))
     policy = passes.policy(forward, None, fetch_of(learning.offload, tools.lane), "rollout")
     held_out = inputs.held_out
-    batches = partial(_batches, held_out, sft.batch_size, device)
     sets = {"prompts": inputs.rows, **({} if held_out is None else {"held-out prompts": held_out})}
     return settings, SupervisedAssembly(
         run=run,
@@ -189,7 +197,7 @@ def assemble_supervised(
             update=learning.measured(update, forward, tools.lane),
             steps=settings.steps,
         ),
-        evaluate=None if held_out is None else EvaluateLoss(batches=batches, policy=policy),
+        evaluate=_evaluation(held_out, sft.batch_size, device, policy),
         inputs=inputs,
         model=model,
         mesh=mesh,
@@ -227,6 +235,15 @@ def _pass_options(section: ModelSettings, learning: Learning) -> PassOptions:
         temperature=1.0,
         replay="none",
     )
+
+
+def _evaluation(
+    held_out: DemonstrationSet | None, size: int, device: torch.device, policy: PolicyFn
+) -> EvaluateLoss | None:
+    """The evaluation on held-out demonstrations, so many at a time; None without any."""
+    if held_out is None:
+        return None
+    return EvaluateLoss(batches=partial(_batches, held_out, size, device), policy=policy)
 
 
 def _next(

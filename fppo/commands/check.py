@@ -199,10 +199,11 @@ def rewarded_prompts(
 def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
     """A response of the ground truth's words, or of none, that a stop token ends."""
     truth, tokenizer = prompt.ground_truth, inputs.tokenizer
+    text: Any = tokenizer.decode(list(prompt.tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     response = "" if words == EMPTY else truth if isinstance(truth, str) else json.dumps(truth)
     number = inputs.prompts.ids.index(prompt.id)
     return Sample(
-        prompt=tokenizer.decode(prompt.tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+        prompt=text,
         response=response,
         ground_truth=truth,
         source=prompt.source,

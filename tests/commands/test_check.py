@@ -19,6 +19,11 @@ def task(tmp_path):
     return tmp_path
 
 
+def _numbers(file):
+    """The bytes of a file's tensors, without its header."""
+    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+
+
 def _tree(directory):
     return sorted(str(path) for path in directory.rglob("*"))
 
@@ -61,9 +66,9 @@ def test_the_disk_is_what_a_run_takes(task, capsys):
     assert main(["check", str(task / "run.toml"), "--gpu", "cpu", "--json", "-"]) == 0
     needs = json.loads(capsys.readouterr().out)["needs"]
     assert main(["train", str(task / "run.toml")]) == 0
-    sizes = [sum(x.stat().st_size for x in step.rglob("*")) for step in (task / "run" / "checkpoints").glob("step_*")]
-    assert max(sizes) == pytest.approx(needs["checkpoint"], rel=0.3)
-    assert (task / "run" / "model" / "model.safetensors").stat().st_size == pytest.approx(needs["model"], rel=0.1)
+    newest = max((task / "run" / "checkpoints").glob("step_*"))
+    assert sum(map(_numbers, newest.rglob("*.safetensors"))) == pytest.approx(needs["checkpoint"], rel=0.01)
+    assert _numbers(task / "run" / "model" / "model.safetensors") == pytest.approx(needs["model"], rel=0.01)
 
 
 def test_every_problem_is_named_at_once_with_those_of_files_and_rows(task, capsys):
@@ -100,27 +105,19 @@ def test_texts_of_data_are_no_escape_sequences(task, capsys):
     assert not set(said) & {"\x1b", "\x07", "\u202e"}
 
 
-def failing(sample):
-    if sample.response:
-        raise RuntimeError("cannot be scored \x1b[2J")
-    return 0.0
-
-
-def nothing(sample):
-    return None
-
-
 def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
-    own = ["--reward.functions", f"{__name__}:failing", "--gpu", "cpu"]
+    (task / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "raise"}\n')
+    own = ["--reward.functions", "tests.rewards.functions:by_response", "--gpu", "cpu"]
     assert main(["check", str(task / "run.toml"), *own]) == 1
     said = capsys.readouterr().out
-    assert "found: failing failed on the ground truth of train.jsonl:1: RuntimeError: cannot be scored" in said
-    assert "\x1b" not in said
+    assert "found: by_response failed on the ground truth of train.jsonl:1: KeyError: 'no such thing'" in said
+    assert "reward  of the ground truth: by_response failed" in said
 
 
 def test_a_reward_without_a_score_is_a_problem(task, capsys):
-    assert main(["check", str(task / "run.toml"), "--reward.functions", f"{__name__}:nothing", "--gpu", "cpu"]) == 2
-    assert "the reward 'nothing' returned None" in capsys.readouterr().err
+    own = ["--reward.functions", "tests.rewards.functions:too_few", "--gpu", "cpu"]
+    assert main(["check", str(task / "run.toml"), *own]) == 2
+    assert "reward.functions: the reward 'too_few' returned" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_fit_is_found(task, capsys):
