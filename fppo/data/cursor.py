@@ -148,7 +148,7 @@ class Learn:
         known = self.curriculum.update(course.known, indices, scored.outcome.detach().cpu().double())
         numbers = self.curriculum.report(known, course.step)
         after = replace(cursor, course=Course(known=known, step=course.step + 1))
-        return after, {name: metrics.mean(float(number)) for name, number in numbers.items()}
+        return after, {name: metrics.mean(torch.tensor(x, dtype=torch.float64)) for name, x in numbers.items()}
 
 
 def batches(dataset: PromptSet, size: int, *, width: int | None = None) -> Iterator[Prompts]:

@@ -7,13 +7,16 @@ import torch
 
 from fppo import data, tree
 from fppo.assembly.run import assemble
-from fppo.commands import actions
+from fppo.commands import actions, compare
 from fppo.data import Course, DataCursor
 from fppo.pipeline.draw import SampleGroups
 from fppo.pipeline.program import SampleBatch
 from fppo.pipeline.train import iterate
 from fppo.runs import jsonl
+from fppo.plan.needs import needs_of
 from fppo.settings import files
+from fppo.settings.compare import CompareSettings
+from fppo.settings.plan import PlanSettings
 from fppo.tree import replace
 from tests import tiny_run
 from tests.pipeline.test_sample import PAD, _draw, _rollout, _run, _score
@@ -140,6 +143,20 @@ def test_a_curriculum_that_does_not_fit_the_prompts_is_refused_before_any_work(t
 
 def _digests_of_none():
     return None
+
+
+def test_variants_of_a_comparison_and_a_plan_know_curricula(task):
+    settings = files.replace(tiny_run.settings(task), {"data.curriculum": "mixture", "data.curriculum.power": 0.5})
+    asked = CompareSettings(
+        vary=("data.curriculum=none,learnability,mixture+data.curriculum.power=0.5",), metrics=("curriculum/seen",)
+    )
+    runs = [next(iter(seeds.values())) for seeds in compare.plan(settings, asked).values()]
+    found = [(run.data.curriculum.name, run.data.curriculum.keywords) for run in runs]
+    assert found == [("none", {}), ("learnability", {}), ("mixture", {"power": 0.5})]
+    wrong = CompareSettings(vary=("data.curriculum=learnability+data.curriculum.decay=2.0",), metrics=("a",))
+    with pytest.raises(ValueError, match=r"learnability\(decay=2.0\): decay = 2.0: must be 0 to 1"):
+        compare.plan(settings, wrong)
+    assert needs_of(settings, PlanSettings(gpu="cpu")).fits
 
 
 def test_settings_of_a_mixture_survive_a_file(task, tmp_path):
