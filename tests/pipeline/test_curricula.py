@@ -12,8 +12,8 @@ from fppo.data import Course, DataCursor
 from fppo.pipeline.draw import SampleGroups
 from fppo.pipeline.program import SampleBatch
 from fppo.pipeline.train import iterate
-from fppo.runs import jsonl
 from fppo.plan.needs import needs_of
+from fppo.runs import jsonl
 from fppo.settings import files
 from fppo.settings.compare import CompareSettings
 from fppo.settings.plan import PlanSettings
