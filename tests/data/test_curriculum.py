@@ -207,6 +207,19 @@ def test_a_cursor_with_a_state_resumes(name, tmp_path):
     laws.check_resume(step, begin, save=save, load=lambda path: checkpoint.load(begin, path, 1), steps=3)
 
 
+def test_each_draw_from_one_state_has_its_own_key():
+    """As a step that draws again (rollout.filter) does; the same cursor draws the same."""
+    made, dataset = data.learnability(), prompts("a" * 40)
+    first = data.begin_course(made, dataset)
+    drawn = {}
+    cursor = first
+    for number in range(4):
+        asked, cursor = data.next_batch(dataset, cursor, size=4, key=Key(0), curriculum=made)
+        drawn[number] = tuple(asked.ids)
+    assert len(set(drawn.values())) == 4
+    assert tuple(data.next_batch(dataset, first, size=4, key=Key(0), curriculum=made)[0].ids) == drawn[0]
+
+
 def test_a_cursor_without_a_curriculum_has_the_leaves_that_it_had():
     from fppo import tree
 

@@ -103,6 +103,36 @@ def test_the_steps_are_those_of_a_plain_loop_in_float64(task, tmp_path, cut):
         torch.testing.assert_close(x, params[name].detach(), rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("turns", ["all", "last"])
+def test_a_conversation_is_imitated_in_the_assistants_turns_alone(task, tmp_path, turns):
+    """Against the cross entropy of transformers at these tokens."""
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos>{% endif %}{% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template)
+    talks = [[("3+4=", "7"), (f"1+{i}=", str(1 + i)), ("0+0=", "00")] for i in range(4)]
+    rows = [[{"role": r, "content": x} for pair in talk for r, x in zip(("user", "assistant"), pair)] for talk in talks]
+    lines = [json.dumps({"talk": row, "from": "s"}) for row in rows]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    own = {"data__path": [str(tmp_path / "talks.jsonl")], "data__eval_path": [], "sft__messages": "talk"}
+    own |= {"data__chat": True, "data__chat_template": str(tmp_path / "chat.jinja"), "sft__turns": turns}
+    _, assembly = assemble_supervised(settings_of(task, tmp_path, sft__batch_size=4, **own))
+    _, batch, report = next(imitate_steps(assembly.run, imitation=assembly.imitation))
+    model = AutoModelForCausalLM.from_pretrained(task / "start", dtype=torch.float32)
+    words, total, count = AutoTokenizer.from_pretrained(task / "start"), 0.0, 0
+    for talk in talks:
+        tokens, wanted = [], []
+        for place, (prompt, answer) in enumerate(talk):
+            ids, own_ids = words.encode(prompt), [*words.encode(answer), words.eos_token_id]
+            tokens += [*ids, *own_ids]
+            wanted += [*[False] * len(ids), *[turns == "all" or place == 2] * len(own_ids)]
+        log_probs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        total -= sum(float(log_probs[i - 1, tokens[i]].detach()) for i, x in enumerate(wanted) if x)
+        count += sum(wanted)
+    metric = report["supervised/nll_loss"]
+    assert int(metric.count) == 1
+    assert int(batch.response_mask.sum()) == count
+    assert float(metric.total) == pytest.approx(total / count, rel=1e-5)
+
+
 def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
     own = {"sft__epochs": 30, "sft__optimizer__lr": 1e-2, "eval__every": 50}
     assert actions.sft(settings_of(task, tmp_path, checkpoint__every=0, **own)) == 0
