@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo._errors import printable
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.texts import chat_options
-from fppo.data import PromptSet
+from fppo.data import DemonstrationSet, PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.rollout.turns.observations import forgets_thinking
@@ -54,6 +54,30 @@ def input_lines(
         *([] if rows is None else _thoughts(rows, inputs.tokenizer)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
+    ]
+
+
+def supervised_lines(
+    device: torch.device,
+    model: ModelSettings,
+    sets: Mapping[str, DemonstrationSet | None],
+    steps: int,
+    size: int,
+    chosen: Sequence[str],
+) -> list[str]:
+    """Device, kernels, demonstrations and steps of a supervised run."""
+    counts = {name: x for name, x in sets.items() if x is not None}
+    words = [
+        f"{name} {len(x):,}{f' ({x.num_dropped:,} too long, dropped)' * bool(x.num_dropped)}"
+        for name, x in counts.items()
+    ]
+    imitated = sum(sum(row.mask) for x in list(counts.values())[:1] for row in x.rows)
+    return [
+        _line("device", f"{device}, {model.compute_dtype}"),
+        _line("kernels", f"attention {model.attention}, log-probs {model.log_probs}"),
+        *(_line("auto", text) for text in chosen),
+        _line("rows", f"{', '.join(words)}; {imitated:,} tokens to imitate"),
+        _line("steps", f"{steps:,} of {size:,} sequences"),
     ]
 
 

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fppo import losses
 from fppo.advantages.columns import AdvantageFn, OfRows, by_token, reads
+from fppo.data.curriculum import Curriculum
 from fppo.losses import ValueHead
 from fppo.pipeline.checks import SCREENED, screened
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
 from fppo.settings.component import Component, bound, takes
 from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, LossSettings, OptimizerSettings
-from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
+from fppo.settings.tables import CORRECTIONS, CURRICULA, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 from fppo.steps.actor import LossFn, SelectiveLoss
 from fppo.steps.optimizers import Optimizer, kept_on_host
 from fppo.steps.schedules import schedule
@@ -94,6 +95,22 @@ def advantage_of(algorithm: AlgorithmSettings, kernels: Kernels) -> Advantage:
     weighs = takes(fn, "weights") and "weights" not in part.keywords
     by_turn = algorithm.group_by == "turn"
     return lambda weights: OfRows(partial(fn, weights=weights) if weighs else fn, correct, by_turn)
+
+
+def curriculum_of(part: Component) -> Curriculum | None:
+    """The curriculum that the settings name; None for none.
+
+    Raises ValueError for a function of the user's that does not import or makes no curriculum, and what the function
+    says of its keywords.
+    """
+    found = bound(part, CURRICULA, "data.curriculum")
+    if not found:
+        return None
+    curriculum = found[0]()
+    if not isinstance(curriculum, Curriculum):
+        made = f"it returned a {type(curriculum).__name__}, and must return an fppo.data.Curriculum"
+        raise ValueError(f"data.curriculum.name = {part.name!r}: {made}")
+    return curriculum
 
 
 def correction_of(part: Component) -> Correct | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
 from fppo.assembly.environments import episode_prompts, maker_of
-from fppo.assembly.functions import Advantage, advantage_of, check_laws, optimizer_of, policy_loss
+from fppo.assembly.functions import Advantage, advantage_of, check_laws, curriculum_of, optimizer_of, policy_loss
 from fppo.assembly.parts import (
     axes_at,
     bare_model,
@@ -38,11 +38,12 @@ from fppo.assembly.texts import (
     policy_generation,
     sampling_of,
 )
-from fppo.data import PromptSet
+from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
+from fppo.pipeline.program import LearnOfPrompts, learn_nothing
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
@@ -54,11 +55,21 @@ from fppo.settings.learning import OptimizerSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import EnvironmentSettings, RolloutSettings
-from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
+from fppo.settings.train import DataSettings, EvalSettings, LogSettings, TrainSettings
 from fppo.workers.imports import imported, search
 from fppo_kernels.table import Kernels
 
 T = TypeVar("T")
+
+
+@attrs.frozen(kw_only=True)
+class Drawing:
+    """How prompts are drawn: by an order of the user's, or by a curriculum, from a cursor on."""
+
+    order: Order | None = None
+    curriculum: Curriculum | None = None
+    begin: DataCursor = attrs.field(factory=DataCursor)
+    learn: LearnOfPrompts = learn_nothing
 
 
 @attrs.frozen(kw_only=True)
@@ -83,8 +94,9 @@ class Inputs:
     images: data.ImageReader | None
     generation: GenerationConfig  # which goes with the policy where it is exported
     prompts: PromptSet
-    order: Order | None
+    drawing: Drawing
     loggers: Mapping[str, Callable[..., Any]]  # those of the user's, by name
+    observers: Mapping[str, Callable[..., Any]]  # the same
     sampling: Sampling
     eval: EvalInputs | None  # None without held-out prompts
 
@@ -102,7 +114,7 @@ def read_inputs(
     Raises SettingsError that names all problems at once.
     """
     search(settings.module_dirs)
-    tried = _Tried()
+    tried = Tried()
     check = settings.check and kernels is None  # kernels that are compared with others may be wrong
     model, rows, rollout, names = settings.model, settings.data, settings.rollout, kernels_named(settings)
     device = device or tried(lambda: device_of(settings.device, settings.placement))
@@ -112,7 +124,7 @@ def read_inputs(
     advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
     tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
     tried(lambda: _check_rewards(settings.reward, rollout))
-    loggers = tried(lambda: {x: imported(x, "log.loggers") for x in settings.log.loggers if ":" in x})
+    watching = tried(lambda: watching_of(settings.log))
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
@@ -130,12 +142,12 @@ def read_inputs(
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
-    key = Key(settings.seed).fold("data")
-    order = None if prompts is None else tried(lambda: order_of(rows.sampler, prompts, key))
+    drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, Key(settings.seed).fold("data")))
     if tried.problems:
         raise tried.error()
-    assert device is not None and kernels is not None and advantage is not None and loggers is not None  # noqa: PT018
+    assert device is not None and kernels is not None and advantage is not None and watching is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
+    assert drawing is not None
     evaluation = None
     if held_out is not None:
         evaluation = EvalInputs(
@@ -149,8 +161,8 @@ def read_inputs(
         images=images,
         generation=ends,
         prompts=prompts,
-        order=order,
-        loggers=loggers,
+        drawing=drawing,
+        **watching,
         sampling=sampling,
         eval=evaluation,
     )
@@ -159,7 +171,7 @@ def read_inputs(
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
     """Open what an evaluation takes, and nothing that is for training alone. Raises SettingsError with all problems."""
     search(settings.module_dirs)
-    tried = _Tried()
+    tried = Tried()
     device = device or tried(lambda: device_of(settings.device, settings.placement))
     kernels = tried(lambda: kernels_of(kernels_named(settings)))
     tried(lambda: _check_rewards(settings.reward, settings.rollout))
@@ -181,7 +193,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     return EvalInputs(device=device, kernels=kernels, tokenizer=tokenizer, held_out=held_out, sampling=sampling)
 
 
-class _Tried:
+class Tried:
     """The problems of several attempts, collected."""
 
     def __init__(self) -> None:
@@ -230,17 +242,21 @@ def _held_out(
     return episode_prompts(count if most is None else min(count, most), tokenizer)
 
 
+def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.Row]:
+    """The rows to train on; what is wrong with some is noted. Raises ValueError."""
+    fn = section.rows
+    if fn is None:
+        return data.read_rows(section.path, split=section.split, problems=problems)
+    return data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
+
+
 def load_prompts(
     section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
     """The prompts to train on. Raises ValueError that names every faulty row."""
-    problems, fn = data.Problems(), section.rows
-    if fn is None:
-        rows = data.read_rows(section.path, split=section.split, problems=problems)
-    else:
-        rows = data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
+    problems = data.Problems()
     return data.encode_rows(
-        rows,
+        read_data(section, problems),
         tokenizer,
         fields=section.fields,
         **only(section, "max_prompt_tokens", "over_long", "pad_token"),
@@ -277,6 +293,27 @@ def order_of(name: str | None, prompts: PromptSet, key: Key) -> Order | None:
     return order
 
 
+def drawing_of(section: DataSettings, prompts: PromptSet, key: Key) -> Drawing:
+    """How the settings want these prompts drawn. Raises ValueError for an order or a curriculum that does not import,
+    is none, or does not fit the prompts."""
+    curriculum = curriculum_of(section.curriculum)
+    if curriculum is None:
+        return Drawing(order=order_of(section.sampler, prompts, key))
+    try:
+        begin, learn = data.begin_course(curriculum, prompts), Learn.of(curriculum, prompts)
+    except ValueError as error:
+        raise ValueError(f"data.curriculum = {section.curriculum.name!r}: {error}") from error
+    return Drawing(curriculum=curriculum, begin=begin, learn=learn)
+
+
+def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]]:
+    """The user's own loggers and observers, by name. Raises ValueError for one that does not import."""
+    return {
+        "loggers": {name: imported(name, "log.loggers") for name in section.loggers if ":" in name},
+        "observers": {name: imported(name, "log.observers") for name in section.observers},
+    }
+
+
 def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:
     """Raises ValueError for optimizers that do not import or are none."""
     optimizer_of(actor, 1, setting="actor.optimizer")
@@ -304,7 +341,7 @@ def _check_models(
     tokenizer: PreTrainedTokenizerBase,
     prompt_sets: list[PromptSet],
     mesh: Mesh,
-    tried: _Tried,
+    tried: Tried,
     *,
     trained: bool = True,
 ) -> None:

@@ -78,7 +78,7 @@ def program_of(
         program,
         annotate=annotate if watch is None else WatchAnnotate(stage=annotate, limit=watch[0], then=watch[1]),
         estimate=stage,
-        sample=_sample(rollout, directory, inputs.prompts.pad_token_id, model.config.vocab_size, device),
+        sample=_sample(rollout, directory, inputs, model.config.vocab_size, device),
         critic_warmup=critic.warmup_steps if algorithm.uses_critic else 0,
         pretrain=pretrain_of(critic, algorithm),
         steps=settings.steps,
@@ -107,15 +107,16 @@ def _estimate(
 
 
 def _sample(
-    section: RolloutSettings, directory: Path | None, pad_token_id: int, vocabulary: int, device: torch.device
+    section: RolloutSettings, directory: Path | None, inputs: Inputs, vocabulary: int, device: torch.device
 ) -> SampleStage:
     """How the settings want a step's batch made, and saved in the directory if there is one."""
     if section.from_ is not None:
         return SampleSaved(directory=Path(section.from_), vocabulary=vocabulary, device=device)
-    sample: SampleStage = SampleBatch()
+    learn = inputs.drawing.learn
+    sample: SampleStage = SampleBatch(learn)
     if section.filter.groups:
-        draws, by = section.filter.max_draws, section.filter.by
-        sample = SampleGroups(pad_token_id=pad_token_id, max_draws=draws, by=by)
+        draws, by, pad = section.filter.max_draws, section.filter.by, inputs.prompts.pad_token_id
+        sample = SampleGroups(pad_token_id=pad, max_draws=draws, by=by, learn=learn)
     return sample if directory is None else Saving(stage=sample, directory=directory)
 
 

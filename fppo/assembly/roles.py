@@ -170,7 +170,7 @@ def make_actor(
     return Actor(
         state=learning.state(params, optimizer),
         update=stage if watched is None else watched(stage=stage),
-        policy=passes.policy(forward, record, _fetch(learning.offload, tools.lane), "rollout"),
+        policy=passes.policy(forward, record, fetch_of(learning.offload, tools.lane), "rollout"),
         balance=partial(balance_of, forward=forward),
         model=model,
     )
@@ -199,7 +199,7 @@ def make_reference(
     forward = passes.forward(here, tools.kernels, model)
     return Reference(
         params=to_host(params) if offload == "all" else params,
-        policy=passes.policy(forward, passes.record(here, model), _fetch(offload, tools.lane), "all"),
+        policy=passes.policy(forward, passes.record(here, model), fetch_of(offload, tools.lane), "all"),
         model=model,
     )
 
@@ -224,7 +224,7 @@ def make_critic(
         forward = attrs.evolve(passes.forward(here, tools.kernels, model), read=read)
         seen = {"forward": forward, "view": make_view(), "record": passes.record(here, model)}
         update = learning.measured(UpdateCritic(**seen, **how), forward, tools.lane)
-        fetch = _fetch(learning.offload, tools.lane)
+        fetch = fetch_of(learning.offload, tools.lane)
         values = ValuePass(micro_batching=passes.micro_batching, fetch=fetch, **seen)
     state = learning.state(params, optimizer)
     if section.popart:
@@ -354,7 +354,7 @@ def make_roles(
     return Roles(actor=policy, reference=reference, critic=made.get("critic"), at=at)
 
 
-def _fetch(offload: Offload, lane: Lane) -> Fetch:
+def fetch_of(offload: Offload, lane: Lane) -> Fetch:
     """How passes without a gradient get at parameters, which may be kept on the host."""
     return lambda params: OnHost(params, lane) if offload == "all" else params
 

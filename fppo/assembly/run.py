@@ -64,20 +64,26 @@ from fppo.settings.train import DataSettings, EvalSettings, TrainSettings
 from fppo.steps.train_state import whole_shapes
 from fppo_kernels.table import Kernels
 
+MADE_BY = "made by"  # the note of a checkpoint with the command that made it
+
 
 @attrs.frozen
 class DrawnPrompts:
-    """The prompts of a run by what they are for, of which its checkpoints note digests."""
+    """The prompts of a run by what they are for, of which its checkpoints note digests, and the command that makes the
+    run, if it is not fppo train."""
 
-    sets: Mapping[str, data.PromptSet]
+    sets: Mapping[str, Any]
     may_change: bool
+    digests_of: Callable[[Any], Mapping[str, str]] = data.digests_of
+    made_by: str | None = None
     _known: dict[str, str] = attrs.field(factory=dict, eq=False)
 
     def notes(self) -> dict[str, str]:
         """The digests of each set's tokens, and of what its rewards read; taken once."""
         if not self._known:
             for name, prompts in self.sets.items():
-                self._known.update({f"{name}, {part}": x for part, x in data.digests_of(prompts).items()})
+                self._known.update({f"{name}, {part}": x for part, x in self.digests_of(prompts).items()})
+            self._known.update({} if self.made_by is None else {MADE_BY: self.made_by})
         return dict(self._known)
 
 
@@ -131,7 +137,7 @@ def assemble(
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
     announce(model_lines(model, section.path, roles.others) + shown)
-    run = _fresh(roles, section, key, settings.critic, settings.algorithm)
+    run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     if engines:
         load = partial(policy_model, section, settings.critic, key)
@@ -164,15 +170,21 @@ def assemble(
 
 
 def _fresh(
-    roles: Roles, section: ModelSettings, key: Key, critic: CriticSettings, algorithm: AlgorithmSettings
+    roles: Roles,
+    section: ModelSettings,
+    key: Key,
+    critic: CriticSettings,
+    algorithm: AlgorithmSettings,
+    cursor: data.DataCursor,
 ) -> RunState:
-    """The run before its first step."""
+    """The run before its first step, whose data begins at the cursor."""
     return RunState(
         actor=roles.actor.state,
         critic=roles.critic and roles.critic.state,
         ref=roles.reference and roles.reference.params,
         kl=KLState(coef=algorithm.kl.coef),
         key=key,
+        cursor=cursor,
         pretraining=Pretraining() if pretrain_of(critic, algorithm) else None,
         bases=bases_of(roles.bases(section)),
     )
@@ -276,7 +288,11 @@ def _shapes(run: RunState, roles: Roles) -> dict[str, torch.Size | Extent]:
 
 
 def _draw(inputs: Inputs, key: Key, rollout: RolloutSettings, rows: DataSettings) -> Draw:
-    how = {"size": rollout.batch_size // rollout.n, "shuffle": rows.shuffle, "order": inputs.order}
+    how = {
+        "size": rollout.batch_size // rollout.n,
+        "shuffle": rows.shuffle,
+        **only(inputs.drawing, "order", "curriculum"),
+    }
     return partial(data.next_batch, inputs.prompts, key=key, **how)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fppo.advantages.columns import WEIGHTS, columns_of
 from fppo.assembly.environments import maker_of
-from fppo.assembly.functions import optimizer_of, policy_loss, value_head_of
+from fppo.assembly.functions import curriculum_of, optimizer_of, policy_loss, value_head_of
 from fppo.fields import Problem, said
 from fppo.losses import ValueHead
 from fppo.settings.component import Component, Functions, bound
@@ -28,10 +28,11 @@ def value_problems(parts: Iterable[tuple[str, Any, Functions]], known: Sequence[
         "algorithm.advantage": _advantage,
         "algorithm.correction": _correction,
         "rollout.environment": maker_of,
+        "data.curriculum": curriculum_of,
         "critic.loss": lambda part: _value_loss(value_head_of(part)),
         **{
             f"{role}.optimizer": partial(optimizer_of, updates=1, setting=f"{role}.optimizer")
-            for role in ("actor", "critic")
+            for role in ("actor", "critic", "sft")
         },
     }
     found = []

@@ -17,6 +17,7 @@ from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.commands.options import ServeOptions
+from fppo.assembly.supervised import assemble_supervised
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
@@ -78,6 +79,27 @@ def _trained(settings: TrainSettings, here: CommandRank) -> int:
 
     with _assemble(settings, here, announce=_say(here)) as assembly:
         run = session.run_training(settings, assembly, here.watch, at_end=at_end)
+    return 130 if run.step < settings.steps else 0
+
+
+def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
+    """Imitate demonstrations, export the policy and write the report; returns 130 if stopped before the last step, else
+    0."""
+    session.check_output(settings)
+    session.check_target(settings, Path(settings.output_dir) / session.MODEL)
+    if is_first(here.mesh):
+        session.check_alone(settings)
+    directory = Path(settings.output_dir)
+    transformers_logging.disable_progress_bar()
+    settings, assembly = assemble_supervised(settings, mesh=here.mesh, device=here.device, announce=_say(here))
+
+    def at_end(run: RunState) -> None:
+        session.export(assembly, run, directory / session.MODEL)
+        if is_first(here.mesh):
+            page = report.write_report(directory)
+            print(f"model: {directory / session.MODEL}\nreport: {page}")
+
+    run = session.run_training(settings, assembly, here.watch, at_end=at_end)
     return 130 if run.step < settings.steps else 0
 
 
@@ -216,6 +238,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
     Each step is computed with the settings that made it. Only the mesh of the run gives its bits.
     """
+    if (command := saved.made_by(directory)) is not None:
+        raise UsageError(f"{directory} was made by {command}, whose steps fppo replay does not compute again")
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None

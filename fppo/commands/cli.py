@@ -33,15 +33,19 @@ from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import bias as settings_bias
+from fppo.settings import check as settings_check
 from fppo.settings import checks, files, machine, modules, places
 from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
+from fppo.settings.check import CheckSettings
+from fppo.settings.checks_sft import sft_problems
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts
 from fppo.settings.placement import MeshSettings
 from fppo.settings.plan import PlanSettings
+from fppo.settings.sft import is_read
 from fppo.settings.train import TrainSettings
 
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
@@ -131,6 +135,41 @@ def _train(rest: Sequence[str]) -> int | None:
     from fppo.commands import actions, distributed
 
     return distributed.run(actions.train, settings, ["train", *own], *processes)
+
+
+def _sft(rest: Sequence[str]) -> int | None:
+    """Imitate demonstrations, before reinforcement learning: fppo sft FILE.toml [--sft.optimizer.lr 1e-5 ...]"""
+    usage = f"fppo sft FILE.toml {PROCESSES} [--SECTION.SETTING VALUE ...]"
+    if (sections := helps.help_sections(rest)) is not None:
+        return _settings_help(usage, _sft, sections) if sections else _sft_help(usage)
+    processes, own = processes_of(rest)
+    if not own:
+        return _no_file("sft")
+    file, overrides = file_and_overrides(own, "sft")
+    settings, found = files.examined(file, overrides, look=partial(_look_sft, processes))
+    if wrong := [*filter(is_read, found), *sft_problems(settings)]:
+        raise files.SettingsError(wrong, where=file or "the settings")
+    from fppo.commands import actions, distributed
+
+    return distributed.run(actions.sft, settings, ["sft", *own], *processes, trains=False)
+
+
+def _check(rest: Sequence[str]) -> int | None:
+    """Look a run over without starting it: problems, memory and time, prompts, rewards: fppo check FILE.toml"""
+    prog = "fppo check FILE.toml [--nproc N] [--SECTION.SETTING VALUE ...]"
+    if helps.wanted(rest):
+        return helps.show(prog, CheckSettings, "Every setting of fppo train may be given, too: fppo train --help.")
+    processes, own = processes_of(rest)
+    if not own:
+        return _no_file("check")
+    file, own = file_and_overrides(own, "check")
+    options, own = tyro.cli(CheckSettings, args=own, prog=prog, return_unknown_args=True)
+    if wrong := settings_check.problems(options):
+        raise files.SettingsError(wrong)
+    settings, known = files.examined(file, own, look=partial(_look, processes, exports=True))
+    from fppo.commands import check
+
+    return check.check(settings, known, options, where=file or "the settings", ranks=processes.nproc)
 
 
 def _rollout(rest: Sequence[str]) -> int | None:
@@ -355,6 +394,31 @@ def _look(
     return wrong
 
 
+def _look_sft(processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
+    """Problems with what a supervised run reads, as far as visible before it."""
+    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
+    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
+    target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL)
+    wrong = [*places.place_problems(settings), *modules.module_problems(settings)]
+    wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
+    wrong += [*machine.machine_problems(settings, local, visible=visible), *checks.mesh_problems(settings, world)]
+    named = [x for x in parts(settings) if x[0] == "sft.optimizer"]
+    if any(part.keywords for _, part, _ in named):
+        from fppo.assembly import trials
+
+        wrong += trials.value_problems(named, [*known, *wrong])
+    return wrong
+
+
+def _sft_help(usage: str) -> None:
+    """Print the settings of a supervised run."""
+    print(helps.section_help(usage, ["sft"], "Imitate demonstrations, before reinforcement learning."))
+    print(
+        "\nOther sections that it reads: model, data, eval, mesh, checkpoint, digest, log; and output_dir, seed, steps,"
+    )
+    print("module_dirs, resume, device. fppo sft --help SECTION shows one.")
+
+
 def _settings_help(usage: str, command: Callable[[Sequence[str]], int | None], sections: Sequence[str]) -> None:
     """Print the sections, or the settings of the given ones."""
     first = (command.__doc__ or "").splitlines()[0].partition(":")[0] + "."
@@ -372,6 +436,8 @@ def _eval_help(usage: str) -> None:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "quickstart": _quickstart,
     "train": _train,
+    "sft": _sft,
+    "check": _check,
     "rollout": _rollout,
     "eval": _eval,
     "replay": _replay,

@@ -29,7 +29,7 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     nothing fits."""
     transformers_logging.set_verbosity_error()
     if places_of(of.placement):
-        sections, numbers, fits = _pools(of, options)
+        sections, numbers, fits = planned_pools(of, options)
     elif options.search is not None:
         sequences = of.actor.mini_batch(of.rollout.batch_size)
         found = search(budgeted(of, options), options.search, sequences)
@@ -49,7 +49,7 @@ def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | N
     return text.of_plan(estimate, helping), text.numbers_of_plan(estimate, helping), estimate.fits
 
 
-def _pools(of: TrainSettings, options: PlanSettings) -> Shown:
+def planned_pools(of: TrainSettings, options: PlanSettings) -> Shown:
     """The plan of each pool of a run; it fits if all do."""
     pools, calls = pools_of_run(of), column_calls(of, case_of(of, options))
     engines = any(models == ["rollout"] for _, models in pools.values())

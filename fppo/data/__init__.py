@@ -11,7 +11,28 @@ from fppo._lazy import lazily
 
 if TYPE_CHECKING:
     from fppo.data.chat import ChatOptions, check_chat_template, encode_chat, end_of_turn, render_chat
-    from fppo.data.cursor import DataCursor, batches, checked_order, epoch_order, next_batch, next_indices
+    from fppo.data.conversations import DemonstrationSet, Imitated, encode_demonstrations, imitated_conversation
+    from fppo.data.curriculum import (
+        Course,
+        Curriculum,
+        draw_by_weights,
+        easy_to_hard,
+        learnability,
+        mixture,
+        systematic,
+    )
+    from fppo.data.cursor import (
+        DataCursor,
+        Learn,
+        at_step,
+        batches,
+        begin_course,
+        checked_order,
+        chosen_indices,
+        epoch_order,
+        next_batch,
+        next_indices,
+    )
     from fppo.data.encode import encode_rows, load_prompts
     from fppo.data.examples import Fields
     from fppo.data.images import ImageReader
@@ -24,28 +45,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ChatOptions",
+    "Course",
+    "Curriculum",
     "DataCursor",
+    "DemonstrationSet",
     "Fields",
     "ImageReader",
+    "Imitated",
+    "Learn",
     "Problems",
     "PromptSet",
     "Row",
     "SpecialTokens",
     "StopReader",
     "StopTexts",
+    "at_step",
     "batches",
+    "begin_course",
     "check_chat_template",
     "check_tokenizer",
     "check_tokens",
     "check_vocabulary",
     "checked_order",
+    "chosen_indices",
     "collate",
     "digests_of",
+    "draw_by_weights",
+    "easy_to_hard",
     "encode_chat",
+    "encode_demonstrations",
     "encode_rows",
     "end_of_turn",
     "epoch_order",
+    "imitated_conversation",
+    "learnability",
     "load_prompts",
+    "mixture",
     "next_batch",
     "next_indices",
     "prompt_set",
@@ -55,6 +90,7 @@ __all__ = [
     "select",
     "stop_texts",
     "stop_tokens",
+    "systematic",
     "truth_signs",
     "vocabulary_size",
     "with_truth",

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import attrs
 import torch
 
-from fppo.batch import Prompts
+from fppo import metrics
+from fppo.batch import Prompts, Scored
+from fppo.data.curriculum import Course, Curriculum
 from fppo.data.prompts import PromptSet, collate
 from fppo.key import Key
-from fppo.tree import state
+from fppo.metrics import Metrics
+from fppo.tree import replace, state
 
 
 @state
 class DataCursor:
-    """The position of the next prompt to draw. Both fields are leaves, since a checkpoint holds leaves only."""
+    """The position of the next prompt to draw. All fields are leaves, since a checkpoint holds leaves only."""
 
     epoch: int = 0
-    position: int = 0  # prompts of this epoch drawn so far
+    position: int = 0  # prompts of this epoch drawn so far; with a curriculum, which has no epochs, of all
+    course: Course | None = None  # of a curriculum
 
 
 def epoch_order(count: int, key: Key, epoch: int, *, shuffle: bool = True) -> list[int]:
@@ -77,14 +82,73 @@ def next_batch(
     shuffle: bool = True,
     width: int | None = None,
     order: Order | None = None,
+    curriculum: Curriculum | None = None,
 ) -> tuple[Prompts, DataCursor]:
     """The next `size` prompts as a record [size, P], and the cursor after them.
 
-    Every prompt comes once per epoch, each epoch in a new order, unless `order` gives another. `key` must be the same
-    for the whole run.
+    Every prompt comes once per epoch, each epoch in a new order, unless `order` gives another, or a `curriculum`
+    chooses: then begin with its cursor, `begin_course`. `key` must be the same for the whole run.
     """
-    indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
+    if curriculum is None:
+        indices, after = next_indices(len(dataset), cursor, size=size, key=key, shuffle=shuffle, order=order)
+    else:
+        indices, after = chosen_indices(curriculum, len(dataset), cursor, size=size, key=key)
     return collate(dataset, indices, width=width), after
+
+
+def begin_course(curriculum: Curriculum, prompts: PromptSet) -> DataCursor:
+    """The cursor of a run whose prompts a curriculum chooses, before the first draw."""
+    return DataCursor(course=Course(known=curriculum.init(prompts)))
+
+
+def at_step(cursor: DataCursor, step: int) -> DataCursor:
+    """The cursor at a step of the run, for the curriculum if there is one."""
+    return cursor if cursor.course is None else replace(cursor, course=replace(cursor.course, step=step))
+
+
+def chosen_indices(
+    curriculum: Curriculum, count: int, cursor: DataCursor, *, size: int, key: Key
+) -> tuple[list[int], DataCursor]:
+    """The indices of the `size` prompts of `count` that a curriculum chooses, and the cursor after them.
+
+    Raises ValueError for a cursor without its state, and for indices that are none or not so many.
+    """
+    course = cursor.course
+    if course is None:
+        raise ValueError("the cursor has no state of the curriculum: begin with begin_course(curriculum, prompts)")
+    chosen = torch.as_tensor(curriculum.choose(course.known, key.fold("draw", cursor.position), course.step, size))
+    if chosen.shape != (size,) or chosen.dtype != torch.int64:
+        words = f"{str(chosen.dtype).removeprefix('torch.')} {list(chosen.shape)}"
+        raise ValueError(f"the curriculum's choose gave {words}; it must give int64 [{size}], indices of prompts")
+    indices = checked_order(chosen.tolist(), count, "the curriculum's choose")
+    return indices, replace(cursor, position=cursor.position + size)
+
+
+@attrs.frozen(kw_only=True)
+class Learn:
+    """Adds the scores of responses to what the cursor's curriculum knows of their prompts, and reports it."""
+
+    curriculum: Curriculum
+    numbers: Mapping[str, int]  # the index of each prompt by its id
+
+    @staticmethod
+    def of(curriculum: Curriculum, prompts: PromptSet) -> Learn:
+        """Learn of these prompts. Raises ValueError for ids that are not unique."""
+        numbers = {name: number for number, name in enumerate(prompts.ids)}
+        if len(numbers) < len(prompts.ids):
+            twice = next(name for number, name in enumerate(prompts.ids) if numbers[name] != number)
+            raise ValueError(f"two prompts have the id {twice!r}: a curriculum tells prompts apart by their ids")
+        return Learn(curriculum=curriculum, numbers=numbers)
+
+    def __call__(self, cursor: DataCursor, scored: Scored) -> tuple[DataCursor, Metrics]:
+        """The cursor with the state after these responses, at the next step, and the curriculum's numbers."""
+        course = cursor.course
+        assert course is not None
+        indices = torch.tensor([self.numbers[name] for name in scored.ids], dtype=torch.int64)
+        known = self.curriculum.update(course.known, indices, scored.outcome.detach().cpu().double())
+        numbers = self.curriculum.report(known, course.step)
+        after = replace(cursor, course=Course(known=known, step=course.step + 1))
+        return after, {name: metrics.mean(torch.tensor(x, dtype=torch.float64)) for name, x in numbers.items()}
 
 
 def batches(dataset: PromptSet, size: int, *, width: int | None = None) -> Iterator[Prompts]:

@@ -302,18 +302,20 @@ def from_text(text: str, name: str) -> list[Any] | None:
 
 
 def messages_of(
-    value: Sequence[Any], name: str, *, kinds: Sequence[str] = (), filled: bool = False
+    value: Sequence[Any], name: str, *, kinds: Sequence[str] = (), filled: bool = False, answered: bool = False
 ) -> list[dict[str, Any]]:
     """Check and normalise the messages of field `name`: contents are texts, with `kinds` also lists of parts.
 
     Null content next to tool calls becomes "", and parts that are all text one text. Nulls are left out of a message's
     own fields, with `filled` at any depth: Arrow fills them in for fields of other rows. Raises BadField for values
-    that are no message, and for a conversation that ends with the assistant's.
+    that are no message, and for a conversation that ends with the assistant's, or, if it is to be `answered`, does not.
     """
     if not value:
         raise BadField(f"field {name!r}: no messages")
     messages = [_message(message, number, name, kinds, filled) for number, message in enumerate(value)]
-    if messages[-1]["role"] == "assistant":
+    if answered and messages[-1]["role"] != "assistant":
+        raise BadField(f"field {name!r}: ends with a message of the {messages[-1]['role']}, not of the assistant")
+    if not answered and messages[-1]["role"] == "assistant":
         raise BadField(f"field {name!r}: {_WHERE} (as data.rows can, with a field for the true answer)")
     return messages
 

@@ -10,6 +10,7 @@ from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
+from fppo.laws.curricula import check_curriculum
 from fppo.laws.estimators import check_advantages, check_whiten
 from fppo.laws.exact import check_exact
 from fppo.laws.expectation import KL, Bias, bias, check_gradient
@@ -47,6 +48,7 @@ __all__ = [
     "check_collectives",
     "check_context",
     "check_correction",
+    "check_curriculum",
     "check_donation",
     "check_exact",
     "check_fixed_point",

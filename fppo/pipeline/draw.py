@@ -11,9 +11,18 @@ from torch import Tensor
 from fppo import advantages, metrics
 from fppo import batch as batches
 from fppo.batch import Annotated, Scored
-from fppo.data.cursor import DataCursor
+from fppo.data.cursor import DataCursor, at_step
 from fppo.metrics import Metrics
-from fppo.pipeline.program import Draw, RolloutStage, RunState, SampleStage, ScoreStage, roll_out
+from fppo.pipeline.program import (
+    Draw,
+    LearnOfPrompts,
+    RolloutStage,
+    RunState,
+    SampleStage,
+    ScoreStage,
+    learn_nothing,
+    roll_out,
+)
 from fppo.pipeline.timing import timed
 from fppo.rollout import saved
 from fppo.rollout.records import widened
@@ -29,12 +38,14 @@ class SampleGroups:
     Such groups (`equal_groups`) have nothing to compare; they are dropped, and prompts are drawn again, up to
     `max_draws` times in all. What is missing then is filled up with dropped groups, for `equal_groups` to leave out of
     the loss. Groups stand in the order of their draws; those too many are dropped as well, the last first. `by` names
-    the score that is compared, a part of the reward or "score".
+    the score that is compared, a part of the reward or "score". `learn` gets the rows of every draw, with those that
+    are dropped: see `SampleBatch`.
     """
 
     pad_token_id: int
     max_draws: int = 10
     by: str = SCORE
+    learn: LearnOfPrompts = learn_nothing
 
     def __call__(
         self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
@@ -45,7 +56,7 @@ class SampleGroups:
         reports: list[Metrics] = []
         wanted, drawn, good = 0, 0, 0
         for number in range(self.max_draws):
-            prompts, cursor = draw(cursor)
+            prompts, cursor = draw(at_step(cursor, run.step))
             count = len(prompts.tokens)
             wanted = wanted or count
             place = key.fold("rollout") if number == 0 else key.fold("refill", number)
@@ -53,7 +64,8 @@ class SampleGroups:
             scored, report = roll_out(
                 prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
             )
-            reports.append(report)
+            cursor, learned = self.learn(cursor, scored)
+            reports.append(metrics.merge(report, learned))
             equal = equal_groups(scored, by=self.by)
             kept.append(batches.rows(scored, ~equal))
             spare.append(batches.rows(scored, equal))

@@ -9,7 +9,7 @@ import attrs
 
 from fppo import metrics
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
-from fppo.data.cursor import DataCursor
+from fppo.data.cursor import DataCursor, at_step
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.metrics import Metrics
@@ -48,6 +48,7 @@ class RunState:
 
 
 Draw = Callable[[DataCursor], tuple[Prompts, DataCursor]]
+LearnOfPrompts = Callable[[DataCursor, Scored], tuple[DataCursor, Metrics]]
 Work = Mapping[str, Callable[[], Any]]  # of which none needs another's result
 Together = Callable[[Work], dict[str, Any]]
 
@@ -113,18 +114,30 @@ def roll_out(
     return scored, metrics.merge(generated, judged)
 
 
+def learn_nothing(cursor: DataCursor, scored: Scored) -> tuple[DataCursor, Metrics]:
+    """Leave the cursor as it is."""
+    del scored
+    return cursor, {}
+
+
 @attrs.frozen
 class SampleBatch:
-    """Makes a batch of one draw of prompts, rolled out and scored."""
+    """Makes a batch of one draw of prompts, rolled out and scored.
+
+    `learn` adds the scores to what the cursor knows of the prompts, for a curriculum (`data.Learn`).
+    """
+
+    learn: LearnOfPrompts = learn_nothing
 
     def __call__(
         self, run: RunState, *, draw: Draw, rollout: RolloutStage, score: ScoreStage
     ) -> tuple[Scored, DataCursor, Metrics]:
-        prompts, cursor = draw(run.cursor)
+        prompts, cursor = draw(at_step(run.cursor, run.step))
         key, actor = run.key.fold("step", run.step).fold("rollout"), run.actor
         how = {"key": key, "version": actor.step, "rollout": rollout, "score": score}
         scored, report = roll_out(prompts, actor.params, **how)
-        return scored, cursor, report
+        cursor, learned = self.learn(cursor, scored)
+        return scored, cursor, metrics.merge(report, learned)
 
 
 def _nothing(params: Params) -> None:

@@ -76,7 +76,7 @@ def ppo_step(
     after = replace(after, cursor=cursor, step=run.step + 1, ahead=run.ahead[1:])
     for role, (state, _) in updates.items():
         if role in done and state is not None:
-            _check_updates(role, state.step, after, done[role][1])
+            check_updates(role, state.step, after, done[role][1])
     updated = [report for _, report in done.values()]
     return after, experience, metrics.merge(sampled, aged, noted, estimated, pretrained, *updated)
 
@@ -110,7 +110,7 @@ def _ages(scored: Scored, version: int) -> Metrics:
     return ages | tokens | {"rollout/oldest_version": metrics.Min(oldest)}
 
 
-def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
+def check_updates(role: str, before: int, after: RunState, report: Metrics) -> None:
     """Raises RunFailed if these were the model's first updates (`before` there were 0), or any that scale the loss by
     the least that they do, and no gradient was finite."""
     skipped, scale = report.get(f"{role}/skipped"), report.get(f"{role}/loss_scale")
@@ -126,7 +126,8 @@ def _check_updates(role: str, before: int, after: RunState, report: Metrics) -> 
     if bad:
         cause = f"{len(bad)} parameters are not finite either, first {bad[0]}: start from another model"
     which = "first updates" if scale is None else f"updates, its loss scaled by {LEAST}"
-    raise RunFailed(f"the {role} cannot learn: its {which} were all skipped, as no gradient was finite; {cause}")
+    name = "policy" if role == "supervised" else role
+    raise RunFailed(f"the {name} cannot learn: its {which} were all skipped, as no gradient was finite; {cause}")
 
 
 def _not_finite(params: Params) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -26,17 +27,18 @@ from fppo.tree import replace
 
 @attrs.frozen(kw_only=True)
 class StepRecord:
-    """The result of one step: the state after it, its batch (None for the evaluation before the first), its numbers,
-    and when its stages ran, with all of it as "step"."""
+    """The result of one step: the state after it, its batch (None for the evaluation before the first; of a supervised
+    run `Demonstrations`), its numbers, and when its stages ran, with all of it as "step"."""
 
     run: RunState
-    experience: Experience | None
+    experience: Any
     metrics: dict[str, float]
     spans: tuple[StageSpan, ...] = ()
 
 
 Observe = Callable[[StepRecord], Mapping[str, float] | None]  # what it returns joins the numbers: see `train`
 Evaluate = Callable[[RunState], Metrics]
+StepsOf = Generator[tuple[RunState, Any, Metrics], None, None]  # the run after each step, its batch, and its metrics
 
 
 @attrs.frozen
@@ -74,8 +76,7 @@ def iterate(
             report = metrics.merge(report, early, late)
             tokens = report["perf/total_num_tokens"]
             assert isinstance(tokens, metrics.Mean)
-            times = _times(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
-            report |= {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
+            report |= times_of(now() - start, stages, float(tokens.total) / ranks_on(mesh, AXES))
             yield run, experience, report
     except (Exception, SystemExit, GeneratorExit) as error:
         beside.end(error)
@@ -105,6 +106,24 @@ def train(
     On a mesh all ranks come here, and a stop that one asks for stops all. `ahead` is `iterate`'s. `donate` gives up the
     memory of `run` too; without it actor and critic are copied first.
     """
+    begin = partial(iterate, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
+    how = {"observers": observers, "evaluation": evaluation, "stop": stop, "mesh": mesh, "donate": donate}
+    return watch_steps(run, begin, steps=steps, **how)
+
+
+def watch_steps(
+    run: RunState,
+    begin: Callable[[RunState], StepsOf],
+    *,
+    steps: int,
+    observers: Sequence[Observe] = (),
+    evaluation: Evaluation | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    mesh: Mesh = LOCAL,
+    donate: bool = False,
+) -> RunState:
+    """The run after step `steps` of those that `begin(run)` iterates over, which give up each state to the next step;
+    see `train` for the rest."""
 
     def stopped() -> bool:
         return any_rank(stop(), mesh, device_of(run.actor.params))
@@ -117,8 +136,7 @@ def train(
         run = replace(run, actor=copied(run.actor), critic=copied(run.critic))
     since, ranks = now(), ranks_on(mesh, AXES)
     left = _NOTHING
-    steps_of = iterate(run, program=program, draw=draw, ahead=ahead, mesh=mesh, donate=True)
-    with contextlib.closing(steps_of) as each:
+    with contextlib.closing(begin(run)) as each:
         for after, experience, report in each:
             run = after
             last = run.step >= steps
@@ -127,7 +145,7 @@ def train(
             since, left = _observe(observers, run, experience, report, since=since, left=left, ranks=ranks)
             if last or stopped():
                 return run
-    raise AssertionError("iterate has no end")
+    raise AssertionError("the steps have no end")
 
 
 def _evaluated(evaluation: Evaluation, run: RunState) -> Metrics:
@@ -150,7 +168,7 @@ _NOTHING = _Left()
 def _observe(
     observers: Sequence[Observe],
     run: RunState,
-    experience: Experience | None,
+    experience: Any,
     report: Metrics,
     *,
     since: float = 0.0,
@@ -189,6 +207,12 @@ def _times(seconds: float, stages: float, tokens: float) -> dict[str, float]:
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / seconds,
     }
+
+
+def times_of(seconds: float, stages: float, tokens: float) -> Metrics:
+    """The times of a step as metrics, before its observers: see `_times`."""
+    times = _times(seconds, stages, tokens)
+    return {name: metrics.mean(x) if "perf/" in name else metrics.total(x) for name, x in times.items()}
 
 
 def _in_stages(numbers: Mapping[str, float]) -> float:

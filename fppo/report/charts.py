@@ -48,6 +48,8 @@ PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
         *("Off-policy ratio", "largest ratio of current to sampling probability", 0.01),
         (("largest", "training/rollout_ratio_max"),),
     ),
+    ("Loss", "mean -log-prob of the imitated tokens, in nats", 0.01, (("loss", "supervised/nll_loss"),)),
+    ("Gradient norm", "before clipping", 0.0, (("", "supervised/grad_norm"),)),
     ("Value loss", "squared error of the critic, halved", 1e-3, (("value loss", "critic/vf_loss"),)),
     (
         *("Explained variance", "share of the returns' variance that the critic predicts", 0.05),

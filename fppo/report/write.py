@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fppo.pipeline.supervised import NLL
 from fppo.report import charts, timeline
 from fppo.report.charts import Panel, points
 from fppo.report.page import Page, Tile, render
@@ -135,7 +136,11 @@ def tiles(records: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> 
         if line:
             caption = f"Held-out {each.measure}" + (f", {each.source}" if len(found) > 1 else "")
             since = f"after step {line[0][0]:.0f}" if line[0][0] else "before"
-            tiles.append(_change(caption, line[0][1], line[-1][1], f"{since}, and after step {line[-1][0]:.0f}"))
+            note = f"{since}, and after step {line[-1][0]:.0f}"
+            tiles.append(_change(caption, line[0][1], line[-1][1], note, share=each.measure != NLL))
+    losses = [value for _, value in points(records, f"supervised/{NLL}")]
+    if losses:
+        tiles.append(_change("Loss in training", losses[0], losses[-1], "first and last step", share=False))
     scores = [value for _, value in points(records, "critic/score/mean")]
     if scores:
         window = max(1, min(5, len(scores) // 2))

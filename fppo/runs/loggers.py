@@ -116,6 +116,7 @@ def observer(loggers: Sequence[Logger]) -> Callable[[Any], None]:
 Line = tuple[str, tuple[str, ...], Callable[[float], str]]
 LINES: tuple[Line, ...] = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), lambda x: f"{x:.3f}"),
+    ("loss", ("supervised/nll_loss",), lambda x: f"{x:.4f}"),
     ("kl", ("actor/reward_kl_penalty", "actor/ppo_kl"), lambda x: f"{x:.4f}"),
     ("entropy", ("actor/entropy",), lambda x: f"{x:.3f}"),
     ("clip", ("actor/pg_clipfrac",), lambda x: f"{x:.1%}"),
@@ -132,11 +133,12 @@ FAILURES: tuple[Line, ...] = (
     ("tool failed", ("rollout/tool_failures",), lambda x: f"{x:.0f}"),
     ("actor skipped", ("actor/skipped",), lambda x: f"{x:.0%}"),
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
+    ("skipped", ("supervised/skipped",), lambda x: f"{x:.0%}"),
     ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
 IMPORTANT = (  # by priority: the last are dropped first from a full line
-    *("reward", "no score", "tool failed", "actor skipped", "critic skipped", "logs failed"),
+    *("reward", "loss", "no score", "tool failed", "actor skipped", "critic skipped", "skipped", "logs failed"),
     *("kl", "turns", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
 Shown = list[tuple[str, str]]

@@ -1,10 +1,11 @@
-"""Observers of a run's steps: profiles of whole steps by torch's profiler, traces of stages and calls to pools, and
-gauges of all ranks with their traffic."""
+"""Observers of a run's steps: profiles of whole steps by torch's profiler, traces of stages and calls to pools, gauges
+of all ranks with their traffic, and a user's own functions."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import attrs
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from fppo._errors import words_of
 from fppo.fleet import Call
 from fppo.pipeline.measure import GIB, gauges
 from fppo.pipeline.train import Observe, StepRecord
@@ -133,6 +135,42 @@ def line(record: StepRecord, calls: Sequence[Call], began: float) -> Mapping[str
             for call in calls
         ],
     }
+
+
+FAILURES = "log/observer_failures"  # the metric that counts failed calls of a user's observers
+
+
+class OwnObserver:
+    """A user's function of a step's record, whose exceptions are caught: the first is printed on standard error, all
+    are counted.
+
+    The numbers that it returns join the step's metrics. It is called again at the next step. A broken pipe ends the
+    run, as everywhere.
+    """
+
+    def __init__(self, name: str, fn: Observe) -> None:
+        self._name, self._fn = name, fn
+        self.failures = 0  # calls that have failed
+
+    def __call__(self, record: StepRecord) -> Mapping[str, float]:
+        """Call the function, and return its numbers, with the number of failures if there are any."""
+        numbers: dict[str, float] = {}
+        try:
+            numbers = {str(name): float(x) for name, x in (self._fn(record) or {}).items()}
+        except BrokenPipeError:
+            raise
+        except (Exception, SystemExit) as error:
+            self.failures += 1
+            if self.failures == 1:
+                text = f"log.observers: {self._name} failed at step {record.run.step}, and the run goes on: "
+                print(text + words_of(error), file=sys.stderr, flush=True)
+        failed = record.metrics.get(FAILURES, 0.0) + self.failures
+        return numbers | ({FAILURES: failed} if failed else {})
+
+    def close(self) -> None:
+        """Print the number of failures if there were several."""
+        if self.failures > 1:
+            print(f"log.observers: {self._name} has failed {self.failures} times; the run is whole", file=sys.stderr)
 
 
 def gauged_by(mesh: Mesh, device: torch.device, traffic: Callable[[], dict[str, Traffic]]) -> Observe:

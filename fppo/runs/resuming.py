@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from fppo.assembly.run import DrawnPrompts
+from fppo.assembly.run import MADE_BY, DrawnPrompts
 from fppo.pipeline.program import Base, RunState
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError
@@ -45,6 +45,9 @@ def check_prompts(own: DrawnPrompts, path: Path, *, speaks: bool) -> None:
     change. `speaks`: print permitted changes, such as of held-out prompts, on stderr. Prompts without notes in the
     checkpoint are not compared."""
     before, now = checkpoint.notes_of(path), own.notes()
+    if before.get(MADE_BY) != now.get(MADE_BY):
+        one, other = (notes.get(MADE_BY, "fppo train") for notes in (before, now))
+        raise ValueError(f"{path} was made by {one}, and {other} does not go on from it: give another output_dir")
     changed = [name for name in now if name in before and before[name] != now[name]]
     trained = [name for name in changed if name.startswith(_TRAINED)]
     if trained and not own.may_change:

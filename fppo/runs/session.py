@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,13 +18,16 @@ from fppo.assembly.machine import resolved
 from fppo.assembly.placed import AHEAD
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
+from fppo.assembly.supervised import SupervisedAssembly
+from fppo.fields import only
 from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
-from fppo.pipeline.train import Observe, StepRecord, train
+from fppo.pipeline.supervised import imitate_steps
+from fppo.pipeline.train import Evaluation, Observe, StepRecord, train, watch_steps
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.observers import TRACE, Profiles, Tracer, gauged_by, traffic_since
+from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
 from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.starts import SETTINGS
@@ -35,6 +38,7 @@ from fppo.runtime.watch import Watch
 from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
+AnyAssembly = Assembly | SupervisedAssembly
 CHECKPOINTS, MODEL, CONFIGS = "checkpoints", places.MODEL, "configs"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
 
@@ -87,7 +91,7 @@ def say_misnamed(checkpoints: Path, mesh: Mesh = LOCAL) -> None:
         print(text, file=sys.stderr)
 
 
-def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
+def restore(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
     """The state to train from: the run's newest checkpoint, the checkpoint that `resume` names, or the initial state.
     It takes over the memory of the assembly's state, which is donated: a device cannot hold two.
 
@@ -113,12 +117,12 @@ def restore(settings: TrainSettings, assembly: Assembly) -> RunState:
     return _loaded(settings, assembly, newest, donate=True)
 
 
-def at(settings: TrainSettings, assembly: Assembly) -> RunState:
+def at(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
     """The state that `settings.resume` names: a certain checkpoint's, the run's newest one's, or the initial one."""
     return _loaded(settings, assembly, _named(settings))
 
 
-def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, donate: bool = False) -> RunState:
+def _loaded(settings: TrainSettings, assembly: AnyAssembly, path: Path | None, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, or the initial state for None. Raises ValueError for another seed."""
     if path is None:
         return assembly.run
@@ -131,7 +135,7 @@ def _loaded(settings: TrainSettings, assembly: Assembly, path: Path | None, *, d
     return run
 
 
-def load(assembly: Assembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
+def load(assembly: AnyAssembly, directory: Path, step: int, *, donate: bool = False) -> RunState:
     """The state of a checkpoint, laid out on the run's mesh; with `donate` in the memory of the assembly's state."""
     run, mesh, shapes, device = assembly.run, assembly.mesh, assembly.shapes, assembly.device
     check_bases(run.bases, checkpoint.place_of(directory, step))
@@ -197,7 +201,7 @@ def stop_requests(*, announce: str = "") -> Iterator[list[float]]:
 
 def run_training(
     settings: TrainSettings,
-    assembly: Assembly,
+    assembly: AnyAssembly,
     watch: Watch | None = None,
     *,
     at_end: Callable[[RunState], None] = lambda run: None,
@@ -225,29 +229,20 @@ def run_training(
         if run.step == settings.steps:
             at_end(run)
     if first and run.step < settings.steps:
-        print(f"stopped after step {run.step}; to go on: fppo train {directory / SETTINGS}", file=sys.stderr)
+        command = "sft" if isinstance(assembly, SupervisedAssembly) else "train"
+        print(f"stopped after step {run.step}; to go on: fppo {command} {directory / SETTINGS}", file=sys.stderr)
     return run
 
 
 def _trained(
-    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
+    settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> RunState:
     """Train, save and return the state after the last step, or before a stop; observers are closed with `opened`."""
     observers, digested, saved = _writing(settings, assembly, run, opened, watch)
     with stop_requests(announce=STOPPING if is_first(assembly.mesh) else "") as asked:
         try:
-            run = train(
-                run,
-                program=assembly.program,
-                draw=assembly.draw,
-                steps=settings.steps,
-                observers=observers,
-                evaluation=evaluations.in_training(settings, assembly),
-                stop=lambda: bool(asked),
-                ahead=settings.rollout.ahead,
-                mesh=assembly.mesh,
-                donate=True,
-            )
+            how = {"steps": settings.steps, "observers": observers, "mesh": assembly.mesh, "donate": True}
+            run = _loop_of(settings, assembly)(run, stop=lambda: bool(asked), **how)
         except (Exception, SystemExit):
             saved.leave(alone=watch is not None and watch.error is not None)
             raise
@@ -256,8 +251,24 @@ def _trained(
     return run
 
 
+def _loop_of(settings: TrainSettings, assembly: AnyAssembly) -> Callable[..., RunState]:
+    """The loop over the steps of a run, with its evaluations."""
+    if isinstance(assembly, SupervisedAssembly):
+        given = only(settings.eval, "every", "before")
+        evaluation = None if assembly.evaluate is None else Evaluation(assembly.evaluate, **given)
+        begin = partial(imitate_steps, imitation=assembly.imitation, mesh=assembly.mesh, donate=True)
+        return partial(watch_steps, begin=begin, evaluation=evaluation)
+    return partial(
+        train,
+        program=assembly.program,
+        draw=assembly.draw,
+        evaluation=evaluations.in_training(settings, assembly),
+        ahead=settings.rollout.ahead,
+    )
+
+
 def _writing(
-    settings: TrainSettings, assembly: Assembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
+    settings: TrainSettings, assembly: AnyAssembly, run: RunState, opened: contextlib.ExitStack, watch: Watch | None
 ) -> tuple[list[Observe], Digests, Checkpoints]:
     """The observers of a run that starts from `run`, the writer of digests and that of checkpoints; closed with
     `opened`. A checkpoint is written after the lines of its step in every file."""
@@ -267,12 +278,15 @@ def _writing(
     begin = partial(_begin_save, assembly, directory / CHECKPOINTS, settings.checkpoint.keep)
     if run.step and not checkpoint.steps(directory / CHECKPOINTS):  # another run's state: save it as this run's first
         begin(run).wait()
-    logged, sampled, lines = list[Observe](), list[SampleFiles](), None
+    logged, sampled, lines, own = list[Observe](), list[SampleFiles](), None, list[OwnObserver]()
     if first:
         _record_start(settings, assembly, run.step, every)
-        sampled = [_sample_files(settings, assembly, first_step)]
-        opened.callback(sampled[0].close)
+        sampled = [] if isinstance(assembly, SupervisedAssembly) else [_sample_files(settings, assembly, first_step)]
+        for each in sampled:
+            opened.callback(each.close)
         logged = [_logging(settings, assembly, first_step, opened)]
+        own = [OwnObserver(name, fn) for name, fn in assembly.inputs.observers.items()]
+        opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
 
     def kept(step: int) -> bool:
@@ -298,17 +312,24 @@ def _writing(
         return saved(record)
 
     gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
-    return [digested, gauged, *sampled, profiles, end], digested, saved
+    return [digested, gauged, *own, *sampled, profiles, end], digested, saved
 
 
-def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -> int:
+def _close_each(observers: Sequence[OwnObserver]) -> None:
+    for observer in observers:
+        observer.close()
+
+
+def digest_spacing(settings: TrainSettings, assembly: AnyAssembly, run: RunState) -> int:
     """The spacing of digested steps; 0 for steps with a checkpoint alone."""
     if settings.digest.every != "auto":
         return settings.digest.every
-    row = (settings.data.max_prompt_tokens + settings.rollout.max_tokens) // 2  # half of the longest row
+    rows, longest = settings.rollout.batch_size, settings.data.max_prompt_tokens + settings.rollout.max_tokens
+    if isinstance(assembly, SupervisedAssembly):
+        rows, longest = settings.sft.batch_size, settings.sft.max_tokens
     return digests.spacing(
         run if assembly.placed is None else [run, assembly.placed.like(run)],
-        tokens=settings.rollout.batch_size * row,
+        tokens=rows * (longest // 2),  # half of the longest row
         numbers=sum(shape.numel() for shape in assembly.model.whole_shapes.values()),
         device=assembly.device,
         mesh=assembly.mesh,
@@ -316,14 +337,14 @@ def digest_spacing(settings: TrainSettings, assembly: Assembly, run: RunState) -
     )
 
 
-def _begin_save(assembly: Assembly, directory: Path, keep: int, run: RunState) -> checkpoint.Pending:
+def _begin_save(assembly: AnyAssembly, directory: Path, keep: int, run: RunState) -> checkpoint.Pending:
     if assembly.placed is not None:
         return assembly.placed.save(run, directory, keep=keep, notes=assembly.drawn.notes())
     mesh, shapes, notes = assembly.mesh, assembly.shapes, assembly.drawn.notes()
     return checkpoint.begin_save(run, directory, run.step, mesh=mesh, shapes=shapes, free=AHEAD, keep=keep, notes=notes)
 
 
-def of_state(assembly: Assembly) -> replay.OfState | None:
+def of_state(assembly: AnyAssembly) -> replay.OfState | None:
     """The digest function of a state held by other processes; None for a state in this process."""
     placed, device = assembly.placed, assembly.device
     return None if placed is None else lambda run, kind: placed.digest(run, kind, device=device)
@@ -347,7 +368,7 @@ def _sample_files(settings: TrainSettings, assembly: Assembly, first_step: int) 
     )
 
 
-def _logging(settings: TrainSettings, assembly: Assembly, first_step: int, opened: contextlib.ExitStack) -> Observe:
+def _logging(settings: TrainSettings, assembly: AnyAssembly, first_step: int, opened: contextlib.ExitStack) -> Observe:
     """The observer that logs metrics; closed with `opened`."""
     sinks = loggers.open_loggers(
         settings.log.loggers,
@@ -364,7 +385,7 @@ def _logging(settings: TrainSettings, assembly: Assembly, first_step: int, opene
     return loggers.observer(sinks)
 
 
-def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest_every: int) -> None:
+def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, digest_every: int) -> None:
     """Record the settings, code and configs of the steps after `step`, and print changes and missing lines."""
     directory = Path(settings.output_dir)
     if changes := starts.record(settings, step):
@@ -385,7 +406,7 @@ def _record_start(settings: TrainSettings, assembly: Assembly, step: int, digest
             print(text, file=sys.stderr)
 
 
-def export(assembly: Assembly, run: RunState, target: Path) -> None:
+def export(assembly: AnyAssembly, run: RunState, target: Path) -> None:
     """Write the policy as a Hugging Face directory, or its adapter in PEFT's files."""
     if assembly.placed is not None and "actor" in assembly.placed.parts:
         return assembly.placed.export(run, target, assembly.inputs.tokenizer, assembly.inputs.generation)

@@ -24,7 +24,7 @@ PATIENCE = 60.0  # seconds that a failing rank waits for the others' parts of a 
 
 def skipped(record: StepRecord) -> bool:
     """Whether an update of the step was skipped, as not finite."""
-    return any(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic"))
+    return any(record.metrics.get(f"{role}/skipped", 0.0) for role in ("actor", "critic", "supervised"))
 
 
 @attrs.frozen(kw_only=True)

@@ -26,6 +26,14 @@ def data_problems(s: TrainSettings) -> Problems:
             yield wrong(s, f"data.{path}", f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two")
     if data.sampler is not None and not data.shuffle:
         yield wrong(s, "data.shuffle", "data.sampler gives the order; leave one of them out")
+    if data.curriculum.used:
+        text = f"data.curriculum = {data.curriculum.name!r} chooses the prompts; leave one of them out"
+        if data.sampler is not None:
+            yield wrong(s, "data.sampler", text)
+        elif not data.shuffle:
+            yield wrong(s, "data.shuffle", text)
+        if s.rollout.from_ is not None:
+            yield wrong(s, "rollout.from", f"no prompts are drawn: {text}")
     if not data.chat:
         names = ("chat_template", "chat_arguments", "tools", "row_tools")
         yield from unread(s, (f"data.{name}" for name in names), "data.chat = true")

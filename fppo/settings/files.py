@@ -59,10 +59,27 @@ def load(
 ) -> TrainSettings:
     """The settings of a TOML file (none: the defaults) with command-line `overrides`, checked.
 
+    See `examined`. Raises SettingsError with every problem of the file, of the overrides and of the result.
+    """
+    settings, problems = examined(path, overrides, look=look, run=run)
+    if problems:
+        raise SettingsError(problems, where="the settings" if path is None else str(path))
+    return settings
+
+
+def examined(
+    path: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    look: Callable[[TrainSettings, Sequence[Problem]], Iterable[Problem]] = lambda settings, problems: (),
+    run: str | os.PathLike[str] | None = None,
+) -> tuple[TrainSettings, list[Problem]]:
+    """The settings of a TOML file (none: the defaults) with command-line `overrides`, and all problems with them.
+
     `look` says what is wrong with them beside the problems that are known, as with the files that they name.
     Those that a run has written are of the run in the directory `run` (none: the file's own directory, if a run has
     written it), wherever that was moved or copied to.
-    Raises SettingsError with every problem of the file, of the overrides and of the result.
+    A malformed value is a problem, and its setting has the default. Raises SettingsError for what is no TOML file.
     """
     values = {} if path is None else read_toml(path)
     settings, problems = read_section(TrainSettings, values, known=list(paths()))
@@ -76,9 +93,7 @@ def load(
     problems += [p for p in checks.problems(settings) if p.path not in known]
     if not any(checks.text_problems(settings)):  # else nothing can be asked about such a path
         problems += [p for p in look(settings, problems) if p.path not in known]
-    if problems:
-        raise SettingsError(problems, where="the settings" if path is None else str(path))
-    return settings
+    return settings, problems
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -124,6 +124,13 @@ class LossSettings:
     keywords: Table = given()
 
 
+def passes_of(sequences: int | None, tokens: int | None) -> tuple[int | None, int | None]:
+    """(sequences, tokens) per pass, of which one is None, from settings that may give one of them."""
+    if sequences:
+        return sequences, None
+    return None, DEFAULT_TOKEN_BUDGET if tokens is None else tokens
+
+
 def _own_first(cls: type, fields: list[attrs.Attribute]) -> list[attrs.Attribute]:
     """The fields of the class itself before those of the class that it extends."""
     return sorted(fields, key=lambda field: field.name not in cls.__annotations__)
@@ -151,9 +158,7 @@ class UpdateSettings:
     @property
     def passes(self) -> tuple[int | None, int | None]:
         """(sequences, tokens) per forward and backward pass; one of them is None."""
-        if self.micro_batch_size:
-            return self.micro_batch_size, None
-        return None, DEFAULT_TOKEN_BUDGET if self.token_budget is None else self.token_budget
+        return passes_of(self.micro_batch_size, self.token_budget)
 
     def mini_batch(self, batch_size: int) -> int:
         """Sequences per optimizer update."""

@@ -10,7 +10,7 @@ from fppo.settings.train import TrainSettings
 
 HELD_OUT = re.compile(r"val-(core|aux)/(.+)/(mean|best|maj)@(\d+)(/mean)?")
 FAMILIES = (
-    *("actor", "critic", "perf", "prompt_length", "response_length", "reward", "rollout", "rollout_corr"),
+    *("actor", "critic", "curriculum", "perf", "prompt_length", "response_length", "reward", "rollout", "rollout_corr"),
     *("timing_s", "training", "val-aux", "val-core"),
 )
 _SPREAD = ("mean", "max", "min")
@@ -21,6 +21,7 @@ NAMES = (
     *("actor/reward_kl_penalty_coeff", "actor/balance_loss", "actor/router_z_loss", "actor/expert_load/max"),
     *(f"critic/{x}/{of}" for x in ("score", "rewards", "advantages", "returns", "values") for of in _SPREAD),
     *(f"critic/{x}" for x in ("vf_loss", "vf_clipfrac", "vf_explained_var", "vpred_mean", "grad_norm", "skipped")),
+    *(f"curriculum/{x}" for x in ("seen", "success_rate", "target")),
     *(f"critic/true/{x}" for x in ("r2", "cosine", "sign")),
     *(f"{x}/{of}" for x in ("prompt_length", "response_length") for of in _SPREAD),
     *(f"response_length/{x}" for x in ("clip_ratio", "limit")),

@@ -45,6 +45,7 @@ def own_functions(settings: TrainSettings) -> list[tuple[str, str]]:
         *kernels_named(settings).items(),
         *(("reward.functions", name) for name in settings.reward.functions),
         *(("log.loggers", name) for name in settings.log.loggers),
+        *(("log.observers", name) for name in settings.log.observers),
         ("rollout.turns.respond", turns.respond),
         ("rollout.environment.play", environment.keywords.get("play") if environment.is_agent else None),
         *((f"data.{name}", getattr(data, name)) for name in ("rows", "eval_rows", "sampler")),

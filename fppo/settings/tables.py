@@ -37,6 +37,11 @@ CORRECTIONS: Functions = {  # of old log-probs, the engine's log-probs and the m
     "none": (),
     "rollout": ("fppo.losses.correction:rollout_correction",),
 }
+_CURRICULUM = "fppo.data.curriculum"
+CURRICULA: Functions = {  # of keywords alone, for a curriculum
+    "none": (),
+    **{name: (f"{_CURRICULUM}:{name}",) for name in ("learnability", "easy_to_hard", "mixture")},
+}
 _ADAPTERS = "fppo.environments.adapters"
 AGENT = "agent"  # no environment, but a program that plays episodes of its own
 ENVIRONMENTS: Functions = {  # of keywords alone, for an environment

@@ -27,13 +27,30 @@ from fppo.fields import (
     setting,
     temperature,
 )
+from fppo.settings.component import given, named
 from fppo.settings.learning import ActorSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
+from fppo.settings.sft import SftSettings
+from fppo.settings.tables import CURRICULA
 
 LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
+
+
+@attrs.frozen(kw_only=True)
+class CurriculumSettings:
+    """How prompts are chosen by what is known of them, and any keywords of its function."""
+
+    name: str = named("none", CURRICULA, "a curriculum")
+    """none (every prompt once per epoch), learnability, easy_to_hard, mixture; or module:function for your own."""
+    keywords: Table = given()
+
+    @property
+    def used(self) -> bool:
+        """Whether a curriculum chooses the prompts."""
+        return self.name != "none"
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +105,8 @@ class DataSettings:
     """Draw a new order of the prompts in every epoch."""
     sampler: str | None = setting(None, module_function)
     """An order of your own: module:function of the prompt set, the epoch's number and a key, for indices of prompts."""
+    curriculum: CurriculumSettings = setting(CurriculumSettings)
+    """How prompts are chosen by what is known of them."""
 
     @property
     def has_held_out(self) -> bool:
@@ -152,6 +171,11 @@ class DigestSettings:
     """Steps between digests; 0: of steps with a checkpoint only, which always have one; auto: about 1 % of the time."""
 
 
+def _observers(names: tuple[str, ...]) -> str | None:
+    wrong = next((text for name in names if (text := module_function(name)) is not None), None)
+    return "names an observer twice" if len(set(names)) < len(names) else wrong
+
+
 def _loggers(names: tuple[str, ...]) -> str | None:
     unknown = next((name for name in names if ":" not in name and name not in LOGGERS), None)
     if len(set(names)) < len(names):
@@ -165,6 +189,8 @@ class LogSettings:
 
     loggers: tuple[str, ...] = setting((), _loggers)
     """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
+    observers: tuple[str, ...] = setting((), _observers)
+    """Functions of your own that see every step, as module:function of a StepRecord; numbers they return are logged."""
     samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
     """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
     samples_gb: float = setting(1.0, above(0))
@@ -215,6 +241,8 @@ class TrainSettings:
     """How the policy is updated."""
     critic: CriticSettings = setting(CriticSettings)
     """How the critic is updated."""
+    sft: SftSettings = setting(SftSettings)
+    """How fppo sft imitates responses; fppo train does not read it."""
     eval: EvalSettings = setting(EvalSettings)
     """How held-out prompts are answered and scored."""
     mesh: MeshSettings = setting(MeshSettings)
@@ -260,3 +288,14 @@ class TrainSettings:
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0
+
+
+def sized_for_sft(settings: TrainSettings) -> TrainSettings:
+    """The settings of a training run whose passes over the policy are those of `fppo sft`, for choices by size."""
+    sft = settings.sft
+    return attrs.evolve(
+        settings,
+        data=attrs.evolve(settings.data, max_prompt_tokens=sft.max_tokens - 1),
+        rollout=attrs.evolve(settings.rollout, batch_size=sft.batch_size, max_tokens=1, exact=False),
+        actor=attrs.evolve(settings.actor, epochs=1),
+    )

@@ -36,9 +36,10 @@ def demonstrations(
     *,
     pad_token_id: int,
     inputs: Sequence[RowInputs | None] | None = None,
+    imitated: Sequence[Sequence[bool]] | None = None,
 ) -> Demonstrations:
     """Token ids as a record: prompts padded on the left, responses on the right. No prompt may be empty. `inputs` are
-    the prompts' images."""
+    the prompts' images; `imitated` says of each response token whether it is imitated, by default all are."""
     left, right = max(map(len, prompts)), max(map(len, responses))
     tokens = torch.full((len(prompts), left + right), pad_token_id)
     mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -50,10 +51,16 @@ def demonstrations(
     return Demonstrations(
         tokens=tokens,
         attention_mask=mask,
-        response_mask=mask[:, left:],
+        response_mask=mask[:, left:] if imitated is None else _padded(imitated, right),
         row_ids=torch.arange(len(prompts)),
         inputs=None if inputs is None else Column(inputs),
     )
+
+
+def _padded(masks: Sequence[Sequence[bool]], width: int) -> Tensor:
+    """Masks of several lengths as bool [B, width], False behind each."""
+    rows = [[*mask, *[False] * (width - len(mask))] for mask in masks]
+    return torch.tensor(rows, dtype=torch.bool).reshape(len(rows), width)
 
 
 @attrs.frozen(kw_only=True)

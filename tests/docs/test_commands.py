@@ -17,6 +17,7 @@ import pytest
 from fppo import quickstart
 from fppo.assembly import trials
 from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, plan
+from fppo.commands import check as checking
 from fppo.report import timeline, write
 from fppo.settings import files, machine, modules, places
 
@@ -52,6 +53,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(audit, "audit")
     reached(compare, "compare")
     reached(plan, "run")
+    reached(checking, "check")
     reached(bias, "run")
     reached(write, "write_report")
     reached(timeline, "write")

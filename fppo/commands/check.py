@@ -1,0 +1,341 @@
+"""The work of `fppo check`, after its arguments are read: it looks at everything and starts nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+import torch
+from transformers.utils import logging as transformers_logging
+
+from fppo._errors import printable
+from fppo.assembly.announce import input_lines
+from fppo.assembly.inputs import Inputs, read_inputs
+from fppo.assembly.machine import resolved
+from fppo.assembly.rewards import reward_of
+from fppo.commands import output
+from fppo.commands.plan import planned_pools
+from fppo.data import PromptSet
+from fppo.fields import Problem
+from fppo.models.flops import PEAKS
+from fppo.plan import text as plans
+from fppo.plan.case import KNOWN
+from fppo.plan.needs import RunNeeds, needs_of
+from fppo.rewards.runner import RewardRunner
+from fppo.runtime.mesh import LOCAL
+from fppo.settings import files
+from fppo.settings.check import CheckSettings
+from fppo.settings.placement import places_of
+from fppo.settings.plan import PlanSettings
+from fppo.settings.resolve import said_of_old_log_probs
+from fppo.settings.reward import RewardSettings
+from fppo.settings.train import TrainSettings
+from fppo.workers.sample import Sample
+
+_TEXT = 600  # characters of a prompt or a ground truth that are shown
+_ENDS = 12  # tokens that are shown of each end of a prompt
+
+
+@attrs.frozen(kw_only=True)
+class ShownPrompt:
+    """A prompt as the model sees it, with what the rewards say of two responses to it."""
+
+    id: str
+    why: str  # it is shown
+    source: str
+    text: str
+    tokens: tuple[int, ...]
+    pieces: tuple[str, ...]  # the text of each token
+    ground_truth: Any
+    rewards: Mapping[str, Mapping[str, float | None]] = attrs.field(factory=dict)  # by response and function
+
+
+@attrs.frozen(kw_only=True)
+class Rewarded:
+    """The rewards of the shown prompts: by prompt, response and function; errors; and the seconds of all calls."""
+
+    scores: Sequence[Mapping[str, Mapping[str, float | None]]]
+    failures: Sequence[str] = ()
+    uncalled: Sequence[str] = ()  # functions of a whole rollout, and models
+    seconds: float = 0.0
+
+
+NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
+TRUTH, EMPTY = "the ground truth", "an empty response"
+
+
+def check(
+    settings: TrainSettings, known: Sequence[Problem], options: CheckSettings, *, where: str, ranks: int | None = None
+) -> int:
+    """Print all that can be known of a run before it starts, on so many `ranks` (None: those of its mesh); see
+    `CheckSettings` for the exit status. Raises SettingsError with every problem, those `known` first."""
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    chosen, notes = resolved(settings)
+    inputs = _opened(chosen, known, where)
+    environment = settings.rollout.environment.used
+    prompts = [] if environment else shown_prompts(inputs, options.prompts)
+    rewarded = rewarded_prompts(settings.reward, prompts, inputs, settings.rollout.max_tokens)
+    prompts = [attrs.evolve(x, rewards=y) for x, y in zip(prompts, rewarded.scores, strict=True)]
+    gpu = options.gpu or _gpu_of(inputs.device)
+    needs, sections, fits = _needs(settings, PlanSettings(gpu=gpu, gpus=ranks))
+    free = free_bytes(Path(settings.output_dir))
+    faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
+    plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
+    lines = [
+        input_lines(inputs, chosen.model, chosen.placement, plain, notes, said_of_old_log_probs(chosen)),
+        sections if needs is None else needs_lines(needs, settings, free),
+        ["the environment gives the prompts: none is shown here"] if environment else _lengths(inputs.prompts),
+        *(prompt_lines(prompt) for prompt in prompts),
+        _reward_lines(rewarded),
+        [f"found: {fault}" for fault in faults] or [f"nothing is wrong with {where}; nothing was started"],
+    ]
+    words = "\n\n".join("\n".join(printable(line, 20_000, lines=True) for line in part) for part in lines if part)
+    numbers = {
+        "needs": None if needs is None else plans.plain(needs),
+        "prompts": [attrs.asdict(prompt) for prompt in prompts],
+        "failures": [*rewarded.failures],
+        "faults": faults,
+    }
+    output.show(words, json.dumps(numbers, indent=1, default=str), options.json)
+    return 1 if faults else 0
+
+
+def _opened(settings: TrainSettings, known: Sequence[Problem], where: str) -> Inputs:
+    """Open what the settings name, weights apart. Raises SettingsError with the problems known, and those found here
+    of other settings."""
+    found: list[str] = []
+    try:
+        inputs = read_inputs(settings, mesh=LOCAL)
+    except files.SettingsError as error:
+        before = {problem.path for problem in known}
+        found = [text for text in error.problems if _place(text) not in before]
+        inputs = None
+    except Exception:
+        if not known:
+            raise
+        inputs = None  # of settings that are wrong anything may come
+    if known or inputs is None:
+        raise files.SettingsError([*map(str, known), *found], where=where)
+    return inputs
+
+
+def _place(text: str) -> str:
+    """The setting that a problem's text begins with."""
+    return text.partition(": ")[0].partition(" = ")[0]
+
+
+def shown_prompts(inputs: Inputs, count: int) -> list[ShownPrompt]:
+    """The first prompt, the shortest, the longest and the next ones, `count` in all."""
+    prompts = inputs.prompts
+    lengths = [len(tokens) for tokens in prompts.tokens]
+    chosen = {0: "the first"}
+    for why, of in (("the shortest", min), ("the longest", max)):
+        chosen.setdefault(lengths.index(of(lengths)), why)
+    for number in range(len(prompts)):
+        chosen.setdefault(number, "the next")
+        if len(chosen) >= max(count, 3):
+            break
+    return [_shown(prompts, number, why, inputs.tokenizer) for number, why in list(chosen.items())[:count]]
+
+
+def _shown(prompts: PromptSet, number: int, why: str, tokenizer: Any) -> ShownPrompt:
+    tokens = prompts.tokens[number]
+    return ShownPrompt(
+        id=prompts.ids[number],
+        why=why,
+        source=prompts.sources[number],
+        text=tokenizer.decode(tokens),
+        tokens=tokens,
+        pieces=tuple(tokenizer.decode([token]) for token in tokens),
+        ground_truth=prompts.ground_truths[number],
+    )
+
+
+def rewarded_prompts(
+    section: RewardSettings, prompts: Sequence[ShownPrompt], inputs: Inputs, max_tokens: int
+) -> Rewarded:
+    """Call each reward function on two responses to each prompt, its ground truth, if it has one, and no words at all.
+
+    Models that judge are not loaded, and functions of a whole rollout are not called. Raises SettingsError for a
+    function that returns no score.
+    """
+    models = {"reward.model": section.model.path, "reward.judge": section.judge.path}
+    uncalled = [name for name, path in models.items() if path is not None]
+    if not section.functions or not prompts:
+        return Rewarded(scores=[{} for _ in prompts], uncalled=uncalled)
+    calls = [(i, words) for i, x in enumerate(prompts) for words in (TRUTH, EMPTY)[x.ground_truth is None :]]
+    samples = [_sample(prompts[i], words, inputs) for i, words in calls]
+    limits = {"time_limit": section.time_limit, "batch_limit": section.batch_time_limit}
+    logging.getLogger("fppo.rewards").setLevel(logging.ERROR)  # what fails is said below
+    with RewardRunner(reward_of(section, {}, max_tokens=max_tokens), workers=1, **limits) as runner:
+        start = time.perf_counter()
+        try:
+            results = runner.run(samples)
+        except ValueError as error:
+            raise files.SettingsError([f"reward.functions: {error}"]) from error
+        seconds = time.perf_counter() - start
+        uncalled += [term.name for term in runner.terms if term.kind == "tensor"]
+    scores: list[dict[str, dict[str, float | None]]] = [{} for _ in prompts]
+    for number, (i, words) in enumerate(calls):
+        failed = {x.term for x in results.failures if x.number == number}
+        each = {name: None if name in failed else column[number] for name, column in results.scores.items()}
+        scores[i][words] = each
+    failures = [
+        f"{x.term} failed on {calls[x.number][1]} of {prompts[calls[x.number][0]].id}: {printable(x.text, 500)}"
+        for x in results.failures
+    ]
+    return Rewarded(scores=scores, failures=failures, uncalled=uncalled, seconds=seconds)
+
+
+def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
+    """A response of the ground truth's words, or of none, that a stop token ends."""
+    truth, tokenizer = prompt.ground_truth, inputs.tokenizer
+    text: Any = tokenizer.decode(list(prompt.tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    response = "" if words == EMPTY else truth if isinstance(truth, str) else json.dumps(truth)
+    number = inputs.prompts.ids.index(prompt.id)
+    return Sample(
+        prompt=text,
+        response=response,
+        ground_truth=truth,
+        source=prompt.source,
+        extras=inputs.prompts.extras[number],
+        prompt_tokens=prompt.tokens,
+        response_tokens=(
+            *tokenizer.encode(response, add_special_tokens=False),
+            *inputs.sampling.stop_token_ids[:1],
+        ),
+        finish="stop",
+    )
+
+
+def _gpu_of(device: torch.device) -> str:
+    """The name that plans have for a device."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = next((kind for kind in PEAKS if kind in name), name)
+    return "a100-80" if known == "A100" else known.lower()
+
+
+def _needs(settings: TrainSettings, options: PlanSettings) -> tuple[RunNeeds | None, list[str], bool]:
+    """The planned needs of a run; else lines of its pools' plans, or on why there is none, and whether it fits."""
+    if options.gpu not in (*KNOWN, "cpu"):
+        return None, [f"needs     not planned: {options.gpu} is no GPU that fppo plan knows; give --gpu"], True
+    try:
+        if places_of(settings.placement):
+            sections, _, fits = planned_pools(settings, attrs.evolve(options, gpus=None))
+            return None, [*plans.rendered(sections, 100).split("\n"), *([] if fits else ["", NO_FIT])], fits
+        needs = needs_of(settings, options)
+    except ValueError as error:
+        return None, [f"it cannot be planned: {error}"], False
+    return needs, [], needs.fits
+
+
+def free_bytes(directory: Path) -> float:
+    """Free bytes of the disk that a directory, which need not exist, is or would be on."""
+    place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    return float(shutil.disk_usage(place).free)
+
+
+def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str]:
+    """List the reasons for which the run would fail later."""
+    faults = []
+    if needs is not None and needs.disk > free:
+        faults.append(f"the run writes up to {_gb(needs.disk)}, and {_gb(free)} are free")
+    faults += [text for text in rewarded.failures if f"failed on {TRUTH}" in text]
+    return faults
+
+
+def needs_lines(needs: RunNeeds, settings: TrainSettings, free: float) -> list[str]:
+    """Memory, time and disk of a run, in lines."""
+    share = needs.memory / needs.available
+    fits = "fits" if needs.fits else "does not fit"
+    return [
+        f"memory    {_gib(needs.memory)} of {_gib(needs.available)} a rank ({share:.0%}): it {fits}; "
+        f"{needs.ranks:,} x {needs.gpu}; a process of the host {_gib(needs.host)}",
+        f"time      about {duration(needs.step)} a step, {duration(needs.run)} for {settings.steps:,} steps, if all "
+        "responses are as long as they may be",
+        f"disk      up to {_gb(needs.disk)}: {settings.checkpoint.keep} checkpoints of {_gb(needs.checkpoint)} and one "
+        f"under way, a model of {_gb(needs.model)}, samples; {_gb(free)} are free",
+    ]
+
+
+def _gib(size: float) -> str:
+    return f"{plans.gib(size)} GiB"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits: 0.25 s, 12 min, 3.4 h or 5.2 days."""
+    for size, unit in ((86_400 * 2, "days"), (3600, "h"), (120, "min")):
+        if seconds >= size:
+            return f"{seconds / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:,.2g} {unit}"
+    return f"{seconds:,.2g} s"
+
+
+def _lengths(prompts: PromptSet) -> list[str]:
+    lengths = sorted(map(len, prompts.tokens))
+    long = lengths[int(0.99 * (len(lengths) - 1))]
+    return [
+        f"lengths   of prompts, in tokens: {lengths[0]:,} to {lengths[-1]:,}, median {median(lengths):,g}, "
+        f"99 % up to {long:,}"
+    ]
+
+
+def prompt_lines(prompt: ShownPrompt) -> list[str]:
+    """A prompt for a terminal: text and tokens, with marks in place of control characters, and its rewards."""
+    source = "" if prompt.source and prompt.id.startswith(prompt.source) else f", source {prompt.source}"
+    lines = [
+        f"prompt {printable(prompt.id, 200)}, {prompt.why}, {len(prompt.tokens):,} tokens{printable(source, 100)}",
+        f"  text    {_quoted(prompt.text)}",
+        f"  tokens  {tokens_line(prompt.tokens, prompt.pieces)}",
+        *([] if prompt.ground_truth is None else [f"  truth   {_quoted(prompt.ground_truth)}"]),
+    ]
+    for words, scores in prompt.rewards.items():
+        each = ", ".join(f"{name} {'failed' if x is None else f'{x:g}'}" for name, x in scores.items())
+        lines.append(f"  reward  of {words}: {printable(each, 400)}")
+    return lines
+
+
+def _quoted(value: Any) -> str:
+    return printable(json.dumps(value, ensure_ascii=False, default=str), _TEXT)
+
+
+def tokens_line(tokens: Sequence[int], pieces: Sequence[str]) -> str:
+    """Ids with their texts, a run of one id once; of many the first and the last."""
+    runs = [(token, len(list(group))) for token, group in groupby(tokens)]
+    texts = dict(zip(tokens, pieces, strict=True))
+    shown = [
+        f"{token} {printable(json.dumps(texts[token], ensure_ascii=False), 60)}{f' x {n:,}' if n > 1 else ''}"
+        for token, n in runs
+    ]
+    if len(shown) > 2 * _ENDS:
+        shown[_ENDS:-_ENDS] = [f"... ({len(shown) - 2 * _ENDS:,} more)"]
+    return " | ".join(shown)
+
+
+def _reward_lines(rewarded: Rewarded) -> list[str]:
+    lines = [f"  {text}" for text in rewarded.failures]
+    lines += [f"  not called here: {', '.join(rewarded.uncalled)}"] if rewarded.uncalled else []
+    calls = sum(len(each) for x in rewarded.scores for each in x.values())
+    if calls:
+        lines.insert(0, f"rewards   {calls} calls in {duration(rewarded.seconds)}, with the start of a worker")
+    same = [
+        name
+        for name in (rewarded.scores[0].get(TRUTH, {}) if rewarded.scores else ())
+        if all(x[TRUTH][name] == x[EMPTY][name] for x in rewarded.scores if TRUTH in x)
+    ]
+    lines += [f"  {', '.join(same)}: the ground truth scores as nothing does, if that is meant"] if same else []
+    return lines

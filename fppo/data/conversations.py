@@ -1,0 +1,244 @@
+"""Demonstrations: rows of prompts with the responses to imitate, or of whole conversations, as tokens with masks."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+
+from fppo.data.chat import (
+    PLAIN,
+    ChatOptions,
+    EndlessTemplate,
+    check_chat_template,
+    encode_chat,
+    end_of_turn,
+    render_chat,
+)
+from fppo.data.encode import OverLong
+from fppo.data.examples import Fields, example_of, fill, from_text, lookup, messages_of
+from fppo.data.plain import BadField
+from fppo.data.problems import Problems
+from fppo.data.read import Row
+from fppo.data.tokenizers import check_tokenizer, encode_text
+
+ImitatedTurns = Literal["all", "last"]
+Message = Mapping[str, Any]
+
+
+@attrs.frozen(kw_only=True)
+class Imitated:
+    """A row to imitate: the tokens before the first imitated one, and those from there on with a mask over them."""
+
+    prompt: tuple[int, ...]
+    response: tuple[int, ...]
+    mask: tuple[bool, ...]  # of the response: True where a token is imitated
+
+
+@attrs.frozen(kw_only=True)
+class Answers:
+    """The fields of a row that are imitated: a response to its prompt, or, with `messages`, turns of a conversation."""
+
+    response: str = "response"  # a field, or a template like "{reasoning} #### {answer}"
+    messages: str | None = None
+    turns: ImitatedTurns = "all"
+
+
+RESPONSE = Answers()
+
+
+@attrs.frozen(kw_only=True)
+class DemonstrationSet:
+    """Encoded demonstrations. All columns have one entry per row."""
+
+    rows: tuple[Imitated, ...]
+    ids: tuple[str, ...]  # origin of each row, such as "train.jsonl:17"
+    sources: tuple[str, ...]
+    pad_token_id: int
+    num_dropped: int = 0  # rows that were too long
+    num_truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def digest_of_demonstrations(demonstrations: DemonstrationSet) -> dict[str, str]:
+    """A 128-bit hex digest of the tokens and masks of all rows, in order."""
+    hasher = hashlib.blake2b(digest_size=16)
+    for row in demonstrations.rows:
+        counts = len(row.prompt), len(row.response)
+        hasher.update(array("q", (*counts, *row.prompt, *row.response, *row.mask)).tobytes())
+    return {"as tokens": hasher.hexdigest()}
+
+
+def imitated_conversation(
+    tokenizer: Any, messages: Sequence[Message], *, turns: ImitatedTurns = "all", options: ChatOptions = PLAIN
+) -> list[Imitated]:
+    """The rows of a conversation that ends with the assistant's message: its turns, or the last one, are imitated.
+
+    The tokens before a turn are those of the prompt that a policy would answer there, and the turn's end with the
+    template's end of a turn, so training sees what sampling does. Turns share a row as long as the template only
+    appends; one that renders earlier turns otherwise later, as without their thoughts, gives a row for each. Raises
+    ValueError for a template that writes something else than its own prompt before an answer.
+    """
+    end = end_of_turn(tokenizer, options=options)
+    mark = "" if end is None else tokenizer.decode([end])
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    rows: list[Imitated] = []
+    text = None  # of the last row; None where nothing can be appended
+    for place in places if turns == "all" else places[-1:]:
+        before = render_chat(tokenizer, messages[:place], generation=True, options=options)
+        answer = _answer(before, render_chat(tokenizer, messages[: place + 1], generation=False, options=options))
+        ended = bool(mark) and mark in answer
+        answer = answer[: answer.rindex(mark) + len(mark)] if ended else answer
+        ids = tokenizer.encode(answer, add_special_tokens=False)
+        ids = ids if ended else [*ids, tokenizer.eos_token_id]
+        if text is not None and before.startswith(text):
+            gap = tokenizer.encode(before[len(text) :], add_special_tokens=False)
+            last = rows.pop()
+            response = (*last.response, *gap, *ids)
+            mask = (*last.mask, *[False] * len(gap), *[True] * len(ids))
+            rows.append(Imitated(prompt=last.prompt, response=response, mask=mask))
+        else:
+            prompt = tuple(encode_chat(tokenizer, messages[:place], options=options))
+            rows.append(Imitated(prompt=prompt, response=tuple(ids), mask=(True,) * len(ids)))
+        text = before + answer if ended else None
+    return rows
+
+
+def _answer(before: str, whole: str) -> str:
+    """The text of a conversation behind the prompt of its last turn, which may differ in the white space between them.
+    Raises ValueError for other differences."""
+    if whole.startswith(before):
+        return whole[len(before) :]
+    if whole.startswith(bare := before.rstrip()):
+        return whole[len(bare) :].lstrip()
+    raise ValueError(
+        "the chat template writes the assistant's message otherwise than behind its own prompt "
+        f"({before[-40:]!r}); give another template (data.chat_template), or other data.chat_arguments"
+    )
+
+
+def encode_demonstrations(
+    rows: Sequence[Row],
+    tokenizer: Any,
+    *,
+    fields: Fields,
+    answers: Answers = RESPONSE,
+    max_tokens: int = 2048,
+    over_long: OverLong = "error",
+    pad_token: str | None = None,
+    chat: ChatOptions = PLAIN,
+    problems: Problems | None = None,
+) -> DemonstrationSet:
+    """Encode rows as demonstrations: the prompts of `fields`, and what `answers` says is imitated.
+
+    Without a chat template a response ends with the tokenizer's end token. `over_long` is the rule for rows of more
+    than `max_tokens`: "error" names them, "drop" leaves them out, "truncate" cuts their end. Raises ValueError naming
+    file, line and field of every faulty row.
+    """
+    special, problems = check_tokenizer(tokenizer, pad_token=pad_token), Problems() if problems is None else problems
+    if fields.chat:
+        check_chat_template(tokenizer, options=chat)
+    made: list[tuple[Imitated, Row, str]] = []
+    for row in rows:
+        for each, source in _read(row, tokenizer, fields, answers, chat, problems):
+            made.append((each, row, source))
+    long = [len(each.prompt) + len(each.response) > max_tokens for each, _, _ in made]
+    if over_long == "error":
+        for (each, row, _), over in zip(made, long, strict=True):
+            count = len(each.prompt) + len(each.response)
+            text = (
+                f"the row has {count} tokens, more than max_tokens = {max_tokens} (over_long can drop or truncate it)"
+            )
+            if over:
+                problems.add(text, at=row.place)
+    problems.check("data")
+    cut = [(_cut(each, max_tokens) if over_long == "truncate" else each, row, source) for each, row, source in made]
+    kept = [
+        (each, row, source)
+        for (each, row, source), over in zip(cut, long, strict=True)
+        if any(each.mask) and not (over and over_long == "drop")
+    ]
+    if not kept:
+        raise ValueError(f"the data set holds no demonstrations: {len(made)} were read, and all were too long")
+    return DemonstrationSet(
+        rows=tuple(each for each, _, _ in kept),
+        ids=tuple(row.name for _, row, _ in kept),
+        sources=tuple(source for _, _, source in kept),
+        pad_token_id=special.pad_token_id,
+        num_dropped=len(made) - len(kept),
+        num_truncated=sum(long) - (len(made) - len(kept)) if over_long == "truncate" else 0,
+    )
+
+
+def _cut(row: Imitated, most: int) -> Imitated:
+    """The first `most` tokens of a row."""
+    left = max(most - len(row.prompt), 0)
+    return attrs.evolve(row, response=row.response[:left], mask=row.mask[:left])
+
+
+def _read(
+    row: Row,
+    tokenizer: Any,
+    fields: Fields,
+    answers: Answers,
+    chat: ChatOptions,
+    problems: Problems,
+) -> list[tuple[Imitated, str]]:
+    """The demonstrations of a row, with its source; none, and a problem noted, for a faulty one."""
+    turns = answers.turns
+    try:
+        if answers.messages is not None:
+            conversation, source, tools = _conversation(row, fields, answers.messages)
+        else:
+            example = example_of(row, fields, problems)
+            if example is None:
+                return []
+            words, source, tools = _response(row, answers.response), example.source, example.tools
+            if isinstance(example.prompt, str):
+                prompt = encode_text(tokenizer, example.prompt)
+                ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.eos_token_id]
+                if not prompt:
+                    raise BadField("the prompt has no tokens")
+                return [(Imitated(prompt=tuple(prompt), response=tuple(ids), mask=(True,) * len(ids)), source)]
+            conversation, turns = [*example.prompt, {"role": "assistant", "content": words}], "last"
+        own = chat if tools is None else attrs.evolve(chat, tools=tools)
+        return [(each, source) for each in imitated_conversation(tokenizer, conversation, turns=turns, options=own)]
+    except EndlessTemplate as error:
+        raise ValueError(f"{row.place}: {error}") from None
+    except BadField as error:
+        problems.add(str(error), at=row.place)
+    except Exception as error:  # tokenizers and chat templates raise any exception
+        problems.add(f"the row cannot be encoded: {error}", at=row.place)
+    return []
+
+
+def _conversation(row: Row, fields: Fields, name: str) -> tuple[list[dict[str, Any]], str, Any]:
+    """The messages of a row, its source, and its own tools. Raises BadField."""
+    value, filled = lookup(row.fields, name), row.filled
+    if isinstance(value, str):
+        value, filled = from_text(value, name), False
+    elif hasattr(value, "tolist"):  # numpy's, as pandas has them
+        value = value.tolist()
+    if not isinstance(value, list | tuple):
+        raise BadField(f"field {name!r}: not a list of messages")
+    conversation = messages_of(value, name, filled=filled, answered=True)
+    rest = attrs.evolve(row, fields={key: x for key, x in row.fields.items() if key != name} | {"prompt": "-"})
+    example = example_of(rest, attrs.evolve(fields, prompt="prompt", chat=False), Problems())
+    if example is None:
+        raise BadField(f"field {fields.source!r} or {fields.tools!r}: not a source, or not tools")
+    return conversation, example.source, example.tools
+
+
+def _response(row: Row, response: str) -> str:
+    """The text of a row's response. Raises BadField."""
+    if "{" in response:
+        return fill(response, row.fields)
+    value = lookup(row.fields, response)
+    if not isinstance(value, str) or not value:
+        raise BadField(f"field {response!r}: a {type(value).__name__}, not text, or empty")
+    return value

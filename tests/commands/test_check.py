@@ -1,0 +1,156 @@
+"""fppo check: everything that can be known of a run, and nothing that a run would do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fppo.commands.check import duration, tokens_line
+from fppo.commands.cli import main
+from fppo.settings import files
+from tests import tiny_run
+
+
+@pytest.fixture
+def task(tmp_path):
+    tiny_run.write_task(tmp_path)
+    files.save(tiny_run.settings(tmp_path), tmp_path / "run.toml")
+    return tmp_path
+
+
+def _numbers(file):
+    """The bytes of a file's tensors, without its header."""
+    return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
+
+
+def _tree(directory):
+    return sorted(str(path) for path in directory.rglob("*"))
+
+
+def test_a_run_is_looked_over_and_nothing_is_started(task, capsys):
+    before = _tree(task)
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu"]) == 0
+    said = capsys.readouterr()
+    assert _tree(task) == before
+    for text in (
+        "device    cpu, float32",
+        "it fits; 1 x cpu",
+        "disk      up to",
+        "prompt train.jsonl:1, the first, 4 tokens",
+        'text    "0+0="',
+        'tokens  3 "0" | 13 "+" | 3 "0" | 14 "="',
+        'truth   "0"',
+        "reward  of the ground truth: exact_match 1",
+        "reward  of an empty response: exact_match 0",
+        "nothing was started",
+    ):
+        assert text in said.out, text
+    assert said.out.count("\nprompt ") == 3
+
+
+def test_the_numbers_are_json_too(task, capsys):
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu", "--json", "-", "--prompts", "2"]) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["faults"] == []
+    assert [x["ground_truth"] for x in numbers["prompts"]] == ["0", "4"]
+    assert numbers["prompts"][0]["rewards"]["the ground truth"] == {"exact_match": 1.0}
+    needs = numbers["needs"]
+    assert 0 < needs["memory"] < needs["available"]
+    # parameters and two moments of actor and critic, the reference, all float32: as a checkpoint of the run has
+    assert 0 < needs["model"] < needs["checkpoint"] < needs["disk"]
+
+
+@pytest.mark.slow
+def test_the_disk_is_what_a_run_takes(task, capsys):
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu", "--json", "-"]) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert main(["train", str(task / "run.toml")]) == 0
+    newest = max((task / "run" / "checkpoints").glob("step_*"))
+    assert sum(map(_numbers, newest.rglob("*.safetensors"))) == pytest.approx(needs["checkpoint"], rel=0.01)
+    assert _numbers(task / "run" / "model" / "model.safetensors") == pytest.approx(needs["model"], rel=0.01)
+
+
+def test_every_problem_is_named_at_once_with_those_of_files_and_rows(task, capsys):
+    (task / "train.jsonl").write_text('{"prompt": "1+1="}\n')
+    flags = ["--actor.optimizer.lr", "-1", "--rollout.n", "3", "--actor.loss.name", "nowhere:loss"]
+    assert main(["check", str(task / "run.toml"), *flags, "--model.tokenizer", str(task / "none")]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "actor.optimizer.lr = -1",
+        "rollout.n",
+        "'nowhere' does not import",
+        "model.tokenizer",
+        "field 'answer'",
+    ):
+        assert text in said, text
+    assert not (task / "run").exists()
+
+
+def test_what_only_opening_finds_is_named_beside_what_settings_show(task, capsys):
+    """The tokenizer is whole, but a prompt is too long for it."""
+    flags = ["--rollout.n", "3", "--data.max-prompt-tokens", "2"]
+    assert main(["check", str(task / "run.toml"), *flags]) == 2
+    said = capsys.readouterr().err
+    assert "rollout.n" in said
+    assert "max_prompt_tokens = 2" in said
+
+
+def test_texts_of_data_are_no_escape_sequences(task, capsys):
+    row = {"prompt": "1+\x1b[2J\u202e=", "answer": "\x1b]0;title\x07", "source": "\x1b[31m"}
+    (task / "train.jsonl").write_text(json.dumps(row) + "\n")
+    files.save(tiny_run.settings(task, data__source="source", data__eval_path=[]), task / "run.toml")
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert not set(said) & {"\x1b", "\x07", "\u202e"}
+
+
+def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
+    (task / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "raise"}\n')
+    own = ["--reward.functions", "tests.rewards.functions:by_response", "--gpu", "cpu"]
+    assert main(["check", str(task / "run.toml"), *own]) == 1
+    said = capsys.readouterr().out
+    assert "found: by_response failed on the ground truth of train.jsonl:1: KeyError: 'no such thing'" in said
+    assert "reward  of the ground truth: by_response failed" in said
+
+
+def test_a_reward_without_a_score_is_a_problem(task, capsys):
+    own = ["--reward.functions", "tests.rewards.functions:too_few", "--gpu", "cpu"]
+    assert main(["check", str(task / "run.toml"), *own]) == 2
+    assert "reward.functions: the reward 'too_few' returned" in capsys.readouterr().err
+
+
+def test_a_run_that_does_not_fit_is_found(task, capsys):
+    values = files.from_dict(files.read_toml(task / "run.toml"))
+    big = {"model.config": {"hidden_size": 32768, "intermediate_size": 32768}}
+    files.save(files.replace(values, big), task / "big.toml")
+    assert main(["check", str(task / "big.toml"), "--gpu", "a100-80", "--prompts", "0"]) == 1
+    assert "found: it does not fit in memory" in capsys.readouterr().out
+    files.save(files.replace(values, {"model.config": {"num_hidden_layers": 80}}), task / "none.toml")
+    assert main(["check", str(task / "none.toml"), "--gpu", "a100-80", "--prompts", "0"]) == 1
+    assert "found: it cannot be planned: model type 'qwen2'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        ([], 2, "give a file of settings: fppo check FILE.toml"),
+        (["nowhere.toml"], 2, "no such file"),
+        (["--help"], 0, "usage: fppo check FILE.toml"),
+    ],
+)
+def test_arguments(words, status, text, capsys):
+    assert main(["check", *words]) == status
+    said = capsys.readouterr()
+    assert text in said.out + said.err
+
+
+def test_tokens_are_shown_once_for_a_run_of_them_and_at_both_ends():
+    assert tokens_line([5, 5, 5, 7], ["<a>", "<a>", "<a>", "b\n"]) == '5 "<a>" x 3 | 7 "b\\n"'
+    line = tokens_line(list(range(100)), [str(i) for i in range(100)])
+    assert line.startswith('0 "0" | ')
+    assert " | ... (76 more) | 88 " in line
+
+
+def test_durations():
+    assert [duration(x) for x in (0.25, 90, 600, 7200, 864000)] == ["0.25 s", "90 s", "10 min", "2 h", "10 days"]

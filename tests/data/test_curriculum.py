@@ -1,0 +1,287 @@
+"""Curricula: draws as often as weights say, states of what was seen, weights by their formulas, and their laws."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import data, laws
+from fppo.data import Curriculum, DataCursor, curriculum, draw_by_weights, systematic
+from fppo.data.cursor import at_step
+from fppo.key import Key
+from fppo.runtime import checkpoint
+from fppo.tree import replace
+
+weighted = st.lists(st.just(0.0) | st.floats(0.01, 8.0), min_size=1, max_size=9).filter(lambda x: sum(x) > 0)
+
+
+def prompts(sources):
+    return data.prompt_set([[i + 1] for i in range(len(sources))], pad_token_id=0, sources=list(sources))
+
+
+@given(weighted, st.integers(1, 12))
+def test_the_expected_number_of_draws_is_exactly_what_the_weights_say(weights, size):
+    """The integral over all starts: between two breaks, the fractions of the parts' ends, the draws do not change."""
+    expected = [size * w / math.fsum(weights) for w in weights]
+    ends = torch.tensor(weights, dtype=torch.float64).cumsum(0)
+    breaks = sorted({0.0, 1.0, *(ends / ends[-1] * size % 1.0).tolist()})
+    integral = [0.0] * len(weights)
+    for a, b in pairwise(breaks):
+        counts = Counter(systematic(torch.tensor(weights), (a + b) / 2, size).tolist())
+        assert sum(counts.values()) == size
+        for i, number in enumerate(expected):
+            integral[i] += (b - a) * counts[i]
+            assert abs(counts[i] - number) < 1 + 1e-9
+    assert integral == pytest.approx(expected, abs=1e-9)
+
+
+@given(weighted, st.integers(1, 12), st.sampled_from([0.0, math.nextafter(1.0, 0.0)]))
+def test_what_weighs_nothing_is_never_drawn(weights, size, start):
+    assert all(weights[i] > 0 for i in systematic(torch.tensor(weights), start, size).tolist())
+
+
+@given(st.data(), weighted, st.integers(1, 12), st.integers(0, 2**63))
+def test_prompts_and_strata_are_drawn_as_often_as_expected_but_for_rounding(draw, weights, size, seed):
+    strata = draw.draw(st.lists(st.integers(0, 2), min_size=len(weights), max_size=len(weights)))
+    drawn = draw_by_weights(torch.tensor(weights), Key(seed), size, strata=torch.tensor(strata)).tolist()
+    shares = [size * w / math.fsum(weights) for w in weights]
+    of_strata = Counter(strata[i] for i in drawn)
+    for i, share in enumerate(shares):
+        assert abs(drawn.count(i) - share) < 1 + 1e-9
+    for stratum in set(strata):
+        assert abs(of_strata[stratum] - sum(x for x, s in zip(shares, strata, strict=True) if s == stratum)) < 1 + 1e-9
+
+
+def test_over_many_keys_each_prompt_comes_as_often_as_its_weight_and_at_any_place():
+    weights, size, times = torch.tensor([3.0, 1.0, 0.0, 2.0, 2.0]), 2, 2000
+    drawn = torch.stack([draw_by_weights(weights, Key(i), size) for i in range(times)])
+    for i, share in enumerate((weights / weights.sum()).tolist()):
+        for place in range(size):
+            deviation = math.sqrt(times * share * (1 - share))
+            assert abs(int((drawn[:, place] == i).sum()) - times * share) <= 4.5 * deviation
+
+
+@pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -0.1], [1.0, math.nan], [math.inf, 1.0]])
+def test_weights_that_are_none_are_refused(weights):
+    with pytest.raises(ValueError, match="finite, none negative, and not all 0"):
+        systematic(torch.tensor(weights), 0.5, 2)
+
+
+scores = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.25, 2.0, math.nan])), max_size=6)
+
+
+@given(st.lists(scores, max_size=4), st.sampled_from([0.0, 0.5, 1.0]))
+def test_counts_are_those_of_the_definition_written_out(batches, decay):
+    made = data.learnability(decay=decay, low=0.0, high=2.0)
+    known = made.init(prompts("aabb"))
+    expected = [[0.0, 0.0] for _ in range(4)]
+    for batch in batches:
+        seen = {i for i, score in batch if not math.isnan(score)}
+        for i in seen:
+            expected[i] = [decay * x for x in expected[i]]
+        for i, score in batch:
+            if not math.isnan(score):
+                expected[i][0] += score / 2
+                expected[i][1] += 1 - score / 2
+        indices = torch.tensor([i for i, _ in batch], dtype=torch.int64)
+        known = made.update(known, indices, torch.tensor([score for _, score in batch], dtype=torch.float64))
+    assert torch.stack([known.successes, known.failures], 1).tolist() == [pytest.approx(x) for x in expected]
+
+
+def weights_of(made, known, step, monkeypatch):
+    """The weights that a curriculum draws by, normed."""
+    seen = []
+
+    def draw(weights, key, size, *, strata=None):
+        seen.append(weights / weights.sum())
+        return draw_by_weights(weights, key, size, strata=strata)
+
+    monkeypatch.setattr(curriculum, "draw_by_weights", draw)
+    made.choose(known, Key(0), step, 2)
+    return seen[-1].tolist()
+
+
+WINS, LOSSES = [0.0, 8.0, 4.0, 0.0, 1.0], [8.0, 0.0, 4.0, 0.0, 2.0]
+
+
+def seen(made, sources="aaabb"):
+    known = made.init(prompts(sources))
+    counts = {"successes": torch.tensor(WINS).double(), "failures": torch.tensor(LOSSES).double()}
+    return replace(known, **counts)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_learnability_is_the_expected_variance_of_success(keep, monkeypatch):
+    made = data.learnability(prior=0.5, explore=0.2, keep_sources=keep)
+    learnable = []
+    for s, f in zip(WINS, LOSSES, strict=True):
+        a, b = s + 0.5, f + 0.5
+        second = a * (a + 1) / ((a + b) * (a + b + 1))  # E[p^2] of a beta distribution
+        learnable.append(a / (a + b) - second)
+    groups = [(0, 1, 2), (3, 4)] if keep else [(0, 1, 2, 3, 4)]
+    expected = [0.0] * 5
+    for group in groups:
+        total = sum(learnable[i] for i in group)
+        for i in group:
+            expected[i] = len(group) / 5 * (0.8 * learnable[i] / total + 0.2 / len(group))
+    assert weights_of(made, seen(made), 3, monkeypatch) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("step", "target"), [(0, 0.8), (5, 0.5), (10, 0.2), (99, 0.2)])
+def test_easy_to_hard_follows_its_target(step, target, monkeypatch):
+    made = data.easy_to_hard(steps=10, begin=0.8, end=0.2, width=0.1, explore=0.0)
+    rates = [(s + 1) / (s + f + 2) for s, f in zip(WINS, LOSSES, strict=True)]
+    near = [math.exp(-((p - target) ** 2) / (2 * 0.1**2)) for p in rates]
+    expected = [x / sum(near) for x in near]
+    assert weights_of(made, seen(made), step, monkeypatch) == pytest.approx(expected, abs=1e-9)
+    assert made.report(seen(made), step)["curriculum/target"] == pytest.approx(target)
+
+
+def test_easy_to_hard_draws_from_a_source_far_from_its_target(monkeypatch):
+    made = data.easy_to_hard(steps=10, begin=1.0, end=1.0, width=1e-3, explore=0.0, keep_sources=True)
+    found = weights_of(made, seen(made), 0, monkeypatch)
+    assert sum(found[:3]) == pytest.approx(3 / 5)
+    assert all(math.isfinite(x) for x in found)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "step", "shares"),
+    [
+        ({}, 7, [6 / 10, 3 / 10, 1 / 10]),
+        ({"power": 0.0}, 0, [1 / 3, 1 / 3, 1 / 3]),
+        ({"power": 0.5}, 0, [math.sqrt(n) / (math.sqrt(6) + math.sqrt(3) + 1) for n in (6, 3, 1)]),
+        ({"begin": {"a": 3.0, "c": 1.0}}, 2, [0.75, 0.0, 0.25]),
+        ({"begin": {"a": 1}, "end": {"b": 3, "a": 1}, "steps": 4}, 1, [1 - 0.25 * 0.75, 0.25 * 0.75, 0.0]),
+        ({"begin": {"a": 1}, "end": {"b": 3, "a": 1}, "steps": 4}, 9, [0.25, 0.75, 0.0]),
+    ],
+)
+def test_mixtures_give_each_source_its_share_and_its_prompts_alike(keywords, step, shares, monkeypatch):
+    made = data.mixture(**keywords)
+    found = weights_of(made, made.init(prompts("aaaaaabbbc")), step, monkeypatch)
+    assert found == pytest.approx([shares[0] / 6] * 6 + [shares[1] / 3] * 3 + [shares[2]])
+
+
+def test_a_mixture_reports_what_was_drawn():
+    made = data.mixture()
+    known = made.update(made.init(prompts("aab")), torch.tensor([0, 0, 1, 2]), torch.zeros(4).double())
+    assert made.report(known, 0) == {"curriculum/drawn/a": 0.75, "curriculum/drawn/b": 0.25}
+
+
+MADE = {
+    "learnability": data.learnability(),
+    "by source": data.learnability(keep_sources=True, decay=0.0),
+    "easy_to_hard": data.easy_to_hard(steps=3),
+    "mixture": data.mixture(begin={"a": 1.0, "b": 1.0}, end={"c": 1.0, "a": 1.0}, steps=4),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_built_in_curricula_keep_their_laws(name):
+    laws.check_curriculum(MADE[name])
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_cursor_with_a_state_resumes(name, tmp_path):
+    made, dataset, key = MADE[name], prompts("aaabbc"), Key(3)
+
+    def step(cursor):
+        asked, cursor = data.next_batch(dataset, cursor, size=3, key=key, curriculum=made)
+        learn = data.Learn.of(made, dataset)
+        rows = torch.tensor([int(i) for i in asked.ids])
+        known = learn.curriculum.update(cursor.course.known, rows, (rows % 2).double())
+        return replace(cursor, course=replace(cursor.course, known=known, step=cursor.course.step + 1))
+
+    begin, places = data.begin_course(made, dataset), iter(range(99))
+
+    def save(cursor):
+        path = tmp_path / str(next(places))
+        checkpoint.begin_save(cursor, path, 1).wait()
+        return path
+
+    laws.check_resume(step, begin, save=save, load=lambda path: checkpoint.load(begin, path, 1), steps=3)
+
+
+def test_each_draw_from_one_state_has_its_own_key():
+    """As a step that draws again (rollout.filter) does; the same cursor draws the same."""
+    made, dataset = data.learnability(), prompts("a" * 40)
+    first = data.begin_course(made, dataset)
+    drawn = {}
+    cursor = first
+    for number in range(4):
+        asked, cursor = data.next_batch(dataset, cursor, size=4, key=Key(0), curriculum=made)
+        drawn[number] = tuple(asked.ids)
+    assert len(set(drawn.values())) == 4
+    assert tuple(data.next_batch(dataset, first, size=4, key=Key(0), curriculum=made)[0].ids) == drawn[0]
+
+
+def test_a_cursor_without_a_curriculum_has_the_leaves_that_it_had():
+    from fppo import tree
+
+    assert [path for path, _ in tree.leaves_with_paths(at_step(DataCursor(), 5))] == [".epoch", ".position"]
+    plain, _ = data.next_batch(prompts("aaaa"), DataCursor(), size=4, key=Key(1))
+    assert list(plain.ids) == [str(i) for i in data.epoch_order(4, Key(1), 0)]
+
+
+PLAIN = data.learnability()
+
+
+def in_place(known, indices, scores):
+    known.successes.add_(1.0)
+    return known
+
+
+def by_place(known, indices, scores):
+    return replace(known, successes=known.successes + torch.arange(len(indices)).double().dot(scores.nan_to_num()))
+
+
+WRONG = {
+    "purity": [
+        PLAIN._replace(update=in_place),
+        PLAIN._replace(choose=lambda known, key, step, size: torch.randint(12, (size,))),
+    ],
+    "order": [PLAIN._replace(update=by_place)],
+    "key": [PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size))],
+    "indices": [
+        PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size + 1)),
+        PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size).double()),
+        PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size) + 10),
+    ],
+    "state": [PLAIN._replace(init=lambda prompts: {"ids": {"a"}})],
+}
+
+
+@pytest.mark.parametrize(("law", "number"), [(law, i) for law, made in WRONG.items() for i in range(len(made))])
+def test_laws_notice_what_is_wrong(law, number):
+    with pytest.raises(laws.LawViolation) as caught:
+        laws.check_curriculum(WRONG[law][number])
+    assert caught.value.law == law
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: data.learnability(decay=1.5), r"decay = 1\.5: must be 0 to 1"),
+        (lambda: data.learnability(low=1.0), r"high = 1\.0: must be more than low"),
+        (lambda: data.easy_to_hard(steps=0), "steps = 0: must be 1 to inf"),
+        (lambda: data.easy_to_hard(steps=5, width=0.0), "width = 0"),
+        (lambda: data.mixture(begin={"a": -1.0}), "a table of sources with weights"),
+        (lambda: data.mixture(end={}), "one above 0"),
+        (lambda: data.mixture(begin={"gms8k": 1.0}).init(prompts(["gsm8k"])), "did you mean gsm8k"),
+        (lambda: data.next_batch(prompts("aa"), DataCursor(), size=1, key=Key(0), curriculum=PLAIN), "begin_course"),
+        (lambda: data.Learn.of(PLAIN, data.select(prompts("ab"), [0, 0])), "two prompts have the id '0'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+def test_a_curriculum_is_a_plain_value():
+    assert isinstance(PLAIN, Curriculum)
+    assert PLAIN._replace(report=curriculum.nothing_to_report).report(None, 0) == {}

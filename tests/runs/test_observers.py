@@ -1,0 +1,92 @@
+"""A user's observers: they see every step's record, their numbers are logged, and their errors end nothing."""
+
+from __future__ import annotations
+
+import math
+import types
+from typing import Any
+
+import pytest
+
+from fppo.commands import actions
+from fppo.runs import jsonl
+from fppo.runs.observers import FAILURES, OwnObserver
+from fppo.settings import files
+from tests import tiny_run
+
+
+def lengths(record: Any) -> dict[str, float] | None:
+    """Numbers of a batch, and of the state."""
+    if record.experience is None:
+        return None
+    whole = float(record.experience.response_mask.sum())
+    return {"own/tokens": whole, "own/updates": float(record.run.actor.step), "own/mean": whole / 8}
+
+
+def failing(record: Any) -> None:
+    if record.run.step in (2, 3):
+        raise RuntimeError(f"no such thing at {record.run.step} \x1b[2J")
+
+
+def wrong(record: Any) -> list[float]:
+    del record
+    return [1.0]
+
+
+def test_a_run_logs_their_numbers_and_outlives_their_errors(tmp_path, capsys):
+    tiny_run.write_task(tmp_path)
+    names = [f"{__name__}:{fn.__name__}" for fn in (lengths, failing, wrong)]
+    assert actions.train(tiny_run.settings(tmp_path, log__observers=names)) == 0
+    lines = list(jsonl.read(tmp_path / "run" / "metrics.jsonl"))
+    assert "own/tokens" not in lines[0]
+    for line in lines[1:]:
+        assert line["own/mean"] == line["response_length/mean"]
+        assert line["own/updates"] == 4 * line["step"]  # two mini-batches, two epochs
+    assert [line.get(FAILURES) for line in lines] == [1.0, 2.0, 4.0, 6.0, 7.0]
+    said = capsys.readouterr().err
+    assert said.count(f"log.observers: {names[1]} failed at step 2, and the run goes on: RuntimeError: no such") == 1
+    assert "\x1b" not in said
+    assert f"{names[1]} has failed 2 times" in said
+    assert f"{names[2]} failed at step 0" in said
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyError("x"), ValueError("y" * 10**6)])
+def test_an_error_is_counted_and_named_once(capsys, error):
+    def fails(record: Any) -> None:
+        raise error
+
+    observer, record = OwnObserver("mine:fails", fails), types.SimpleNamespace
+    for step in range(3):
+        seen = observer(record(run=record(step=step), metrics={FAILURES: 2.0}))  # type: ignore[arg-type]
+        assert seen == {FAILURES: 3.0 + step}
+    observer.close()
+    said = capsys.readouterr().err
+    assert said.count("mine:fails failed at step 0") == 1
+    assert len(said) < 10_000
+
+
+def test_numbers_may_be_anything_that_is_one():
+    record = types.SimpleNamespace
+    observer = OwnObserver("mine:f", lambda record: {"a": 3, "b": math.nan})
+    seen = observer(record(run=record(step=1), metrics={}))  # type: ignore[arg-type]
+    assert seen["a"] == 3.0
+    assert math.isnan(seen["b"])
+
+
+def test_a_reader_that_is_gone_ends_the_run():
+    def fails(record: Any) -> None:
+        raise BrokenPipeError
+
+    record = types.SimpleNamespace
+    with pytest.raises(BrokenPipeError):
+        OwnObserver("mine:f", fails)(record(run=record(step=1), metrics={}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [(["watch"], "must be module:function"), (["a:b", "a:b"], "names an observer twice")],
+)
+def test_names_that_are_none_are_refused(tmp_path, names, text):
+    settings = files.replace(tiny_run.settings(tmp_path), {"log.observers": names})
+    with pytest.raises(ValueError, match=text):
+        files.check(settings)
