@@ -19,7 +19,16 @@ from fppo.commands import help as helps
 from fppo.commands.arguments import LaunchOptions, file_and_overrides
 from fppo.commands.arguments import processes as processes_of
 from fppo.commands.ends import TRACEBACK, status_of, status_of_exit
-from fppo.commands.options import AuditOptions, DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.commands.options import (
+    AuditOptions,
+    DiffOptions,
+    Export,
+    Quickstart,
+    Replay,
+    Report,
+    TraceOptions,
+    ViewOptions,
+)
 from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
@@ -204,6 +213,16 @@ def _report(rest: Sequence[str]) -> int | None:
     print(report.write_report(options.run))
 
 
+def _view(rest: Sequence[str]) -> int | None:
+    """Look into runs in a browser, live while they train, or in one file: fppo view RUN [RUN ...] [--export FILE]"""
+    if helps.wanted(rest):
+        return helps.show("fppo view RUN [RUN ...] [--export FILE.html] [--OPTION VALUE ...]", ViewOptions)
+    options = tyro.cli(ViewOptions, args=rest, prog="fppo view")
+    from fppo.commands import view
+
+    return view.view(options)
+
+
 def _trace(rest: Sequence[str]) -> int | None:
     """Write a timeline of the last steps, for viewers of Chrome traces: fppo trace RUN"""
     if helps.wanted(rest):
@@ -358,6 +377,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "replay": _replay,
     "export": _export,
     "report": _report,
+    "view": _view,
     "trace": _trace,
     "diff": _diff,
     "ablate": _ablate,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions
+from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, TraceOptions, ViewOptions
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
@@ -27,6 +27,7 @@ _OWN = {
     "replay": Replay,
     "export": Export,
     "report": Report,
+    "view": ViewOptions,
     "trace": TraceOptions,
     "diff": DiffOptions,
 }

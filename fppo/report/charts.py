@@ -35,6 +35,16 @@ class Panel:
     """The least span of its y axis, in the quantity's units: smaller changes are noise and look small."""
 
 
+@attrs.frozen
+class PanelMetrics:
+    """The metrics of a chart, by their labels in it."""
+
+    title: str
+    note: str
+    metrics: Mapping[str, str]
+    least: float = 0.0
+
+
 PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
     ("Reward", "mean score of the sampled responses", 0.01, (("score", "critic/score/mean"),)),
     ("KL to the reference", "distance of the policy from the reference", 1e-3, (("kl", "actor/reward_kl_penalty"),)),
@@ -87,14 +97,23 @@ def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The charts with numbers, held-out results first."""
-    drawn = [
-        Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}, least=least)
+    drawn = []
+    for each in panel_metrics(records):
+        lines = {label: points(records, name) for label, name in each.metrics.items()}
+        drawn.append(Panel(each.title, each.note, lines, least=each.least))
+    return drawn
+
+
+def panel_metrics(records: Sequence[Mapping[str, Any]]) -> list[PanelMetrics]:
+    """The metrics with numbers of each chart, held-out results first."""
+    named = [
+        PanelMetrics(title, note, {label: name for label, name in lines if points(records, name)}, least)
         for title, note, least, lines in PANELS
     ]
-    return [*held_out_panels(records), *(panel for panel in drawn if panel.lines)]
+    return [*_held_out_metrics(records), *(each for each in named if each.metrics)]
 
 
-def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _held_out_metrics(records: Sequence[Mapping[str, Any]]) -> list[PanelMetrics]:
     """A chart for each number measured on held-out prompts, the reward first.
 
     Its lines are the means by source; for a single source also best@n and maj@n. A term that equals the reward in all
@@ -103,17 +122,19 @@ def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     found = held_out.held_out(dict.fromkeys(name for record in records for name in record))
     several = len({each.source for each in found}) > 1
     most = max((each.responses for each in found), default=1)
+    names: dict[str, dict[str, str]] = {}
     measures: dict[str, dict[str, Points]] = {}
     for each in found:
         line = points(records, each.metric)
         if line and (each.is_mean or (each.responses == most and not several)):
             label = each.source or each.measure if several else each.kind
             measures.setdefault(each.measure, {})[label] = line
+            names.setdefault(each.measure, {})[label] = each.metric
     for name in held_out.repeated(measures):
         del measures[name]
     note = "prompts never trained on" + (", by source" if several else "")
     chosen = list(measures.items())[:SHOWN_MEASURES]
-    return [Panel(f"Held-out {name}", note, lines, least=_least(lines.values())) for name, lines in chosen]
+    return [PanelMetrics(f"Held-out {name}", note, names[name], _least(lines.values())) for name, lines in chosen]
 
 
 def _least(lines: Iterable[Points]) -> float:

@@ -50,7 +50,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     title = Path(os.path.realpath(run_dir)).name
     drawn = charts.panels(records)
     charts.write_png(drawn, run_dir / CURVES, title=title)
-    chosen, rest = _settings(run_dir / SETTINGS)
+    chosen, rest = settings_of(run_dir / SETTINGS)
     page = Page(
         title=title,
         lost=lost,
@@ -246,7 +246,7 @@ def table(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float,
     return {name: (v[0], v[-1], min(v), max(v)) for name, v in lines.items() if v}
 
 
-def _settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def settings_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings by their paths: those that differ from the defaults, and the others. Raises ValueError for a file
     that is not TOML."""
     if not path.exists():
