@@ -81,7 +81,7 @@ def table(step: int, rows: int, *, tokens: int = 4, odd: bool = False, texts: Se
             responses[row], pieces[row] = text, [text, *[""] * (tokens - 1)]
     responses = list(texts) if texts is not None else responses
     mask = np.ones((rows, tokens), bool)
-    mask[:, 2:3] = not odd
+    mask[:, 2:3] = False
     spread = (np.arange(rows * tokens).reshape(rows, tokens) % 7 - 3) / 2
     columns: dict[str, Any] = {
         "step": np.full(rows, step, np.int32),

@@ -73,7 +73,7 @@ function turned(row, turn, first, end) {
   const rewards = (row.turn_rewards ?? []).slice(first, end).filter((x) => x);
   const said = turn < 0 ? "Environment" : `Turn ${turn + 1}`;
   const reward = rewards.length ? ` · reward ${signed(rewards.reduce((a, b) => a + b, 0))}` : "";
-  return el("div", { className: turn < 0 ? "turn outside" : "turn", textContent: `${said} · ${end - first} tokens${reward}` });
+  return el("div", { className: turn < 0 ? "turn outside" : "turn", dir: "ltr", textContent: `${said} · ${end - first} tokens${reward}` });
 }
 
 // Line breaks are shown and made; what is not trained on is dashed.

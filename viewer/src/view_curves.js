@@ -13,20 +13,19 @@ export function curvesView(app) {
   const grid = el("div", { className: "charts" });
   const none = el("p", { className: "empty", hidden: true });
   const element = el("div", { className: "page" }, bar, keys, settings, none, grid);
-  let charts = new Map();
-
-  controls();
+  let [charts, seeds] = [new Map(), null];
 
   function controls() {
+    seeds = grouped().some((group) => group.length > 1);
     const words = el("input", { type: "search", placeholder: "Metrics, as entropy or critic/", attrs: { "aria-label": "Find metrics" }, on: { input: () => ((state.words = words.value), refresh()) } });
-    const smoothing = el("input", { type: "range", min: "0", max: "50", value: String(Math.round(state.share * 100)), attrs: { "aria-label": "Smoothing" }, on: { input: () => ((state.share = Number(smoothing.value) / 100), refresh()) } });
+    const smoothing = el("input", { type: "range", min: "0", max: "50", value: Math.round(state.share * 100), attrs: { "aria-label": "Smoothing" }, on: { input: () => ((state.share = Number(smoothing.value) / 100), refresh()) } });
     const over = el("select", { attrs: { "aria-label": "Horizontal axis" }, on: { change: () => ((state.over = over.value), rebuild()) } });
     over.append(...[["step", "over steps"], ["hours", "over hours in steps"]].map(([value, label]) => el("option", { value, textContent: label })));
     bar.replaceChildren(
       words,
       el("label", { className: "toggle" }, "Smoothing ", smoothing),
       toggle("Log scale", state.log, (on) => ((state.log = on), rebuild())),
-      ...(grouped().some((group) => group.length > 1) ? [toggle("Seeds as bands", state.seeds, (on) => ((state.seeds = on), rebuild()))] : []),
+      ...(seeds ? [toggle("Seeds as bands", state.seeds, (on) => ((state.seeds = on), rebuild()))] : []),
       over,
     );
   }
@@ -93,6 +92,7 @@ export function curvesView(app) {
   }
 
   function refresh() {
+    if (seeds !== grouped().some((group) => group.length > 1)) controls();
     keyed();
     const wanted = specs();
     none.hidden = wanted.length > 0;
@@ -116,7 +116,7 @@ export function curvesView(app) {
     refresh();
   }
 
-  return { element, refresh, rebuild, find: (words) => ((state.words = words), controls(), (bar.querySelector("input").value = words), refresh()) };
+  return { element, refresh, rebuild, find: (words) => ((state.words = words), refresh(), (bar.querySelector("input").value = words)) };
 }
 
 // The panels of all runs with their metrics as [label, name]; metrics in no panel get one of their own.
