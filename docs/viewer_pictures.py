@@ -17,7 +17,7 @@ WIDTH, HEIGHT = 1280, 800  # pixels
 
 def main(run: str) -> None:
     """Write the pictures. Raises ValueError if no browser is found."""
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     found = (shutil.which(name) for name in ("chromium", "chromium-browser", "google-chrome"))
     program = next(filter(None, found), None)

@@ -38,7 +38,7 @@ _ALWAYS: Mapping[str, str] = MappingProxyType(
 
 
 @attrs.frozen
-class Reply:
+class HttpReply:
     """An answer to a request: its status, the type of its body, and the body."""
 
     status: HTTPStatus
@@ -56,7 +56,7 @@ class Viewed:
     key: str
 
 
-def respond(served: Viewed, target: str, headers: Mapping[str, str] = _NONE) -> Reply:
+def respond(served: Viewed, target: str, headers: Mapping[str, str] = _NONE) -> HttpReply:
     """Answer a GET request of `target`, the path and query of an address, with `headers` by their lower-case names.
 
     Below /KEY/ lie the page, `states` (JSON, what changed since `known`), `run/N/index` (Parquet, the rows of some
@@ -78,9 +78,9 @@ def respond(served: Viewed, target: str, headers: Mapping[str, str] = _NONE) -> 
         return _refused(HTTPStatus.BAD_REQUEST, printable(str(error), 500))
 
 
-def _found(served: Viewed, place: str, query: Mapping[str, str], headers: Mapping[str, str]) -> Reply:
+def _found(served: Viewed, place: str, query: Mapping[str, str], headers: Mapping[str, str]) -> HttpReply:
     if not place:
-        return Reply(HTTPStatus.OK, "text/html; charset=utf-8", view_page.page(", ".join(served.titles), live=True))
+        return HttpReply(HTTPStatus.OK, "text/html; charset=utf-8", view_page.page(", ".join(served.titles), live=True))
     if place == "states":
         return _states(served, query.get("known", "[]"))
     match = _RUN.fullmatch(place)
@@ -91,14 +91,14 @@ def _found(served: Viewed, place: str, query: Mapping[str, str], headers: Mappin
         steps = [int(step) for step in query.get("steps", "").split(",") if step]
         if len(steps) > viewed.MOST_STEPS:
             raise ValueError(f"steps: {len(steps)} of them; an index holds up to {viewed.MOST_STEPS}")
-        return Reply(HTTPStatus.OK, "application/octet-stream", viewed.index_of(run, steps))
+        return HttpReply(HTTPStatus.OK, "application/octet-stream", viewed.index_of(run, steps))
     path = viewed.sample_file(run, int(match[3]))
     if path is None:
         return _refused(HTTPStatus.NOT_FOUND, f"the rows of step {int(match[3])} are not kept")
     return _file(path, headers.get("range"))
 
 
-def _states(served: Viewed, known: str) -> Reply:
+def _states(served: Viewed, known: str) -> HttpReply:
     """The states of all runs; null for one that is as `known`, a list of (stamp, number of lines) for each."""
     before = json_of(known)
     if not isinstance(before, list) or not all(_is_known(each) for each in before):
@@ -108,14 +108,14 @@ def _states(served: Viewed, known: str) -> Reply:
         viewed.state_of(run, title, None if each is None else (each[0], each[1]))
         for run, title, each in zip(served.runs, served.titles, pairs, strict=True)
     ]
-    return Reply(HTTPStatus.OK, "application/json", json.dumps(states).encode())
+    return HttpReply(HTTPStatus.OK, "application/json", json.dumps(states).encode())
 
 
 def _is_known(each: Any) -> bool:
     return isinstance(each, list) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], int)
 
 
-def _file(path: Path, wanted: str | None) -> Reply:
+def _file(path: Path, wanted: str | None) -> HttpReply:
     """A file, or the range of its bytes that a Range header wants."""
     kind = "application/octet-stream"
     with path.open("rb") as file:
@@ -123,29 +123,30 @@ def _file(path: Path, wanted: str | None) -> Reply:
         match = None if wanted is None else _RANGE.fullmatch(wanted)
         if match is None:  # as for a kind of range that is unknown here
             file.seek(0)
-            return Reply(HTTPStatus.OK, kind, file.read(), {"Accept-Ranges": "bytes"})
+            return HttpReply(HTTPStatus.OK, kind, file.read(), {"Accept-Ranges": "bytes"})
         first, last = int(match[1]), min(int(match[2] or size), size - 1)
         if first > last:
-            return Reply(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, kind, b"", {"Content-Range": f"bytes */{size}"})
+            nothing = {"Content-Range": f"bytes */{size}"}
+            return HttpReply(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, kind, b"", nothing)
         file.seek(first)
         body = file.read(last - first + 1)
-    return Reply(HTTPStatus.PARTIAL_CONTENT, kind, body, {"Content-Range": f"bytes {first}-{last}/{size}"})
+    return HttpReply(HTTPStatus.PARTIAL_CONTENT, kind, body, {"Content-Range": f"bytes {first}-{last}/{size}"})
 
 
-def _refused(status: HTTPStatus, text: str) -> Reply:
-    return Reply(status, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "replace"))
+def _refused(status: HTTPStatus, text: str) -> HttpReply:
+    return HttpReply(status, "text/plain; charset=utf-8", f"{text}\n".encode("utf-8", "replace"))
 
 
 def server(served: Viewed, port: int) -> ThreadingHTTPServer:
     """A server on loopback at `port`; 0: any free one. Raises OSError for a port in use."""
 
-    def answer(target: str, headers: Mapping[str, str]) -> Reply:
+    def answer(target: str, headers: Mapping[str, str]) -> HttpReply:
         return respond(served, target, headers)
 
     return ThreadingHTTPServer((LOOPBACK, port), _handler(answer))
 
 
-def _handler(answer: Callable[[str, Mapping[str, str]], Reply]) -> type[BaseHTTPRequestHandler]:
+def _handler(answer: Callable[[str, Mapping[str, str]], HttpReply]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         server_version, sys_version = "fppo", ""
@@ -154,7 +155,7 @@ def _handler(answer: Callable[[str, Mapping[str, str]], Reply]) -> type[BaseHTTP
         def do_GET(self) -> None:
             reply = answer(self.path, {name.lower(): value for name, value in self.headers.items()})
             self.send_response(reply.status)
-            for name, value in (_ALWAYS | dict(reply.headers)).items():
+            for name, value in {**_ALWAYS, **reply.headers}.items():
                 self.send_header(name, value)
             self.send_header("Content-Type", reply.kind)
             self.send_header("Content-Length", str(len(reply.body)))

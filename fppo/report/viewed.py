@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fppo.report import charts, timeline, write
@@ -212,11 +211,8 @@ def _digest(text: str | None) -> str:
     return hashlib.blake2b((text or "").encode(errors="surrogatepass"), digest_size=9).hexdigest()
 
 
-def _shortened(column: pa.ChunkedArray) -> pa.ChunkedArray:
+def _shortened(column: pa.ChunkedArray) -> pa.Array:
     """Texts in at most HEAD + TAIL characters and an ellipsis between."""
-    texts = column.cast(pa.string())
-    if not len(texts) or (pc.max(pc.utf8_length(texts)).as_py() or 0) <= HEAD + TAIL:
-        return texts
-    ends = pc.utf8_slice_codeunits(texts, 0, HEAD), pc.utf8_slice_codeunits(texts, -TAIL)
-    both = pc.binary_join_element_wise(*ends, " … ")
-    return pc.if_else(pc.greater(pc.utf8_length(texts), HEAD + TAIL), both, texts)
+    texts = column.cast(pa.string()).to_pylist()
+    most = HEAD + TAIL
+    return pa.array([x if x is None or len(x) <= most else f"{x[:HEAD]} … {x[-TAIL:]}" for x in texts], pa.string())

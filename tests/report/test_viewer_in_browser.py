@@ -69,7 +69,7 @@ def saved(run) -> str:
 
 
 def until(page: Any, condition: str) -> None:
-    """Wait for a condition. (playwright's own wait evaluates text inside of the page, which the page's policy forbids.)"""
+    """Wait for a condition. (playwright's own way evaluates text in the page, which the page's policy forbids.)"""
     for _ in range(400):
         if page.evaluate(condition):
             return
@@ -275,7 +275,7 @@ def test_runs_lie_over_each_other_with_seeds_as_bands(tmp_path, window):
     assert "2 settings differ" in settings
     reward = page.locator(".chart", has_text="Reward").first
     assert reward.locator(".key").count() == 2
-    assert "1 more seed" in reward.inner_text()
+    assert "lr 1e-5, 2 seeds" in reward.inner_text()
     page.uncheck("text=Seeds as bands")
     assert page.locator(".chart", has_text="Reward").first.locator(".key").count() == 4
     page.locator(".run-keys input").first.uncheck()

@@ -54,6 +54,14 @@ export function chart(spec, { height = HEIGHT, onPick } = {}) {
   };
 }
 
+// A colour of the page's style, as one that a canvas knows.
+function resolved(name, box) {
+  const probe = box.appendChild(el("i", { style: { color: `var(${name})` } }));
+  const { color } = getComputedStyle(probe);
+  probe.remove();
+  return color;
+}
+
 export function theme() {
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
@@ -76,6 +84,7 @@ function prepared({ lines, share, log }) {
     add(soft ? smooth(line.points, share) : line.points, { label: line.label, stroke: line.color, width: 2, tint: line.color });
   }
   const data = aligned(columns);
+  if (data[0].length === 1) data.forEach((column, i) => column.push(i ? null : column[0] + 1)); // one x has no width
   return { data: log ? data.map((column, i) => (i ? column.map((x) => (x > 0 ? x : null)) : column)) : data, series, bands };
 }
 
@@ -85,8 +94,7 @@ function faded(color, share) {
 }
 
 function options({ series, bands }, { least = 0, log = false, unit = "step" }, { width, height, tip, box, onPick }) {
-  const style = getComputedStyle(document.body);
-  const [ink, rule] = ["--dim", "--rule"].map((name) => style.getPropertyValue(name).trim());
+  const [ink, rule] = ["--dim", "--rule"].map((name) => resolved(name, box));
   const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
   const values = (_, marks) => marks.map((mark) => (mark === null ? "" : short(mark, 4)));
   return {
@@ -116,7 +124,8 @@ function options({ series, bands }, { least = 0, log = false, unit = "step" }, {
 function tipped(plot, tip, unit, box) {
   const { idx, left } = plot.cursor;
   const keys = plot.series.map((series, i) => [series, i]).filter(([series]) => series.tint);
-  if (idx === null || idx === undefined || left < 0 || !keys.length) {
+  const looked = box.parentElement.matches(":hover, :focus"); // not a chart whose cursor follows
+  if (idx === null || idx === undefined || left < 0 || !keys.length || !looked) {
     tip.hidden = true;
     return;
   }

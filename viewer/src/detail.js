@@ -14,10 +14,10 @@ export function detail({ rows, row, run, file, images }, { open, numbers, colour
   const group = rows.group(row).sort((a, b) => order(rows, a, b));
   const parts = [
     facts(rows, row, run),
+    reasons({ rows, row, run, file, group }),
     section("Prompt", images.length ? pictures(images) : null, prompted(file.prompt)),
     responded(file, numbers, coloured),
     file.ground_truth === null ? null : section("Expected", text("plain", file.ground_truth)),
-    reasons({ rows, row, run, file, group }),
     grouped({ rows, row, group }, open),
     over({ rows, row, run }, open),
     section("Again", ...commands(run, rows.get("step", row)).map(([label, line]) => el("div", {}, el("p", { className: "note", textContent: label }), command(line)))),

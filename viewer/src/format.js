@@ -31,6 +31,7 @@ export function counted(n, one, many = `${one}s`) {
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return "–";
+  if (seconds === 0) return "0 s";
   if (seconds < 0.001) return `${short(seconds * 1e6, 2)} µs`;
   if (seconds < 1) return `${short(seconds * 1000, 3)} ms`;
   if (seconds < 60) return `${short(seconds, 3)} s`;
@@ -43,6 +44,7 @@ export function shown(value) {
   if (value === true) return "yes";
   if (value === false) return "no";
   if (Array.isArray(value)) return value.length ? value.map(shown).join(", ") : "none";
+  if (isNumber(value) && value !== 0 && Math.abs(value) < 1e-3) return short(value, 6);
   return typeof value === "object" ? JSON.stringify(value) : String(value);
 }
 

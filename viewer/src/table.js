@@ -9,7 +9,7 @@ const MOST = 180; // letters of a cell
 
 // Columns of the table: [name, heading, class].
 export function headings(rows, runs) {
-  const parts = rows.parts.length > 1 ? rows.parts.slice(0, 3) : [];
+  const parts = rows.parts.length > 1 && runs.length === 1 ? rows.parts.slice(0, 2) : [];
   return [
     ...(runs.length > 1 ? [["run", "Run", "run"]] : []),
     ["step", "Step", "num"],
@@ -112,7 +112,7 @@ export function table({ pick, sortBy }) {
   return { element, update, choose, page, reveal, place: () => chosen, last: () => view.order.length - 1 };
 }
 
-const WIDTHS = { step: "4.2em", score: "5em", num: "5em", length: "4.6em", finish: "4.6em", text: "minmax(6em, 1fr)", run: "8em" };
+const WIDTHS = { step: "3.2em", score: "4.4em", num: "4.8em", length: "4.2em", finish: "4em", prompt: "minmax(5em, 1fr)", response: "minmax(5em, 1.3fr)", run: "7em" };
 
 function written(name, value) {
   if (value === null) return "–";

@@ -2,7 +2,7 @@
 // under the keyboard's focus, stand beside it.
 
 import { el } from "./dom.js";
-import { short, signed } from "./format.js";
+import { counted, short, signed } from "./format.js";
 import { NUMBERS, colour, numbersOf, scaled, turns } from "./scales.js";
 
 const SHOWN = 4000; // tokens in the page at first, and by each further step
@@ -73,7 +73,7 @@ function turned(row, turn, first, end) {
   const rewards = (row.turn_rewards ?? []).slice(first, end).filter((x) => x);
   const said = turn < 0 ? "Environment" : `Turn ${turn + 1}`;
   const reward = rewards.length ? ` · reward ${signed(rewards.reduce((a, b) => a + b, 0))}` : "";
-  return el("div", { className: turn < 0 ? "turn outside" : "turn", dir: "ltr", textContent: `${said} · ${end - first} tokens${reward}` });
+  return el("div", { className: turn < 0 ? "turn outside" : "turn", dir: "ltr", textContent: `${said} · ${counted(end - first, "token")}${reward}` });
 }
 
 // Line breaks are shown and made; what is not trained on is dashed.
@@ -86,7 +86,7 @@ function token(piece, trained, i) {
 }
 
 function more(left, grow) {
-  return el("button", { type: "button", className: "more", textContent: `Show more: ${left.toLocaleString("en")} tokens are left`, on: { click: grow } });
+  return el("button", { type: "button", className: "more", textContent: `Show more: ${counted(left, "token is left", "tokens are left")}`, on: { click: grow } });
 }
 
 function focused(spans, i, read) {

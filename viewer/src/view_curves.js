@@ -37,13 +37,17 @@ export function curvesView(app) {
   // Lines of the chart: a run, or the mean of runs that differ in their seeds alone.
   function members() {
     const groups = state.seeds ? grouped() : app.runs.map((_, i) => [i]);
-    const several = app.runs.length > 1;
+    const unlike = differing(app.runs).filter(([name]) => name !== "seed");
     const left = groups.map((group) => group.filter((i) => !state.hidden.has(i))).filter((group) => group.length);
-    return left.map((group) => ({
-      color: app.runs[group[0]].color,
-      runs: group.map((i) => app.runs[i]),
-      label: several ? (group.length > 1 ? `${app.runs[group[0]].title} and ${counted(group.length - 1, "more seed")}` : app.runs[group[0]].title) : "",
-    }));
+    return left.map((group) => ({ color: app.runs[group[0]].color, runs: group.map((i) => app.runs[i]), label: labelled(group, unlike) }));
+  }
+
+  // A run by its title; several by the settings in which they differ from the others.
+  function labelled(group, unlike) {
+    if (app.runs.length === 1) return "";
+    if (group.length === 1) return app.runs[group[0]].title;
+    const said = unlike.slice(0, 3).map(([name, values]) => `${name.split(".").at(-1)} ${shown(values[group[0]])}`);
+    return `${said.join(", ") || "all"}, ${counted(group.length, "seed")}`;
   }
 
   function keyed() {
