@@ -36,7 +36,11 @@ async function digest() {
   const paths = [...sources, ["build.mjs"], ["package-lock.json"]];
   paths.sort((a, b) => (a.at(-1) < b.at(-1) ? -1 : 1));
   const hash = createHash("sha256");
-  for (const path of paths) hash.update(`${path.at(-1)}\0`).update(await readFile(join(HERE, ...path))).update("\0");
+  for (const path of paths)
+    hash
+      .update(`${path.at(-1)}\0`)
+      .update(await readFile(join(HERE, ...path)))
+      .update("\0");
   return hash.digest("hex");
 }
 
@@ -49,7 +53,9 @@ async function licences(inputs) {
     const { version, license } = JSON.parse(await readFile(join(folder, "package.json"), "utf8"));
     const file = (await readdir(folder)).find((each) => /^licen[cs]e/i.test(each));
     if (!file) throw new Error(`${name} brings no licence file`);
-    texts.push(`${name} ${version}, ${license}\n\n${(await readFile(join(folder, file), "utf8")).replaceAll("\r\n", "\n").trim()}\n`);
+    texts.push(
+      `${name} ${version}, ${license}\n\n${(await readFile(join(folder, file), "utf8")).replaceAll("\r\n", "\n").trim()}\n`,
+    );
   }
   return `viewer.js and viewer.css hold the following packages.\n\n${texts.join(`\n${"-".repeat(80)}\n\n`)}`;
 }

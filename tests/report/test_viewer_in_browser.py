@@ -5,6 +5,7 @@ pip install playwright && apt-get install chromium
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import threading
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fppo.report import view_page, view_server
@@ -66,6 +68,19 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def saved(run) -> str:
     return view_page.export([run], run.parent / "page.html", most_bytes=1e9).as_uri()
+
+
+@contextlib.contextmanager
+def served(runs: list[Path]) -> Iterator[str]:
+    """The address of a server of runs."""
+    shown = Viewed(runs=runs, titles=[run.name for run in runs], key="key")
+    running = view_server.server(shown, 0)
+    thread = threading.Thread(target=running.serve_forever, args=(0.05,))
+    thread.start()
+    yield view_server.address_of(shown, running)
+    running.shutdown()
+    thread.join()
+    running.server_close()
 
 
 def until(page: Any, condition: str) -> None:
@@ -295,12 +310,8 @@ def test_runs_lie_over_each_other_with_seeds_as_bands(tmp_path, window):
 def test_a_run_that_is_being_written_comes_in_by_itself(tmp_path, window):
     run = tmp_path / "live"
     (run / SAMPLES).mkdir(parents=True)
-    served = Viewed(runs=[run], titles=["live"], key="key")
-    running = view_server.server(served, 0)
-    thread = threading.Thread(target=running.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        page = window.open(view_server.address_of(served, running))
+    with served([run]) as address:
+        page = window.open(address)
         assert "Live" in page.inner_text(".status")
         page.click("nav >> text=Rows")
         assert "No rows yet" in page.inner_text(".empty")
@@ -320,11 +331,39 @@ def test_a_run_that_is_being_written_comes_in_by_itself(tmp_path, window):
         assert page.evaluate("location.hash") == "#rows/0/3/5"
         page.route("**/states*", lambda route: route.abort())
         until(page, "document.querySelector('.status').textContent.startsWith('No answer')")
-    finally:
-        running.shutdown()
-        thread.join()
-        running.server_close()
     window.errors.clear()  # of the requests that nobody answered
+
+
+def test_a_damaged_file_of_rows_is_named(tmp_path, window):
+    run = view_runs.write_run(tmp_path / "torn", steps=3)
+    path = run / SAMPLES / "000002.parquet"
+    path.write_bytes(path.read_bytes()[:200])
+    page = window.open(f"{view_page.export([run], tmp_path / 'page.html', most_bytes=1e9).as_uri()}#rows")
+    assert page.inner_text("#count") == "16 rows, 3 steps"
+    assert page.inner_text(".unread") == "torn: no row of step 2 can be read."
+
+
+def test_a_large_file_is_read_by_ranges(tmp_path, window):
+    """A row of a live run whose files are too large to be read at once."""
+    run, tokens = tmp_path / "large", 600
+    view_runs.write_metrics(run, 1)
+    table = view_runs.table(1, 512, tokens=tokens)
+    noise = view_runs.lists(np.random.default_rng(0).normal(size=(512, tokens)).astype(np.float32))
+    for name in ("ref_log_probs", "token_rewards", "old_log_probs", "rollout_log_probs"):
+        table = table.set_column(table.column_names.index(name), name, noise)
+    path = view_runs.write_table(run, 1, table)
+    assert path.stat().st_size > 2**22
+    with served([run]) as address:
+        page = window.open(f"{address}#rows")
+        ranges = []
+        page.on("request", lambda request: ranges.append(request.headers.get("range")))
+        opened_row(page, 1, 300)
+        assert page.locator(".token").count() == tokens
+        spans = [tuple(map(int, each.removeprefix("bytes=").split("-"))) for each in ranges if each]
+        assert spans
+        page.locator(".token").nth(2).hover()
+        wanted = table.column("old_log_probs")[300].as_py()[2]
+        assert f"{wanted:.4g}" in page.inner_text(".readout")
 
 
 def test_a_run_without_rows_says_so(tmp_path, window):

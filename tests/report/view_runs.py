@@ -32,6 +32,7 @@ lr = {lr}
 
 
 def write_metrics(run: Path, steps: int, *, shift: float = 0.0) -> None:
+    run.mkdir(parents=True, exist_ok=True)
     log = JsonLines(run / "metrics.jsonl")
     log.log(0, {"val-core/sums/reward/mean@1": 0.25})
     for step in range(1, steps + 1):

@@ -18,7 +18,12 @@ export function chart(spec, { height = HEIGHT, onPick } = {}) {
 
   const draw = () => {
     const shown = prepared(current);
-    const signature = JSON.stringify([shown.series.map((s) => [s.label, s.stroke]), current.log, current.least, theme()]);
+    const signature = JSON.stringify([
+      shown.series.map((s) => [s.label, s.stroke]),
+      current.log,
+      current.least,
+      theme(),
+    ]);
     titled(head, element, current);
     if (plot && signature === drawn) {
       plot.setData(shown.data);
@@ -80,12 +85,22 @@ function prepared({ lines, share, log }) {
       bands.push({ series: [series.length - 2, series.length - 1], fill: faded(line.color, 0.18) });
     }
     const soft = share > 0 && line.points.length > 4;
-    if (soft && !line.low) add(line.points, { label: line.label, stroke: faded(line.color, 0.25), width: 1, hidden: true });
-    add(soft ? smooth(line.points, share) : line.points, { label: line.label, stroke: line.color, width: 2, tint: line.color });
+    if (soft && !line.low)
+      add(line.points, { label: line.label, stroke: faded(line.color, 0.25), width: 1, hidden: true });
+    add(soft ? smooth(line.points, share) : line.points, {
+      label: line.label,
+      stroke: line.color,
+      width: 2,
+      tint: line.color,
+    });
   }
   const data = aligned(columns);
   if (data[0].length === 1) data.forEach((column, i) => column.push(i ? null : column[0] + 1)); // one x has no width
-  return { data: log ? data.map((column, i) => (i ? column.map((x) => (x > 0 ? x : null)) : column)) : data, series, bands };
+  return {
+    data: log ? data.map((column, i) => (i ? column.map((x) => (x > 0 ? x : null)) : column)) : data,
+    series,
+    bands,
+  };
 }
 
 function faded(color, share) {
@@ -95,7 +110,12 @@ function faded(color, share) {
 
 function options({ series, bands }, { least = 0, log = false, unit = "step" }, { width, height, tip, box, onPick }) {
   const [ink, rule] = ["--dim", "--rule"].map((name) => resolved(name, box));
-  const axis = { stroke: ink, grid: { stroke: rule, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+  const axis = {
+    stroke: ink,
+    grid: { stroke: rule, width: 1 },
+    ticks: { show: false },
+    font: "11px system-ui, sans-serif",
+  };
   const values = (_, marks) => marks.map((mark) => (mark === null ? "" : short(mark, 4)));
   return {
     width,
@@ -110,12 +130,27 @@ function options({ series, bands }, { least = 0, log = false, unit = "step" }, {
       y: log ? { distr: 3 } : { range: (_, low, high) => (isNumber(low) ? axisRange([low, high], least) : [0, 1]) },
     },
     axes: [
-      { ...axis, size: 24, gap: 2, values, incrs: unit === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] : undefined },
-      { ...axis, size: (_, marks) => 14 + 6.5 * Math.max(3, ...(marks ?? []).map((mark) => mark.length)), gap: 4, values },
+      {
+        ...axis,
+        size: 24,
+        gap: 2,
+        values,
+        incrs: unit === "step" ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5] : undefined,
+      },
+      {
+        ...axis,
+        size: (_, marks) => 14 + 6.5 * Math.max(3, ...(marks ?? []).map((mark) => mark.length)),
+        gap: 4,
+        values,
+      },
     ],
     hooks: {
       setCursor: [(plot) => tipped(plot, tip, unit, box)],
-      ready: [(plot) => onPick && plot.over.addEventListener("click", () => plot.cursor.idx !== null && onPick(plot.data[0][plot.cursor.idx]))],
+      ready: [
+        (plot) =>
+          onPick &&
+          plot.over.addEventListener("click", () => plot.cursor.idx !== null && onPick(plot.data[0][plot.cursor.idx])),
+      ],
     },
   };
 }
@@ -129,9 +164,18 @@ function tipped(plot, tip, unit, box) {
     tip.hidden = true;
     return;
   }
-  const lines = keys.filter(([, i]) => isNumber(plot.data[i][idx])).slice(0, 12).map(([series, i]) =>
-    el("div", {}, el("i", { className: "dot", style: { background: series.tint } }), `${series.label ? `${series.label} ` : ""}`, el("b", { textContent: short(plot.data[i][idx], 4) })),
-  );
+  const lines = keys
+    .filter(([, i]) => isNumber(plot.data[i][idx]))
+    .slice(0, 12)
+    .map(([series, i]) =>
+      el(
+        "div",
+        {},
+        el("i", { className: "dot", style: { background: series.tint } }),
+        `${series.label ? `${series.label} ` : ""}`,
+        el("b", { textContent: short(plot.data[i][idx], 4) }),
+      ),
+    );
   tip.hidden = lines.length === 0;
   tip.replaceChildren(el("div", { className: "dim", textContent: `${unit} ${short(plot.data[0][idx], 5)}` }), ...lines);
   const room = box.clientWidth - tip.offsetWidth;
@@ -154,16 +198,24 @@ function titled(head, element, { title, note, lines }) {
   const last = (line) => line.points[line.points.length - 1]?.[1];
   const [only] = lines.length === 1 ? lines : [];
   const keys = lines.map((line) =>
-    el("span", { className: "key" }, el("i", { className: "dot", style: { background: line.color } }), `${line.label} `, el("b", { textContent: short(last(line)) })),
+    el(
+      "span",
+      { className: "key" },
+      el("i", { className: "dot", style: { background: line.color } }),
+      `${line.label} `,
+      el("b", { textContent: short(last(line)) }),
+    ),
   );
   head.replaceChildren(
     el("h3", {}, el("span", { textContent: title }), only ? el("b", { textContent: short(last(only)) }) : null),
     note ? el("p", { className: "note", textContent: note }) : "",
     only ? "" : el("div", { className: "keys" }, ...keys),
   );
-  const said = lines.filter((line) => line.points.length).map((line) => {
-    const [first, end] = [line.points[0], line.points[line.points.length - 1]];
-    return `${line.label || title} from ${short(first[1])} to ${short(end[1])}`;
-  });
+  const said = lines
+    .filter((line) => line.points.length)
+    .map((line) => {
+      const [first, end] = [line.points[0], line.points[line.points.length - 1]];
+      return `${line.label || title} from ${short(first[1])} to ${short(end[1])}`;
+    });
   element.setAttribute("aria-label", `${title}: ${said.join("; ")}. Arrow keys read the numbers.`);
 }

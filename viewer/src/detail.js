@@ -20,19 +20,28 @@ export function detail({ rows, row, run, file, images }, { open, numbers, colour
     file.ground_truth === null ? null : section("Expected", text("plain", file.ground_truth)),
     grouped({ rows, row, group }, open),
     over({ rows, row, run }, open),
-    section("Again", ...commands(run, rows.get("step", row)).map(([label, line]) => el("div", {}, el("p", { className: "note", textContent: label }), command(line)))),
+    section(
+      "Again",
+      ...commands(run, rows.get("step", row)).map(([label, line]) =>
+        el("div", {}, el("p", { className: "note", textContent: label }), command(line)),
+      ),
+    ),
   ];
   return el("div", { className: "detail" }, ...parts);
 }
 
 // The commands that make a run again, go on with it, or look at it in Python.
 export function commands(run, step) {
-  const again = step === null ? [] : [["Compute this step again and compare it", `fppo replay ${run.quoted} --step ${step}`]];
+  const again =
+    step === null ? [] : [["Compute this step again and compare it", `fppo replay ${run.quoted} --step ${step}`]];
   const rows = step === null ? "" : `step=${step}`;
   return [
     ...again,
     ["Go on with the run", `fppo train ${run.quotedSettings}`],
-    ["Train variants of it and compare them", `fppo compare ${run.quotedSettings} --vary SECTION.SETTING=A,B --seeds 3`],
+    [
+      "Train variants of it and compare them",
+      `fppo compare ${run.quotedSettings} --vary SECTION.SETTING=A,B --seeds 3`,
+    ],
     ["Its rows in Python", `fppo.open(${JSON.stringify(run.path)}).samples(${rows})`],
   ];
 }
@@ -60,7 +69,14 @@ function facts(rows, row, run) {
     el(
       "div",
       { className: "chips" },
-      ...more.map(([name, value]) => el("span", { className: "chip" }, el("span", { className: "dim", textContent: `${name} ` }), el("bdi", { textContent: String(value) }))),
+      ...more.map(([name, value]) =>
+        el(
+          "span",
+          { className: "chip" },
+          el("span", { className: "dim", textContent: `${name} ` }),
+          el("bdi", { textContent: String(value) }),
+        ),
+      ),
       cut ? el("span", { className: "chip warn", textContent: "cut off at the length limit" }) : null,
     ),
   );
@@ -69,7 +85,11 @@ function facts(rows, row, run) {
 function prompted(prompt) {
   if (prompt.length <= LONG) return text("plain", prompt);
   const box = text("plain", `…${prompt.slice(prompt.length - LONG)}`);
-  const all = el("button", { type: "button", className: "more", textContent: `Show all ${counted(prompt.length, "character")}` });
+  const all = el("button", {
+    type: "button",
+    className: "more",
+    textContent: `Show all ${counted(prompt.length, "character")}`,
+  });
   all.addEventListener("click", () => {
     box.textContent = prompt;
     all.remove();
@@ -79,23 +99,37 @@ function prompted(prompt) {
 
 function pictures(images) {
   const film = (frames, n) =>
-    el("span", { className: "film" }, ...frames.map((frame, i) => {
-      const name = frames.length > 1 ? `video ${n + 1}, frame ${i + 1}` : `image ${n + 1}`;
-      const url = URL.createObjectURL(new Blob([frame], { type: "image/png" }));
-      return el("img", { src: url, alt: name, on: { load: () => URL.revokeObjectURL(url) } });
-    }));
+    el(
+      "span",
+      { className: "film" },
+      ...frames.map((frame, i) => {
+        const name = frames.length > 1 ? `video ${n + 1}, frame ${i + 1}` : `image ${n + 1}`;
+        const url = URL.createObjectURL(new Blob([frame], { type: "image/png" }));
+        return el("img", { src: url, alt: name, on: { load: () => URL.revokeObjectURL(url) } });
+      }),
+    );
   return el("div", { className: "images" }, ...images.map(film));
 }
 
 function responded(file, numbers, coloured) {
   const tokens = strip(file, numbers.chosen);
-  const pick = el("select", { attrs: { "aria-label": "Colour by" }, on: { change: () => {
-    tokens.colour(pick.value);
-    coloured(pick.value);
-  } } });
+  const pick = el("select", {
+    attrs: { "aria-label": "Colour by" },
+    on: {
+      change: () => {
+        tokens.colour(pick.value);
+        coloured(pick.value);
+      },
+    },
+  });
   pick.append(...choices(tokens.names).map(([value, label]) => el("option", { value, textContent: label })));
   pick.value = tokens.names.includes(numbers.chosen) ? numbers.chosen : "";
-  return el("section", {}, heading(3, "Response ", el("label", { className: "by" }, "coloured by ", pick)), tokens.element);
+  return el(
+    "section",
+    {},
+    heading(3, "Response ", el("label", { className: "by" }, "coloured by ", pick)),
+    tokens.element,
+  );
 }
 
 // The score's parts with their weights, the group's scores, and the advantage that the row got.
@@ -103,11 +137,19 @@ function reasons({ rows, row, run, file, group }) {
   const score = rows.get("score", row);
   const functions = run.settings["reward.functions"] ?? [];
   const weights = run.settings["reward.weights"] ?? [];
-  const parts = rows.parts.map((name) => [name.slice("score.".length), rows.get(name, row)]).filter(([, value]) => value !== null);
+  const parts = rows.parts
+    .map((name) => [name.slice("score.".length), rows.get(name, row)])
+    .filter(([, value]) => value !== null);
   const lines = parts.map(([name, value]) => {
     const place = functions.indexOf(name);
     const weight = place >= 0 && weights.length === functions.length ? weights[place] : null;
-    return el("tr", {}, el("td", { textContent: name }), el("td", { className: "num", textContent: short(value, 4) }), el("td", { className: "dim", textContent: weight === null ? "" : `× ${short(weight)}` }));
+    return el(
+      "tr",
+      {},
+      el("td", { textContent: name }),
+      el("td", { className: "num", textContent: short(value, 4) }),
+      el("td", { className: "dim", textContent: weight === null ? "" : `× ${short(weight)}` }),
+    );
   });
   const scores = group.map((each) => rows.get("score", each)).filter(isNumber);
   const better = scores.filter((x) => x > score).length;
@@ -116,7 +158,9 @@ function reasons({ rows, row, run, file, group }) {
   if (!isNumber(score)) said.push("The reward failed on this row: it has no score, and nothing is learnt from it.");
   else if (scores.length > 1) {
     const same = scores.every((x) => x === score);
-    const place = same ? "all have the same score" : `${better ? `${counted(better, "response")} scored higher` : "none scored higher"}`;
+    const place = same
+      ? "all have the same score"
+      : `${better ? `${counted(better, "response")} scored higher` : "none scored higher"}`;
     said.push(`Of ${scores.length} responses to the prompt ${place}; their mean is ${short(mean(scores), 4)}.`);
   }
   if (advantage !== null) {
@@ -124,7 +168,11 @@ function reasons({ rows, row, run, file, group }) {
     said.push(`Its mean advantage is ${signed(advantage, 4)}: the update makes it ${way} likely.`);
   }
   const list = lines.length ? el("table", { className: "parts" }, el("tbody", {}, ...lines)) : null;
-  return section(isNumber(score) ? `Why its score is ${short(score, 4)}` : "Why it has no score", list, ...said.map((line) => el("p", { textContent: line })));
+  return section(
+    isNumber(score) ? `Why its score is ${short(score, 4)}` : "Why it has no score",
+    list,
+    ...said.map((line) => el("p", { textContent: line })),
+  );
 }
 
 function order(rows, a, b) {
@@ -145,28 +193,53 @@ function cards(list, make, most = GROUP) {
 
 function card(rows, row, current, label, open) {
   const score = rows.get("score", row);
-  const head = el("span", { className: "card-head" }, el("b", { textContent: isNumber(score) ? short(score) : "failed" }), el("span", { className: "dim", textContent: label }));
+  const head = el(
+    "span",
+    { className: "card-head" },
+    el("b", { textContent: isNumber(score) ? short(score) : "failed" }),
+    el("span", { className: "dim", textContent: label }),
+  );
   const words = el("span", { className: "card-text", dir: "auto", textContent: rows.get("response", row) ?? "" });
   const attrs = { "aria-current": row === current ? "true" : null };
-  return el("button", { type: "button", className: row === current ? "card current" : "card", attrs, on: { click: () => open(row) } }, head, words);
+  return el(
+    "button",
+    { type: "button", className: row === current ? "card current" : "card", attrs, on: { click: () => open(row) } },
+    head,
+    words,
+  );
 }
 
 function grouped({ rows, row, group }, open) {
-  if (group.length < 2) return section("Group", el("p", { className: "note", textContent: "No other response to this prompt was kept in this step." }));
+  if (group.length < 2)
+    return section(
+      "Group",
+      el("p", { className: "note", textContent: "It is the only response to this prompt that is kept of this step." }),
+    );
   const label = (each) => counted(rows.get("length", each) ?? 0, "token");
-  return section(`Group: ${group.length} responses to this prompt`, cards(group, (each) => card(rows, each, row, label(each), open)));
+  return section(
+    `Group: ${group.length} responses to this prompt`,
+    cards(group, (each) => card(rows, each, row, label(each), open)),
+  );
 }
 
 function over({ rows, row, run }, open) {
   const all = rows.over(row);
   const steps = new Map();
   for (const each of all) steps.set(rows.get("step", each), [...(steps.get(rows.get("step", each)) ?? []), each]);
-  if (steps.size < 2) return section("This prompt in other steps", el("p", { className: "note", textContent: "It was drawn in this step alone." }));
-  const points = [...steps].map(([step, members]) => [step, mean(members.map((each) => rows.get("score", each)))]).filter(([, y]) => y !== null);
+  if (steps.size < 2)
+    return section(
+      "This prompt in other steps",
+      el("p", { className: "note", textContent: "It was drawn in this step alone." }),
+    );
+  const points = [...steps]
+    .map(([step, members]) => [step, mean(members.map((each) => rows.get("score", each)))])
+    .filter(([, y]) => y !== null);
   const lines = [{ label: "", color: run.color, points }];
   const picture = chart({ title: `Mean score in ${steps.size} steps`, note: "", least: 0.01, lines }, { height: 120 });
   const others = all.filter((each) => rows.get("step", each) !== rows.get("step", row));
-  return section("This prompt in other steps", picture.element, cards(others, (each) => card(rows, each, row, `step ${rows.get("step", each)}`, open), 12));
+  return section(
+    "This prompt in other steps",
+    picture.element,
+    cards(others, (each) => card(rows, each, row, `step ${rows.get("step", each)}`, open), 12),
+  );
 }
-
-

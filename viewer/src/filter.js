@@ -13,7 +13,10 @@ export function parse(text, columns) {
     if (name !== undefined && !columns.has(name)) {
       const near = nearest(name, names);
       const hint = near ? `did you mean ${near}?` : `there are ${names.join(", ")}.`;
-      return { keep: () => true, problem: `There is no column “${name}”; ${hint} Quotes search for text: "${name}${sign}"` };
+      return {
+        keep: () => true,
+        problem: `There is no column “${name}”; ${hint} Quotes search for text: "${name}${sign}"`,
+      };
     }
     const test = name === undefined ? search(phrase ?? word, columns) : condition(columns.get(name), sign, value);
     if (test) tests.push(minus ? (row) => !test(row) : test);
@@ -39,7 +42,12 @@ function condition(column, sign, quoted) {
   if (sign === "~") return (row) => column[row] !== null && lower(row).includes(text);
   if (sign === "=") return (row) => column[row] === number || lower(row) === text;
   if (sign === "!=") return (row) => column[row] !== number && lower(row) !== text;
-  const compares = { "<": (x) => x < number, ">": (x) => x > number, "<=": (x) => x <= number, ">=": (x) => x >= number };
+  const compares = {
+    "<": (x) => x < number,
+    ">": (x) => x > number,
+    "<=": (x) => x <= number,
+    ">=": (x) => x >= number,
+  };
   const holds = compares[sign];
   return (row) => typeof column[row] === "number" && holds(column[row]);
 }

@@ -13,9 +13,22 @@ import { rowsView } from "./view_rows.js";
 const POLL = 2000; // milliseconds between looks at a run that may be going on
 // of Okabe and Ito, which those who see few colours tell apart
 const PALETTE = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c6bb1", "#7f7f7f"];
-const PAGES = [["overview", "Overview"], ["curves", "Curves"], ["rows", "Rows"]];
+const PAGES = [
+  ["overview", "Overview"],
+  ["curves", "Curves"],
+  ["rows", "Rows"],
+];
 
-const app = { runs: [], rows: new Rows(), source: source(), palette: PALETTE, loading: true, opened: null, page: "overview" };
+const app = {
+  runs: [],
+  rows: new Rows(),
+  source: source(),
+  palette: PALETTE,
+  loading: true,
+  unread: [],
+  opened: null,
+  page: "overview",
+};
 app.tagOf = (run, step) => new Map(app.runs[run].samples).get(step) ?? "";
 const known = new Map(); // by run: step -> tag of the rows in the table
 
@@ -48,7 +61,19 @@ function replaced(hash) {
 
 function render() {
   tabs.replaceChildren(segments("Pages", PAGES, app.page, go));
-  names.replaceChildren(...app.runs.slice(0, 4).map((run) => el("span", { className: "name" }, app.runs.length > 1 ? el("i", { className: "dot", style: { background: run.color } }) : null, el("bdi", { textContent: run.title }))), app.runs.length > 4 ? `and ${app.runs.length - 4} more` : "");
+  names.replaceChildren(
+    ...app.runs
+      .slice(0, 4)
+      .map((run) =>
+        el(
+          "span",
+          { className: "name" },
+          app.runs.length > 1 ? el("i", { className: "dot", style: { background: run.color } }) : null,
+          el("bdi", { textContent: run.title }),
+        ),
+      ),
+    app.runs.length > 4 ? `and ${app.runs.length - 4} more` : "",
+  );
   const view = views[app.page];
   document.body.dataset.page = app.page;
   const fresh = main.firstChild !== view.element;
@@ -73,9 +98,21 @@ function joined(before, state, number) {
   const lines = [...kept, ...state.lines.records];
   const records = merged([...state.others, ...lines]);
   let seconds = 0;
-  const hours = new Map(records.map((record) => [record.step, (seconds += Number(record["timing_s/step"]) || 0) / 3600]));
-  const metrics = [...new Set(records.flatMap((record) => Object.keys(record)))].filter((name) => name !== "step").sort();
-  return { ...state, lines, stamp: state.lines.stamp, records, hours, metrics, color: PALETTE[number % PALETTE.length] };
+  const hours = new Map(
+    records.map((record) => [record.step, (seconds += Number(record["timing_s/step"]) || 0) / 3600]),
+  );
+  const metrics = [...new Set(records.flatMap((record) => Object.keys(record)))]
+    .filter((name) => name !== "step")
+    .sort();
+  return {
+    ...state,
+    lines,
+    stamp: state.lines.stamp,
+    records,
+    hours,
+    metrics,
+    color: PALETTE[number % PALETTE.length],
+  };
 }
 
 async function look() {
@@ -94,9 +131,14 @@ async function readRows() {
     const gone = new Set([...have].filter(([step, tag]) => tags.get(step) !== tag).map(([step]) => step));
     app.rows.drop(run, gone);
     for (const step of gone) have.delete(step);
+    app.unread = app.unread.filter(([title, step]) => title !== app.runs[run].title || !gone.has(step));
     changed ||= gone.size > 0;
     for (const steps of chunked(samples.map(([step]) => step).filter((step) => !have.has(step)))) {
-      app.rows.append(run, await app.source.index(run, steps));
+      const table = await app.source.index(run, steps);
+      app.rows.append(run, table);
+      const there = new Set(table.get("step"));
+      const lost = steps.filter((step) => !there.has(step));
+      app.unread.push(...lost.map((step) => [app.runs[run].title, step]));
       for (const step of steps) have.set(step, tags.get(step));
       changed = true;
       if (app.loading && app.source.live && app.page === "rows") views.rows.refresh();
@@ -119,7 +161,11 @@ async function turn() {
 
 function said() {
   const step = Math.max(0, ...app.runs.map((run) => run.records.at(-1)?.step ?? 0));
-  const words = app.source.live ? (app.failed ? `No answer: ${app.failed.message}` : `Live · step ${step}`) : `Saved page · step ${step}`;
+  const words = app.source.live
+    ? app.failed
+      ? `No answer: ${app.failed.message}`
+      : `Live · step ${step}`
+    : `Saved page · step ${step}`;
   status.className = app.failed ? "status failed" : app.source.live ? "status live" : "status";
   if (status.textContent !== words) status.textContent = words;
 }

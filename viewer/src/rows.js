@@ -6,7 +6,11 @@ export const TEXT_COLUMNS = ["id", "source", "finish", "prompt", "prompt_key", "
 export class Rows {
   constructor() {
     this.count = 0;
-    this.columns = new Map([["run", []], ["step", []], ["number", []]]);
+    this.columns = new Map([
+      ["run", []],
+      ["step", []],
+      ["number", []],
+    ]);
   }
 
   // Append the columns of a table, one value for each row; columns that one side lacks are null there.
@@ -29,7 +33,11 @@ export class Rows {
     const [runs, all] = [this.columns.get("run"), this.columns.get("step")];
     const kept = this.#where((row) => !(runs[row] === run && steps.has(all[row])));
     if (kept.length === this.count) return;
-    for (const [name, column] of this.columns) this.columns.set(name, kept.map((row) => column[row]));
+    for (const [name, column] of this.columns)
+      this.columns.set(
+        name,
+        kept.map((row) => column[row]),
+      );
     this.count = kept.length;
   }
 

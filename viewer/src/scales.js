@@ -22,7 +22,8 @@ export const NUMBERS = {
 
 // The numbers of a row's tokens by name, also those that two columns make together.
 export function numbersOf(row) {
-  const between = (a, b, f) => (row[a] && row[b] ? row[a].map((x, i) => (isNumber(x) && isNumber(row[b][i]) ? f(x, row[b][i]) : null)) : null);
+  const between = (a, b, f) =>
+    row[a] && row[b] ? row[a].map((x, i) => (isNumber(x) && isNumber(row[b][i]) ? f(x, row[b][i]) : null)) : null;
   const made = {
     ratio: between("old_log_probs", "rollout_log_probs", (x, y) => Math.exp(x - y)),
     kl: between("old_log_probs", "ref_log_probs", (x, y) => x - y),

@@ -19,7 +19,9 @@ export function merged(lines) {
 
 // The points [x, value] of a metric, finite numbers alone.
 export function points(records, name, xOf = (record) => record.step) {
-  return records.filter((record) => isNumber(record[name]) && isNumber(xOf(record))).map((record) => [xOf(record), record[name]]);
+  return records
+    .filter((record) => isNumber(record[name]) && isNumber(xOf(record)))
+    .map((record) => [xOf(record), record[name]]);
 }
 
 // A centred moving average over a share of the line, narrower at its ends: it lags behind nothing.

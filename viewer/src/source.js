@@ -54,7 +54,8 @@ function liveBytes() {
   return {
     json: async (path, known) => (await get(`${path}?known=${encodeURIComponent(JSON.stringify(known))}`)).json(),
     bytes: async (path) => (await get(path)).arrayBuffer(),
-    range: async (path, start, end) => (await get(path, { headers: { Range: `bytes=${start}-${end - 1}` } })).arrayBuffer(),
+    range: async (path, start, end) =>
+      (await get(path, { headers: { Range: `bytes=${start}-${end - 1}` } })).arrayBuffer(),
     sizes: (tag) => Number(tag.split("-")[0]),
   };
 }

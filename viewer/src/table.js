@@ -62,14 +62,25 @@ export function table({ pick, sortBy }) {
     const className = place === chosen ? "row chosen" : "row";
     const attrs = { role: "row", "aria-rowindex": place + 2, "aria-selected": String(place === chosen) };
     const on = { click: () => choose(place) };
-    return el("div", { className, id: `row-${place}`, attrs, on, style: { transform: `translateY(${start}px)` } }, ...cells);
+    return el(
+      "div",
+      { className, id: `row-${place}`, attrs, on, style: { transform: `translateY(${start}px)` } },
+      ...cells,
+    );
   }
 
   function cell(name, css, row) {
     const value = view.rows.get(name, row);
     const attrs = { role: "gridcell", class: `cell ${css}`, dir: css === "text" ? "auto" : null };
-    if (name === "run") return el("span", { attrs }, el("i", { className: "dot", style: { background: view.runs[value].color } }), view.runs[value].title);
-    if (name !== "score") return el("span", { attrs, textContent: isNumber(value) ? short(value) : written(name, value) });
+    if (name === "run")
+      return el(
+        "span",
+        { attrs },
+        el("i", { className: "dot", style: { background: view.runs[value].color } }),
+        view.runs[value].title,
+      );
+    if (name !== "score")
+      return el("span", { attrs, textContent: isNumber(value) ? short(value) : written(name, value) });
     const [low, high] = view.range;
     const share = isNumber(value) && high > low ? (value - low) / (high - low) : 0;
     return el("span", { attrs, style: { "--share": share }, textContent: isNumber(value) ? short(value) : "failed" });
@@ -81,11 +92,19 @@ export function table({ pick, sortBy }) {
         const way = view.sort[0] === name ? view.sort[1] : 0;
         const sorted = way ? (way > 0 ? "ascending" : "descending") : "none";
         const mark = way ? (way > 0 ? " ↑" : " ↓") : "";
-        const button = el("button", { type: "button", textContent: label + mark, title: `Sort by ${label}`, on: { click: () => sortBy(name) } });
+        const button = el("button", {
+          type: "button",
+          textContent: label + mark,
+          title: `Sort by ${label}`,
+          on: { click: () => sortBy(name) },
+        });
         return el("span", { className: `cell ${css}`, attrs: { role: "columnheader", "aria-sort": sorted } }, button);
       }),
     );
-    element.style.setProperty("--columns", view.columns.map(([name, , css]) => WIDTHS[name] ?? WIDTHS[css.split(" ")[0]]).join(" "));
+    element.style.setProperty(
+      "--columns",
+      view.columns.map(([name, , css]) => WIDTHS[name] ?? WIDTHS[css.split(" ")[0]]).join(" "),
+    );
   }
 
   function choose(place) {
@@ -112,7 +131,16 @@ export function table({ pick, sortBy }) {
   return { element, update, choose, page, reveal, place: () => chosen, last: () => view.order.length - 1 };
 }
 
-const WIDTHS = { step: "3.2em", score: "4.4em", num: "4.8em", length: "4.2em", finish: "4em", prompt: "minmax(5em, 1fr)", response: "minmax(5em, 1.3fr)", run: "7em" };
+const WIDTHS = {
+  step: "3.2em",
+  score: "4.4em",
+  num: "4.8em",
+  length: "4.2em",
+  finish: "4em",
+  prompt: "minmax(5em, 1fr)",
+  response: "minmax(5em, 1.3fr)",
+  run: "7em",
+};
 
 function written(name, value) {
   if (value === null) return "–";

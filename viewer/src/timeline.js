@@ -20,10 +20,16 @@ export function timeline(bars, palette, width = 1180) {
   const scale = (width - LEFT - RIGHT) / Math.max(end - zero, 1e-9);
   const x = (time) => LEFT + scale * (time - zero);
   const bottom = TOP + ROW * lines.length;
-  const readout = el("p", { className: "note readout-line", attrs: { "aria-live": "polite" }, textContent: "Point at a bar, or go to it by Tab and the arrow keys." });
+  const readout = el("p", {
+    className: "note readout-line",
+    attrs: { "aria-live": "polite" },
+    textContent: "Point at a bar, or go to it by Tab and the arrow keys.",
+  });
   const picture = svg(
     "svg",
-    { attrs: { viewBox: `0 0 ${width} ${bottom + BOTTOM}`, role: "group", "aria-label": "Timeline of the last steps" } },
+    {
+      attrs: { viewBox: `0 0 ${width} ${bottom + BOTTOM}`, role: "group", "aria-label": "Timeline of the last steps" },
+    },
     ...marks(end - zero, x, zero, bottom),
     ...steps(bars, x, zero, bottom),
   );
@@ -42,20 +48,41 @@ export function timeline(bars, palette, width = 1180) {
   picture.addEventListener("focusin", read);
   picture.addEventListener("keydown", (event) => walk(event, rects));
   if (rects.length) rects[0].setAttribute("tabindex", 0);
-  const more = names.length > MOST ? el("p", { className: "note", textContent: `${names.length - MOST} more lines are not drawn.` }) : null;
+  const more =
+    names.length > MOST
+      ? el("p", { className: "note", textContent: `${names.length - MOST} more lines are not drawn.` })
+      : null;
   return el("div", {}, el("div", { className: "wide timeline" }, picture), readout, more, legend(drawn, palette));
 }
 
 function barred(bar, x, y, scale, palette, rects) {
   const width = Math.max(scale * bar.seconds, 1);
   const role = ROLES.indexOf(bar.kind);
-  const more = Object.entries(bar.more).map(([name, value]) => (name === "waited" ? `waited ${duration(value)}` : `${Math.round(value).toLocaleString("en")} ${name}`));
+  const more = Object.entries(bar.more).map(([name, value]) =>
+    name === "waited" ? `waited ${duration(value)}` : `${Math.round(value).toLocaleString("en")} ${name}`,
+  );
   const said = [`${bar.name}, step ${bar.step}: ${duration(bar.seconds)}`, ...more].join("; ");
   const fill = role < 0 ? "var(--dim)" : palette[role];
-  const rect = svg("rect", { className: "work", attrs: { x: x.toFixed(1), y: y + 4, width: width.toFixed(1), height: ROW - 8, rx: 3, "data-said": said, tabindex: -1, role: "img", "aria-label": said }, style: { fill } });
+  const rect = svg("rect", {
+    className: "work",
+    attrs: {
+      x: x.toFixed(1),
+      y: y + 4,
+      width: width.toFixed(1),
+      height: ROW - 8,
+      rx: 3,
+      "data-said": said,
+      tabindex: -1,
+      role: "img",
+      "aria-label": said,
+    },
+    style: { fill },
+  });
   rects.push(rect);
   const fits = width > LETTER * bar.name.length + 8;
-  return fits ? [rect, svg("text", { className: "inbar", attrs: { x: (x + 5).toFixed(1), y: y + 17 } }, bar.name)] : [rect];
+  return fits
+    ? [rect, svg("text", { className: "inbar", attrs: { x: (x + 5).toFixed(1), y: y + 17 } }, bar.name)]
+    : [rect];
 }
 
 function marks(seconds, x, zero, bottom) {
@@ -70,18 +97,31 @@ function marks(seconds, x, zero, bottom) {
 }
 
 function steps(bars, x, zero, bottom) {
-  return bars.filter((bar) => bar.line === "step" && bar.start >= zero - 1).flatMap((bar) => {
-    const at = Math.max(x(bar.start), LEFT);
-    return [
-      svg("line", { className: "stepline", attrs: { x1: at, x2: at, y1: 6, y2: bottom } }),
-      svg("text", { className: "tick", attrs: { x: at + 4, y: 15 } }, `step ${bar.step}`),
-    ];
-  });
+  return bars
+    .filter((bar) => bar.line === "step" && bar.start >= zero - 1)
+    .flatMap((bar) => {
+      const at = Math.max(x(bar.start), LEFT);
+      return [
+        svg("line", { className: "stepline", attrs: { x1: at, x2: at, y1: 6, y2: bottom } }),
+        svg("text", { className: "tick", attrs: { x: at + 4, y: 15 } }, `step ${bar.step}`),
+      ];
+    });
 }
 
 function legend(drawn, palette) {
   const kinds = ROLES.filter((role) => drawn.some((bar) => bar.kind === role));
-  return el("div", { className: "keys" }, ...kinds.map((kind) => el("span", { className: "key" }, el("i", { className: "dot", style: { background: palette[ROLES.indexOf(kind)] } }), kind)));
+  return el(
+    "div",
+    { className: "keys" },
+    ...kinds.map((kind) =>
+      el(
+        "span",
+        { className: "key" },
+        el("i", { className: "dot", style: { background: palette[ROLES.indexOf(kind)] } }),
+        kind,
+      ),
+    ),
+  );
 }
 
 function walk(event, rects) {

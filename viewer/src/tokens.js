@@ -12,7 +12,11 @@ export function strip(row, chosen) {
   const numbers = numbersOf(row);
   const names = Object.keys(numbers);
   const readout = el("dl", { className: "readout", attrs: { "aria-live": "polite" } });
-  const tokens = el("div", { className: "tokens", dir: "auto", attrs: { role: "listbox", "aria-label": "Tokens of the response", "aria-orientation": "horizontal" } });
+  const tokens = el("div", {
+    className: "tokens",
+    dir: "auto",
+    attrs: { role: "listbox", "aria-label": "Tokens of the response", "aria-orientation": "horizontal" },
+  });
   const legend = el("div", { className: "legend" });
   const spans = [];
   let [name, strengths] = [names.includes(chosen) ? chosen : "", []];
@@ -41,10 +45,18 @@ export function strip(row, chosen) {
   if (!spans.length) tokens.append(el("span", { className: "note", textContent: "(empty)" }));
   else spans[0].tabIndex = 0;
   tokens.addEventListener("pointerover", (event) => event.target.dataset?.i && read(Number(event.target.dataset.i)));
-  tokens.addEventListener("focusin", (event) => event.target.dataset?.i && focused(spans, Number(event.target.dataset.i), read));
+  tokens.addEventListener(
+    "focusin",
+    (event) => event.target.dataset?.i && focused(spans, Number(event.target.dataset.i), read),
+  );
   tokens.addEventListener("keydown", (event) => walk(event, spans));
   recolour(chosen);
-  readout.replaceChildren(el("p", { className: "note", textContent: "Point at a token, touch it, or go to it by Tab and the arrow keys: its numbers stand here." }));
+  readout.replaceChildren(
+    el("p", {
+      className: "note",
+      textContent: "Point at a token, touch it, or go to it by Tab and the arrow keys: its numbers stand here.",
+    }),
+  );
   return { element: el("div", { className: "strip" }, legend, tokens, readout), colour: recolour, names };
 }
 
@@ -73,7 +85,11 @@ function turned(row, turn, first, end) {
   const rewards = (row.turn_rewards ?? []).slice(first, end).filter((x) => x);
   const said = turn < 0 ? "Environment" : `Turn ${turn + 1}`;
   const reward = rewards.length ? ` · reward ${signed(rewards.reduce((a, b) => a + b, 0))}` : "";
-  return el("div", { className: turn < 0 ? "turn outside" : "turn", dir: "ltr", textContent: `${said} · ${counted(end - first, "token")}${reward}` });
+  return el("div", {
+    className: turn < 0 ? "turn outside" : "turn",
+    dir: "ltr",
+    textContent: `${said} · ${counted(end - first, "token")}${reward}`,
+  });
 }
 
 // Line breaks are shown and made; what is not trained on is dashed.
@@ -86,7 +102,12 @@ function token(piece, trained, i) {
 }
 
 function more(left, grow) {
-  return el("button", { type: "button", className: "more", textContent: `Show more: ${counted(left, "token is left", "tokens are left")}`, on: { click: grow } });
+  return el("button", {
+    type: "button",
+    className: "more",
+    textContent: `Show more: ${counted(left, "token is left", "tokens are left")}`,
+    on: { click: grow },
+  });
 }
 
 function focused(spans, i, read) {
@@ -105,17 +126,32 @@ function walk(event, spans) {
 }
 
 function legended(name, { low, high, kind }) {
-  const ends = kind === "ratio" || kind === "plain" || kind === "unlikely" ? [short(low), short(high)] : [signed(low), signed(high)];
+  const ends =
+    kind === "ratio" || kind === "plain" || kind === "unlikely"
+      ? [short(low), short(high)]
+      : [signed(low), signed(high)];
   const bar = el("i", { className: kind === "plain" || kind === "unlikely" ? "bar one-way" : "bar" });
-  return [el("span", { textContent: ends[0] }), bar, el("span", { textContent: ends[1] }), el("span", { className: "dim", textContent: "dashed: not trained on" })];
+  return [
+    el("span", { textContent: ends[0] }),
+    bar,
+    el("span", { textContent: ends[1] }),
+    el("span", { className: "dim", textContent: "dashed: not trained on" }),
+  ];
 }
 
 // The list of a token's numbers.
 function described(row, numbers, i, name) {
   const pair = (label, value, strong = false) =>
-    el("div", { className: strong ? "strong" : "" }, el("dt", { textContent: label }), el("dd", { textContent: value }));
+    el(
+      "div",
+      { className: strong ? "strong" : "" },
+      el("dt", { textContent: label }),
+      el("dd", { textContent: value }),
+    );
   const signs = (each, x) => (NUMBERS[each].kind === "signed" ? signed(x, 4) : short(x, 4));
-  const probability = numbers.old_log_probs ? [pair("Probability (trainer)", short(Math.exp(numbers.old_log_probs[i]), 3))] : [];
+  const probability = numbers.old_log_probs
+    ? [pair("Probability (trainer)", short(Math.exp(numbers.old_log_probs[i]), 3))]
+    : [];
   return [
     pair(`Token ${i + 1} of ${row.pieces.length}`, JSON.stringify(row.pieces[i])),
     ...(row.tokens ? [pair("Id", String(row.tokens[i]))] : []),

@@ -4,9 +4,10 @@ import { detail } from "./detail.js";
 import { el, segments } from "./dom.js";
 import { counted } from "./format.js";
 import { parse } from "./filter.js";
-import { headings, table } from "./table.js";
+import { table } from "./table.js";
 
 const MOST = 1_000_000; // rows of the table: a browser's boxes are no higher than some 33 million pixels
+const HIDDEN = ["prompt_key", "pictures", "number"]; // columns for the page's own use
 const EXAMPLES = ["score<1", "step>=10", "finish=length", "-correct", '"the answer"'];
 
 // `app` has rows, runs, source and tagOf(run, step); `went(place)` is called with each row that is opened.
@@ -26,7 +27,18 @@ export function rowsView(app, { went }) {
   const which = el("div", { className: "which" });
   const grid = table({ pick: (row) => open(row), sortBy });
   const empty = el("p", { className: "empty", hidden: true });
-  const list = el("section", { className: "list" }, el("div", { className: "bar-line" }, box, count), presets, problem, which, empty, grid.element);
+  const unread = el("p", { className: "note warn unread", hidden: true });
+  const list = el(
+    "section",
+    { className: "list" },
+    el("div", { className: "bar-line" }, box, count),
+    presets,
+    problem,
+    unread,
+    which,
+    empty,
+    grid.element,
+  );
   const pane = el("section", { className: "pane", attrs: { "aria-label": "The chosen row" } });
   const element = el("div", { className: "split" }, list, pane);
   let opening = 0;
@@ -40,12 +52,21 @@ export function rowsView(app, { went }) {
   function select() {
     const { rows } = app;
     const { order, wrong } = ordered();
+    unread.hidden = app.unread.length === 0;
+    unread.textContent = app.unread.map(([title, step]) => `${title}: no row of step ${step} can be read.`).join(" ");
     problem.hidden = !wrong;
     problem.textContent = wrong ?? "";
     const steps = new Set(app.runs.flatMap((run, i) => run.samples.map(([step]) => `${i}/${step}`))).size;
-    count.textContent = order.length === rows.count ? `${counted(rows.count, "row")}, ${counted(steps, "step")}` : `${order.length.toLocaleString("en")} of ${counted(rows.count, "row")}`;
+    count.textContent =
+      order.length === rows.count
+        ? `${counted(rows.count, "row")}, ${counted(steps, "step")}`
+        : `${order.length.toLocaleString("en")} of ${counted(rows.count, "row")}`;
     empty.hidden = order.length > 0;
-    empty.textContent = rows.count ? "No row passes the filter." : app.loading ? "Rows are being read …" : "No rows yet: a run keeps those of each step in its samples directory, unless log.samples is 0.";
+    empty.textContent = rows.count
+      ? "No row passes the filter."
+      : app.loading
+        ? "Rows are being read …"
+        : "No rows yet: a run keeps those of each step in its samples directory, unless log.samples is 0.";
     grid.element.hidden = order.length === 0;
     grid.update({ rows, runs: app.runs, order, sort }, shownRow ? rowAt(shownRow) : null);
   }
@@ -64,7 +85,8 @@ export function rowsView(app, { went }) {
   }
 
   function refresh() {
-    const preset = (name, words, order) => el("button", { type: "button", className: "preset", textContent: name, on: { click: () => look(words, order) } });
+    const preset = (name, words, order) =>
+      el("button", { type: "button", className: "preset", textContent: name, on: { click: () => look(words, order) } });
     presets.replaceChildren(
       preset("Lowest score", "", ["score", 1]),
       preset("Highest score", "", ["score", -1]),
@@ -73,7 +95,9 @@ export function rowsView(app, { went }) {
       preset("Newest", "", ["step", -1]),
     );
     const choices = [[null, "All runs"], ...app.runs.map((run, i) => [i, run.title])];
-    which.replaceChildren(...(app.runs.length > 1 ? [segments("Run", choices, alone, (run) => ((alone = run), refresh()))] : []));
+    which.replaceChildren(
+      ...(app.runs.length > 1 ? [segments("Run", choices, alone, (run) => ((alone = run), refresh()))] : []),
+    );
     select();
     if (!shownRow && !pane.childElementCount) pane.replaceChildren(invitation());
   }
@@ -98,14 +122,22 @@ export function rowsView(app, { went }) {
       const images = await imagesOf(row, run, step, tag);
       if (mine !== opening) return;
       const now = rowAt(shownRow) ?? row;
-      const back = el("button", { type: "button", className: "back", textContent: "← Rows", on: { click: () => element.classList.remove("opened") } });
+      const back = el("button", {
+        type: "button",
+        className: "back",
+        textContent: "← Rows",
+        on: { click: () => element.classList.remove("opened") },
+      });
       const coloured = (name) => (number = name);
       const go = (other) => choose(other);
       const data = { rows: app.rows, row: now, run: app.runs[run], file, images };
       pane.replaceChildren(back, detail(data, { open: go, numbers: { chosen: number }, coloured }));
       pane.scrollTop = 0;
     } catch (error) {
-      if (mine === opening) pane.replaceChildren(el("p", { className: "problem", textContent: `This row cannot be read: ${error.message}` }));
+      if (mine === opening)
+        pane.replaceChildren(
+          el("p", { className: "problem", textContent: `This row cannot be read: ${error.message}` }),
+        );
     }
   }
 
@@ -127,40 +159,61 @@ export function rowsView(app, { went }) {
   function show(place) {
     const row = place && rowAt(place);
     if (row === null || row === undefined) return;
-    if (shownRow && shownRow.run === place.run && shownRow.step === place.step && shownRow.number === place.number) return;
+    if (shownRow && shownRow.run === place.run && shownRow.step === place.step && shownRow.number === place.number)
+      return;
     choose(row);
   }
 
   function invitation() {
     const codes = EXAMPLES.map((each) => el("code", { textContent: each }));
-    const columns = headings(app.rows, app.runs).map(([name]) => name);
+    const names = [...app.rows.columns.keys()].filter((name) => !HIDDEN.includes(name));
     return el(
       "div",
       { className: "invitation" },
       el("h3", { textContent: "Choose a row" }),
       el("p", { textContent: "“Lowest score” opens the worst response; click a heading to sort." }),
       el("p", { className: "note" }, "Filters: ", ...codes.flatMap((code) => [code, " "])),
-      el("p", { className: "note", textContent: `Columns: ${[...new Set([...columns, ...app.rows.columns.keys()])].filter((name) => !["prompt_key", "pictures", "number"].includes(name)).join(", ")}` }),
-      el("p", { className: "note" }, "Keys: ", ...["j", "k", "Home", "End", "/", "Esc"].flatMap((key) => [el("kbd", { textContent: key }), " "])),
+      el("p", { className: "note", textContent: `Columns: ${names.join(", ")}` }),
+      el(
+        "p",
+        { className: "note" },
+        "Keys: ",
+        ...["j", "k", "Home", "End", "/", "Esc"].flatMap((key) => [el("kbd", { textContent: key }), " "]),
+      ),
     );
   }
 
   function key(event) {
-    if (event.target === box) {
-      if (event.key === "Escape") box.blur();
-      if (event.key === "Enter" || event.key === "ArrowDown") [event.preventDefault(), grid.element.focus(), grid.choose(Math.max(0, grid.place()))];
+    const { key: name, target } = event;
+    if (target === box) {
+      if (name === "Escape") box.blur();
+      if (name === "Enter" || name === "ArrowDown") {
+        event.preventDefault();
+        grid.element.focus();
+        grid.choose(Math.max(0, grid.place()));
+      }
       return;
     }
-    if (event.key === "/") [event.preventDefault(), box.focus(), box.select()];
-    if (["INPUT", "SELECT", "TEXTAREA"].includes(event.target.tagName)) return;
-    if (event.key === "Escape") [element.classList.remove("opened"), grid.element.focus()];
-    const inPane = pane.contains(event.target);
-    const steps = { j: 1, k: -1, ...(inPane ? {} : { ArrowDown: 1, ArrowUp: -1, PageDown: grid.page(), PageUp: -grid.page(), Home: -1e9, End: 1e9 }) };
-    const step = steps[event.key];
+    if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) return;
+    if (name === "/") {
+      event.preventDefault();
+      box.focus();
+      box.select();
+    }
+    if (name === "Escape") {
+      element.classList.remove("opened");
+      grid.element.focus();
+    }
+    const step = { j: 1, k: -1 }[name] ?? (pane.contains(target) ? undefined : moves(grid)[name]);
     if (step === undefined) return;
     event.preventDefault();
     grid.choose(grid.place() < 0 ? 0 : grid.place() + step);
   }
 
   return { element, refresh, show, key, look, arrived: grid.reveal };
+}
+
+// How far each key moves from row to row.
+function moves(grid) {
+  return { ArrowDown: 1, ArrowUp: -1, PageDown: grid.page(), PageUp: -grid.page(), Home: -Infinity, End: Infinity };
 }

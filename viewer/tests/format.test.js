@@ -3,7 +3,21 @@ import { test } from "node:test";
 import { counted, duration, nearest, short, shown, signed, tail } from "../src/format.js";
 
 test("numbers are short and say what they are", () => {
-  const cases = [[0, "0"], [0.5, "0.5"], [1, "1"], [0.12345, "0.123"], [123456, "123k"], [1234, "1234"], [1e-6, "1e-6"], [-2.5e9, "-2.5e9"], [999, "999"], [null, "–"], [NaN, "NaN"], [100, "100"], [10000, "10k"]];
+  const cases = [
+    [0, "0"],
+    [0.5, "0.5"],
+    [1, "1"],
+    [0.12345, "0.123"],
+    [123456, "123k"],
+    [1234, "1234"],
+    [1e-6, "1e-6"],
+    [-2.5e9, "-2.5e9"],
+    [999, "999"],
+    [null, "–"],
+    [NaN, "NaN"],
+    [100, "100"],
+    [10000, "10k"],
+  ];
   for (const [x, text] of cases) assert.equal(short(x), text);
   assert.equal(signed(0.25), "+0.25");
   assert.equal(signed(-1), "-1");

@@ -4,14 +4,16 @@ import { mean, Rows } from "../src/rows.js";
 
 function step(number, scores, more = {}) {
   const places = scores.map((_, i) => i);
-  return new Map(Object.entries({
-    step: places.map(() => number),
-    number: places,
-    group: places.map((i) => BigInt(i >> 1)),
-    score: scores,
-    prompt_key: places.map((i) => `p${i >> 1}`),
-    ...more,
-  }));
+  return new Map(
+    Object.entries({
+      step: places.map(() => number),
+      number: places,
+      group: places.map((i) => BigInt(i >> 1)),
+      score: scores,
+      prompt_key: places.map((i) => `p${i >> 1}`),
+      ...more,
+    }),
+  );
 }
 
 function filled() {
@@ -36,9 +38,15 @@ test("rows are ordered by a column, those without a number last either way", () 
   const scores = (way) => rows.ordered(() => true, ["score", way]).map((row) => rows.get("score", row));
   assert.deepEqual(scores(1), [0, 0, 0.25, 0.5, 0.75, 1, 1, null]);
   assert.deepEqual(scores(-1), [1, 1, 0.75, 0.5, 0.25, 0, 0, null]);
-  const newest = rows.ordered(() => true, ["score", 1]).slice(0, 2).map((row) => rows.get("run", row));
+  const newest = rows
+    .ordered(() => true, ["score", 1])
+    .slice(0, 2)
+    .map((row) => rows.get("run", row));
   assert.deepEqual(newest, [0, 1]);
-  assert.deepEqual(rows.ordered((row) => rows.get("score", row) === 1, ["step", -1]), [4, 1]);
+  assert.deepEqual(
+    rows.ordered((row) => rows.get("score", row) === 1, ["step", -1]),
+    [4, 1],
+  );
 });
 
 test("groups are of one run and step; a prompt goes over the steps of a run", () => {

@@ -46,5 +46,9 @@ test("colours say the sign by hue and the strength by depth", () => {
 test("turns are runs of tokens with one number", () => {
   assert.deepEqual(turns(row), [{ turn: null, first: 0, end: 4 }]);
   const spans = turns({ ...row, turn_ids: [0, -1, -1, 1] });
-  assert.deepEqual(spans, [{ turn: 0, first: 0, end: 1 }, { turn: -1, first: 1, end: 3 }, { turn: 1, first: 3, end: 4 }]);
+  assert.deepEqual(spans, [
+    { turn: 0, first: 0, end: 1 },
+    { turn: -1, first: 1, end: 3 },
+    { turn: 1, first: 3, end: 4 },
+  ]);
 });

@@ -4,9 +4,24 @@ import { aligned, axisRange, band, differing, merged, points, seedGroups, smooth
 
 test("lines of one step are joined, and steps are in order", () => {
   const records = merged([{ step: 2, a: 1 }, { step: 1, a: 3 }, { step: 2, b: 5 }, { a: 7 }]);
-  assert.deepEqual(records, [{ step: 1, a: 3 }, { step: 2, a: 1, b: 5 }]);
-  assert.deepEqual(points(records, "a"), [[1, 3], [2, 1]]);
-  assert.deepEqual(points([{ step: 1, a: null }, { step: 2, a: "x" }], "a"), []);
+  assert.deepEqual(records, [
+    { step: 1, a: 3 },
+    { step: 2, a: 1, b: 5 },
+  ]);
+  assert.deepEqual(points(records, "a"), [
+    [1, 3],
+    [2, 1],
+  ]);
+  assert.deepEqual(
+    points(
+      [
+        { step: 1, a: null },
+        { step: 2, a: "x" },
+      ],
+      "a",
+    ),
+    [],
+  );
 });
 
 test("smoothing keeps straight lines, ends and the number of points, and equals its definition", () => {
@@ -23,11 +38,33 @@ test("smoothing keeps straight lines, ends and the number of points, and equals 
 });
 
 test("lines of different steps are aligned over all of them", () => {
-  assert.deepEqual(aligned([[[1, 10], [3, 30]], [[2, 20], [3, 31]]]), [[1, 2, 3], [10, null, 30], [null, 20, 31]]);
+  assert.deepEqual(
+    aligned([
+      [
+        [1, 10],
+        [3, 30],
+      ],
+      [
+        [2, 20],
+        [3, 31],
+      ],
+    ]),
+    [
+      [1, 2, 3],
+      [10, null, 30],
+      [null, 20, 31],
+    ],
+  );
 });
 
 test("a band is the mean with the interval of Student's t, where all lines have a number", () => {
-  const { mean, low, high } = band([[[1, 1], [2, 5]], [[1, 3]]]);
+  const { mean, low, high } = band([
+    [
+      [1, 1],
+      [2, 5],
+    ],
+    [[1, 3]],
+  ]);
   assert.deepEqual(mean, [[1, 2]]);
   assert.ok(Math.abs(high[0][1] - (2 + 12.706 * Math.sqrt(2 / 2))) < 1e-9);
   assert.ok(Math.abs(low[0][1] - (2 - 12.706)) < 1e-9);
@@ -51,5 +88,9 @@ test("runs that differ in their seeds alone are one group", () => {
     { settings: {} },
   ];
   assert.deepEqual(seedGroups(runs), [[0, 1], [2], [3], [4]]);
-  assert.deepEqual(differing(runs.slice(0, 3)), [["seed", [0, 1, 0]], ["lr", [1, 1, 2]], ["list", [null, null, [1]]]]);
+  assert.deepEqual(differing(runs.slice(0, 3)), [
+    ["seed", [0, 1, 0]],
+    ["lr", [1, 1, 2]],
+    ["list", [null, null, [1]]],
+  ]);
 });
