@@ -16,8 +16,8 @@ export function detail({ rows, row, run, file, images }, { open, numbers, colour
     facts(rows, row, run),
     reasons({ rows, row, run, file, group }),
     section("Prompt", images.length ? pictures(images) : null, prompted(file.prompt)),
-    responded(file, numbers, coloured),
     file.ground_truth === null ? null : section("Expected", text("plain", file.ground_truth)),
+    responded(file, numbers, coloured),
     grouped({ rows, row, group }, open),
     over({ rows, row, run }, open),
     section(
