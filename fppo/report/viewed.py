@@ -6,14 +6,15 @@ import hashlib
 import io
 import os
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fppo.report import charts, timeline, write
+from fppo.report import charts, summary, timeline
 from fppo.report.charts import Panel
 from fppo.report.remains import remains
 from fppo.runs import jsonl, sample_files, starts
@@ -23,6 +24,7 @@ from fppo.runs.observers import TRACE
 from fppo.runs.sample_files import SAMPLES
 from fppo.settings.files import SETTINGS, STARTS
 
+SHOWN_WORK = 3  # steps of the timeline
 HEAD, TAIL = 300, 700  # characters of a text's beginning and end in an index
 MOST_STEPS = 64  # of one index
 _LONG = ("prompt", "response", "ground_truth")
@@ -74,12 +76,8 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
     damaged: list[str] = []
     sampled = sample_files.files(run / SAMPLES)
     lines = jsonl.read(run / METRICS, on_damage=damaged.append)
-    present = {line.get("step") for line in lines}
-    last = max((step for step in present if step is not None), default=0)
-    lost = jsonl.missing(run / METRICS, present, starts.first(run) + 1, last) if lines else []
-    others = remains(run, sampled, on_damage=damaged.append) if lost or not lines else []
-    others = [record for record in others if record["step"] not in present]
-    records = write.merged([*others, *lines])
+    others, lost = _beyond(run, lines, sampled, damaged)
+    records = summary.merged([*others, *lines])
     chosen, rest = _settings(run, damaged)
     same_file = known is not None and _file_of(known[0]) == _file_of(stamp)
     start = known[1] if known is not None and same_file and known[1] <= len(lines) else 0
@@ -94,21 +92,35 @@ def state_of(run: Path, title: str, known: tuple[str, int] | None = None) -> Sta
         "lines": {"stamp": stamp, "from": start, "records": lines[start:]},
         "others": others,
         "samples": [[step, tag] for step, tag in _tags(sampled)],
-        "tiles": [[tile.caption, tile.value, tile.note] for tile in (write.tiles(records, rest | chosen))]
-        if records
-        else [],
+        "tiles": [attrs.astuple(tile) for tile in summary.tiles(records, rest | chosen)],
         "panels": [
             {"title": each.title, "note": each.note, "least": each.least, "metrics": list(each.metrics.items())}
             for each in charts.panel_metrics(records)
         ],
-        "stages": list(write.stages(records).items()),
+        "stages": list(summary.stages(records).items()),
         "work": [
-            {**bar._asdict(), "kind": bar.kind, "more": dict(bar.more)}
-            for bar in timeline.read(run, last=write.SHOWN_WORK)
+            {**bar._asdict(), "kind": bar.kind, "more": dict(bar.more)} for bar in timeline.read(run, last=SHOWN_WORK)
         ],
-        "truth": [_panel(panel) for pair in write.beside_truth(run / TRUTH) for panel in pair],
+        "truth": [_panel(panel) for pair in summary.beside_truth(run / TRUTH) for panel in pair],
     }
     return jsonl.plain(state)
+
+
+def _beyond(
+    run: Path, lines: Sequence[Mapping[str, Any]], sampled: Collection[int], damaged: list[str]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Records of the steps that only other files than the metrics know, and messages on steps without metrics.
+
+    The rows of a step may be written before its metrics: one more step is no loss.
+    """
+    present = {line.get("step") for line in lines}
+    last = max((step for step in present if step is not None), default=0)
+    first = starts.first(run) + 1
+    path = run / METRICS
+    if lines and max(sampled, default=0) <= last + 1 and not jsonl.missing(path, present, first, last):
+        return [], []
+    others = [x for x in remains(run, sampled, on_damage=damaged.append) if x["step"] not in present]
+    return others, jsonl.missing(path, present, first, max([last, *(x["step"] for x in others)]))
 
 
 def _panel(panel: Panel) -> State:
@@ -118,7 +130,7 @@ def _panel(panel: Panel) -> State:
 def _settings(run: Path, damaged: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings by their paths, those that differ from the defaults first; none if they are damaged."""
     try:
-        return write.settings_of(run / SETTINGS)
+        return summary.settings_of(run / SETTINGS)
     except (OSError, ValueError) as error:
         damaged.append(str(error))
         return {}, {}

@@ -1,7 +1,8 @@
 // The viewer of runs: pages of an overview, curves and rows, live while a run trains.
 
 import "uplot/dist/uPlot.min.css";
-import "./viewer.css";
+import "./page.css";
+import "./rows.css";
 import { el, segments } from "./dom.js";
 import { Rows } from "./rows.js";
 import { merged } from "./series.js";
