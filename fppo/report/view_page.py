@@ -40,7 +40,7 @@ def page(title: str, blocks: Iterable[str] = (), *, live: bool) -> bytes:
         '<meta name="referrer" content="no-referrer">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>"
-        "<noscript>This page needs JavaScript; report.html in the run's directory does without.</noscript>\n"
+        "<noscript>This page needs JavaScript.</noscript>\n"
     )
     return "".join([head, *blocks, f"<script>{script}</script></body></html>\n"]).encode("utf-8", "replace")
 
