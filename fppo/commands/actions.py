@@ -16,8 +16,8 @@ from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
-from fppo.commands.options import ServeOptions
 from fppo.assembly.supervised import assemble_supervised
+from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState

@@ -28,6 +28,7 @@ from fppo.commands.options import (
     Report,
     ServeOptions,
     TraceOptions,
+    ViewOptions,
 )
 from fppo.fields import Problem
 from fppo.runtime.parent import end_with_launcher
@@ -262,6 +263,16 @@ def _report(rest: Sequence[str]) -> int | None:
     print(report.write_report(options.run))
 
 
+def _view(rest: Sequence[str]) -> int | None:
+    """Look into runs in a browser, live while they train, or in one file: fppo view RUN [RUN ...] [--export FILE]"""
+    if helps.wanted(rest):
+        return helps.show("fppo view RUN [RUN ...] [--export FILE.html] [--OPTION VALUE ...]", ViewOptions)
+    options = tyro.cli(ViewOptions, args=rest, prog="fppo view")
+    from fppo.commands import view
+
+    return view.view(options)
+
+
 def _trace(rest: Sequence[str]) -> int | None:
     """Write a timeline of the last steps, for viewers of Chrome traces: fppo trace RUN"""
     if helps.wanted(rest):
@@ -444,6 +455,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": _export,
     "serve": _serve,
     "report": _report,
+    "view": _view,
     "trace": _trace,
     "diff": _diff,
     "ablate": _ablate,

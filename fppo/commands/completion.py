@@ -9,7 +9,16 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 
 from fppo._errors import UsageError, did_you_mean
-from fppo.commands.options import DiffOptions, Export, Quickstart, Replay, Report, ServeOptions, TraceOptions
+from fppo.commands.options import (
+    DiffOptions,
+    Export,
+    Quickstart,
+    Replay,
+    Report,
+    ServeOptions,
+    TraceOptions,
+    ViewOptions,
+)
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
@@ -28,6 +37,7 @@ _OWN = {
     "export": Export,
     "serve": ServeOptions,
     "report": Report,
+    "view": ViewOptions,
     "trace": TraceOptions,
     "diff": DiffOptions,
 }

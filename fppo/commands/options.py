@@ -102,6 +102,23 @@ class Report:
 
 
 @attrs.frozen(kw_only=True)
+class ViewOptions:
+    """Look into runs in a browser: curves over each other, all sampled rows, and their tokens; live while they train.
+
+    RUN may be a directory that holds runs, as fppo compare writes it. Nobody without the printed address can read it.
+    """
+
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    """The output_dirs of the runs."""
+    export: str | None = None
+    """Write everything to this HTML file, which works without a server or a network, and end."""
+    export_mb: float = 64.0
+    """Megabytes of sampled rows in that file; of more, every second step is left out, then every fourth, and so on."""
+    port: int = 0
+    """The port on this machine's loopback; 0: any free one."""
+
+
+@attrs.frozen(kw_only=True)
 class TraceOptions:
     """Write a timeline of a run's last steps as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 

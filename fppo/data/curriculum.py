@@ -234,7 +234,7 @@ def easy_to_hard(
 
 
 @state
-class Sources:
+class SourceCounts:
     """The source of each prompt, and the number of responses that each source has had."""
 
     numbers: Tensor  # [N] int64
@@ -260,31 +260,31 @@ def mixture(
     for name, weights in (("begin", begin), ("end", end)):
         _check_shares(name, weights)
 
-    def shares(known: Sources, step: int) -> Tensor:
+    def shares(known: SourceCounts, step: int) -> Tensor:
         sizes = torch.bincount(known.numbers, minlength=len(known.names)).double()
         first = sizes**power if begin is None else _named(begin, known.names)
         last = first if end is None else _named(end, known.names)
         x = min(step / steps, 1.0)
         return (1 - x) * first / first.sum() + x * last / last.sum()
 
-    def init(prompts: PromptSet) -> Sources:
+    def init(prompts: PromptSet) -> SourceCounts:
         numbers, names = _numbers_of(prompts.sources)
         for setting, weights in (("begin", begin), ("end", end)):
             for source in weights or {}:
                 if source not in names:
                     raise ValueError(f"{setting}: no prompt is of source {source!r}; {did_you_mean(source, names)}")
-        return Sources(numbers=numbers, responses=torch.zeros(len(names), dtype=torch.int64), names=names)
+        return SourceCounts(numbers=numbers, responses=torch.zeros(len(names), dtype=torch.int64), names=names)
 
-    def choose(known: Sources, key: Key, step: int, size: int) -> Tensor:
+    def choose(known: SourceCounts, key: Key, step: int, size: int) -> Tensor:
         sizes = torch.bincount(known.numbers, minlength=len(known.names)).double()
         return draw_by_weights((shares(known, step) / sizes)[known.numbers], key, size, strata=known.numbers)
 
-    def update(known: Sources, indices: Tensor, scores: Tensor) -> Sources:
+    def update(known: SourceCounts, indices: Tensor, scores: Tensor) -> SourceCounts:
         del scores
         counts = torch.bincount(known.numbers[indices], minlength=len(known.names))
         return replace(known, responses=known.responses + counts)
 
-    def report(known: Sources, step: int) -> dict[str, float]:
+    def report(known: SourceCounts, step: int) -> dict[str, float]:
         del step
         drawn = known.responses.double() / max(int(known.responses.sum()), 1)
         return {f"curriculum/drawn/{name}": share for name, share in zip(known.names, drawn.tolist(), strict=True)}

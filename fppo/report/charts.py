@@ -1,10 +1,9 @@
-"""Curves of a run, as one PNG and as SVG for the report."""
+"""Curves of a run: their panels, and all of them as one PNG."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,16 @@ class Panel:
     unit: str = "step"
     least: float = 0.0
     """The least span of its y axis, in the quantity's units: smaller changes are noise and look small."""
+
+
+@attrs.frozen
+class PanelMetrics:
+    """The metrics of a chart, by their labels in it."""
+
+    title: str
+    note: str
+    metrics: Mapping[str, str]
+    least: float = 0.0
 
 
 PANELS: tuple[tuple[str, str, float, tuple[tuple[str, str], ...]], ...] = (
@@ -89,14 +98,23 @@ def points(records: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 def panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     """The charts with numbers, held-out results first."""
-    drawn = [
-        Panel(title, note, {n: p for n, m in lines if (p := points(records, m))}, least=least)
+    drawn = []
+    for each in panel_metrics(records):
+        lines = {label: points(records, name) for label, name in each.metrics.items()}
+        drawn.append(Panel(each.title, each.note, lines, least=each.least))
+    return drawn
+
+
+def panel_metrics(records: Sequence[Mapping[str, Any]]) -> list[PanelMetrics]:
+    """The metrics with numbers of each chart, held-out results first."""
+    named = [
+        PanelMetrics(title, note, {label: name for label, name in lines if points(records, name)}, least)
         for title, note, least, lines in PANELS
     ]
-    return [*held_out_panels(records), *(panel for panel in drawn if panel.lines)]
+    return [*_held_out_metrics(records), *(each for each in named if each.metrics)]
 
 
-def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def _held_out_metrics(records: Sequence[Mapping[str, Any]]) -> list[PanelMetrics]:
     """A chart for each number measured on held-out prompts, the reward first.
 
     Its lines are the means by source; for a single source also best@n and maj@n. A term that equals the reward in all
@@ -105,17 +123,19 @@ def held_out_panels(records: Sequence[Mapping[str, Any]]) -> list[Panel]:
     found = held_out.held_out(dict.fromkeys(name for record in records for name in record))
     several = len({each.source for each in found}) > 1
     most = max((each.responses for each in found), default=1)
+    names: dict[str, dict[str, str]] = {}
     measures: dict[str, dict[str, Points]] = {}
     for each in found:
         line = points(records, each.metric)
         if line and (each.is_mean or (each.responses == most and not several)):
             label = each.source or each.measure if several else each.kind
             measures.setdefault(each.measure, {})[label] = line
+            names.setdefault(each.measure, {})[label] = each.metric
     for name in held_out.repeated(measures):
         del measures[name]
     note = "prompts never trained on" + (", by source" if several else "")
     chosen = list(measures.items())[:SHOWN_MEASURES]
-    return [Panel(f"Held-out {name}", note, lines, least=_least(lines.values())) for name, lines in chosen]
+    return [PanelMetrics(f"Held-out {name}", note, names[name], _least(lines.values())) for name, lines in chosen]
 
 
 def _least(lines: Iterable[Points]) -> float:
@@ -240,50 +260,6 @@ def _colors() -> Iterator[str]:
         yield from COLORS
 
 
-# SVG
-
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 380, 190, 50, 12, 10, 24
-
-
-def svg(panel: Panel) -> str:
-    """The panel as an inline SVG figure, coloured by the page's style; points show their numbers on hovering."""
-    steps = [s for line in panel.lines.values() for s, _ in line]
-    values = [v for line in panel.lines.values() for _, v in line]
-    low, high = axis_range(values, panel.least)
-    first, last = min(steps), max(steps)
-    marks = _labelled(ticks(low, high))
-    left = max(LEFT, 10 + 6 * max(len(label) for _, label in marks))
-
-    def x(step: float) -> float:
-        return left + (WIDTH - left - RIGHT) * ((step - first) / (last - first) if last > first else 0.5)
-
-    def y(value: float) -> float:
-        return TOP + (HEIGHT - TOP - BOTTOM) * (high - value) / (high - low)
-
-    elements = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(panel.title)} by {panel.unit}">',
-        *(
-            f'<line class="grid" x1="{left}" x2="{WIDTH - RIGHT}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>'
-            f'<text class="tick" x="{left - 6}" y="{y(t) + 3.5:.1f}" text-anchor="end">{label}</text>'
-            for t, label in marks
-        ),
-        *(
-            f'<text class="tick" x="{x(t):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{label}</text>'
-            for t, label in _labelled([t for t in ticks(first, last) if t == int(t)])
-        ),
-    ]
-    for number, (name, line) in enumerate(panel.lines.items()):
-        color = f"c{number % len(COLORS)}"
-        placed = [(x(s), y(v)) for s, v in line]
-        if len(line) >= SMOOTH_FROM:
-            elements.append(_path(placed, f"line raw {color}"))
-            elements.append(_path([(x(s), y(v)) for s, v in smooth(line)], f"line {color}"))
-        else:
-            elements.append(_path(placed, f"line {color}"))
-        elements += _dots(line, placed, name, color, panel.unit)
-    return "".join([*elements, "</svg>"])
-
-
 def _labelled(values: Sequence[float]) -> list[tuple[float, str]]:
     return list(zip(values, tick_labels(values), strict=True))
 
@@ -302,20 +278,3 @@ def axis_range(values: Sequence[float], least: float = 0.0) -> tuple[float, floa
     margin = (high - low) * 0.06
     start = max(low - margin, 0.0) if low >= 0 else low - margin
     return start, high + margin
-
-
-def _path(placed: Points, css: str) -> str:
-    data = "L".join(f"{px:.1f} {py:.1f}" for px, py in placed)
-    return f'<path class="{css}" d="M{data}"/>'
-
-
-def _dots(line: Points, placed: Points, name: str, color: str, unit: str) -> list[str]:
-    """A dot with its numbers at up to 80 of the points; visible if there are few, else under the pointer alone."""
-    stride = -(-len(line) // 80)
-    css = f"dot {color}" if len(line) < 12 else f"dot many {color}"
-    chosen = list(zip(line, placed, strict=True))[::stride]
-    return [
-        f'<circle class="{css}" cx="{px:.1f}" cy="{py:.1f}" r="3">'
-        f"<title>{unit} {short(step)}{escape(': ' + name if name else '')}: {short(value)}</title></circle>"
-        for (step, value), (px, py) in chosen
-    ]

@@ -1,16 +1,14 @@
-"""Timeline of a run's last steps: a drawing for its report, and a file for viewers of Chrome traces."""
+"""Timeline of a run's last steps: bars for the viewer, and a file for viewers of Chrome traces."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from fppo.report.charts import tick_labels, ticks
 from fppo.runs import jsonl
 from fppo.runs.observers import TRACE
 
@@ -21,7 +19,7 @@ _ROLE: Mapping[str, str] = MappingProxyType(  # by stage, and by call to a pool
     | {"ref": "reference", "values": "critic", "update_critic": "critic"}
 )
 STEP, OTHER = "step", "other"
-_LINES = ("step", *ROLES, OTHER)  # the lines of a process, in the order of the drawing
+_LINES = ("step", *ROLES, OTHER)  # the lines of a process, in the order of the page
 
 
 class Bar(NamedTuple):
@@ -111,56 +109,3 @@ def chrome(bars: Sequence[Bar]) -> dict[str, Any]:
             events.append({"ph": "X", "name": bar.name, "cat": bar.kind, **about, **span, "args": args})
             end = max(end, last)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-# the drawing
-
-WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM = 1180, 150, 14, 24, 22, 22
-MOST = 24  # lines drawn at most
-LETTER = 6.4  # width of a letter
-
-
-def svg(bars: Sequence[Bar]) -> str:
-    """The bars as an inline SVG figure, coloured by the page's style; each shows its numbers on hovering."""
-    drawn = [bar for bar in bars if bar.line != STEP]
-    lines = list(dict.fromkeys((bar.process, bar.line) for bar in drawn))[:MOST]
-    zero, end = min(bar.start for bar in drawn), max(bar.start + bar.seconds for bar in drawn)
-    scale = (WIDTH - LEFT - RIGHT) / max(end - zero, 1e-9)
-    bottom = TOP + ROW * len(lines)
-
-    def x(time: float) -> float:
-        return LEFT + scale * (time - zero)
-
-    marks = ticks(0.0, end - zero, 8)
-    steps = {bar.step: bar.start for bar in bars if bar.line == STEP and bar.start >= zero - 1.0}
-    elements = [
-        f'<svg viewBox="0 0 {WIDTH} {bottom + BOTTOM}" role="img" aria-label="timeline of the last steps">',
-        *(
-            f'<line class="grid" x1="{x(zero + t):.1f}" x2="{x(zero + t):.1f}" y1="{TOP}" y2="{bottom}"/>'
-            f'<text class="tick" x="{x(zero + t):.1f}" y="{bottom + 16}" text-anchor="middle">{label} s</text>'
-            for t, label in zip(marks, tick_labels(marks), strict=True)
-        ),
-        *(
-            f'<line class="stepline" x1="{x(max(t, zero)):.1f}" x2="{x(max(t, zero)):.1f}" y1="6" y2="{bottom}"/>'
-            f'<text class="tick" x="{x(max(t, zero)) + 4:.1f}" y="15">step {step}</text>'
-            for step, t in steps.items()
-        ),
-    ]
-    for number, (process, name) in enumerate(lines):
-        y, of = TOP + ROW * number, process.removeprefix("pool ")
-        label = name if process == "controller" else f"{of}, {name}"
-        elements.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 16}" text-anchor="end">{escape(label)}</text>')
-        elements += [_bar(bar, x(bar.start), y, scale) for bar in drawn if (bar.process, bar.line) == (process, name)]
-    return "".join([*elements, "</svg>"])
-
-
-def _bar(bar: Bar, x: float, y: float, scale: float) -> str:
-    width = max(scale * bar.seconds, 0.6)
-    color = f"c{ROLES.index(bar.kind)}" if bar.kind in ROLES else "dim"
-    more = [f"waited {bar.more['waited']:.3f} s"] if "waited" in bar.more else []
-    more += [f"{bar.more[name]:,.0f} {name}" for name in ("bytes there", "bytes back") if name in bar.more]
-    about = "; ".join([f"{bar.name}, step {bar.step}: {bar.seconds:.3f} s", *more])
-    shown = bar.name if width > LETTER * len(bar.name) + 6 else ""
-    text = f'<text class="inbar" x="{x + 4:.1f}" y="{y + 16}">{escape(shown)}</text>' if shown else ""
-    rect = f'<rect class="work {color}" x="{x:.1f}" y="{y + 3}" width="{width:.1f}" height="{ROW - 6}" rx="3">'
-    return f"{rect}<title>{escape(about)}</title></rect>{text}"

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,6 @@ import pyarrow.parquet as pq
 from fppo.batch import Experience
 from fppo.pipeline.train import StepRecord
 from fppo.runs import samples
-from fppo.runs.jsonl import plain
 
 SAMPLES = "samples"
 _FILE = re.compile(r"(\d{6,})\.parquet")
@@ -108,47 +105,3 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         if field.type == pa.list_(pa.float16()):
             table = table.set_column(place, field.name, table.column(place).cast(pa.list_(pa.float32())))
     return table
-
-
-def rows(table: pa.Table, numbers: Sequence[int] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows at `numbers` (None: all) as JSON objects for the report.
-
-    `log_probs`, `advantages` and `values` have one entry for each of the `tokens`, which are pieces of text; None for
-    tokens that are not trained on and numbers that are not finite. `values` is None without a critic. `images` are data
-    URIs, for a video the list of its frames'; a prompt without any lacks the key.
-    """
-    shown = _images(table)
-    for number in range(table.num_rows) if numbers is None else numbers:
-        row = table.slice(number, 1).to_pylist()[0]
-        prompt = row["step"], row["group"]
-        lists = {name: _trained(row.get(name), row["mask"]) for name in ("old_log_probs", "advantages", "values")}
-        yield {
-            **{name: row[name] for name in ("step", "id", "row_id", "source", "prompt", "response", "finish")},
-            "tokens": row["pieces"],
-            "log_probs": lists.pop("old_log_probs"),
-            **lists,
-            "score": plain(row["score"]),
-            "named_scores": {name[6:]: plain(x) for name, x in row.items() if name.startswith("score.")},
-            "ground_truth": row["ground_truth"],
-            **({"images": shown[prompt]} if prompt in shown else {}),
-        }
-
-
-def _trained(numbers: Sequence[float] | None, mask: Sequence[bool]) -> list[float | None] | None:
-    """The numbers of trained tokens, None elsewhere."""
-    if numbers is None:
-        return None
-    return [round(x, 6) if kept and math.isfinite(x) else None for x, kept in zip(numbers, mask, strict=True)]
-
-
-def _images(table: pa.Table) -> dict[tuple[int, int], list[str | list[str]]]:
-    """The images of each (step, group) that has any, as data URIs."""
-    if "images" not in table.column_names:
-        return {}
-    columns = zip(*(table.column(name).to_pylist() for name in ("step", "group", "images")), strict=True)
-    return {(step, group): [_uris(x) for x in images] for step, group, images in columns if images is not None}
-
-
-def _uris(frames: Sequence[bytes]) -> str | list[str]:
-    uris = [f"data:image/png;base64,{base64.b64encode(frame).decode()}" for frame in frames]
-    return uris[0] if len(uris) == 1 else uris

@@ -27,6 +27,7 @@ LISTS = {
     "returns": np.float16,
     "entropy": np.float16,
     "token_rewards": np.float32,
+    "correction_weights": np.float32,
     "token_versions": np.int32,
     "turn_ids": np.int32,
     "turn_rewards": np.float32,

@@ -16,7 +16,7 @@ import pytest
 
 from fppo import quickstart
 from fppo.assembly import trials
-from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, plan
+from fppo.commands import ablate, actions, audit, bias, cli, compare, distributed, plan, view
 from fppo.commands import check as checking
 from fppo.report import timeline, write
 from fppo.settings import files, machine, modules, places
@@ -29,7 +29,8 @@ MINIMAL = {
     "reward": {"functions": ["exact_match"]},
 }
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-OTHERS = ("git", "mkdocs", "ruff", "pyright", "source", "cd", "tensorboard", "pre-commit", "ray")  # not ours to check
+# not ours to check
+OTHERS = ("git", "mkdocs", "ruff", "pyright", "source", "cd", "tensorboard", "pre-commit", "ray", "npm", "ssh")
 
 
 @pytest.fixture
@@ -57,6 +58,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reached(bias, "run")
     reached(write, "write_report")
     reached(timeline, "write")
+    reached(view, "view")
     return names
 
 

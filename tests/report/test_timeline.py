@@ -1,15 +1,13 @@
 """Who worked when: each bar once, in its line, with its numbers; and nothing of a viewer's own reading."""
 
 import json
-import re
 from itertools import pairwise
 
 import pytest
 
-from fppo.report import timeline
-from fppo.report.write import write_report
+from fppo.report import timeline, viewed
 from fppo.runs.jsonl import JsonLines
-from tests.report.test_report import EVIL, Page, write_run
+from tests.report.test_report import EVIL, write_run
 
 T = 1.7e9
 
@@ -75,16 +73,18 @@ def test_a_trace_has_a_line_for_each_role_and_rank(run):
     assert (late["ts"], late["dur"]) == (pytest.approx(1.8e6, abs=1), pytest.approx(0.05e6, abs=1))
 
 
-def test_the_report_draws_the_last_steps(run):
-    page = Page(write_report(run).read_text())
-    assert "Timeline of the last steps" in page.text
-    assert "script" not in page.tags
-    text = (run / "report.html").read_text()
-    assert "update_actor, step 5: 0.700 s; waited 0.100 s; 4,000 bytes there; 7 bytes back" in text
-    assert re.findall(r">step (\d)<", text[text.index("Timeline of the last steps") :]) == ["3", "4", "5"]
-    starts = [float(x) for x in re.findall(r'class="work c2" x="([\d.]+)" y="49"', text)]
-    scale = (timeline.WIDTH - timeline.LEFT - timeline.RIGHT) / (4 + 1.96 - 0.1)
-    assert starts == pytest.approx([timeline.LEFT + scale * (0.9 + 2 * number) for number in range(3)], abs=0.06)
+def test_the_viewer_gets_the_last_steps(run):
+    work = viewed.state_of(run, "")["work"]
+    assert {bar["step"] for bar in work} == {3, 4, 5}
+    (last,) = (bar for bar in work if (bar["step"], bar["line"], bar["name"]) == (5, "rank 1", "update_actor"))
+    assert last["seconds"] == 0.7
+    assert last["more"] == {"waited": pytest.approx(0.1), "bytes there": 4000, "bytes back": 7}
+    assert {bar["name"]: bar["kind"] for bar in work if bar["process"] == "controller"} == {
+        "step": "other",
+        "gen": "rollout",
+        "update_actor": "actor",
+        "digests": "other",
+    }
 
 
 def test_ranks_of_one_mesh_are_beside_each_other(run):
