@@ -33,7 +33,8 @@ from fppo.settings.placement import MeshSettings, PlacementSettings
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import RolloutSettings
 
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+LOGGERS = ("console", "jsonl", *TRACKERS)  # the first two are those of every run
 
 
 @attrs.frozen(kw_only=True)
@@ -164,19 +165,23 @@ class LogSettings:
     """Where numbers and samples go."""
 
     loggers: tuple[str, ...] = setting((), _loggers)
-    """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or module:function."""
     samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
     """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
     samples_gb: float = setting(1.0, above(0))
     """Most GB (1e9 bytes) of them; beyond, every second step is kept, then every fourth, and so on."""
+    table_rows: int = setting(8, at_least(0))
+    """Responses of a step that trackers show as a table, spread over its batch; 0: none."""
+    table_every: int = setting(10, at_least(1))
+    """Steps from one such table to the next; the first step has one, too."""
     profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
     """Steps whose traces, by torch's profiler, are written to the directory profiles."""
-    project: str = setting("fppo", nonempty("give the name of a W&B project"))
-    """The project that a run belongs to in W&B."""
+    project: str = setting("fppo", nonempty("give the name of a project"))
+    """The project that a run belongs to in trackers; MLflow's experiment."""
     entity: str | None = setting(None)
-    """The user or team that it belongs to in W&B; None: your default one."""
+    """The user or team that it belongs to in W&B, the workspace in SwanLab; None: your default one."""
     group: str | None = setting(None)
-    """The group that it belongs to in W&B."""
+    """The group that it belongs to in W&B, trackio and SwanLab; a tag in MLflow."""
 
 
 def _device(name: str) -> str | None:
