@@ -236,7 +236,7 @@ def load_prompts(
     """The prompts to train on. Raises ValueError that names every faulty row."""
     problems, fn = data.Problems(), section.rows
     if fn is None:
-        rows = data.read_rows(section.path, split=section.split, problems=problems)
+        rows = data.read_rows(section.path, **only(section, "split", "stream"), problems=problems)
     else:
         rows = data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
     return data.encode_rows(

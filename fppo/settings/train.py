@@ -53,6 +53,8 @@ class DataSettings:
     """In place of eval_path: module:function, which returns or yields dicts."""
     eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
+    stream: int | None = setting(None, at_least(1))
+    """Of data sets by name, read the first so many rows as a stream, not downloaded whole; None: download all."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
     chat: bool = setting(False)
@@ -74,7 +76,7 @@ class DataSettings:
     row_tools: str | None = setting(None)
     """The field with schemas of a row's own tools, a list or JSON text of one; rows without any have those of tools."""
     ground_truth: str = setting("answer")
-    """The field that holds what a reward compares with; empty: there is none."""
+    """The field that rewards compare with; prompt's own: its messages end with the answer; empty: there is none."""
     source: str | None = setting(None)
     """The field that names a row's data set, for results by source; None: the file's name."""
     pad_token: str | None = setting(None)
