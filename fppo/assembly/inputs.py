@@ -246,7 +246,7 @@ def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.R
     """The rows to train on; what is wrong with some is noted. Raises ValueError."""
     fn = section.rows
     if fn is None:
-        return data.read_rows(section.path, split=section.split, problems=problems)
+        return data.read_rows(section.path, **only(section, "split", "stream"), problems=problems)
     return data.rows_of(imported(fn, "data.rows")(), fn, problems=problems)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import attrs
 import torch
+from huggingface_hub import HfApi
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
@@ -17,11 +19,13 @@ from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.assembly.supervised import assemble_supervised
+from fppo.commands import push
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
 from fppo.report import write as report
+from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
 from fppo.runs import evaluations, origins, sampling, saved, session, starts
 from fppo.runs.resuming import check_bases
@@ -207,10 +211,17 @@ def export(
     device: str = "cpu",
     *,
     merge: bool = False,
+    push_to: str | None = None,
+    public: bool = False,
 ) -> int:
-    """Write the policy, or the critic, of a run's checkpoint as a Hugging Face directory; an adapter in PEFT's files
-    or, with `merge`, merged into its base. Notes on a quantised base go to stderr."""
-    settings = attrs.evolve(settings_of(directory), device=device)
+    """Write the policy, or the critic, of a run's checkpoint as a Hugging Face directory with a model card; an adapter
+    in PEFT's files or, with `merge`, merged into its base. Notes on a quantised base go to stderr.
+
+    With `push_to` it is uploaded to the hub under that name, private unless `public`.
+    """
+    settings, hub = attrs.evolve(settings_of(directory), device=device), HfApi()
+    if push_to is not None:
+        push.check(push_to, hub)
     session.say_misnamed(directory / session.CHECKPOINTS)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
@@ -219,6 +230,11 @@ def export(
     session.check_target(settings, target)
     transformers_logging.disable_progress_bar()
     saved.export(settings, target, at, role, merge=merge)
+    adapted = settings.model.lora.used if role == "actor" else settings.model.lora.of_critic
+    form: Form = "merged" if merge else "adapter" if adapted else "whole"
+    made = starts.load(directory, at)
+    name = push_to or Path(os.path.realpath(target)).name
+    add_card(Exported(run_dir=directory, settings=made, step=at, role=role, form=form, name=name), target)
     if (base := settings.model.lora.base) != "float":
         begun = settings.model.path if role == "actor" else settings.model.critic_path or settings.model.path
         means = (
@@ -230,6 +246,8 @@ def export(
         )
         print(f"model.lora.base = {base!r}: {means}", file=sys.stderr)
     print(target)
+    if push_to is not None:
+        print(push.push(target, push_to, hub, public=public))
     return 0
 
 

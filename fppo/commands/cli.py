@@ -230,17 +230,28 @@ def _replay(rest: Sequence[str]) -> int | None:
 
 
 def _export(rest: Sequence[str]) -> int | None:
-    """Write the policy of a run as a Hugging Face directory: fppo export RUN TARGET"""
+    """Write the policy of a run as a Hugging Face directory: fppo export RUN TARGET [--push me/my-model]"""
     if helps.wanted(rest):
         return helps.show("fppo export RUN TARGET [--OPTION VALUE ...]", Export)
     options = tyro.cli(Export, args=rest, prog="fppo export")
     run, target = Path(options.run), Path(options.target)
     if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
         raise UsageError(f"{run} is not a run, but {target} is: give the run first: fppo export {target} {run}")
+    if options.public and options.push is None:
+        raise UsageError("--public: nothing is uploaded; give --push NAME too")
     from fppo.commands import actions
 
     role = "critic" if options.critic else "actor"
-    return actions.export(run, target, options.step, role, options.device, merge=options.merge)
+    return actions.export(
+        run,
+        target,
+        options.step,
+        role,
+        options.device,
+        merge=options.merge,
+        push_to=options.push,
+        public=options.public,
+    )
 
 
 def _serve(rest: Sequence[str]) -> int | None:

@@ -34,7 +34,7 @@ class Replay:
 
 @attrs.frozen(kw_only=True)
 class Export:
-    """Write the policy of a run as a Hugging Face directory."""
+    """Write the policy of a run as a Hugging Face directory with a model card."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
@@ -48,6 +48,10 @@ class Export:
     """Write an adapter merged with its base, as a whole model, instead of PEFT's files."""
     device: str = "cpu"
     """The device for the parameters; the host's memory suffices."""
+    push: str | None = None
+    """Upload the directory to the Hugging Face hub under this name, as me/my-model, after hf auth login."""
+    public: bool = False
+    """Let everyone read what is uploaded; else the repository is private."""
 
 
 @attrs.frozen(kw_only=True)

@@ -21,10 +21,11 @@ MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat 
 
 @attrs.frozen(kw_only=True)
 class Fields:
-    """The names of a row's fields by their role. A dot reaches into a field: "reward_model.style".
+    """The names of a row's fields by their role. Dots reach into fields: "reward_model.style", "messages.-1.content".
 
     prompt: a field, or a template like "Question: {question}".
-    ground_truth: the field with the reference answer for rewards, any JSON value but null; None: no reference.
+    ground_truth: the field with the reference answer for rewards, any JSON value but null; None: no reference. If it is
+        the field of the prompt's messages, these end with the answer, which is left out of the prompt.
     source: the field with the name of the row's data set; else `source_name`, else the file's name.
     chat: the prompt is the field's messages (also as JSON text), or its other text as one user message, for a chat
         template.
@@ -74,12 +75,15 @@ def example_of(row: Row, fields: Fields, problems: Problems) -> Example | None:
     if (wrong := _unreadable(row)) is not None:
         problems.add(wrong, at=row.place)
         return None
+    faults: dict[str, None] = {}  # one of a field that is read twice is one
     for name, read in readers.items():
         try:
             values[name] = read(row, fields)
         except BadField as error:
-            problems.add(str(error), at=row.place)
-    if len(values) < len(readers):
+            faults[str(error)] = None
+    for fault in faults:
+        problems.add(fault, at=row.place)
+    if faults:
         return None
     seen = {kind: _seen(row, name, kind) for kind, name in fields.seen.items()}
     if seen:
@@ -130,15 +134,30 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
     elif hasattr(value, "tolist"):  # numpy's, as pandas has them
         value = value.tolist()
     if isinstance(value, (list, tuple)) and fields.chat:
-        return messages_of(value, fields.prompt, kinds=tuple(fields.seen), filled=filled)
+        before = _parted(value, fields.prompt)[0] if fields.ground_truth == fields.prompt else value
+        return messages_of(before, fields.prompt, kinds=tuple(fields.seen), filled=filled)
     hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
     raise BadField(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
+
+
+def _parted(messages: Sequence[Any], name: str) -> tuple[Sequence[Any], Any]:
+    """The messages before the assistant's last one, and its content. Raises BadField if it is not the last of all."""
+    *before, last = messages or [None]
+    if not isinstance(last, Mapping) or last.get("role") != "assistant":
+        text = "does not end with a message of the assistant, which would be the true answer"
+        raise BadField(f"field {name!r}: {text} (it is data.prompt and data.ground_truth)")
+    content = last.get("content")
+    return before, _joined(content, f"field {name!r}: the last message") if isinstance(content, list) else content
 
 
 def _ground_truth(row: Row, fields: Fields) -> Any:
     if fields.ground_truth is None:
         return None
     value = lookup(row.fields, fields.ground_truth)
+    if fields.chat and fields.ground_truth == fields.prompt:
+        plainly = value.tolist() if hasattr(value, "tolist") else value  # numpy's, as pandas has them
+        messages = from_text(plainly, fields.prompt) if isinstance(plainly, str) else plainly
+        value = _parted(messages, fields.prompt)[1] if isinstance(messages, (list, tuple)) else value
     if value is None:
         raise BadField(f"field {fields.ground_truth!r}: null")
     if (path := next(missing_in(value), None)) is not None:
@@ -173,11 +192,17 @@ def _kind(value: Any) -> str:
 
 
 def lookup(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a field by its name, or by a dotted path into nested fields. Raises BadField for a missing one."""
+    """The value of a field by its name, or by a dotted path into nested fields and, by numbers, into lists; -1 is the
+    last element. Raises BadField for a missing one."""
     if name in fields:
         return fields[name]
     value: Any = fields
     for part in name.split("."):
+        if isinstance(value, list | tuple) and re.fullmatch(r"-?\d{1,9}", part):
+            place = int(part)
+            if -len(value) <= place < len(value):
+                value = value[place]
+                continue
         if not isinstance(value, Mapping) or part not in value:
             raise BadField(f"field {name!r}: missing; the row has {sorted(map(str, fields))}")
         value = value[part]
@@ -273,7 +298,7 @@ def _parts(content: Any, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 
 _LOOKS = re.compile(r"""\s*[\[{][\s\S]*?['"]role['"]\s*:""")  # messages as JSON or as Python's repr
-_WHERE = "ends with a message of the assistant, but a prompt ends where the policy is to answer; leave it out"
+_WHERE = "ends with a message of the assistant, but a prompt ends where the policy is to answer; leave it out, or"
 
 
 def from_text(text: str, name: str) -> list[Any] | None:
@@ -316,7 +341,7 @@ def messages_of(
     if answered and messages[-1]["role"] != "assistant":
         raise BadField(f"field {name!r}: ends with a message of the {messages[-1]['role']}, not of the assistant")
     if not answered and messages[-1]["role"] == "assistant":
-        raise BadField(f"field {name!r}: {_WHERE} (as data.rows can, with a field for the true answer)")
+        raise BadField(f"field {name!r}: {_WHERE} give the field as data.ground_truth too, if that is the true answer")
     return messages
 
 

@@ -43,19 +43,24 @@ class Row:
 
 
 def read_rows(
-    paths: PathLike | Sequence[PathLike], *, split: str = "train", problems: Problems | None = None
+    paths: PathLike | Sequence[PathLike],
+    *,
+    split: str = "train",
+    stream: int | None = None,
+    problems: Problems | None = None,
 ) -> list[Row]:
     """Read the rows of all `paths`, in order.
 
     A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
     parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
-    "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read. Raises ValueError for
+    "openai/gsm8k:main" where it has several configurations. Of the last two, `split` is read; with `stream` only the
+    first so many rows of data sets by name, which are then not downloaded whole. Raises ValueError for
     unreadable paths, for malformed lines, naming all, and for no rows at all; with `problems`, malformed lines are
     noted in it instead.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     noted = Problems() if problems is None else problems
-    rows = [row for path in many for row in _read(path, split, noted)]
+    rows = [row for path in many for row in _read(path, split, stream, noted)]
     if problems is None:
         noted.check("data")
     if not rows and not noted.count:
@@ -79,7 +84,7 @@ def rows_of(values: Iterable[Any], name: str, *, problems: Problems | None = Non
     return rows
 
 
-def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
+def _read(path: PathLike, split: str, stream: int | None, problems: Problems) -> Iterator[Row]:
     file, text = Path(path), os.fspath(path)
     if (wrong := irregular(file)) is not None:
         raise ValueError(f"{text if text.isprintable() else repr(text)}: {wrong}")
@@ -89,7 +94,7 @@ def _read(path: PathLike, split: str, problems: Problems) -> Iterator[Row]:
         return _directory(file, split, problems)
     if file.suffix.lower() in FORMATS or text.startswith((".", "/", "~")):
         raise ValueError(f"{text}: no such file")
-    return _named(text, split)
+    return _named(text, split, stream)
 
 
 def _file(file: Path, problems: Problems) -> Iterator[Row]:
@@ -238,11 +243,14 @@ def _data_files(directory: Path) -> dict[str, list[Path]] | None:
     return files if every and known else None
 
 
-def _named(name: str, split: str) -> Iterator[Row]:
+def _named(name: str, split: str, stream: int | None) -> Iterator[Row]:
     import datasets
 
     repository, _, configuration = name.partition(":")
     try:
+        if stream is not None:
+            streamed = datasets.load_dataset(repository, configuration or None, split=split, streaming=True)
+            return iter(list(_rows(_undecoded(streamed.take(stream)), f"{repository}[{split}]", repository)))
         loaded = datasets.load_dataset(repository, configuration or None)
     except Exception as error:  # errors of the library, the hub, http and the file system
         raise ValueError(
@@ -267,7 +275,7 @@ def _undecoded(table: Any) -> Any:
     """The table with videos as undecoded files: the library would decode all frames, and by torchcodec alone."""
     import datasets
 
-    for name, kind in table.features.items():
+    for name, kind in (table.features or {}).items():  # a stream may not know its own before it is read
         if isinstance(kind, datasets.Video):
             table = table.cast_column(name, datasets.Video(decode=False))
     return table

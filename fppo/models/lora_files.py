@@ -129,12 +129,27 @@ def save(
             metadata = {"format": "pt", "base_digest": frozen.digest}
             contiguous = {name: x.cpu().contiguous() for name, x in tensors.items()}
             safetensors.torch.save_file(contiguous, draft / WEIGHTS, metadata=metadata)
+            _order_metadata(draft / WEIGHTS)
             text = json.dumps(_config(model, base), indent=2, sort_keys=True) + "\n"
             (draft / CONFIG).write_text(text, encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save_pretrained(draft)
 
     first_alone(write, mesh, device_of(adapter))
+
+
+def _order_metadata(path: Path) -> None:
+    """Sort the metadata in a safetensors file's header: its writer orders them at random, and equal adapters should be
+    equal files. The header keeps its length, as the format's spaces at its end allow."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode().ljust(length)
+        if len(text) != length:
+            raise AssertionError(f"{path}: its header has {length} bytes, and sorted {len(text)}")
+        file.seek(8)
+        file.write(text)
 
 
 def stored(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh = LOCAL) -> Params:

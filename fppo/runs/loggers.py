@@ -1,38 +1,30 @@
-"""Loggers of a run's metrics: the console, JSON lines, TensorBoard, W&B, a user's own."""
+"""Loggers of a run's metrics: the console, JSON lines, trackers, a user's own."""
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Protocol
+from typing import IO, Any
+
+import attrs
 
 from fppo._errors import printable, words_of
-from fppo.runs import held_out
+from fppo.pipeline.train import StepRecord
+from fppo.runs import held_out, samples
+from fppo.runs.guards import Guarded, Logger, NotStarted, Queued, Rows, TrackerRun
 from fppo.runs.jsonl import JsonLines
-from fppo.runtime.exports import write_whole
+from fppo.runs.trackers import TRACKERS, Tracked, start
 
 METRICS = "metrics.jsonl"
 FAILED = "log/failures"  # the metric that counts failed calls of loggers
+DROPPED = "log/dropped"  # and the calls that were never made, for want of room in a queue
 ALWAYS = ("console", "jsonl")  # loggers of every run
-
-
-class Logger(Protocol):
-    """The protocol of loggers: metrics step by step."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of `step`; 0 is the evaluation before the first."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close; it can be called twice."""
-        ...
 
 
 def open_loggers(
@@ -50,46 +42,59 @@ def open_loggers(
     """Open the console, metrics.jsonl, and then the loggers called `names`, for a run of `steps` steps.
 
     `first_step` is the first step to be logged: lines of an earlier process from it on are dropped. `settings` go to
-    W&B and to users' loggers, which functions in `own` make, by their names. Raises ValueError for an unknown name, and
-    for a logger whose package is not installed or that fails to start. Later failures, except of metrics.jsonl, do not
-    end the run (`Guarded`).
+    trackers and to users' loggers, which functions in `own` make, by their names. Raises ValueError for an unknown
+    name, for a logger whose package is not installed, and at the first start of a run for one that fails to start; a
+    run that goes on does so without it, and says so. Later failures, except of metrics.jsonl, do not end the run, and
+    slow trackers do not hold it up (`guards`).
     """
     run_dir = Path(run_dir)
-    makers: dict[str, Callable[[], Logger]] = {
-        "console": lambda: console(steps, first_step=first_step),
-        "jsonl": lambda: JsonLines(run_dir / METRICS, first_step=first_step),
-        "tensorboard": lambda: TensorBoard(run_dir / "tensorboard", first_step=first_step),
-        "wandb": lambda: WandB(run_dir, project=project, entity=entity, group=group, settings=settings or {}),
-    }
-    makers |= {name: partial(own_logger, name, make, run_dir, first_step, settings or {}) for name, make in own.items()}
-    unknown = [name for name in names if name not in makers]
-    if unknown:
-        raise ValueError(f"log.loggers = {list(names)}: unknown logger {unknown[0]!r}; there are {list(makers)}")
+    known = [*ALWAYS, *TRACKERS, *own]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"log.loggers = {list(names)}: unknown logger {unknown[0]!r}; there are {known}")
+    run = Tracked(
+        run_dir=run_dir,
+        first_step=first_step,
+        project=project,
+        entity=entity,
+        group=group,
+        settings=settings or {},
+    )
     opened: list[Logger] = []
     try:
-        for name in dict.fromkeys([*ALWAYS, *names]):
-            logger = makers[name]()
-            opened.append(logger if isinstance(logger, JsonLines) else Guarded(name, logger))
+        opened.append(Guarded("console", console(steps, first_step=first_step)))
+        opened.append(JsonLines(run_dir / METRICS, first_step=first_step))
+        for name in dict.fromkeys(name for name in names if name not in ALWAYS):
+            make = partial(own_logger, name, own[name], run) if name in own else partial(start, name, run)
+            try:
+                opened.append(Queued(name, make))
+            except NotStarted as error:
+                if first_step == 0:
+                    raise
+                print(f"{printable(str(error))}; the run goes on without it", file=sys.stderr)
     except Exception:
         close(opened)
         raise
     return opened
 
 
-def own_logger(
-    name: str, make: Callable[..., Logger], run_dir: Path, first_step: int, settings: Mapping[str, Any]
-) -> Logger:
-    """The logger that a user's function of that name, "module:function", returns for a run.
+def own_logger(name: str, make: Callable[..., Logger], run: Tracked) -> TrackerRun:
+    """The tracker that a user's function of that name, "module:function", returns for a run.
 
     It is called as function(run_dir, first_step=..., settings=...), with the run's directory, the first step to be
-    logged, and the settings as nested tables. Raises ValueError for a result without `log` and `close`.
+    logged, and the settings as nested tables. The result has `log(step, metrics)` and `close()`, and
+    `log_samples(step, rows)` if it shows samples. Raises ValueError for a result without `log` and `close`, and
+    NotStarted if the function fails.
     """
-    logger = make(run_dir, first_step=first_step, settings=dict(settings))
+    try:
+        logger = make(run.run_dir, first_step=run.first_step, settings=dict(run.settings))
+    except (Exception, SystemExit) as error:
+        raise NotStarted(f"log.loggers names {name}, which does not start: {words_of(error)}") from error
     lacks = [method for method in ("log", "close") if not callable(getattr(logger, method, None))]
     if lacks:
         text = f"{name} returned a {type(logger).__name__} without {' and '.join(lacks)}"
         raise ValueError(f"log.loggers: {text}; return an object with log(step, metrics) and close()")
-    return logger
+    shows: Callable[[int, Rows], None] | None = getattr(logger, "log_samples", None)
+    return TrackerRun(log=logger.log, close=logger.close, log_samples=shows)
 
 
 def close(loggers: Sequence[Logger]) -> None:
@@ -98,16 +103,40 @@ def close(loggers: Sequence[Logger]) -> None:
         logger.close()
 
 
-def observer(loggers: Sequence[Logger]) -> Callable[[Any], None]:
-    """An observer for `pipeline.train`: writes a step's metrics to the loggers. The number of failed calls of loggers,
-    if any, is added to the metrics."""
+@attrs.frozen(kw_only=True)
+class Tables:
+    """Samples for trackers: `rows` of each `every`th step, and of the first, spread evenly over its batch."""
 
-    def observe(record: Any) -> None:
+    rows: int  # 0: none
+    every: int
+    tokenizer: Any
+
+    def of(self, record: StepRecord) -> Callable[[], Rows] | None:
+        """A function that makes the rows of a step, and may be called in other threads; None if it is not shown."""
+        step, experience = record.run.step, record.experience
+        if experience is None or not self.rows or (step > 1 and step % self.every):
+            return None
+        on_host = samples.on_host(samples.spread(experience, self.rows))
+        return cache(partial(samples.shown, on_host, self.tokenizer, step))
+
+
+def observer(loggers: Sequence[Logger], tables: Tables | None = None) -> Callable[[StepRecord], None]:
+    """An observer for `pipeline.train`: hands a step's metrics to the loggers, and samples to trackers that show them.
+
+    The numbers of failed and of dropped calls of loggers, if any, are added to the metrics.
+    """
+
+    def observe(record: StepRecord) -> None:
         step = record.run.step
-        failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded))
-        counted = {FAILED: float(failures)} if failures else {}
+        failures = sum(logger.failures for logger in loggers if isinstance(logger, Guarded | Queued))
+        dropped = sum(logger.dropped for logger in loggers if isinstance(logger, Queued))
+        counted = {name: float(count) for name, count in ((FAILED, failures), (DROPPED, dropped)) if count}
         for logger in loggers:
             logger.log(step, record.metrics | counted)
+        shows = [logger for logger in loggers if isinstance(logger, Queued) and logger.takes_samples]
+        if tables is not None and shows and (rows := tables.of(record)) is not None:
+            for logger in shows:
+                logger.log_samples(step, rows)
 
     return observe
 
@@ -135,10 +164,21 @@ FAILURES: tuple[Line, ...] = (
     ("critic skipped", ("critic/skipped",), lambda x: f"{x:.0%}"),
     ("skipped", ("supervised/skipped",), lambda x: f"{x:.0%}"),
     ("logs failed", (FAILED,), lambda x: f"{x:.0f}"),
+    ("logs dropped", (DROPPED,), lambda x: f"{x:.0f}"),
 )
 WIDTH = 80  # columns of a line for pipes and files
 IMPORTANT = (  # by priority: the last are dropped first from a full line
-    *("reward", "loss", "no score", "tool failed", "actor skipped", "critic skipped", "skipped", "logs failed"),
+    *(
+        "reward",
+        "loss",
+        "no score",
+        "tool failed",
+        "actor skipped",
+        "critic skipped",
+        "skipped",
+        "logs failed",
+        "logs dropped",
+    ),
     *("kl", "turns", "length", "clip", "tok/s", "entropy", "vf loss"),
 )
 Shown = list[tuple[str, str]]
@@ -274,105 +314,3 @@ def console(steps: int, *, first_step: int = 0) -> Logger:
     """The live console if standard output is a terminal, else one plain line per step."""
     kind = LiveConsole if sys.stdout.isatty() else PlainConsole
     return kind(steps, first_step=first_step)
-
-
-class TensorBoard:
-    """A logger of event files under `directory`; TensorBoard hides earlier events from `first_step` on."""
-
-    def __init__(self, directory: str | os.PathLike[str], *, first_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            text = "tensorboard is not installed; pip install 'fppo[tensorboard]'"
-            raise ValueError(f"log.loggers names tensorboard: {text}") from error
-        self._writer = SummaryWriter(str(directory), purge_step=first_step if first_step > 0 else None)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one scalar per metric."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the event file."""
-        self._writer.close()
-
-
-class WandB:
-    """A logger to a run of Weights & Biases, named after the run's directory; a resumed run continues it."""
-
-    def __init__(
-        self,
-        run_dir: str | os.PathLike[str],
-        *,
-        project: str,
-        entity: str | None = None,
-        group: str | None = None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError as error:
-            text = "wandb is not installed; pip install 'fppo[wandb]'"
-            raise ValueError(f"log.loggers names wandb: {text}") from error
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        marker = run_dir / "wandb_id"
-        noted = marker.read_text(errors="replace").strip() if marker.exists() else ""
-        previous = noted if re.fullmatch(r"[\w.-]+", noted) else None  # None for a damaged id
-        try:
-            self._run = wandb.init(
-                project=project,
-                entity=entity,
-                group=group,
-                name=Path(os.path.realpath(run_dir)).name,
-                id=previous,
-                dir=str(run_dir),
-                config=dict(settings),
-                resume="allow" if previous else None,
-            )
-        except (Exception, SystemExit) as error:
-            text = "leave it out, or have it log in or write here (WANDB_MODE=offline)"
-            raise ValueError(f"log.loggers names wandb, which does not start: {words_of(error)}; {text}") from error
-        write_whole(marker, self._run.id.encode())
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send the metrics."""
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class Guarded:
-    """A logger whose exceptions are caught: the first is printed on standard error, all are counted and their number
-    printed at close.
-
-    It is called again at the next step, since networks recover. A broken pipe ends the run, as everywhere.
-    """
-
-    def __init__(self, name: str, logger: Logger) -> None:
-        self._name, self._logger = name, logger
-        self.failures = 0  # calls that have failed
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass on the metrics of a step."""
-        self._try(f"at step {step}", lambda: self._logger.log(step, metrics))
-
-    def close(self) -> None:
-        """Close the logger, and print the number of failures if there were several."""
-        self._try("at its end", self._logger.close)
-        if self.failures > 1:
-            print(f"log.loggers: {self._name} has failed {self.failures} times; the run is whole", file=sys.stderr)
-
-    def _try(self, when: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except BrokenPipeError:
-            raise
-        except (Exception, SystemExit) as error:
-            self.failures += 1
-            if self.failures == 1:
-                text = f"log.loggers: {self._name} failed {when}, and the run goes on: {words_of(error)}"
-                print(text, file=sys.stderr, flush=True)

@@ -104,6 +104,13 @@ def record(settings: TrainSettings, step: int) -> list[str]:
     return changes(last, now)
 
 
+def load(directory: Path, step: int) -> Origin | None:
+    """The origin of the start that made a step of the run in a directory; None without one, or if it is damaged."""
+    found = {int(match[1]): x for x in (directory / files.STARTS).glob("*.json") if (match := _NAME.fullmatch(x.name))}
+    before = [start for start in found if start < step]
+    return _read(found[max(before)]) if before else None
+
+
 def _read(file: Path) -> Origin | None:
     """The origin in a start's file; None if it is damaged."""
     try:

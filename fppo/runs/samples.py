@@ -141,6 +141,21 @@ def scored_lines(scored: Scored, tokenizer: Any, step: int) -> list[dict[str, An
     ]
 
 
+def shown(experience: Experience, tokenizer: Any, step: int) -> list[dict[str, Any]]:
+    """The rows of a batch as trackers show them: texts and scores, named as the columns of `table_of`."""
+    return [
+        {
+            "prompt": line["prompt"],
+            "response": line["response"],
+            "score": line["score"],
+            **{f"score.{name}": score for name, score in line["named_scores"].items()},
+            "ground_truth": _text(line["ground_truth"]),
+            "finish": line["finish"],
+        }
+        for line in scored_lines(experience, tokenizer, step)
+    ]
+
+
 def truth_lines(beside: Beside, tokenizer: Any, step: int) -> list[dict[str, Any]]:
     """Responses as JSON objects with each token's values and advantages, estimated and exact."""
     rollout, lines = beside.rollout, []

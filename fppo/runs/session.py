@@ -382,7 +382,9 @@ def _logging(settings: TrainSettings, assembly: AnyAssembly, first_step: int, op
         own=assembly.inputs.loggers,
     )
     opened.callback(loggers.close, sinks)
-    return loggers.observer(sinks)
+    log = settings.log
+    tables = loggers.Tables(rows=log.table_rows, every=log.table_every, tokenizer=assembly.inputs.tokenizer)
+    return loggers.observer(sinks, tables)
 
 
 def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, digest_every: int) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -61,6 +61,22 @@ def replacing(directory: str | os.PathLike[str]) -> Iterator[Path]:
         _take_place(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def adding(directory: str | os.PathLike[str], names: Iterable[str]) -> Iterator[None]:
+    """A context in which files with these names are written into an export. They are listed before, so that another
+    export replaces them, and flushed at the end. Raises ValueError for an export that has others of these names."""
+    target, added = Path(directory), list(names)
+    before = _saved(target)
+    if others := sorted({name for name in added if (target / name).exists()} - before):
+        raise ValueError(f"{target} holds {', '.join(others)} already; move that away")
+    text = json.dumps({"files": sorted({*before - {CONTENTS}, *added})}, indent=1) + "\n"
+    write_whole(target / CONTENTS, text.encode())
+    yield
+    for name in added:
+        sync(target / name)
+    sync(target)
 
 
 def check_replaceable(directory: str | os.PathLike[str]) -> None:

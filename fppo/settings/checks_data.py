@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import string
+from pathlib import Path
 
+from fppo.data.read import FORMATS
 from fppo.fields import FUNCTION, Problem, Problems, unread, value_at, wrong
 from fppo.settings.checks_rollout import too_short, vllm_problems
 from fppo.settings.component import keyword_problems, value_of
@@ -24,6 +26,8 @@ def data_problems(s: TrainSettings) -> Problems:
     for path, rows in (("path", "rows"), ("eval_path", "eval_rows")):
         if getattr(data, path) and getattr(data, rows) is not None:
             yield wrong(s, f"data.{path}", f"data.{rows} = {getattr(data, rows)!r} is given too; give one of the two")
+    if data.stream is not None and all(Path(x).suffix.lower() in FORMATS for x in (*data.path, *data.eval_path)):
+        yield wrong(s, "data.stream", "only data sets by name are streamed, and files are read whole; leave it out")
     if data.sampler is not None and not data.shuffle:
         yield wrong(s, "data.shuffle", "data.sampler gives the order; leave one of them out")
     if data.curriculum.used:

@@ -240,7 +240,12 @@ def to_dict(settings: Any) -> dict[str, Any]:
 
 def to_toml(settings: TrainSettings) -> str:
     """The settings as a TOML file that gives them back; optional settings that are None are left out."""
-    return "\n".join(_toml_lines(to_dict(settings), "")).lstrip("\n") + "\n"
+    return tables(to_dict(settings))
+
+
+def tables(values: Mapping[str, Any]) -> str:
+    """Nested tables of settings, some or all, as TOML; None is left out."""
+    return "\n".join(_toml_lines(values, "")).lstrip("\n") + "\n"
 
 
 def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:

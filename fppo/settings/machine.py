@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fppo.fields import MOST_WORKERS, Problems, wrong
 from fppo.settings.placement import places_of, pools_here
-from fppo.settings.train import TrainSettings
+from fppo.settings.train import TRACKERS, TrainSettings
 
 _DEVICES = Path("/dev")
 _OTHERS = ("dxg", "kfd", "nvgpu", "nvhost-gpu", "nvmap")  # GPUs that no file each stands for
@@ -42,7 +42,7 @@ def machine_problems(settings: TrainSettings, ranks: int, *, visible: str | None
 
 def _missing_packages(s: TrainSettings) -> Problems:
     """Packages that the settings ask for and that are not installed."""
-    for name in ("tensorboard", "wandb"):
+    for name in TRACKERS:
         if name in s.log.loggers and not _installed(name):
             yield wrong(s, "log.loggers", f"{name} is not installed; pip install 'fppo[{name}]'")
     judge = s.reward.judge

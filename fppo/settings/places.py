@@ -22,7 +22,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 MODEL = "model"  # where in its output_dir a run exports its policy
 OUTPUTS = (  # what commands write to an output_dir
     *(MODEL, files.SETTINGS, files.STARTS, "checkpoints", "configs", "metrics.jsonl", "samples", "digests.jsonl"),
-    *("evaluations", "truth", "rollouts", "dumps", "profiles", "trace", "tensorboard", "wandb", "wandb_id"),
+    *("evaluations", "truth", "rollouts", "dumps", "profiles", "trace", "tensorboard", "wandb", "swanlog"),
+    *("wandb_id", "trackio_id", "mlflow_id", "swanlab_id"),
     *("report.html", "curves.png", "trace.json", f"{files.SETTINGS}.kept", "metrics.jsonl.damaged"),
     "digests.jsonl.damaged",
 )

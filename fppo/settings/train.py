@@ -36,7 +36,8 @@ from fppo.settings.rollout import RolloutSettings
 from fppo.settings.sft import SftSettings
 from fppo.settings.tables import CURRICULA
 
-LOGGERS = ("console", "jsonl", "tensorboard", "wandb")  # the first two are those of every run
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab")
+LOGGERS = ("console", "jsonl", *TRACKERS)  # the first two are those of every run
 
 
 @attrs.frozen(kw_only=True)
@@ -69,6 +70,8 @@ class DataSettings:
     """In place of eval_path: module:function, which returns or yields dicts."""
     eval_split: str = setting("test", nonempty("give the name of a split"))
     """The split to evaluate on, where eval_path is the name of a data set."""
+    stream: int | None = setting(None, at_least(1))
+    """Of data sets by name, read the first so many rows as a stream, not downloaded whole; None: download all."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
     chat: bool = setting(False)
@@ -90,7 +93,7 @@ class DataSettings:
     row_tools: str | None = setting(None)
     """The field with schemas of a row's own tools, a list or JSON text of one; rows without any have those of tools."""
     ground_truth: str = setting("answer")
-    """The field that holds what a reward compares with; empty: there is none."""
+    """The field that rewards compare with; prompt's own: its messages end with the answer; empty: there is none."""
     source: str | None = setting(None)
     """The field that names a row's data set, for results by source; None: the file's name."""
     pad_token: str | None = setting(None)
@@ -188,21 +191,25 @@ class LogSettings:
     """Where numbers and samples go."""
 
     loggers: tuple[str, ...] = setting((), _loggers)
-    """Where metrics go beside the console and metrics.jsonl: tensorboard, wandb, or module:function for your own."""
+    """Where metrics go beside metrics.jsonl: tensorboard, wandb, trackio, mlflow, swanlab, or module:function."""
     observers: tuple[str, ...] = setting((), _observers)
     """Functions of your own that see every step, as module:function of a StepRecord; numbers they return are logged."""
     samples: Literal["all"] | int = setting("all", lambda x: None if x == "all" else at_least(0)(x))
     """Responses of each step that are kept in the directory samples, token by token: all, or so many."""
     samples_gb: float = setting(1.0, above(0))
     """Most GB (1e9 bytes) of them; beyond, every second step is kept, then every fourth, and so on."""
+    table_rows: int = setting(8, at_least(0))
+    """Responses of a step that trackers show as a table, spread over its batch; 0: none."""
+    table_every: int = setting(10, at_least(1))
+    """Steps from one such table to the next; the first step has one, too."""
     profile_steps: tuple[int, ...] = setting((), lambda x: None if all(step > 0 for step in x) else "count from 1")
     """Steps whose traces, by torch's profiler, are written to the directory profiles."""
-    project: str = setting("fppo", nonempty("give the name of a W&B project"))
-    """The project that a run belongs to in W&B."""
+    project: str = setting("fppo", nonempty("give the name of a project"))
+    """The project that a run belongs to in trackers; MLflow's experiment."""
     entity: str | None = setting(None)
-    """The user or team that it belongs to in W&B; None: your default one."""
+    """The user or team that it belongs to in W&B, the workspace in SwanLab; None: your default one."""
     group: str | None = setting(None)
-    """The group that it belongs to in W&B."""
+    """The group that it belongs to in W&B, trackio and SwanLab; a tag in MLflow."""
 
 
 def _device(name: str) -> str | None:

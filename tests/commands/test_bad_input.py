@@ -388,7 +388,7 @@ def test_a_model_without_a_tokenizer(task, capsys):
         ("--log.loggers jsonl jsonl", "names a logger twice"),
         (
             "--log.loggers mine.log",
-            "no logger 'mine.log'; there are console, jsonl, tensorboard, wandb and module:function",
+            "no logger 'mine.log'; there are console, jsonl, tensorboard, wandb, trackio, mlflow, swanlab and module:",
         ),
         ("--log.loggers nowhere:log", "the module 'nowhere' does not import"),
         ("--data.eval-path {task}/train.jsonl", "are trained on too (data.path)"),

@@ -50,6 +50,7 @@ def test_arguments_reach_their_command(calls, tmp_path):
     assert cli.main(["replay", "r", "--step", "7"]) == 3
     assert cli.main(["export", "r", "out"]) == 3
     assert cli.main(["export", "r", "out", "--critic", "--step", "2", "--device", "cuda", "--merge"]) == 3
+    assert cli.main(["export", "r", "out", "--push", "me/new", "--public"]) == 3
     changed = files.replace(settings, {"steps": 9, "mesh.shard": 1})
     quickstart, *others = calls
     assert quickstart[:-1] == ("quickstart", Path("runs/quickstart"), 4)
@@ -58,8 +59,9 @@ def test_arguments_reach_their_command(calls, tmp_path):
         ("train", changed, ALONE),
         ("evaluate", files.replace(changed, {"output_dir": str(tmp_path)}), ALONE),
         ("replay", Path("r"), 7, ALONE),
-        ("export", Path("r"), Path("out"), None, "actor", "cpu", False),
-        ("export", Path("r"), Path("out"), 2, "critic", "cuda", True),
+        ("export", Path("r"), Path("out"), None, "actor", "cpu", False, None, False),
+        ("export", Path("r"), Path("out"), 2, "critic", "cuda", True, None, False),
+        ("export", Path("r"), Path("out"), None, "actor", "cpu", False, "me/new", True),
     ]
 
 

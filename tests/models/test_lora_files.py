@@ -6,6 +6,7 @@ import warnings
 import attrs
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fppo.key import Key
@@ -41,6 +42,17 @@ def test_files_read_back_as_they_were_written(name, tmp_path):
     assert again.shapes == model.shapes
     assert lora.frozen_of(again).lora.scale == lora.frozen_of(model).lora.scale
     assert all(torch.equal(back[name], x) for name, x in adapter.items())
+
+
+def test_equal_adapters_are_equal_files(tmp_path):
+    """safetensors itself writes metadata in an order that changes from call to call."""
+    model, _, adapter = made("qwen2", tmp_path / "a")
+    for _ in range(10):
+        lora_files.save(model, adapter, tmp_path / "b", base="somewhere")
+        for name in ("adapter_model.safetensors", "adapter_config.json"):
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    with safe_open(tmp_path / "b" / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"base_digest": lora.frozen_of(model).digest, "format": "pt"}
 
 
 def test_ranks_that_cut_parameters_write_and_read_them(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
+import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.commands import actions
-from fppo.runs import jsonl, loggers
+from fppo.runs import jsonl, loggers, trackers
+from fppo.runs.guards import Guarded, NotStarted, Queued, TrackerRun
 from fppo.runs.jsonl import JsonLines
-from fppo.runs.loggers import FAILED, Guarded
+from fppo.runs.loggers import DROPPED, FAILED
+from fppo.settings import train
 from fppo.workers.imports import imported
 from tests import tiny_run
 
@@ -181,14 +185,16 @@ def test_wandb_goes_on_in_the_same_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("names", [[], ["jsonl"], ["console"], ["jsonl", "console"], ["tensorboard"]])
 def test_console_and_metrics_do_not_depend_on_loggers(tmp_path, monkeypatch, capsys, names):
     """Others come in addition; those named twice are there once."""
-    monkeypatch.setattr(loggers, "TensorBoard", lambda *args, **settings: JsonLines(tmp_path / "board"))
+    board = JsonLines(tmp_path / "board")
+    table = {"tensorboard": lambda run: TrackerRun(log=board.log, close=board.close)}
+    monkeypatch.setattr(trackers, "TRACKERS", table)
     opened = loggers.open_loggers(names, tmp_path, steps=3)
     for log in opened:
         log.log(1, STEP)
     loggers.close(opened)
     assert capsys.readouterr().out.count("step 1/3") == 1
     assert [line["step"] for line in jsonl.read(tmp_path / "metrics.jsonl")] == [1]
-    assert (tmp_path / "board").exists() == ("tensorboard" in names)
+    assert len(jsonl.read(tmp_path / "board")) == ("tensorboard" in names)
 
 
 def test_a_logger_may_be_ones_own(tmp_path, monkeypatch):
@@ -227,8 +233,8 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, name, 
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ValueError, match=rf"fppo\[{name}\]"):
         loggers.open_loggers(["jsonl", name], tmp_path, steps=3)
-    with pytest.raises(ValueError, match="unknown logger 'mlflow'"):
-        loggers.open_loggers(["mlflow"], tmp_path, steps=3)
+    with pytest.raises(ValueError, match=r"unknown logger 'aim'; there are .*'mlflow'"):
+        loggers.open_loggers(["aim"], tmp_path, steps=3)
 
 
 def test_an_observer_writes_metrics(tmp_path):
@@ -281,26 +287,107 @@ def test_a_pipe_that_nobody_reads_ends_a_run_through_the_guard():
 
 def test_a_run_whose_logger_fails_ends_with_its_model_and_report(tmp_path, monkeypatch, capsys):
     """They come before the logger is closed."""
-    there: list[bool] = []
+    made: list[bool] = []
     run = tmp_path / "run"
 
     def fails(*_: Any, **__: Any) -> None:
-        there.append((run / "model" / "model.safetensors").exists() and (run / "report.html").exists())
-        raise ConnectionError("the service is away")
+        made.append((run / "model" / "model.safetensors").exists() and (run / "report.html").exists())
+        raise BrokenPipeError("the service is away")
 
     init = lambda **_: types.SimpleNamespace(id="abc", log=fails, finish=fails)  # noqa: E731
     module = types.ModuleType("wandb")
     module.init = init  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     tiny_run.write_task(tmp_path)
-    changes = {"steps": 2, "eval__before": False, "log__loggers": ["jsonl", "wandb"]}
+    changes = {"steps": 2, "eval__before": False, "log__loggers": ["jsonl", "wandb"], "log__table_rows": 0}
     settings = tiny_run.settings(tmp_path, **changes)
     assert actions.train(settings) == 0
-    assert there == [False, False, True]
+    assert len(made) == 3
+    assert made[-1]
     said = capsys.readouterr().err
     assert said.count("wandb failed at step 1") == 1
     assert "wandb has failed 3 times" in said
-    assert [line.get(FAILED) for line in jsonl.read(run / "metrics.jsonl")] == [None, 1.0]
+    assert len(jsonl.read(run / "metrics.jsonl")) == 2
+
+
+class Hasty(Queued):
+    """A queue with little room and no patience."""
+
+    def __init__(self, name: str, make: Callable[[], TrackerRun]) -> None:
+        super().__init__(name, make, room=2, patience=0.01)
+
+
+def test_a_run_whose_tracker_hangs_and_has_no_room_ends_with_its_model(tmp_path, monkeypatch, capsys):
+    never, shown = threading.Event(), list[Any]()
+
+    def hangs(step: int, metrics: Any) -> None:
+        never.wait()
+
+    def show(step: int, rows: Any) -> None:
+        shown.append((step, rows))
+
+    hanging = lambda run: TrackerRun(log=hangs, log_samples=show, close=never.wait)  # noqa: E731
+    showing = lambda run: TrackerRun(log=lambda *_: None, log_samples=show, close=lambda: None)  # noqa: E731
+    monkeypatch.setattr(trackers, "TRACKERS", {"mlflow": hanging, "trackio": showing})
+    monkeypatch.setattr(loggers, "Queued", Hasty)
+    tiny_run.write_task(tmp_path)
+    changes = {"steps": 4, "eval__before": False, "log__loggers": ["mlflow", "trackio"]}
+    settings = tiny_run.settings(tmp_path, **changes, log__table_rows=2, log__table_every=3)
+    assert actions.train(settings) == 0
+    never.set()
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    said = capsys.readouterr().err
+    assert (
+        said.count("mlflow is slower than the run: what comes while its queue is full is dropped, first at step 3") == 1
+    )
+    assert "mlflow is still busy 0.01 s after the end of the run" in said
+    assert [line.get(DROPPED) for line in jsonl.read(tmp_path / "run" / "metrics.jsonl")] == [None, None, None, 1.0]
+    assert [(step, len(rows)) for step, rows in shown] == [(1, 2), (3, 2)]
+    assert list(shown[0][1][0]) == ["prompt", "response", "score", "score.exact_match", "ground_truth", "finish"]
+
+
+def gated(log: list[Any], gate: threading.Event) -> TrackerRun:
+    """A tracker that waits for the gate at each call, and then notes it with its thread."""
+
+    def note(*call: Any) -> None:
+        gate.wait()
+        log.append((*call, threading.current_thread() is threading.main_thread()))
+
+    return TrackerRun(log=note, log_samples=note, close=lambda: note("closed"))
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 8), st.integers(1, 3))
+def test_a_queue_keeps_order_and_drops_what_has_no_room_alone(calls, room, tables):
+    """`calls` are steps with metrics (False) or with samples (True)."""
+    log, gate = list[Any](), threading.Event()
+    queued = Queued("a", lambda: gated(log, gate), room=room, tables=tables)
+    for step, samples in enumerate(calls):
+        if samples:
+            queued.log_samples(step, lambda step=step: [{"prompt": str(step)}])
+        else:
+            queued.log(step, {"a": float(step)})
+    numbers = [step for step, samples in enumerate(calls) if not samples]
+    texts = [step for step, samples in enumerate(calls) if samples]
+    kept = {*numbers[:room], *texts[:tables]}
+    assert queued.dropped == len(calls) - len(kept)
+    gate.set()
+    queued.close()
+    queued.close()
+    shown = [(step, [{"prompt": str(step)}] if samples else {"a": float(step)}) for step, samples in enumerate(calls)]
+    assert log == [*((*call, False) for call in shown if call[0] in kept), ("closed", False)]
+
+
+def test_a_tracker_that_never_answers_is_left_behind(capsys):
+    log, gate = list[Any](), threading.Event()
+    queued = Queued("slow", lambda: gated(log, gate), room=5, patience=0.01)
+    for step in range(4):
+        queued.log(step, {})
+    queued.close()
+    assert queued.dropped == 3
+    assert "slow lacks 3 of the steps" in capsys.readouterr().err
+    gate.set()
+    queued._thread.join()
+    assert [call[0] for call in log] == [0, "closed"]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no key"), SystemExit(1)])
@@ -311,3 +398,38 @@ def test_a_logger_that_does_not_start_is_named_before_the_run(tmp_path, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     with pytest.raises(ValueError, match=r"log.loggers names wandb, which does not start: "):
         loggers.open_loggers(["wandb"], tmp_path, steps=3)
+
+
+def test_a_tracker_that_does_not_open_is_given_up_and_closed_if_it_opens_late():
+    log, gate = list[Any](), threading.Event()
+
+    def opens() -> TrackerRun:
+        gate.wait()
+        return TrackerRun(log=lambda *_: None, close=lambda: log.append(threading.current_thread()))
+
+    with pytest.raises(NotStarted, match=r"names a, which has not started in 0\.01 s"):
+        Queued("a", opens, opening=0.01)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "log.loggers: a")
+    gate.set()
+    thread.join()
+    assert log == [thread]
+
+
+def test_a_run_goes_on_without_a_tracker_that_does_not_start_again(tmp_path, monkeypatch, capsys):
+    def away(run: Any) -> TrackerRun:
+        raise ConnectionError("the service is away")
+
+    monkeypatch.setattr(trackers, "TRACKERS", {"mlflow": away})
+    own = {"mine:log": lambda *_, **__: away(None)}
+    with pytest.raises(ValueError, match="names mlflow, which does not start: ConnectionError: the service is away; "):
+        loggers.open_loggers(["mlflow"], tmp_path, steps=3)
+    opened = loggers.open_loggers(["mlflow", "mine:log"], tmp_path, steps=3, first_step=2, own=own)
+    loggers.close(opened)
+    assert len(opened) == 2
+    said = capsys.readouterr().err
+    assert said.count("; the run goes on without it") == 2
+    assert "mine:log, which does not start" in said
+
+
+def test_the_names_of_settings_are_those_of_the_table():
+    assert tuple(trackers.TRACKERS) == train.TRACKERS
