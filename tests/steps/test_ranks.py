@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.key import Key
-from fppo.steps.ranks import mini_batches
+from fppo.runtime.simulate import simulate
+from fppo.steps.ranks import collect, mini_batches
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12, unique=True), st.integers(1, 12), st.data())
@@ -47,3 +48,16 @@ def test_prompts_are_drawn_in_every_order():
     ids = torch.arange(6)
     orders = {tuple(torch.cat(mini_batches(ids, 2, key=Key(seed), groups=ids // 2)).tolist()) for seed in range(60)}
     assert len(orders) == 6
+
+
+def test_what_ranks_made_comes_back_in_the_order_of_the_rows():
+    """Their numbers, one rank after the other, are a permutation that is not its own inverse."""
+    shared, rows = [[2, 0], [1, 4], [3]], torch.arange(10.0).view(5, 2)
+
+    def on_rank(mesh):
+        own = rows[shared[mesh["replicate"].rank]]
+        return collect(own, shared, mesh), collect(own > 4, shared, mesh)
+
+    for numbers, larger in simulate({"replicate": 3}, on_rank):
+        assert torch.equal(numbers, rows)
+        assert torch.equal(larger, rows > 4)
