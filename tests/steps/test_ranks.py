@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from fppo.key import Key
 from fppo.runtime.simulate import simulate
-from fppo.steps.ranks import collect, mini_batches
+from fppo.steps.ranks import collect, imbalance, mini_batches
+from fppo.steps.shared import SortedRows
+from tests import tiny
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12, unique=True), st.integers(1, 12), st.data())
@@ -61,3 +63,10 @@ def test_what_ranks_made_comes_back_in_the_order_of_the_rows():
     for numbers, larger in simulate({"replicate": 3}, on_rank):
         assert torch.equal(numbers, rows)
         assert torch.equal(larger, rows > 4)
+
+
+def test_imbalance_is_the_most_work_over_the_mean():
+    model, _ = tiny.model_and_params("lm")
+    rows = SortedRows(order=[0, 1, 2], lengths=[4, 4, 4], depths=[0, 0, 0])
+    assert imbalance(model, rows, [[0], [1], [2]]) == 1.0
+    assert imbalance(model, rows, [[0, 1, 2], [], []]) == 3.0
