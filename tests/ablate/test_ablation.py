@@ -80,6 +80,14 @@ def few_examples(patch):
     patch.setattr(collectives, "CASES", 2)
 
 
+def test_rates_are_bytes_read_and_written_and_operations_by_seconds(monkeypatch):
+    monkeypatch.setattr(measure, "COPIED", 10)
+    monkeypatch.setattr(measure, "WIDTH", {"cpu": 3})
+    monkeypatch.setattr(measure, "seconds", lambda fn, device: 0.5)
+    assert measure.copy_rate(torch.device("cpu")) == 2 * 4 * 10 / 0.5
+    assert measure.matmul_rate(torch.float32, torch.device("cpu")) == 2 * 3**3 / 0.5
+
+
 def test_the_rates_are_measured():
     found = ablate("pad", shapes=[{"B": 2, "S": 3, "D": 2}], repeats=1, law_seconds=0, dtypes=["float32"])
     assert found.machine.copy > 1e8

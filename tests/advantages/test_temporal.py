@@ -27,6 +27,15 @@ def test_gae_is_its_definition(case, gamma, lam):
     close(result.returns, expected.returns)
 
 
+@given(cases(), units, units, units)
+def test_the_critics_returns_have_a_decay_of_their_own(case, gamma, lam, critic_lam):
+    """VAPO's decoupled GAE: the advantages by one lambda, what the critic learns by another."""
+    rewards, values, _ = case.tokens
+    result = gae(rewards, values, case.mask, gamma=gamma, lam=lam, critic_lam=critic_lam)
+    close(result.advantages, references.gae(rewards, values, case.mask, gamma=gamma, lam=lam).advantages)
+    close(result.returns, references.gae(rewards, values, case.mask, gamma=gamma, lam=critic_lam).returns)
+
+
 @given(cases(), units)
 def test_gae_with_lam_one_is_return_minus_value_and_with_zero_the_td_error(case, gamma):
     rewards, values, _ = case.tokens

@@ -1,5 +1,6 @@
 """What is packed comes out bit for bit, in aligned memory of its own."""
 
+import itertools
 import pickle
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map_only
 
 from fppo import metrics, tree
-from fppo.fleet.codec import BIG, CPU, array_of, pack, tensors_of, tree_of
+from fppo.fleet.codec import BIG, CPU, Sent, array_of, pack, tensors_of, tree_of
 from fppo.key import Key
 from tests.fleet.trees import DTYPES, TREES
 
@@ -95,3 +96,13 @@ def test_small_tensors_of_a_device_come_in_one_copy():
     found, _ = there_and_back([*away, Elsewhere(big)])
     assert tree.digest(found) == tree.digest([*tensors, big])
     assert len(Elsewhere.came) == 2
+
+
+def test_a_tensor_that_was_written_since_is_sent_anew():
+    numbers = itertools.count()
+    sent = Sent(lambda arrays: [next(numbers) for _ in arrays])
+    x, still = torch.zeros(3), torch.ones(3)
+    assert sent.refs([x, still]) == [0, 1]
+    assert sent.refs([x, still]) == [0, 1]
+    x.add_(1.0)
+    assert sent.refs([x, still]) == [2, 1]

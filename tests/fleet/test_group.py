@@ -281,6 +281,11 @@ def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silen
     assert one.call(counted_to, 2, on_item=still, patience=2.5) is None
     assert seen == [*range(5), 0, 1]
 
+    def slower(item):
+        passed[0] += 2 * group.GRACE
+
+    assert one.call(counted_to, 3, on_item=slower, patience=3 * group.GRACE) is None
+
     def passing():
         passed[0] += 0.05
         return passed[0]

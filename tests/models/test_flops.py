@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from fppo import models
-from fppo.models import flops
+from fppo.key import Key
+from fppo.models import flops, lora
 from fppo.runtime.simulate import simulate
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
@@ -91,3 +92,15 @@ def test_a_rank_of_a_tensor_axis_counts_the_whole_model():
         return flops.forward_flops(models.place(model, mesh), [10, 3])
 
     assert simulate({"tensor": 2}, count) == [flops.forward_flops(model, [10, 3])] * 2
+
+
+def test_an_adapter_spares_the_gradients_of_the_weights_below_it():
+    """Of three products of each weight with the tokens that one alone, of equal size."""
+    model, params = make("llama", dtype=torch.float32)
+    adapted, _ = lora.adapt(model, params, lora.Lora(2, 4.0), key=Key(0))
+    whole = [flops.forward_flops(x, [10, 3], head_tokens=7) for x in (model, adapted)]
+    factors = sum(flops.layer_weights(adapted)) - sum(flops.layer_weights(model))
+    assert whole[1] - whole[0] == 2 * 13 * factors > 0
+    base = whole[0] - flops.attention_flops(model, [10, 3])
+    found = flops.train_flops(adapted, [10, 3], head_tokens=7)
+    assert found == 3 * whole[1] - base

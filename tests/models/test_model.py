@@ -16,6 +16,7 @@ from fppo.models.run import checkpointed_layers
 from fppo.models.seams import LayerSeam
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
+from tests import tiny
 from tests.models.families import CONFIGS, make, plain
 
 KERNELS = Kernels.named()
@@ -166,3 +167,12 @@ def test_tensors_with_several_names_are_looked_for_only_where_there_are_some(mon
     assert not _has_shared(skeleton)
     skeleton.get_submodule(f"{model.layers[0]}.mlp.up_proj").weight = skeleton.get_input_embeddings().weight
     assert _has_shared(skeleton)
+
+
+def test_a_critic_has_weights_of_its_own():
+    """An update that overwrites the policy's memory leaves it alone."""
+    model, params = tiny.model_and_params("lm")
+    _, own = models.as_critic(model, params, Key(0))
+    shared = [name for name, x in own.items() if name in params and x.data_ptr() == params[name].data_ptr()]
+    assert len(own.keys() & params.keys()) > 5
+    assert shared == []

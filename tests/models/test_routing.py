@@ -6,7 +6,7 @@ import torch
 
 from fppo import models
 from fppo.grad import value_and_grad
-from fppo.models.routing import RouterSeam, Routes
+from fppo.models.routing import Routed, Router, RouterSeam, Routes, experts_of
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
 from tests.models.families import make, skip_without_plan
@@ -84,3 +84,11 @@ def test_a_router_that_chooses_in_its_own_way_is_refused():
             module._inner[0].forward = own
     with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter chooses experts without torch\.topk"):
         gradients(model, params, Routes(torch.zeros(7, 2, 2, dtype=torch.uint8)))
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(256, torch.uint8), (257, torch.int32), (512, torch.int32)])
+def test_numbers_of_experts_are_kept_as_they_are(experts, dtype):
+    chosen = torch.tensor([[0, experts - 1]])
+    found = experts_of({0: Routed(torch.zeros(1, experts), chosen, chosen)}, [Router(0, experts, 2, None)], chosen)
+    assert found.dtype == dtype
+    assert found.tolist() == [[[0, experts - 1]]]

@@ -132,10 +132,12 @@ def test_an_engine_that_differs_or_is_not_yet_known_leaves_it_to_a_pass():
             assert sorted(names) == ["gap", "pass"]
             assert 0 < numbers["training/old_log_probs/gap"] < 1e-5
             assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
-        older = tree.replace(scored, versions=scored.versions - 1)
-        annotated, _, names = look(older, run)
-        assert names == ["pass"]
-        assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
+        every = torch.ones_like(scored.versions)
+        for lag in (every, every - (every.cumsum(0) > 1).long()):  # all rows are older, or the first alone
+            older = tree.replace(scored, versions=scored.versions - lag)
+            annotated, _, names = look(older, run)
+            assert names == ["pass"]
+            assert torch.equal(annotated.old_log_probs, by_pass.old_log_probs)
     for wrong in (1e-3, float("nan")):
         shifted = tree.replace(scored, rollout_log_probs=scored.rollout_log_probs + wrong)
         with pytest.warns(RuntimeWarning, match=r"engine's log-probs differ from the policy's own .*gap > 0\.0001"):

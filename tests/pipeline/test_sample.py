@@ -2,6 +2,7 @@
 
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -21,6 +22,7 @@ from fppo.pipeline import OfRows, draw, stages
 from fppo.pipeline.draw import SampleGroups, equal_groups, truncated
 from fppo.pipeline.program import RunState, SampleBatch
 from fppo.rollout import saved
+from fppo.rollout.engine import Sampling
 from fppo.settings import files
 from fppo.steps.train_state import TrainState
 from tests import tiny, tiny_run
@@ -403,3 +405,12 @@ def test_a_record_is_its_columns():
     assert list(again.named_scores) == ["a", "b"]
     with pytest.raises(ValueError, match="unknown fields"):
         batches.record(Annotated, {**batches.columns(rows), "colour": rows.scores})
+
+
+def test_the_mass_that_sampling_keeps_is_the_policys_probability_over_that_of_the_draw():
+    rows = batches.narrow(Rollout, tiny.experience(0, 2))
+    column = torch.full_like(rows.rollout_log_probs, 0.2)
+    rows = attrs.evolve(rows, rollout_log_probs=column.log(), sampling_log_probs=(column * 2.5).log())
+    stage = stages.RollOut(engine=SimpleNamespace(generate=lambda params, ask: rows), sampling=Sampling())
+    _, report = stage(batches.narrow(Prompts, rows), {}, key=Key(0), version=0)
+    assert metrics.report(report)["rollout/kept_mass"] == pytest.approx(0.4)

@@ -9,11 +9,12 @@ import torch
 from fppo import data, metrics, models
 from fppo.assembly.inputs import read_eval_inputs
 from fppo.assembly.run import assemble
-from fppo.pipeline.truth import Beside, _pointing
+from fppo.batch import Prompts, narrow
+from fppo.pipeline.truth import Beside, _pointing, one_answer
 from fppo.rollout.engine import Ask
 from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
-from tests import tiny_run
+from tests import tiny, tiny_run
 
 DISCOUNTS = {"algorithm__advantage__gamma": 0.9, "algorithm__advantage__lam": 0.5}
 
@@ -92,6 +93,17 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
 def test_what_has_no_one_right_answer_is_refused(task, changes, text):
     with pytest.raises(SettingsError, match=f"eval.exact_values = True.*{text}"):
         tiny_run.settings(task, eval__exact_values=True, **changes)
+
+
+def test_advantages_of_the_answer_itself_discount_the_next_value():
+    """Each of its three tokens has the probability 1/2: values of 0.9^2/8, 0.9/4 and 1/2."""
+    asked, answer = narrow(Prompts, tiny.experience(0, 1)), torch.tensor([[3, 4, 5]])
+    every = torch.ones_like(answer, dtype=torch.bool)
+    rollout = SimpleNamespace(tokens=torch.cat([asked.tokens, answer], 1), response_mask=every)
+    half = SimpleNamespace(log_probs=torch.full(answer.shape, 0.5, dtype=torch.float64).log())
+    _, said = one_answer(asked, rollout, lambda rows: half, answers=lambda prompts: (answer, every), gamma=0.9)
+    assert said.values[0].tolist() == pytest.approx([0.10125, 0.225, 0.5])
+    assert said.advantages[0].tolist() == pytest.approx([0.9 * 0.225 - 0.10125, 0.9 * 0.5 - 0.225, 1 - 0.5])
 
 
 def test_only_clear_advantages_have_a_sign_to_agree_with():

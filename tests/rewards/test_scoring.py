@@ -146,6 +146,13 @@ def test_sums_with_functions_of_the_rollout():
     assert scored.extras[1]["row"] == 1
 
 
+def test_the_weight_of_a_sum_is_a_factor_of_its_terms():
+    rows = rollout(["q"] * 2, ["aeb", "e"], ["aeb", "x"])
+    inner = rewards.weighted_sum({"vowels": vowels, "exact": rewards.exact_match}, {"vowels": 0.5})
+    scored, _ = score(rows, rewards.weighted_sum({"inner": inner}, {"inner": 3.0}))
+    assert scored.scores.tolist() == [3.0 * (0.5 * 2.0 + 1.0), 3.0 * 0.5 * 1.0]
+
+
 def test_tensor_rewards_are_checked():
     rows = rollout(["q"] * 2, ["a", "b"], [None] * 2)
     cases = [

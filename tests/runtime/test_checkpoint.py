@@ -115,6 +115,13 @@ def test_the_same_state_is_saved_once_and_another_does_not_replace_it(tmp_path):
     assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
 
 
+def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
+    """Copied into it, the numbers would be rounded without a word."""
+    checkpoint.begin_save({"w": torch.ones(2, dtype=torch.float64)}, tmp_path, 1).wait()
+    with pytest.raises(checkpoint.CheckpointError, match=r"\['w'\] is torch.float64 \(2,\), expected torch.float32"):
+        checkpoint.load({"w": torch.zeros(2)}, tmp_path, 1)
+
+
 def test_another_models_checkpoint_names_the_leaves(tmp_path):
     checkpoint.begin_save(_state(), tmp_path, 1).wait()
     other = _state()

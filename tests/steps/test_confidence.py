@@ -36,7 +36,7 @@ def one_by_one(log_probs, entropy, mask):
 def test_signs_are_of_what_came_before(rows, width, seed):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=generator) < 0.7
-    log_probs = -5 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+    log_probs = -15 * torch.rand(rows, width, generator=generator, dtype=torch.float64)  # beyond the bound of -10
     entropy = 2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)
     garbage = torch.tensor(float("nan"), dtype=torch.float64)
     found = signs(log_probs.where(mask, garbage), entropy.where(mask, garbage), mask)
@@ -80,13 +80,16 @@ def test_an_update_is_a_step_down_the_squared_error():
 def test_mini_batches_are_updates_one_after_the_other():
     params, batch = task()
     optimizer = adamw(schedule("constant", 0.01, total_steps=9))
-    loop, key = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2)), Key(3)
+    loop, key = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2), epochs=2), Key(3)
+    one = attrs.evolve(loop, epochs=1)
     whole, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(init_state(params, optimizer), batch, key=key)
     state = init_state(params, optimizer)
-    for numbers in mini_batches(batch.row_ids, 2, key=key.fold("epoch", 0)):
-        state, _ = UpdateConfidence(loop=loop, optimizer=optimizer)(state, batches.rows(batch, numbers))
+    drawn = [mini_batches(batch.row_ids, 2, key=key.fold("epoch", epoch)) for epoch in range(2)]
+    assert [x.tolist() for x in drawn[0]] != [x.tolist() for x in drawn[1]]
+    for numbers in drawn[0] + drawn[1]:
+        state, _ = UpdateConfidence(loop=one, optimizer=optimizer)(state, batches.rows(batch, numbers))
     assert tree.digest(whole) == tree.digest(state)
-    assert whole.step == 3
+    assert whole.step == 6
 
 
 def test_it_learns_what_confidence_foretells_and_changes_no_argument():

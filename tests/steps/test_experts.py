@@ -11,7 +11,7 @@ from fppo import batch as batches
 from fppo import losses, models, tree
 from fppo.grad import value_and_grad
 from fppo.laws.updates import _outcomes_differ, _UpdateOutcome
-from fppo.metrics import report
+from fppo.metrics import mean, report
 from fppo.models.routing import Routes
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
@@ -231,6 +231,9 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
         )(init_state(params, OPTIMIZER), batch)
         return state.params[BIAS] - params[BIAS], report(metrics)
 
+    left = {"skipped": mean(1.0)}
+    still = experts.balanced(params, loads[None], model, LOCAL, rate=0.125, unless=left)
+    assert torch.equal(still[BIAS], params[BIAS])
     moved, numbers = bias(balance_rate=0.125)
     torch.testing.assert_close(moved, 0.125 * (loads.mean() - loads).sign(), rtol=0, atol=1e-12)
     assert moved.unique().numel() > 1

@@ -206,3 +206,13 @@ def test_the_critics_gradient_is_that_of_its_definition(mode):
     numbers = metrics.report(report)
     assert numbers["critic/vf_loss"] == pytest.approx(total, rel=1e-9)
     assert 0 < numbers["critic/vf_clipfrac"] < 1
+
+
+def test_the_gap_to_the_engine_is_that_of_the_first_mini_batch_alone():
+    batch = tiny.experience(3, ROWS)
+    loop = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=2), epochs=2)
+    update = UpdateActor(
+        forward=Forward(ACTOR), loss_fn=losses.ppo_clip, loop=loop, optimizer=GRADIENT, old_log_probs="engine"
+    )
+    _, report = update(init_state(ACTOR_PARAMS, GRADIENT), batch)
+    assert report["training/rollout_equal"].count == batch.response_mask[:2].sum()

@@ -7,7 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.key import Key
-from fppo.steps.ranks import mini_batches
+from fppo.runtime.simulate import simulate
+from fppo.steps.ranks import collect, imbalance, mini_batches
+from fppo.steps.shared import SortedRows
+from tests import tiny
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=12, unique=True), st.integers(1, 12), st.data())
@@ -47,3 +50,23 @@ def test_prompts_are_drawn_in_every_order():
     ids = torch.arange(6)
     orders = {tuple(torch.cat(mini_batches(ids, 2, key=Key(seed), groups=ids // 2)).tolist()) for seed in range(60)}
     assert len(orders) == 6
+
+
+def test_what_ranks_made_comes_back_in_the_order_of_the_rows():
+    """Their numbers, one rank after the other, are a permutation that is not its own inverse."""
+    shared, rows = [[2, 0], [1, 4], [3]], torch.arange(10.0).view(5, 2)
+
+    def on_rank(mesh):
+        own = rows[shared[mesh["replicate"].rank]]
+        return collect(own, shared, mesh), collect(own > 4, shared, mesh)
+
+    for numbers, larger in simulate({"replicate": 3}, on_rank):
+        assert torch.equal(numbers, rows)
+        assert torch.equal(larger, rows > 4)
+
+
+def test_imbalance_is_the_most_work_over_the_mean():
+    model, _ = tiny.model_and_params("lm")
+    rows = SortedRows(order=[0, 1, 2], lengths=[4, 4, 4], depths=[0, 0, 0])
+    assert imbalance(model, rows, [[0], [1], [2]]) == 1.0
+    assert imbalance(model, rows, [[0, 1, 2], [], []]) == 3.0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import socket
 import threading
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 
 from fppo.rewards import RewardRunner
 from fppo.workers.channel import SECRET, Channel, ForeignBytes, WorkerChannel
+from fppo.workers.pool import WorkerPool, _Run, _Worker
+from fppo.workers.sample import Outcome
 from tests.rewards.samples import samples
 from tests.workers.meddling import forks_at_once, meddles
 
@@ -94,3 +99,17 @@ def test_a_byte_that_is_changed_is_noticed_or_never_a_message(message, data):
         theirs.sendall(sent)
         with contextlib.suppress(ForeignBytes):
             assert Channel(ours, KEY).receive() == []  # it would be longer
+
+
+def test_two_outcomes_of_one_sample_are_not_taken():
+    """They would be another sample's: who writes them has got hold of the worker's descriptor."""
+    outcome = tuple(Outcome("value", 1.0))
+    messages = [pickle.dumps((0, outcome)), pickle.dumps((0, outcome))]
+    channel = SimpleNamespace(flush=lambda: None, receive=lambda: messages)
+    patience, mode = SimpleNamespace(limit=1.0), SimpleNamespace(asynchronous=False, kind="sample")
+    worker = _Worker(process=None, channel=channel, deadline=0.0, ready=True, task=(7,), open=[7])
+    run = _Run(0, mode, [], patience, deque())
+    pool = WorkerPool([], workers=1, start_limit=1.0)
+    with pytest.raises(ForeignBytes, match="two outcomes of one sample"):
+        pool._receive(worker, run)
+    assert list(run.outcomes) == [7]
