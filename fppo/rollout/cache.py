@@ -48,7 +48,7 @@ def _blank(like: Tensor, shape: tuple[int, ...], zeroed: bool) -> Tensor:
 
 
 def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
-    """Writes the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat place index[i], `n` times.
+    """Write the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat place index[i], `n` times.
 
     They go to rows start, start + 1, ... and columns 0 to P; those of padding become zero, and those of what fills the
     packed row up are dropped.
@@ -63,7 +63,7 @@ def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape
 
 
 def grow_(cache: Layers, used: int, columns: int, *, zeroed: bool = False) -> None:
-    """Gives every layer of `cache` `columns` columns, of which the first `used` stay as they are; the others may be
+    """Give every layer of `cache` `columns` columns, of which the first `used` stay as they are; the others may be
     `zeroed`.
 
     Layer by layer, so that the old and the new of all of them are never there at once.

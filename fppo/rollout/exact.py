@@ -93,6 +93,6 @@ def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
 
 
 def check_exact_engine(model: Model, kernels: Kernels, mesh: Mesh) -> None:
-    """Raises ValueError for an engine that cannot be exact, with the reasons."""
+    """Raise ValueError for an engine that cannot be exact, with the reasons."""
     if reasons := list(hindrances(model, kernels, mesh)):
         raise ValueError(f"exact = True: {'; '.join(reasons)}; leave exact out")

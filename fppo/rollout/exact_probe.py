@@ -32,7 +32,7 @@ Check = tuple[str, Callable[[], bool]]  # an operation, and whether it keeps a r
 
 
 def probe_exact(model: Model, kernels: Kernels) -> None:
-    """Raises ValueError that names the first operation by which a row's bits depend on other rows, on this machine and
+    """Raise ValueError that names the first operation by which a row's bits depend on other rows, on this machine and
     its threads; or what of the model does, beside its kernels."""
     check_exact_engine(model, kernels, LOCAL)
     dtype = model.compute_dtype or torch.float32

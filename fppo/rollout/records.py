@@ -89,7 +89,7 @@ def response_limits(ask: Ask) -> list[int]:
 
 
 def check_stops(sampling: Sampling, size: int) -> None:
-    """Raises ValueError for stop tokens that a vocabulary of `size` tokens does not have."""
+    """Raise ValueError for stop tokens that a vocabulary of `size` tokens does not have."""
     wrong = [token for token in sampling.stop_token_ids if token >= size]
     if wrong:
         raise ValueError(f"stop_token_ids {wrong} are beyond the model's vocabulary of {size} tokens")
@@ -181,7 +181,7 @@ class Steps:
         self._open: list[tuple[DrawnStep, Tensor]] = []
 
     def add(self, step: DrawnStep, hidden: Tensor | None) -> None:
-        """Takes the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
+        """Take the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
         if self._score is None:
             self._done.append(step)
             return
@@ -214,7 +214,7 @@ class FinishedRows:
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
     def __call__(self, step: DrawnStep, stops: Tensor) -> None:
-        """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
+        """Take the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
         the live ones, are passed over."""
         for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
             response = self._open.get(row)

@@ -22,7 +22,7 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def write(rows: Scored, directory: Path, step: int) -> Path:
-    """Writes what was sampled, without its scores. The file appears whole, in place of one that was there."""
+    """Write what was sampled, without its scores. The file appears whole, in place of one that was there."""
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(directory, step)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -56,7 +56,7 @@ def steps(directory: Path) -> list[int]:
 
 
 def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> None:
-    """Raises ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`; with `routed`
+    """Raise ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`; with `routed`
     those that tell the experts that an engine chose."""
     if not directory.is_dir():
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")

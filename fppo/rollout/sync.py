@@ -216,7 +216,7 @@ def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
 
 
 def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:
-    """Raises SyncError that names what an engine expects and is not sent, or is sent and does not know."""
+    """Raise SyncError that names what an engine expects and is not sent, or is sent and does not know."""
     expected, sent = set(expected), set(sent)
     wrong = [
         f"{what}: {_some(sorted(names))}"
@@ -228,7 +228,7 @@ def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:
 
 
 def compare(sent: Mapping[str, str], got: Mapping[str, str]) -> None:
-    """Raises SyncError that names what was sent and not got, got and not sent, or got otherwise than sent."""
+    """Raise SyncError that names what was sent and not got, got and not sent, or got otherwise than sent."""
     missing, unknown = sorted(sent.keys() - got.keys()), sorted(got.keys() - sent.keys())
     other = sorted(name for name in sent.keys() & got.keys() if sent[name] != got[name])
     wrong = [

@@ -125,7 +125,7 @@ def own_routers(model: Model) -> list[int]:
 
 
 def check_biases(model: Model, what: str) -> None:
-    """Raises ValueError that says what is to be left out for a model whose routers have no biases to move."""
+    """Raise ValueError that says what is to be left out for a model whose routers have no biases to move."""
     if model.frozen is not None:
         raise ValueError(f"the biases of routers are in the frozen base of an adapter: {what}")
     if not any(router.bias for router in check_routers(model, what)):

@@ -329,7 +329,7 @@ def _plain_sgd_(
 
 
 def decay_(params: Sequence[Tensor], rate: float, skipped: Tensor) -> None:
-    """Multiplies the parameters by 1 - `rate`, or by 1 where `skipped` (0-d) is."""
+    """Multiply the parameters by 1 - `rate`, or by 1 where `skipped` (0-d) is."""
     for p in params:
         p.mul_(1.0 - rate * (1.0 - skipped.to(p)))
 

@@ -114,7 +114,7 @@ class TokenOutputs(NamedTuple):
 
 
 def check_outputs(model: Model, outputs: Sequence[str]) -> None:
-    """Raises ValueError for outputs that there are not, or that a model lacks something for."""
+    """Raise ValueError for outputs that there are not, or that a model lacks something for."""
     if unknown := [name for name in outputs if name not in OUTPUTS]:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
     if of_routers := [name for name in outputs if name in OF_ROUTERS]:

@@ -169,7 +169,7 @@ class Recorder:
 
 
 def graphs(model: Model, device: torch.device) -> Recorder:
-    """Records passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
+    """Record passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
     return Recorder(partial(as_graphs, device, tidy=True), most_tokens(model))
 
 
@@ -264,7 +264,7 @@ def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
-    """Copies columns to where a pass takes them from."""
+    """Copy columns to where a pass takes them from."""
     count, width = masks.attention.shape
     for place, x in zip(kept.columns, leaves, strict=True):
         if not isinstance(x, Tensor):
@@ -288,7 +288,7 @@ def _value(x: Any) -> Any:
 
 
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies each of `values`, together where dtypes are alike."""
+    """Copy each of `values`, together where dtypes are alike."""
     together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for place, x in zip(places, values, strict=True):
         both = together.setdefault((place.dtype, x.dtype), ([], []))

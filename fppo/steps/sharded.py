@@ -78,7 +78,7 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
 
 
 def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
-    """Begins to gather what is outside the layers (embeddings, last norm, head) for several passes; the shards as they
+    """Begin to gather what is outside the layers (embeddings, last norm, head) for several passes; the shards as they
     are where gathers are not begun ahead, on a pipeline axis, and of a model with everything in its layers."""
     if model.spans or not (mesh.sharding or Sharding()).prefetch:
         return params
@@ -114,7 +114,7 @@ def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
 
 
 def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Opened:
-    """Gathers what is outside the layers (embeddings, last norm, head), unless it is there, and it stays for the whole
+    """Gather what is outside the layers (embeddings, last norm, head), unless it is there, and it stays for the whole
     pass; the layers gather their own. What is on the host is fetched likewise.
 
     All ranks that share parameters must make the same passes, forward and backward.

@@ -68,7 +68,7 @@ def _function(path: str, name: str, kinds: tuple[type, ...]) -> Callable[..., No
 
 
 def call(path: str, name: str, *arguments: Tensor | int | float | None) -> None:
-    """Calls a function of a file of this package: with tensors of a CPU, contiguous, as pointers, or null for None;
+    """Call a function of a file of this package: with tensors of a CPU, contiguous, as pointers, or null for None;
     whole numbers as int64_t, others as double, and the number of threads last."""
     values: list[int | float | None] = []
     for x in arguments:

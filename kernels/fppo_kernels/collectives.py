@@ -123,7 +123,7 @@ class Transfer:
 
 
 def send(x: Tensor, axis: Axis, *, target: int) -> Transfer:
-    """Begins to send `x` to another rank of the axis, which is to `receive` it. No gradients.
+    """Begin to send `x` to another rank of the axis, which is to `receive` it. No gradients.
 
     What one rank sends another arrives in the order in which it was sent.
     """
@@ -133,7 +133,7 @@ def send(x: Tensor, axis: Axis, *, target: int) -> Transfer:
 
 
 def receive(place: Tensor, axis: Axis, *, source: int) -> Transfer:
-    """Begins to receive what rank `source` of the axis sends next, of the shape and dtype of `place`, which must be
+    """Begin to receive what rank `source` of the axis sends next, of the shape and dtype of `place`, which must be
     contiguous. No gradients."""
     group, peer = _lane(axis, source, axis.rank)
     return Transfer(place, dist.irecv(place, group=group, group_src=peer))

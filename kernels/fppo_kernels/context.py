@@ -59,7 +59,7 @@ def deal(
     window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Deal:
-    """Cuts a row of sequences of these lengths into `blocks` equal blocks for each rank, and deals them, those with
+    """Cut a row of sequences of these lengths into `blocks` equal blocks for each rank, and deals them, those with
     most work first, in a snake; of one sequence in two blocks that is the zig-zag of its two ends.
 
     Without `blocks` they are as few of 1, 2, 4 and 8 as make the work even. Raises ValueError if the row does not
@@ -195,7 +195,7 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
 
 
 def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None:
-    """Raises ValueError if a rank's queries [N / c, H, D] and the lengths of the row are not those that were dealt."""
+    """Raise ValueError if a rank's queries [N / c, H, D] and the lengths of the row are not those that were dealt."""
     total, dealt = sum(lengths.lengths), len(deal.back)
     if total != dealt or len(query) * axis.size != dealt:
         raise ValueError(

@@ -28,7 +28,7 @@ _NOT_ON_CPU = {
 
 
 def check_family(config: PreTrainedConfig, *, tensor_parallel: int = 1, alone: bool = False) -> None:
-    """Raises ValueError for a model that fppo does not run on vLLM, over so many workers; `alone`: with an adapter that
+    """Raise ValueError for a model that fppo does not run on vLLM, over so many workers; `alone`: with an adapter that
     goes alone."""
     kind = config.model_type
     if takes_images(config):

@@ -77,7 +77,7 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe:
 
 
 def compare_log_probs(ours: Tensor, theirs: Tensor, dtype: str) -> None:
-    """Raises SyncError if they differ by more, on average, than the dtype explains."""
+    """Raise SyncError if they differ by more, on average, than the dtype explains."""
     gap = float((ours - theirs).abs().mean())
     tolerance = TOLERANCE[dtype]
     if not gap <= tolerance:
