@@ -90,7 +90,7 @@ def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:
 
 
 _NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias")
-_PICKS = ("embedding", "index", "index_select", "gather")  # they read as much as they write, not all of their first argument
+_PICKS = ("embedding", "index", "index_select", "gather")  # they read only as much as they write
 _MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
 ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read; all but the gradients are written
 
@@ -381,7 +381,7 @@ class Tracker(TorchDispatchMode):
                 for source in self._sources.get(_storage(x), ()):
                     source.kind = GATHERED if source.kind in (ACTIVATIONS, LOGITS) else source.kind
 
-    # what is seen
+    # recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -471,7 +471,7 @@ class Tracker(TorchDispatchMode):
     def _start(self, name: str) -> None:
         self._starts.append((name, len(self._events), Cost()))
 
-    # what is read
+    # results
 
     def phases(self) -> list[Phase]:
         """All phases so far, in order."""
