@@ -133,12 +133,12 @@ class UpdateActor:
     have no entropy bonus; the bonus of the others does not grow for that.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
-    `old_log_probs` is their source. "pass": the batch has those of a pass before the update. "engine": the batch has the
+    `old_log_probs` is their source. "pass": the batch has those of a pass before the update. "engine": it has the
     engine's, and `rollout_gap` is reported for the first mini-batch, whose pass runs the policy before the update.
     "update": they are those of the update's own pass, and the gap is reported; right for a single mini-batch and epoch,
     where the ratio is 1. "auto": the batch has either, chosen by the gap (`pipeline.stages.Annotate`).
 
-    For a model with experts their loads are reported. With `forward.replay` the routers choose the batch's experts, which
+    For a model with experts their loads are reported. With `forward.replay` routers choose the batch's experts, which
     `terms.balance_coef` needs. `record` replays passes of few tokens on a GPU by one launch each.
     """
 
