@@ -1,4 +1,4 @@
-"""A batch that another trainer wrote, computed again: the first stage and row at which the numbers differ."""
+"""Recompute a batch that another trainer wrote, and find the first stage and row at which the numbers differ."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Recipe:
     loss_settings: Mapping[str, Any] = attrs.field(factory=dict)
     mode: str = "token-mean"
     horizon: float | None = None
-    tolerance: float = 1e-3  # absolute plus relative
+    tolerance: float = 1e-3  # absolute tolerance plus relative tolerance
 
 
 @attrs.frozen
 class StageComparison:
-    """A stage of a batch: "equal", "differs" or "left out", and in words by how much or why.
+    """The result for one stage of a batch: "equal", "differs" or "left out", with the size or the reason in words.
 
-    `row` and `token` are those of the first number that differs, `rows` all rows that do.
+    `row` and `token` locate the first number that differs; `rows` are all rows with differences.
     """
 
     stage: str
@@ -84,7 +84,7 @@ class StageComparison:
 def load(
     path: Path | str, names: Mapping[str, str], mapped: Mapping[str, str] | None = None, group_size: int | None = None
 ) -> dict[str, Tensor]:
-    """Read the columns of a batch from a safetensors file, in float64, under our names.
+    """Read the columns of a batch from a safetensors file, in float64, under fppo's names.
 
     `names` has the trainer's names by ours, of which the file may lack some, and `mapped` further ones that it must
     have. `group_size` rows, one behind the other, are a group where the file has no groups. Nothing is unpickled.
@@ -115,7 +115,7 @@ def _listed(found: Mapping[str, Tensor]) -> str:
 
 
 def _checked(columns: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The columns with a bool mask, groups of integers and one number per row for scores; UsageError for others."""
+    """Check the columns: a bool mask [B, T], integer groups [B], and scores [B]. Raises UsageError for others."""
     mask = columns["mask"].bool()
     if mask.dim() != 2:
         raise UsageError(f"mask has the shape {list(mask.shape)}, expected [B, T]")
@@ -141,8 +141,8 @@ def _checked(columns: dict[str, Tensor]) -> dict[str, Tensor]:
 def compare(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[StageComparison, ...]:
     """Compute advantages, returns, loss and gradient of a batch, each from the trainer's own earlier numbers.
 
-    A stage whose inputs or results the file lacks is left out. Losses and gradients are of the whole batch as one
-    mini-batch, by the trainer's advantages: an earlier stage that differs does not make later ones differ.
+    A stage is left out if the file lacks its inputs or results. Losses and gradients treat the whole batch as one
+    mini-batch and use the trainer's advantages, so that a difference in one stage causes none in later ones.
     """
     estimate = _estimated(columns, recipe)
     policy = _losses(columns, recipe)
@@ -183,7 +183,7 @@ def _stage(name: str, found: Sequence[Tensor] | str, columns: Mapping[str, Tenso
 
 
 def _estimated(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, Tensor] | str:
-    """Advantages and returns, or why there are none."""
+    """Advantages and returns, each [B, T], or the reason why they cannot be computed."""
     needs = ("token_rewards", "values") if recipe.estimator == "gae" else ("scores", "groups")
     if lacking := [name for name in needs if name not in columns]:
         return f"the file has no {' and no '.join(lacking)}, which {recipe.estimator} reads"
@@ -196,7 +196,7 @@ def _estimated(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, T
 
 
 def _losses(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, Tensor] | str:
-    """The loss, 0-d, and its gradient by log-probs [B, T], or why there are none."""
+    """The loss (0-d) and its gradient by the log-probs [B, T], or the reason why they cannot be computed."""
     if lacking := [name for name in ("log_probs", "old_log_probs", "advantages") if name not in columns]:
         return f"the file has no {' and no '.join(lacking)}"
     mask, leaf = columns["mask"], columns["log_probs"].clone().requires_grad_()
@@ -210,7 +210,7 @@ def _losses(columns: Mapping[str, Tensor], recipe: Recipe) -> tuple[Tensor, Tens
 
 
 def _function(room: Any, kind: str, name: str, names: Sequence[str], settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """A function of a room by its name; UsageError for another name, or a keyword that it does not take."""
+    """Look up a function of a module by name. Raises UsageError for an unknown name or keyword."""
     if name not in names:
         raise UsageError(f"--{kind} {name!r}: {did_you_mean(name, names)}")
     fn = getattr(room, name)
@@ -222,7 +222,7 @@ def _function(room: Any, kind: str, name: str, names: Sequence[str], settings: M
 
 
 def text(stages: Sequence[StageComparison]) -> str:
-    """The comparison as lines; the first stage that differs is the last line's."""
+    """The comparison as text; the last line names the first stage that differs."""
     width = max(len(stage.stage) for stage in stages)
     lines = [f"{stage.stage.ljust(width)}  {stage.outcome}: {stage.words}" for stage in stages]
     first = next((stage for stage in stages if stage.outcome == "differs"), None)

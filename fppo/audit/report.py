@@ -19,11 +19,11 @@ SHORT = 300  # characters of a reason in the table
 
 @attrs.frozen
 class Audited:
-    """A function to put through the laws of a kind of `laws.verdicts`, with its name in the table.
+    """A function to check by the laws of a kind of `laws.verdicts`, with its name in the table.
 
-    `reference` is ours, if it should agree; `group_rows` and `tokens` are the least numbers of rows of a group and of
-    tokens of a batch that the function takes. Laws that are meant not to hold, as of a term that is no policy gradient,
-    are named in `leave_out`.
+    `reference` is fppo's function, if both should agree; `group_rows` and `tokens` are the smallest numbers of rows in
+    a group and of tokens in a batch that the function accepts. `leave_out` names laws that are not meant to hold, for
+    example for a term that is no policy gradient.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Audited:
     leave_out: tuple[str, ...] = ()
 
     def verdicts(self) -> tuple[Verdict, ...]:
-        """The verdicts of all laws but those left out."""
+        """The verdicts of all laws except `leave_out`."""
         found = laws.verdicts(
             self.fn,
             kind=self.kind,
@@ -70,26 +70,28 @@ class AuditReport:
 
     @property
     def faults(self) -> int:
-        """The number of laws that are broken, and not by a convention."""
+        """The number of broken laws, without notes, which are differences of convention."""
         return sum(len(function.those("fault")) for function in self.functions)
 
 
 def audit(
     name: str, functions: Iterable[Audited], versions: Sequence[str] = (), progress: Callable[[str], None] | None = None
 ) -> AuditReport:
-    """Put the functions of a trainer through their laws; `progress` hears the name of each function first."""
+    """Check the functions of a trainer by their laws. `progress` is called with each function's name before its
+    turn."""
     found: list[AuditedFunction] = []
     for audited in functions:
         if progress is not None:
             progress(audited.name)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)  # for functions that draw from torch's global generator
+            torch.manual_seed(0)  # some functions draw from torch's global generator
             found.append(AuditedFunction(audited.name, audited.kind, audited.verdicts()))
     return AuditReport(name, tuple(versions), tuple(found))
 
 
 def table(report: AuditReport, *, width: int = 120, batches: bool = False) -> str:
-    """The report as text: a line for each function, then what is broken; with `batches`, the batch that shows it."""
+    """The report as text: a line for each function, then the broken laws; with `batches`, the batches that break
+    them."""
     broken = [function for function in report.functions if len(function.those("holds")) < len(function.verdicts)]
     lines = [f"{report.name} ({', '.join(report.versions)})" if report.versions else report.name, ""]
     lines += _overview(report.functions)
@@ -121,7 +123,7 @@ def _said(verdict: Verdict, width: int, *, batches: bool) -> list[str]:
 
 
 def to_json(report: AuditReport) -> str:
-    """The report as JSON: every verdict, with the smallest batch that breaks a law as lists of numbers."""
+    """The report as JSON: every verdict, with the smallest batch that breaks the law as lists of numbers."""
     functions = [
         {"name": function.name, "kind": function.kind, "laws": [_numbers(x) for x in function.verdicts]}
         for function in report.functions
@@ -138,7 +140,7 @@ def _numbers(verdict: Verdict) -> dict[str, Any]:
 
 
 def _plain(x: torch.Tensor) -> Any:
-    """Nested lists of numbers; what JSON has no number for is "nan", "inf" or "-inf"."""
+    """A tensor as nested lists of numbers; numbers that JSON lacks are "nan", "inf" or "-inf"."""
 
     def number(value: Any) -> Any:
         if isinstance(value, list):

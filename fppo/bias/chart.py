@@ -1,4 +1,4 @@
-"""Tables of bias as a picture: how far each row is turned, and how loud it is."""
+"""Pictures of tables of bias: the direction error of each row's mean gradient, and its noise."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(tables: Sequence[BiasTable], path: Path) -> None:
 
 
 def _draw(table: BiasTable, ax: Axes) -> None:
-    """Bars of the columns that say how far a row is turned; of a table without any, of all its numbers."""
+    """Draw bars for the columns about a gradient's direction; for a table without any, for all its numbers."""
     turned = [i for i, head in enumerate(table.heads) if head.startswith("turned")]
     columns, factor = (turned, 100.0) if turned else (range(len(table.heads)), 1.0)
     thick = 0.8 / max(len(columns), 1)

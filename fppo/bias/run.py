@@ -14,7 +14,7 @@ from fppo.bias.study import EXACT, WorldSizes, nearest, reinforce, typical
 from fppo.laws.expectation import StepMath, step_bias
 from fppo.laws.worlds import SmallWorld
 
-SMALL = 0.005  # what is turned by less is not named
+SMALL = 0.005  # direction errors below this are not named
 DIVERGENCE = {
     "sequence": "KL(policy || reference) of whole responses",
     "token": "KL(policy || reference) of each token",
@@ -25,8 +25,10 @@ DIVERGENCE = {
 
 @attrs.frozen(kw_only=True)
 class RunBias:
-    """The math of a run's step without whitening, the sizes of worlds, and how far its engine is taken to lie from its
-    policy. Over many rows whitening is a factor; over the few of a world's batch it turns the gradient."""
+    """A run's step without whitening, the sizes of the worlds, and how far the engine lags behind the policy.
+
+    Over many rows whitening multiplies the gradient by a factor; over the few rows of a world's batch it would turn it.
+    """
 
     step: StepMath
     sizes: WorldSizes
@@ -43,7 +45,8 @@ class RunReport:
 
 
 def lines_of(run: RunBias) -> RunReport:
-    """Three lines on what a run optimises: over two prompts, scores of 0 and 1, and exact values if it has a critic."""
+    """Describe what a run optimises in three lines, over two prompts with scores of 0 and 1; a critic's values are
+    exact."""
     step, sizes = run.step, run.sizes
     worlds = [sizes.world(seed, prompts=2, lag=run.lag) for seed in range(sizes.worlds)]
     whole = typical(attrs.evolve(step, kl=None), worlds)
@@ -62,7 +65,7 @@ def lines_of(run: RunBias) -> RunReport:
 
 
 def _parts(step: StepMath) -> dict[str, StepMath]:
-    """Each part of a step beside others that have no bias."""
+    """Each part of a step by itself, the other parts replaced by ones without bias."""
     right = StepMath(estimator=advantages.rloo, n=step.n)
     loss = {"loss_fn": step.loss_fn, "old_log_probs": step.old_log_probs, "correct": step.correct}
     return {
@@ -81,7 +84,7 @@ def _percent(x: float) -> str:
 
 
 def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | None, str]:
-    """The divergence whose gradient a run's KL has, by itself and under the run's weight mode."""
+    """The divergence whose gradient a run's KL term has, by itself and under the run's weight mode."""
     if step.kl is None:
         return None, "KL: none"
     still = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
@@ -102,7 +105,7 @@ def _kl(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any] | 
 
 
 def _critic(step: StepMath, sizes: WorldSizes) -> tuple[dict[str, float] | None, str]:
-    """How far a critic's errors turn the gradient of an estimator that reads values."""
+    """The direction error that errors of a critic cause in the gradient of an estimator that reads values."""
     if not reads(step.estimator, "values"):
         return None, "critic: none"
     own, turned = StepMath(estimator=step.estimator), dict[str, float]()

@@ -54,7 +54,7 @@ REFUSED = "refused"
 
 @attrs.frozen(kw_only=True)
 class WorldSizes:
-    """The sizes of the worlds that medians are taken over, and the rows of a group."""
+    """Sizes of the worlds that medians are taken over, and the number of rows in a group."""
 
     vocabulary: int = 2
     horizon: int = 3
@@ -62,7 +62,7 @@ class WorldSizes:
     groups: tuple[int, ...] = (2, 4, 8)
 
     def world(self, seed: int, **how: Any) -> SmallWorld:
-        """A world of these sizes, with scores of 0 and 1."""
+        """A world of these sizes with scores of 0 and 1."""
         return world(vocabulary=self.vocabulary, horizon=self.horizon, seed=seed, binary=True, **how)
 
 
@@ -107,7 +107,7 @@ def _cells(found: Typical, *, noise: bool = True) -> tuple[Number, ...]:
 
 
 def estimators(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """Every estimator in groups of several sizes, under a mode that has no bias of its own."""
+    """Bias of every estimator, for groups of several sizes, under a weight mode without bias."""
     rows = []
     worlds = [sizes.world(seed) for seed in range(sizes.worlds)]
     for name, fn in {**ESTIMATORS, **own}.items():
@@ -136,7 +136,7 @@ def modes(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
 
 
 def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """KL kinds where nothing is rewarded: what is left is the penalty, and the divergence whose gradient it has."""
+    """Bias of each KL kind without any reward: only the penalty is left. Names the divergence whose gradient it has."""
     del own
     worlds = [sizes.world(seed) for seed in range(sizes.worlds)]
     worlds = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
@@ -161,7 +161,8 @@ def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
 
 
 def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> tuple[str, Typical]:
-    """The divergence whose gradient the means are, or "none"; and how far they are from it, or from "sequence"."""
+    """The divergence whose gradient the means are, or "none", and their bias against it (for "none" against
+    "sequence")."""
     for of in (*DIVERGENCES, "sequence"):
         gradients = [own.gradient(coef, of) for own in worlds]
         found = _medians([compared(x.mean, g, x.deviation) for x, g in zip(each, gradients, strict=True)])
@@ -171,7 +172,7 @@ def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> 
 
 
 def policy_losses(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """Policy losses on the policy's own rows, and on those of a policy that lags, with its ratios."""
+    """Bias of policy losses on the policy's own rows, and on rows of a lagging policy with its ratios."""
     chosen = {name: getattr(losses, name) for name in LOSSES} | dict(own)
     lags = (0.0, 0.1, 0.5)
     worlds = {lag: [sizes.world(seed, lag=lag) for seed in range(sizes.worlds)] for lag in lags}
@@ -191,7 +192,7 @@ def policy_losses(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> B
 
 
 def corrections(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """Off-policy corrections of a sampler that lags."""
+    """Bias of off-policy corrections for a lagging sampler."""
     del own
     correct = losses.rollout_correction
     chosen = {
@@ -216,7 +217,7 @@ def corrections(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> Bia
 
 
 def critics(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """GAE under critics that err, by its decay."""
+    """Bias of GAE under critics with errors, by its decay lam."""
     del own
     errors, rows = (0.0, 0.1, 0.3, 1.0), []
     for lam in (0.0, 0.5, 0.9, 0.95, 1.0):
@@ -250,7 +251,7 @@ HEADS: Mapping[str, losses.ValueHead] = {
 
 
 def values(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable:
-    """The value that each loss of a critic settles on where returns vary, less their mean."""
+    """The value that minimises each critic loss where returns vary, minus their mean."""
     del sizes, own
     rows = []
     for name, head in HEADS.items():
@@ -275,7 +276,7 @@ TABLES: Mapping[str, Callable[[WorldSizes, Mapping[str, Callable[..., Any]]], Bi
 
 
 def is_loss(fn: Callable[..., Any]) -> bool:
-    """Whether a function is a policy loss and no estimator: its parameters tell. Raises ValueError for neither."""
+    """Whether a function, by its parameters, is a policy loss (True) or an estimator. Raises ValueError for neither."""
     if "old_log_probs" in signature(fn).parameters:
         return True
     columns_of(fn)
@@ -283,9 +284,9 @@ def is_loss(fn: Callable[..., Any]) -> bool:
 
 
 def study(names: Sequence[str], sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> Iterator[BiasTable]:
-    """The tables of these names, one after the other, with one's own estimators and losses among their rows.
+    """Compute the tables of these names, one after the other; `own` estimators and losses are among their rows.
 
-    Raises ValueError for a function that is neither.
+    Raises ValueError for a function of `own` that is neither.
     """
     fns: dict[bool, dict[str, Callable[..., Any]]] = {True: {}, False: {}}
     for name, fn in own.items():

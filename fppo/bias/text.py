@@ -17,7 +17,7 @@ WORDS = (
 
 
 def cell(head: str, value: Number) -> str:
-    """A number by its column: turned in per cent, all others plain; 0 where it is 0 to 1e-9."""
+    """A number as text: in per cent in the column "turned", plain in others; 0 if it is at most 1e-9."""
     if isinstance(value, str):
         return value
     if math.isinf(value):
@@ -36,7 +36,7 @@ def shown(table: BiasTable) -> Table:
 
 
 def terminal(tables: Iterable[BiasTable], width: int) -> str:
-    """All tables with what they say, in lines of `width` where they fit."""
+    """All tables and their descriptions as text, in lines of `width` characters where they fit."""
     sections = [[table.about, shown(table)] for table in tables]
     return rendered([*sections, [WORDS]], width)
 
@@ -53,7 +53,8 @@ def markdown(tables: Iterable[BiasTable]) -> str:
 
 
 def plain(table: BiasTable) -> dict[str, Any]:
-    """A table as JSON has it: a row is its label and its numbers by their heads; what is not finite is null."""
+    """A table as a JSON value: each row has its label, and its numbers by column; null for numbers that are not
+    finite."""
     rows = [
         {"label": label, **{head: _finite(x) for head, x in zip(table.heads, numbers, strict=True)}}
         for label, numbers in table.rows

@@ -1,4 +1,4 @@
-"""Where ranks can be had."""
+"""Clusters, which start ranks: this machine, or a Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fppo.fleet.shared import put
 
 
 class Cluster(Protocol):
-    """Protocol of places that start ranks."""
+    """Protocol of clusters: they start ranks."""
 
     def ranks(self, spec: RankSpec | None = None) -> Ranks:
-        """The ranks that the spec describes; one on the CPU without it."""
+        """Ranks as `spec` describes them, not started yet; without it one rank on the CPU."""
         ...
 
 
 class ThisMachine:
-    """This machine. Its GPUs that this process sees are dealt out, from the first on."""
+    """This machine. Ranks get the GPUs that this process sees, in order."""
 
     def __init__(self) -> None:
-        self._gpus: Gpus | None = None  # until they are asked for
+        self._gpus: Gpus | None = None  # None until the first use
         self._sent = Sent(put)
 
     def __enter__(self) -> ThisMachine:
@@ -41,7 +41,7 @@ class ThisMachine:
         pass
 
     def ranks(self, spec: RankSpec | None = None) -> Processes:
-        """Implement `Cluster.ranks`. Raises ValueError too if there are not as many GPUs left."""
+        """Implement `Cluster.ranks`. Also raises ValueError if too few GPUs are left."""
         spec, own = spec or RankSpec(), list[tuple[int, ...]]()
         if spec.gpus:
             self._gpus = self._gpus or Gpus(torch.cuda.device_count())
@@ -50,33 +50,33 @@ class ThisMachine:
 
 
 def cluster(name: str) -> AbstractContextManager[Cluster]:
-    """The cluster of this name: "processes" is this machine, "local" a new Ray cluster on it; else the address of a Ray
-    cluster.
+    """Open a cluster by name: "processes" is this machine, "local" a new Ray cluster on it; any other name is the
+    address of a Ray cluster.
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
     return ThisMachine() if name == "processes" else RayCluster(name)
 
 
-_LEAST = 1e-6  # of a GPU: three thirds are one
+_LEAST = 1e-6  # tolerance in shares of a GPU: three thirds are one
 
 
 class Gpus:
-    """A number of GPUs, dealt out from the first on."""
+    """A number of GPUs, assigned to ranks in order."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = [1.0] * count
 
     def deal(self, ranks: int, each: float) -> list[tuple[int, ...]]:
-        """The GPUs of each rank: `each` of its own, or a share of one. Raises ValueError if there are too few."""
+        """Assign GPUs to ranks, `each` of them per rank, or a share of one. Raises ValueError if there are too few."""
         free, dealt = list(self._free), list[tuple[int, ...]]()
         need, share = math.ceil(each), each if each < 1 else 1.0
         for _ in range(ranks):
             own = [gpu for gpu, left in enumerate(free) if left >= share - _LEAST][:need]
             if len(own) < need:
                 left = ", ".join(f"{x:g} of GPU {gpu}" for gpu, x in enumerate(self._free) if x > _LEAST)
-                text = f"{ranks} ranks want {each:g} GPUs each, and of the {self.count} here there is free: "
+                text = f"{ranks} ranks need {each:g} GPUs each; free of the {self.count} here: "
                 raise ValueError(f"{text}{left or 'nothing'}; give fewer ranks, or less of a GPU")
             for gpu in own:
                 free[gpu] -= share

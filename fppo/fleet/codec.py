@@ -1,5 +1,5 @@
-"""Trees on their way between processes: an outline and its leaves, small tensors as one array of bytes, large ones each
-by itself, all through the memory of their hosts."""
+"""Encode trees for transfer between processes: an outline, its leaves, small tensors as one array of bytes, and each
+large tensor by itself. All of it passes through host memory."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fppo.fleet.held import Held, Lease
 
-BIG = 1 << 16  # bytes from which a tensor travels by itself
+BIG = 1 << 16  # tensors of at least so many bytes travel by themselves
 CPU = torch.device("cpu")
-_ALIGNED = 64  # bytes: what torch's own memory is aligned to; kernels may round otherwise on other
+_ALIGNED = 64  # alignment in bytes of torch's own memory; kernels may round differently at other alignments
 _PLAIN, _TENSOR, _HELD = range(3)  # kinds of leaves
-_IS = [bytes(code == kind for code in range(256)) for kind in range(3)]  # of a kind, by what every byte stands for it
+# for each kind, the table for bytes.translate that maps its code to 1 and others to 0
+_IS = [bytes(code == kind for code in range(256)) for kind in range(3)]
 _KEY = attrgetter("device", "dtype", "shape")
 
-# Of a leaf None. Of a node its type, what its type says of it beside its children (of a dict the keys), and the
-# outlines of these, or their number where all are leaves.
+# The outline of a leaf is None. That of a node has its type, the type's context (for a dict the keys), and the
+# outlines of its children, or only their number if all of them are leaves.
 Outline = tuple[type, Any, "int | tuple[Outline, ...]"] | None
-# handles that follow each other: the call and the part they are of, and their leaves
+# a run of consecutive handles: their call, their part of its result, and the range of their leaves
 Run = tuple[int, int, Sequence[int]]
 
 _is_namedtuple = functools.lru_cache(1024)(pytree.is_namedtuple_class)
@@ -40,28 +41,28 @@ _is_namedtuple = functools.lru_cache(1024)(pytree.is_namedtuple_class)
 
 @attrs.frozen
 class _Alike:
-    """Small tensors of one dtype and shape, whose bytes follow each other."""
+    """Small tensors of one dtype and shape, whose bytes are adjacent."""
 
-    places: list[int]  # of each among the tensors
+    places: list[int]  # their indices among all tensors
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
 @attrs.frozen
 class PackedTree:
-    """A tree without its large tensors, which travel beside it."""
+    """A tree without its large tensors, which are sent separately."""
 
     outline: Outline
-    kinds: bytes  # of its leaves
+    kinds: bytes  # the kind of each leaf
     plain: list[Any]  # leaves that are neither tensors nor handles
     held: list[Run]
     small: list[_Alike]
-    bytes: np.ndarray  # uint8, of all small tensors
-    large: list[tuple[int, torch.dtype, tuple[int, ...]]]  # the place of each among the tensors, its dtype and shape
+    bytes: np.ndarray  # uint8 [N], the bytes of all small tensors
+    large: list[tuple[int, torch.dtype, tuple[int, ...]]]  # index among all tensors, dtype, shape
 
     @property
     def first(self) -> tuple[int, int, int] | None:
-        """The call, part and leaf of the first leaf, if that is a handle."""
+        """The call, part and leaf of the first leaf, if it is a handle; else None."""
         if self.kinds[0] != _HELD:
             return None
         call, part, leaves = self.held[0]
@@ -69,7 +70,8 @@ class PackedTree:
 
 
 def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[PackedTree, list[Tensor]]:
-    """The packed tree, and its large tensors as they are. `check` raises for handles that must not be in it."""
+    """Pack a tree; return it and its large tensors, which are not copied. `check` raises an error for a forbidden
+    handle."""
     outline, leaves = taken_apart(tree)
     types = list(map(type, leaves))
     kind_of = {x: _HELD if issubclass(x, Held) else _TENSOR if issubclass(x, Tensor) else _PLAIN for x in set(types)}
@@ -81,7 +83,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
     for place, key in enumerate(map(_KEY, tensors)):
         if place not in apart:
             small[key].append(place)
-    # the widest first: so all are aligned as their dtypes want it
+    # widest dtypes first, so that all tensors are aligned
     alike = sorted(small.items(), key=lambda each: -each[0][1].itemsize)
     parts = [flat(_stacked([tensors[place] for place in places])) for _, places in alike]
     packed = PackedTree(
@@ -97,7 +99,7 @@ def pack(tree: Any, check: Callable[[Lease], None] = lambda _: None) -> tuple[Pa
 
 
 def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
-    """Handles as ranges of numbers, as messages name them."""
+    """Encode handles as runs, the form in which messages name them."""
     found: list[Run] = []
     for lease, each in groupby(held, attrgetter("lease")):
         check(lease)
@@ -108,8 +110,8 @@ def _runs(held: Iterable[Held], check: Callable[[Lease], None]) -> list[Run]:
 
 
 def tensors_of(packed: PackedTree, large: Sequence[np.ndarray], *, device: torch.device = CPU) -> list[Tensor]:
-    """The tensors of the tree, on `device`. Small ones have memory of their own, large ones on the host that of
-    their arrays, which others may read too."""
+    """Decode the tensors of a tree on `device`. Small ones get their own memory; large ones on the host share the
+    memory of their arrays, which others may read too."""
     tensors: dict[int, Tensor] = {}
     every, start = bytes_of(packed.bytes).to(device), 0
     for each in packed.small:
@@ -129,7 +131,7 @@ def tree_of(
     plain: Callable[[Any], Any] = lambda x: x,
     held: Callable[[list[Run]], Iterable[Any]] = lambda _: (),
 ) -> Any:
-    """Put a tree together from its tensors. `held` gives the values of handles, and `plain` converts other leaves."""
+    """Rebuild a tree from its tensors. `held` returns the values of handles; `plain` converts all other leaves."""
     leaves = iter(map(plain, packed.plain)), iter(tensors), iter(held(packed.held))
     return put_together(packed.outline, map(next, map(leaves.__getitem__, packed.kinds)))
 
@@ -140,11 +142,11 @@ def array_of(x: Tensor) -> np.ndarray:
 
 
 def bytes_of(array: np.ndarray) -> Tensor:
-    """The array as a tensor uint8 [N], in its own memory if that is aligned; it may be one that must not be written."""
+    """View the array as a uint8 tensor [N], if it is aligned; else copy it. The view may be read-only memory."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch's, of arrays that must not be written
+        warnings.simplefilter("ignore", UserWarning)  # torch's warning about read-only arrays
         x = torch.from_numpy(array)
-    aligned = x.data_ptr() % _ALIGNED == 0 and len(x) > 0  # numpy's stride of nothing is 0
+    aligned = x.data_ptr() % _ALIGNED == 0 and len(x) > 0  # numpy's strides of empty arrays are 0
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
@@ -153,21 +155,22 @@ def _of_kind(leaves: list[Any], kinds: bytes, kind: int) -> list[Any]:
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:
-    """Tensors of one shape as one."""
+    """Stack tensors of one shape."""
     with torch.no_grad():
         return torch.stack(tensors)
 
 
 def _parted(stacked: Tensor) -> list[Tensor]:
-    """The tensors of which this is the stack. Where there is little of them their memory, though of each its own, goes
-    when that of all does."""
+    """Split a stack into its tensors. If it is small they share its memory, which is freed with the last of them; else
+    each gets its own memory."""
     if stacked.nbytes >= BIG:
         return [x.clone() for x in stacked.unbind()]
     flat = stacked.flatten(1) if stacked.ndim > 1 else stacked[:, None]
     step = _ALIGNED // stacked.element_size()
     room = flat.new_empty(len(flat), -(-flat.shape[1] // step) * step)[:, : flat.shape[1]]
     room.copy_(flat)
-    return [x.data for x in room.view(stacked.shape).unbind()]  # .data: writing into one is not writing into all
+    # .data: writing into one tensor does not count as writing into all
+    return [x.data for x in room.view(stacked.shape).unbind()]
 
 
 def flat(x: Tensor) -> Tensor:
@@ -176,7 +179,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of bytes, those of each device in one copy, for which that is waited once."""
+    """Copy uint8 tensors to the host, with one copy and one wait for each device."""
     found = dict(enumerate(tensors))
     for device in {x.device for x in tensors} - {CPU}:
         there = [place for place, x in enumerate(tensors) if x.device == device]
@@ -186,13 +189,13 @@ def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def taken_apart(tree: Any) -> tuple[Outline, list[Any]]:
-    """The outline of a tree and its leaves, which are those of torch's pytrees, in their order."""
+    """Split a tree into its outline and its leaves, the same leaves in the same order as torch's pytrees."""
     leaves: list[Any] = []
     return _outline(tree, leaves), leaves
 
 
 def put_together(outline: Outline, leaves: Iterable[Any]) -> Any:
-    """The tree with this outline and these leaves."""
+    """Rebuild a tree from its outline and leaves."""
     return _tree(outline, iter(leaves))
 
 
@@ -240,20 +243,20 @@ Ref = TypeVar("Ref")
 
 
 class Sent(Generic[Ref]):
-    """Places of tensors in memory that other processes read. `put` writes the bytes of new ones, or returns None if it
-    has no room for them.
+    """A cache of sent tensors in memory that other processes can read. `put` copies new tensors into the memory, or
+    returns None if it has no room.
 
-    A tensor stays in its place as long as it lives, and is put anew once torch has written into it. Writes that torch
-    does not count, as numpy's into an array that shares its memory, are not noticed: tensors that are sent are values.
+    A tensor stays there while it lives, and is copied again after torch has written into it. Writes that torch does not
+    count (numpy's into shared memory, for example) are not detected: tensors that are sent must not be written into.
     """
 
     def __init__(self, put: Callable[[Sequence[np.ndarray]], Sequence[Ref] | None]) -> None:
         self._put = put
         self._known: Any = WeakIdKeyDictionary()
-        self._lock = threading.Lock()  # stages that run at once send the same tensors
+        self._lock = threading.Lock()  # concurrent stages send the same tensors
 
     def refs(self, tensors: Sequence[Tensor]) -> list[Ref] | None:
-        """The place of each of the tensors; None without room."""
+        """References to the tensors in the shared memory; None if it has no room."""
         with self._lock:
             new = {id(x): x for x in tensors if self._known.get(x, (None,))[0] != x._version}
             made = self._put([array_of(x) for x in new.values()]) if new else ()

@@ -1,4 +1,4 @@
-"""Groups of ranks, and stages that run on them."""
+"""Groups of ranks, and calls of functions on them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from fppo.fleet.rank import PATIENCE, RankReply, RankRequest, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
 from fppo.runtime.restarts import Lost
 
-GRACE = 5.0  # seconds in which the other ranks may end a call that one of them failed
-_LOOK = 1.0  # seconds between two looks at the clock, at most
-_CALLS = 4096  # of the last ones, what is known of them until it is asked for
+GRACE = 5.0  # seconds in which the other ranks may finish a call that failed on one of them
+_LOOK = 1.0  # longest sleep in seconds between two checks of the clock
+_CALLS = 4096  # number of recent calls whose records are kept until they are queried
 
 
 class RankLost(Lost):
-    """A rank's process is gone, or did not start; the text says what is known of it."""
+    """Error for a rank whose process ended or did not start; the text says what is known about it."""
 
 
 class GroupDied(Lost):
-    """A group has lost its ranks; `group` is its name. `Group.start` begins anew, but `again` is False if there was no
-    room within the group's patience. `silent`: its ranks did not answer in time."""
+    """Error for a group that lost its ranks. `group` is its name. `Group.start` starts it again, unless `again` is
+    False: then there was no room within the group's patience. `silent`: its ranks did not answer in time."""
 
     def __init__(self, group: str, text: str, *, again: bool = True, silent: bool = False) -> None:
         super().__init__(text, again=again)
@@ -43,39 +43,39 @@ class GroupDied(Lost):
 
 @attrs.frozen
 class Call:
-    """Times of a call, on the clock of `time.perf_counter` here, and the bytes of its arguments and results."""
+    """The times of a call, by `time.perf_counter` of the controller, and the bytes of its arguments and results."""
 
     group: str
     label: str
     start: float
     seconds: float
-    ranks: tuple[tuple[float, float], ...]  # of each its start and seconds: it ended when its reply was here
+    ranks: tuple[tuple[float, float], ...]  # the start and seconds of each rank's work, until its reply arrived
     there: int
     back: int
 
 
 class Ranks(Protocol):
-    """Processes that are the ranks of one mesh."""
+    """Protocol of processes that are the ranks of one mesh."""
 
     @property
     def count(self) -> int: ...
 
     def start(self) -> Sequence[str]:
-        """Start them, anew if they ran, and return where each of them runs, in words."""
+        """Start all processes, or restart them; return a description of each one's location."""
         ...
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Have every rank run a call, after earlier ones. A future fails with RankLost if its rank is gone."""
+        """Send a call to every rank, after earlier calls. A future fails with RankLost if its rank is lost."""
         ...
 
     def stop(self) -> None:
-        """End them, whatever they do."""
+        """Kill all processes, whatever they are doing."""
         ...
 
 
 @attrs.frozen
 class LocalGroup:
-    """This process, as one rank of whatever mesh it is on: a call is a function call."""
+    """A stand-in for a group: this process is a single rank, and a call is a plain function call."""
 
     here: Here = attrs.field(factory=Here)
 
@@ -102,8 +102,8 @@ class LocalGroup:
 
 
 class Group:
-    """The ranks of one mesh, in processes of their own. `life` counts their starts. Results of calls are put on
-    `device` here.
+    """The ranks of one mesh, in their own processes. `life` counts their starts. Results of calls are placed on the
+    controller's `device`.
 
     A call that takes more than `patience` seconds ends the group, and so does the loss of a rank. When a call fails on
     one rank, the others may wait for it: the group ends unless they are done within `GRACE` seconds.
@@ -129,11 +129,11 @@ class Group:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self._ranks.count
 
     def start(self) -> None:
-        """Start all ranks, anew if they ran; the values that they held are gone. Raises GroupDied if they do not
+        """Start all ranks, or restart them, which loses the values that they held. Raises GroupDied if they do not
         start."""
         self._ranks.stop()
         self.life += 1
@@ -174,7 +174,7 @@ class Group:
         start = time.perf_counter()
         label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
         packed, large = pack((fn, args, kwargs), lambda lease: self._check_held(lease, label))
-        with self._lock:  # calls of several threads must reach all ranks in one order, or their collectives cross
+        with self._lock:  # calls from several threads must reach all ranks in one order, or their collectives deadlock
             self._check_alive(label)
             self._calls += 1
             number, forget = self._calls, tuple(self._forget)
@@ -199,7 +199,7 @@ class Group:
             reply, ran = self._first(sent, label, patience or self._patience, on_part)
         except BaseException:
             if streams:
-                self._end(f"{label} was left half way")
+                self._end(f"{label} was interrupted")
             raise
         value = value_of(reply)
         there = packed.bytes.nbytes + sum(x.nbytes for x in large)
@@ -219,7 +219,7 @@ class Group:
             raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
 
     def _handles(self, call: int, stayed: Stayed) -> Any:
-        """Put handles in place of the values that stayed on the ranks."""
+        """Replace values that stayed on the ranks by handles."""
         lease = Lease(self.name, self.life, call, stayed.part, self.device)
         weakref.finalize(lease, _forget, self._forget, self.life, self, (call, stayed.part))
         leaves = iter(stayed.plain), iter(handles(lease, sum(stayed.here)))
@@ -232,8 +232,8 @@ class Group:
     def _first(
         self, sent: list[Future[RankReply]], label: str, patience: float, on_part: Callable[[RankReply], None]
     ) -> tuple[RankReply, tuple[tuple[float, float], ...]]:
-        """Wait for all ranks' replies. Returns the last reply of the first rank, and the start and seconds of each
-        rank's work. `on_part` is called with each reply that others follow."""
+        """Wait for the replies of all ranks. Returns the first rank's last reply, and the start and seconds of each
+        rank's work. `on_part` is called with each earlier reply of a stream."""
         came: dict[int, tuple[float, RankReply]] = {}
         failed: tuple[int, RankReply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
@@ -250,7 +250,7 @@ class Group:
                     if failed is None:
                         deadline = clock.now() + GRACE
                     if failed is None or (lost and not isinstance(failed[1], RankLost)):
-                        failed = rank, reply  # the errors of others are of what the lost rank owes them
+                        failed = rank, reply  # the other ranks' errors follow from the loss of this one
                 elif reply.rest is not None:
                     waiting[reply.rest] = rank
                     on_part(reply)
@@ -295,7 +295,7 @@ LOCAL_GROUP = LocalGroup()
 
 
 def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Callable[..., Any]:
-    """A stage of the controller's program, which runs `fn`, or the function of a handle, on the group."""
+    """Bind `fn`, or the function behind a handle, to a group: calls of the result run on the group's ranks."""
     if isinstance(group, LocalGroup):
         return fn
 
@@ -306,7 +306,7 @@ def on(group: AnyGroup, fn: Any, *, stays: Stays = (), label: str = "") -> Calla
 
 
 def at_once(work: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-    """Run all functions at the same time and return their results by name; raises the first error after all ended."""
+    """Run all functions concurrently and return their results by name. Raises the first error once all have ended."""
     if len(work) < 2:
         return {name: do() for name, do in work.items()}
     grad = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Handles: leaves of the controller's trees in place of values that live on ranks."""
+"""Handles: leaves that the controller holds in place of values on ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @attrs.frozen
 class Here:
-    """A rank, as functions that run on it see it."""
+    """The rank that a function runs on: its mesh, device and number."""
 
     mesh: Mesh = LOCAL
     device: torch.device = CPU
@@ -32,44 +32,44 @@ class _Placeholder:
         return "HERE"
 
 
-HERE: Any = _Placeholder()  # as an argument of a call: the `Here` of the rank that runs it
+HERE: Any = _Placeholder()  # an argument that each rank replaces by its own `Here`
 
 
 @attrs.frozen(eq=False)
 class Lease:
-    """A result of a call; its values stay on the ranks as long as it has a handle."""
+    """One result of a call. Its values stay on the ranks while any handle to it lives."""
 
     group: str
-    life: int  # which start of the group's ranks made it
+    life: int  # the number of the start of the group's ranks
     call: int
-    part: int  # which of the results of the call
-    device: torch.device  # where the controller has what comes of calls, and makes what goes with the values
+    part: int  # the index among the call's results
+    device: torch.device  # the controller's device for results of calls, and for new tensors beside the values
 
 
 @attrs.frozen
 class Held(Away):
-    """A leaf in place of a value that each rank of a group holds, its own part of one call's result.
+    """A handle: a leaf in place of a value that each rank of a group holds, its own part of one call's result.
 
-    Handles are immutable, and are passed on as the values would be. The values go when the last handle does.
+    Handles are immutable, and are passed on as the values would be. The values are freed with the last handle.
     """
 
     lease: Lease
-    leaf: int  # which of the result's
+    leaf: int  # the index among the result's leaves
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensor."""
+        """The device on which the controller would hold the tensor."""
         return self.lease.device
 
     def __str__(self) -> str:
         return f"a value on the ranks of group {self.lease.group!r}"
 
     def __reduce__(self) -> str:
-        raise TypeError(f"{self} stands where it is not seen: give handles as arguments, or as leaves of trees in them")
+        raise TypeError(f"{self} is inside a pickled object: give handles as arguments, or as leaves of trees in them")
 
 
 def handles(lease: Lease, count: int) -> list[Held]:
-    """The handles of the first `count` leaves of a result: what `Held(lease, leaf)` makes, in half the time."""
+    """Make handles to the first `count` leaves of a result, in half the time of `Held(lease, leaf)`."""
     made = list(map(object.__new__, repeat(Held, count)))
     slots: Any = Held
     for _ in map(slots.lease.__set__, made, repeat(lease)):
@@ -80,12 +80,12 @@ def handles(lease: Lease, count: int) -> list[Held]:
 
 
 class Apart(dict[str, Any]):
-    """Stand-in for a mapping of which each rank has entries of its own, as stages of a pipeline have: one handle, under
-    no name, for all that a rank has."""
+    """Stand-in for a mapping with different entries on each rank (the stages of a pipeline): one handle, with the name
+    "", for all entries of a rank."""
 
 
 class _Unnamed:
-    """A step in the path to a leaf that the path does not show."""
+    """A path step that is not printed."""
 
     def __str__(self) -> str:
         return ""
@@ -102,7 +102,7 @@ class _Unnamed:
 
 
 def _apart(children: Any, context: Any) -> Any:
-    """On a rank its own mapping, elsewhere the stand-in."""
+    """The rank's own mapping on a rank, the stand-in elsewhere."""
     del context
     (one,) = children
     return one if isinstance(one, dict) else Apart({"": one})

@@ -1,4 +1,4 @@
-"""Ranks that are actors of a Ray cluster."""
+"""Ranks as actors of a Ray cluster."""
 
 # pyright: reportMissingImports=false
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fppo.fleet.rank import Membership, Rank, RankReply, RankRequest, RankSpec
 from fppo.runtime.parent import module_path
 from fppo.runtime.stores import new_token
 
-_REACHED = 10.0  # seconds for somebody to answer at an address
-_PAUSE = 0.5  # seconds between two attempts to start on a cluster that is about to notice the loss of a node
+_REACHED = 10.0  # seconds to wait for an answer at an address
+_PAUSE = 0.5  # seconds between two attempts to start, while the cluster has not noticed the loss of a node
 
 
 def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
-    """The module ray, in the cluster of that address, and whether this process joined it just now.
+    """Join the Ray cluster at an address; return the module ray, and whether this process joined just now.
 
     "local" is a new cluster on this machine; a process that has joined one already stays in that. `show_output`: what
     its workers print is printed here, too. Raises ValueError without Ray, if there is no cluster at the address, and if
@@ -49,8 +49,8 @@ def joined(address: str, *, show_output: bool = True) -> tuple[Any, bool]:
 
 
 class RayCluster:
-    """A Ray cluster, for as long as the context lasts: "local", a new one on this machine, or the one at an address.
-    A process that has joined one already stays in that. Which it is is never guessed.
+    """A context in a Ray cluster: a new one on this machine ("local"), or the one at an address. A process that has
+    joined one stays in it. The address is never guessed.
 
     Raises ValueError without Ray, and if there is no cluster at the address.
     """
@@ -58,7 +58,7 @@ class RayCluster:
     def __init__(self, address: str) -> None:
         self._ray, self._joins = joined(address)
         self._sent: Sent[Any] = Sent(lambda arrays: [self._ray.put(x) for x in arrays])
-        self._fixed = address == "local"  # no node will come
+        self._fixed = address == "local"  # such a cluster gets no further nodes
 
     def __enter__(self) -> RayCluster:
         return self
@@ -73,7 +73,7 @@ class RayCluster:
 
 
 class RayRanks:
-    """The ranks of a mesh as actors, which end with the process that started them."""
+    """The ranks of a mesh as Ray actors, which end with the process that started them."""
 
     def __init__(self, ray: Any, sent: Sent[Any], spec: RankSpec, *, fixed: bool) -> None:
         self.count, self._fixed = spec.count, fixed
@@ -111,7 +111,7 @@ class RayRanks:
             each = [f"{free.get(name, 0.0):g} of {every.get(name, 0.0):g} {name}" for name in self._resources]
             wanted = ", ".join(f"{x:g} {name}" for name, x in self._resources.items())
             self.stop()
-            text = f"{self.count} ranks want {wanted} each, and the cluster has {', '.join(each)} free"
+            text = f"{self.count} ranks need {wanted} each, and the cluster has {', '.join(each)} free"
             raise RankLost(text, again=False)
 
     def _started(self) -> list[str]:
@@ -132,7 +132,7 @@ class RayRanks:
         self._actors = actors
         limit = self._spec.patience
         places = self._ray.get([actor.where.remote() for actor in actors], timeout=limit)
-        # Ray numbers bundles as it likes: neighbours in a mesh are to be neighbours in the machines
+        # Ray orders bundles arbitrarily; neighbours in the mesh should be on neighbouring machines
         order = sorted(range(self.count), key=lambda i: (*places[i][:3], i))
         self._actors = [actors[i] for i in order]
         address = self._ray.get(self._actors[0].host.remote(), timeout=limit)
@@ -143,7 +143,7 @@ class RayRanks:
         return [f"process {places[i][3]} on node {places[i][0]} {places[i][1][:8]}" for i in order]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Implement `Ranks`."""
+        """Implement `Ranks.send`."""
         shared = self._ray.put(request) if self.count > 1 else request
         columns = self._sent.refs(large) or []
         if request.streams:
@@ -152,7 +152,7 @@ class RayRanks:
         return [self._answer(x.run.options(name=request.label).remote(shared, *columns)) for x in self._actors]
 
     def _stream(self, refs: Any) -> Future[RankReply]:
-        """The future of the first reply, each of which has the future of the next."""
+        """The future of the first reply; each reply holds the future of the next."""
         first: Future[RankReply] = Future()
 
         def listen(future: Future[RankReply]) -> None:
@@ -187,7 +187,7 @@ class RayRanks:
         return RankLost(_line(error)) if isinstance(error, self._ray.exceptions.RayError) else error
 
     def stop(self) -> None:
-        """Implement `Ranks`."""
+        """Implement `Ranks.stop`."""
         from ray.util.placement_group import remove_placement_group
 
         for actor in self._actors:
@@ -206,7 +206,7 @@ class _Actor:
         self._rank = Rank()
 
     def where(self) -> tuple[str, str, str, int]:
-        """The address and id of the node, its accelerators, and the process."""
+        """The node's address and id, its accelerators, and this process's id."""
         import ray
 
         context = ray.get_runtime_context()
@@ -214,14 +214,14 @@ class _Actor:
         return ray.util.get_node_ip_address(), context.get_node_id(), gpus, os.getpid()
 
     def host(self) -> tuple[str, int]:
-        """The address of a store in which the ranks meet."""
+        """Open the store for the ranks' rendezvous; return its address."""
         import ray
 
         address = ray.util.get_node_ip_address()
         return address, self._rank.host(address)
 
     def join(self, member: Membership, address: tuple[str, int]) -> None:
-        """Become a rank."""
+        """Join the group's mesh as a rank."""
         self._rank.join(member, address)
 
     def run(self, request: RankRequest, *large: Any) -> RankReply:
@@ -234,7 +234,7 @@ class _Actor:
 
 
 def _check_reached(address: str) -> None:
-    """Raises ValueError if nobody listens at the address; Ray itself would wait for minutes."""
+    """Raise ValueError if nothing listens at the address. Ray itself would wait for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         socket.create_connection((host, int(port)), _REACHED).close()

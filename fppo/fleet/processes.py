@@ -1,4 +1,4 @@
-"""Ranks that are processes of this machine."""
+"""Ranks as processes of this machine."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from fppo.runtime.launch import visible
 from fppo.runtime.parent import end_with, in_words, kill_session, start_python
 from fppo.runtime.stores import LOOPBACK, listening, loopback_only, new_token
 
-_METHOD = "forkserver"  # one process imports torch, and each rank is a copy of it
-_ON_GPUS = "spawn"  # what was imported before a copy is made may have asked CUDA what there is
+_METHOD = "forkserver"  # a process that has imported torch, of which each rank is a copy
+_ON_GPUS = "spawn"  # imports in that process may already have queried CUDA's devices
 
 
 class Processes:
@@ -54,7 +54,7 @@ class Processes:
         self._sent = sent or Sent(put)
 
     def start(self) -> Sequence[str]:
-        """Start the processes. Raises RankLost if one does not come up."""
+        """Start the processes. Raises RankLost if one does not start."""
         if self._environment is None:
             context: Any = multiprocessing.get_context(_ON_GPUS if self._gpus else _METHOD)
             own = sorted(name for name in list(sys.modules) if name.partition(".")[0] == "fppo")
@@ -66,9 +66,9 @@ class Processes:
         seen = [visible(own, now) for own in self._gpus] or [None] * self.count
         members = [Membership(rank=i, spec=self._spec, token=token) for i in range(self.count)]
         self._children = [_Child(context, own, store.port, gpus) for own, gpus in zip(members, seen, strict=True)]
-        self._store = store  # as long as they live
+        self._store = store  # for the lifetime of the processes
         answers = {child.answer(): child.process.pid for child in self._children}
-        # the first to be lost says so, whichever it is: the others wait for it to join
+        # whichever is lost first reports it: the others wait for it to join
         done, waiting = futures.wait(answers, self._spec.patience, futures.FIRST_EXCEPTION)
         for answer in done:
             answer.result()
@@ -78,7 +78,7 @@ class Processes:
         return [f"process {child.process.pid}" for child in self._children]
 
     def send(self, request: RankRequest, large: Sequence[Tensor]) -> list[Future[RankReply]]:
-        """Implement `Ranks`."""
+        """Implement `Ranks.send`."""
         places = self._sent.refs(large)
         if places is None or len({place.memory for place in places}) > MOST:
             arrays = [array_of(x) for x in large]
@@ -87,7 +87,7 @@ class Processes:
         return [child.ask(parcel) for child in self._children]
 
     def stop(self) -> None:
-        """Implement `Ranks`."""
+        """Implement `Ranks.stop`."""
         for child in self._children:
             child.process.kill()
         for child in self._children:
@@ -96,26 +96,26 @@ class Processes:
 
 
 class _Child:
-    """A process, and a thread that passes its replies on, in the order of the requests."""
+    """A child process, and a thread that resolves its replies in the order of the requests."""
 
     def __init__(self, context: Any, member: Membership, port: int, gpus: str | None) -> None:
         line, other = multiprocessing.Pipe()
         self._lane, self._member = PipeLane(line), (member, port)
         self.process = context.Process(target=_serve, args=(other, gpus), daemon=True)
         self._asked: queue.SimpleQueue[Future[Any] | None] = queue.SimpleQueue()
-        self._over: RankLost | None = None  # what is asked from then on
+        self._over: RankLost | None = None  # error for all later requests
         begun: Future[None] = Future()
         threading.Thread(target=self._live, args=(other, begun), daemon=True).start()
         begun.result()
 
     def ask(self, parcel: Parcel) -> Future[Any]:
-        """Send a request and return the future of its reply."""
-        with contextlib.suppress(OSError):  # the listener says so
+        """Send a request; return the future of its reply."""
+        with contextlib.suppress(OSError):  # the listening thread reports the error
             self._lane.send(parcel)
         return self.answer()
 
     def answer(self) -> Future[Any]:
-        """The future of the next reply."""
+        """Return the future of the next reply."""
         future: Future[Any] = Future()
         self._asked.put(future)
         if self._over is not None:
@@ -123,18 +123,19 @@ class _Child:
         return future
 
     def end(self) -> None:
-        """Wait for the process, which was killed, and release all that belongs to it; no request may follow."""
+        """Wait for a process that was killed, and release its resources. No request may follow."""
         self.process.join()
         self._asked.put(None)
 
     def _live(self, other: Connection, begun: Future[None]) -> None:
-        """Start the process and listen to it: Linux ends a process with the thread that started it (`end_with`)."""
+        """Start the process and listen to it, in one thread: Linux ends a process with the thread that started it
+        (`end_with`)."""
         try:
             self.process.start()
         except BaseException as error:
             begun.set_exception(error)
             return
-        other.close()  # so that the line ends with the process
+        other.close()  # so that the connection closes when the process ends
         with contextlib.suppress(OSError):
             self._lane.send(Parcel(pickle.dumps(self._member), []))
         begun.set_result(None)
@@ -155,8 +156,8 @@ class _Child:
                     future.set_exception(over)
 
     def _pass_on(self, lost: RankLost | None) -> tuple[bool, RankLost | None]:
-        """Wait for the next reply, and hold none meanwhile. Returns whether it was the last one, and the loss of the
-        process, if it is lost."""
+        """Wait for the next reply and resolve it, without keeping a reference meanwhile. Returns whether it was the
+        last one, and the loss of the process, if any."""
         if (future := self._asked.get()) is None:
             return True, lost
         try:
@@ -176,17 +177,17 @@ class _Child:
 
 @attrs.frozen
 class _Pythons:
-    """New Pythons with an environment of their own, as a context of multiprocessing that starts them."""
+    """A context of multiprocessing that starts new Python interpreters with an environment of their own."""
 
     environment: Mapping[str, str]
 
     def Process(self, *, args: tuple[Connection, None], **_: Any) -> _Python:
-        """A process that serves the other end of a line."""
+        """Start a process that serves the other end of a connection."""
         return _Python(args[0], self.environment)
 
 
 class _Python:
-    """A new Python, with the part of the interface of multiprocessing's processes that is used here."""
+    """A new Python interpreter, with the methods of multiprocessing.Process that are used here."""
 
     def __init__(self, line: Connection, environment: Mapping[str, str]) -> None:
         self._line, self._environment = line, environment
@@ -215,17 +216,17 @@ class _Python:
 
 
 def serve(descriptor: str, parent: str) -> None:
-    """Serve as a rank, in a new Python."""
+    """Serve as a rank, in a new Python interpreter."""
     end_with(int(parent))
     _serve(Connection(int(descriptor)), None)
 
 
 def _serve(line: Connection, gpus: str | None) -> None:
-    """Serve as a rank that sees these GPUs alone."""
+    """Serve as a rank that sees only these GPUs."""
     if gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads it when it is first asked for anything
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # CUDA reads the variable at its first use
     end_with(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is the controller's to act on
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C in a terminal is handled by the controller
     os.environ |= loopback_only()
     rank, lane = Rank(), PipeLane(line)
     (member, port), _ = lane.receive()
@@ -234,10 +235,10 @@ def _serve(line: Connection, gpus: str | None) -> None:
     while True:
         try:
             request, large = lane.receive()
-        except (EOFError, ConnectionError):  # the controller is gone
+        except (EOFError, ConnectionError):  # the controller has ended
             return
         replies = rank.stream(request, large) if request.streams else iter([rank.run(request, large)])
-        del request, large  # what this call was sent goes before the next one comes
+        del request, large  # free this call's arguments before the next call arrives
         for reply in replies:
             data = pickle.dumps(attrs.evolve(reply, large=[]), pickle.HIGHEST_PROTOCOL)
             lane.send(Parcel(data, put(reply.large) or reply.large))

@@ -1,4 +1,4 @@
-"""A process of a group: it knows nothing of roles, holds values, and runs what it is sent."""
+"""A rank: a process of a group. It knows no roles; it holds values and runs the functions that are sent to it."""
 
 from __future__ import annotations
 
@@ -28,23 +28,24 @@ from fppo.runtime.mesh import Sharding
 from fppo.runtime.stores import TOKEN, listening
 
 PATIENCE = 600.0  # seconds that a call may take
-PLAIN = (bool, int, float, str, type(None))  # what is equal on all ranks comes back, though its tree stays
+PLAIN = (bool, int, float, str, type(None))  # leaves that are equal on all ranks are returned, though their tree stays
 Stays = tuple[int, ...] | bool
 
 
 @attrs.frozen
 class Stayed:
-    """Stand-in in a reply for a result that stays: its tree, with leaves that are `plain` or are to be handles."""
+    """Stand-in in a reply for a result that stays on the rank: its tree, where each leaf is `plain` or becomes a
+    handle."""
 
     part: int
     outline: Outline
-    here: bytes  # of each leaf whether it is a handle
+    here: bytes  # for each leaf, whether it becomes a handle
     plain: list[Any]
 
 
 @attrs.frozen
 class _Own:
-    """A mapping of which each rank has entries of its own, as one leaf."""
+    """A mapping with entries of this rank alone, as a single leaf."""
 
     entries: dict[str, Any]
 
@@ -57,15 +58,15 @@ class RankRequest:
     packed: PackedTree
     stays: Stays
     label: str
-    forget: tuple[tuple[int, int], ...]  # (call, part) of results that nobody has a handle of any more
-    on_host: bool = False  # where tensors among the arguments are to be, instead of on the rank's device
-    streams: bool = False  # whether what it gives is an iterator, whose items are sent one by one
+    forget: tuple[tuple[int, int], ...]  # (call, part) of results without any handle left
+    on_host: bool = False  # the device of tensors among the arguments, if not the rank's
+    streams: bool = False  # whether the function returns an iterator, whose items are sent one by one
 
 
 @attrs.frozen
 class RankReply:
-    """Outcome of a call; ranks behind the first send no result. Each item of a stream has a reply of its own, and its
-    reader gets the `rest`: the next reply."""
+    """The outcome of a call. Only the first rank sends results. Each item of a stream is a reply of its own, whose
+    `rest` is the next reply."""
 
     packed: PackedTree | None
     large: list[np.ndarray]
@@ -76,13 +77,13 @@ class RankReply:
     rest: Future[RankReply] | None = None
 
     def linked(self, large: list[np.ndarray]) -> RankReply:
-        """This reply with its large tensors and, if another follows, the future of that."""
+        """Attach the reply's large tensors and, if another reply follows, its future."""
         return attrs.evolve(self, large=large, rest=Future() if self.more else None)
 
 
 @attrs.frozen(kw_only=True)
 class RankSpec:
-    """The ranks of a group: how many, of which mesh, and what each of them gets.
+    """The ranks of a group: their number, their mesh, and the resources of each.
 
     `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
     has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
@@ -96,7 +97,7 @@ class RankSpec:
     virtual_stages: int = 1
     ring: bool = False
     device: str = attrs.field(default=attrs.Factory(lambda own: "cuda" if own.gpus else "cpu", takes_self=True))
-    threads: int = attrs.field(factory=torch.get_num_threads)  # of torch's, in each rank: bits depend on them
+    threads: int = attrs.field(factory=torch.get_num_threads)  # torch's, per rank; bits depend on it
     patience: float = PATIENCE  # seconds that ranks wait for each other, at the start and in collectives
 
     def __attrs_post_init__(self) -> None:
@@ -110,28 +111,28 @@ class RankSpec:
 
 @attrs.frozen(kw_only=True)
 class Membership:
-    """A rank's number in its group, with the spec and the token of the group."""
+    """A rank's number in its group, with the group's spec and token."""
 
     rank: int
     spec: RankSpec
-    token: str = ""  # which their keys in the store begin with
+    token: str = ""  # prefix of their keys in the store
 
 
 class Rank:
-    """A process of a group, with its held results, its mesh and its store."""
+    """A process of a group, with the results that it holds, its mesh and its store."""
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, int], list[Any]] = {}
         self._here = Here()
         self._looked: set[tuple[str, tuple[int, int, int] | None]] = (
             set()
-        )  # calls that were seen to leave their arguments as they are
+        )  # functions whose first call was seen to leave its arguments unchanged
         self._open = contextlib.ExitStack()
         self._store: Any = None
 
     def host(self, address: str) -> int:
-        """Open the store in which the ranks meet, and return its port. It listens at this address of the machine, or at
-        all of them if the address is another's, as behind a translation of addresses."""
+        """Open the store for the ranks' rendezvous, and return its port. It listens at `address` if this machine has
+        it; else, as behind network address translation, at all addresses of the machine."""
         try:
             self._store = listening(address)
         except OSError:
@@ -166,7 +167,7 @@ class Rank:
         self._here = Here(attrs.evolve(mesh, ring=spec.ring), device, member.rank)
 
     def run(self, request: RankRequest, large: list[np.ndarray]) -> RankReply:
-        """Run a call. Its errors are replies too."""
+        """Run a call. An error becomes a reply too."""
         for key in request.forget:
             self._held.pop(key, None)
         start = time.perf_counter()
@@ -174,7 +175,7 @@ class Rank:
             with no_exit():
                 value = self._result(request, large)
             if self._here.device.type == "cuda":
-                torch.cuda.synchronize(self._here.device)  # or the seconds would be those of asking for the work
+                torch.cuda.synchronize(self._here.device)  # otherwise only the launch of GPU work would be timed
             seconds = time.perf_counter() - start
             value = self._kept(request, value)
             if self._here.rank:
@@ -184,7 +185,7 @@ class Rank:
             return _failure(error, start)
 
     def stream(self, request: RankRequest, large: list[np.ndarray]) -> Iterator[RankReply]:
-        """Run a call that returns an iterator: a reply for each item, and one at the end."""
+        """Run a call that returns an iterator: yield a reply for each item, and a last one at the end."""
         start = time.perf_counter()
         try:
             with no_exit():
@@ -201,7 +202,7 @@ class Rank:
         call = (request.label, packed.first)
         if call in self._looked:
             return fn(*args, **kwargs)
-        # what is on a device of the rank's is a copy of its own
+        # arguments on the rank's device are copies already
         own = {id(x) for x in tensors if x.device == CPU}
         sent = [(path, x) for path, x in tree.leaves_with_paths((args, kwargs)) if id(x) in own]
         before = [tree.digest(x) for _, x in sent]
@@ -216,7 +217,7 @@ class Rank:
         return value
 
     def _values(self, held: Iterable[Run]) -> Iterator[Any]:
-        """Yield the values behind the runs of handles."""
+        """Yield the values that runs of handles refer to."""
         for call, part, leaves in held:
             own = self._held[call, part]
             yield from (own[leaf] for leaf in leaves)
@@ -229,7 +230,9 @@ class Rank:
         parts, spec = pytree.tree_flatten(value, is_leaf=lambda x: whole or x is not value)
         wanted = range(len(parts)) if request.stays is True else request.stays
         if max(wanted, default=-1) >= len(parts):
-            raise ValueError(f"{request.label} returned {len(parts)} results: none of number {max(wanted)} can stay")
+            raise ValueError(
+                f"{request.label} returned {len(parts)} results: there is no result {max(wanted)} to keep on the ranks"
+            )
         return pytree.tree_unflatten(
             [self._keep(request.number, i, x) if i in wanted else x for i, x in enumerate(parts)], spec
         )
@@ -246,7 +249,7 @@ class Rank:
         return Stayed(part, outline, here, plain=[x for x, stay in zip(leaves, here, strict=True) if not stay])
 
     def _apart(self, x: Any) -> bool:
-        """Whether each stage has entries of its own of this value: a dict of tensors by name, as parameters are."""
+        """Whether each pipeline stage has other entries of this value: a dict of tensors by name, like parameters."""
         if not isinstance(x, dict) or self._here.mesh["pipeline"].size == 1:
             return False
         return all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(x))
@@ -262,7 +265,7 @@ def _failure(error: Exception, start: float) -> RankReply:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Pickle an error; of one that does not pickle, a RuntimeError with its text."""
+    """Pickle an error; one that does not pickle becomes a RuntimeError with its text."""
     try:
         data = pickle.dumps(error)
         pickle.loads(data)

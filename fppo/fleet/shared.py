@@ -1,9 +1,9 @@
-"""Memory that processes of one machine share, and messages whose large arrays stand in it.
+"""Memory that processes of one machine share, and messages whose large arrays are placed in it.
 
-The memory is a file without a name (memfd_create). It is in no directory, no size of /dev/shm limits it, and it is
+The memory is an anonymous file (memfd_create). It is in no directory, the size of /dev/shm does not limit it, and it is
 freed when the last process that has it open or mapped closes it or dies. Arrays of a message are written once, and all
-receivers read them without a copy; without such memory they go through the pipe. Weights, of which one piece follows
-the other, are written into the same memory again and again.
+receivers read them without a copy; without such memory they go through the pipe. Weights arrive in many pieces, which
+are written into the same memory one after the other.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torch import Tensor
 
 CPU = torch.device("cpu")
 _ALIGNED = 64
-_HEAD = struct.Struct("<BQQ")  # of a parcel: how many files come with it, and the bytes of its message and of the rest
-MOST = 250  # pieces of memory that go with a message: Linux hands over 253 files at once
+_HEAD = struct.Struct("<BQQ")  # of a parcel: number of files, bytes of the message, bytes of the arrays
+MOST = 250  # files that go with a message at most: Linux passes 253 at once
 
 
 class Memory:
-    """A file in memory, closed with this object. It grows to the most that was put into it at once.
+    """A file in memory, closed with this object. It grows to the largest total size of one `put`.
 
     Other processes get it by its descriptor, through a `PipeLane`, or open it at its `path` as long as this process
     lives. Memory that is filled once is filled by write(2), which raises if there is no room. Memory that is `reused`
@@ -53,7 +53,7 @@ class Memory:
         return Memory(os.open(path, os.O_RDWR), reused=True)
 
     def put(self, parts: Sequence[np.ndarray | Tensor]) -> list[ArrayPlace]:
-        """Copy arrays or tensors of bytes in, over what was put before. Raises OSError if there is no room."""
+        """Copy arrays, or uint8 tensors, into the memory, over earlier contents. Raises OSError if there is no room."""
         ends = list(accumulate(-(-x.nbytes // _ALIGNED) * _ALIGNED for x in parts))
         places = [ArrayPlace(self, start, x.nbytes) for start, x in zip([0, *ends], parts, strict=False)]
         if self._reused:
@@ -70,15 +70,15 @@ class Memory:
         return places
 
     def get(self, spans: Sequence[tuple[int, int]], device: torch.device = CPU) -> list[np.ndarray]:
-        """The arrays of bytes with these starts and sizes: copies, or views to be copied to a `device` that is none of
-        the host's, before the next `put`."""
+        """The uint8 arrays [size] at these (start, size) spans: copies, or for a `device` other than the CPU views,
+        which must be copied to it before the next `put`."""
         if device.type == "cpu":
             return [_read(self.file, start, size) for start, size in spans]
         pages = self._mapped(os.fstat(self.file).st_size).numpy()
         return [pages[start : start + size] for start, size in spans]
 
     def _mapped(self, size: int) -> Tensor:
-        """Mapped pages of at least so many bytes, which have room."""
+        """Map pages of at least `size` bytes, with room reserved."""
         if size > len(self._pages):
             self._unpin()
             os.posix_fallocate(self.file, 0, size)
@@ -91,7 +91,7 @@ class Memory:
 
 
 class ArrayPlace(NamedTuple):
-    """The memory, first byte and number of bytes of an array."""
+    """An array's location: its memory, first byte and number of bytes."""
 
     memory: Memory
     start: int
@@ -100,7 +100,7 @@ class ArrayPlace(NamedTuple):
 
 @attrs.frozen
 class Parcel:
-    """A pickled message, and its arrays or their places."""
+    """A pickled message, with its arrays or their locations."""
 
     data: bytes
     arrays: Sequence[ArrayPlace] | Sequence[np.ndarray]
@@ -110,23 +110,23 @@ def put(arrays: Sequence[np.ndarray]) -> list[ArrayPlace] | None:
     """Copy arrays of bytes to new memory and return their places; None if none is available."""
     try:
         return Memory().put(arrays) if arrays else []
-    except (AttributeError, OSError):  # a system without such files, or that has none left, or no room
+    except (AttributeError, OSError):  # a system without memfd, without free descriptors, or without room
         return None
 
 
 class PipeLane:
-    """One end of a pipe (`multiprocessing.Pipe`) that carries parcels. It takes the end over."""
+    """One end of a pipe (`multiprocessing.Pipe`) that carries parcels; it takes ownership of the connection."""
 
     def __init__(self, line: Connection) -> None:
         self._socket = socket.socket(fileno=os.dup(line.fileno()))
         line.close()
 
     def close(self) -> None:
-        """Close the end."""
+        """Close this end."""
         self._socket.close()
 
     def send(self, parcel: Parcel) -> None:
-        """Send a parcel. Raises OSError if the other end is gone."""
+        """Send a parcel. Raises OSError if the other end is closed."""
         places = [x for x in parcel.arrays if isinstance(x, ArrayPlace)]
         memories = list(dict.fromkeys(place.memory for place in places))
         where = [(memories.index(place.memory), place.start, place.size) for place in places]
@@ -136,7 +136,7 @@ class PipeLane:
         self._sent(parcel.data, arrays, [])
 
     def receive(self) -> tuple[Any, list[np.ndarray]]:
-        """The next message and its arrays. Raises EOFError or OSError if the other end is gone."""
+        """Receive the next message and its arrays. Raises EOFError or OSError if the other end is closed."""
         head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, MOST, socket.MSG_CMSG_CLOEXEC)
         try:
             if not head:
@@ -144,7 +144,7 @@ class PipeLane:
             count, data, beside = _HEAD.unpack(head + self._bytes(_HEAD.size - len(head)))
             message, beside = pickle.loads(self._bytes(data)), pickle.loads(self._bytes(beside)) if beside else []
             if len(files) < count:
-                raise OSError(errno.EMFILE, "there was no file left for memory that was sent")
+                raise OSError(errno.EMFILE, "no free descriptor for shared memory: raise the limit (ulimit -n)")
             if not files:
                 return message, beside
             ends = [0] * count
@@ -157,7 +157,7 @@ class PipeLane:
                 os.close(file)
 
     def _sent(self, data: bytes, beside: list[Any], files: list[int]) -> bool:
-        """Send one; False if more files are in flight than the system allows."""
+        """Send one parcel; False if more files are in flight than the system allows."""
         pickled = pickle.dumps(beside, pickle.HIGHEST_PROTOCOL) if beside else b""
         whole = memoryview(b"".join((_HEAD.pack(len(files), len(data), len(pickled)), data, pickled)))
         begun = 0
@@ -172,7 +172,7 @@ class PipeLane:
         return True
 
     def _bytes(self, size: int) -> bytearray:
-        """The next bytes."""
+        """Read the next `size` bytes."""
         found = bytearray(size)
         rest = memoryview(found)
         while rest:
@@ -184,15 +184,15 @@ class PipeLane:
 
 
 def _mapped(file: int, size: int) -> np.ndarray:
-    """Map the first bytes of a file in memory. Nobody else sees what is written into them."""
-    with contextlib.suppress(RuntimeError):  # torch keeps no file open for it, while Python's mmap does
+    """Map the first bytes of a file in memory, privately: nobody else sees what is written there."""
+    with contextlib.suppress(RuntimeError):  # torch's mapping keeps no descriptor open, unlike Python's mmap
         return torch.from_file(f"/proc/self/fd/{file}", shared=False, size=size, dtype=torch.uint8).numpy()
     return _read(file, 0, size)
 
 
 def _read(file: int, start: int, size: int) -> np.ndarray:
-    """A copy of bytes of a file."""
-    array = torch.empty(size, dtype=torch.uint8).numpy()  # which torch aligns
+    """Copy bytes out of a file."""
+    array = torch.empty(size, dtype=torch.uint8).numpy()  # torch aligns the memory
     rest = array.data
     while rest:
         rest = rest[os.preadv(file, [rest], start + size - len(rest)) :]

@@ -73,7 +73,7 @@ def _check_cut(
     size: int,
     temperature: float,
 ) -> None:
-    """Raises LawViolation for log-probs or gradients, in micro-batches of a size, that are not the module's."""
+    """Raise LawViolation for log-probs or gradients, in micro-batches of a size, that are not the module's."""
     import attrs
 
     from fppo.steps.forward import compute_log_probs

@@ -1,4 +1,4 @@
-"""The case to plan: a model on a mesh, with the numbers of a step; models and accelerators by name."""
+"""The case to plan: a model on a mesh, with the sizes of a step; presets of models and accelerators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
 from fppo_kernels.collectives import Axis
 
 GIB = 1024**3
-NUMBERS = ("memory", "flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # of a Hardware to give
+NUMBERS = ("memory", "flops", "bandwidth", "node_bandwidth", "network_bandwidth", "per_node")  # that settings may give
 
 
 @attrs.frozen
@@ -39,12 +39,12 @@ class Hardware:
 
     name: str
     memory: float  # bytes that torch sees
-    flops: float  # dense bfloat16, per second
+    flops: float  # dense bfloat16 FLOP per second
     flops_float32: float
-    bandwidth: float  # of the memory, bytes per second
-    node_bandwidth: float  # bytes per second to the others of its node
+    bandwidth: float  # of device memory, bytes per second
+    node_bandwidth: float  # bytes per second to the other GPUs of its node
     network_bandwidth: float  # bytes per second to other nodes
-    host_bandwidth: float = 5.0e10  # bytes per second to or from the host's memory: PCIe 5 x16
+    host_bandwidth: float = 5.0e10  # bytes per second to or from host memory: PCIe 5 x16
     per_node: int = 8
     on_gpu: bool = True
 
@@ -62,26 +62,25 @@ KNOWN: Mapping[str, Hardware] = MappingProxyType(
     }
 )
 
-# a few cores of a server as this project has seen them: an order of magnitude, no more
+# a few cores of a server, as measured for this project: an order of magnitude only
 _CPU = Hardware("cpu", 0.0, 1.0e11, 1.0e11, 1.5e10, 1.0e9, 1.2e8, per_node=1 << 20, on_gpu=False)
 
-# What a GPU process takes beside tensors. The first three are usual sizes, not guarantees; the driver decides.
-CONTEXT = int(0.6 * GIB)  # CUDA context with the kernels of torch
-WORKSPACE = 96 << 20  # cuBLAS, which keeps one per stream: 32 MiB on Hopper and later
+# Memory of a GPU process besides tensors. The first three are usual sizes, not guarantees; the driver decides.
+CONTEXT = int(0.6 * GIB)  # the CUDA context with torch's kernels
+WORKSPACE = 96 << 20  # cuBLAS's workspace, one per stream: 32 MiB on Hopper and later
 COMMUNICATOR = 256 << 20  # NCCL's buffers of one axis: 4 MiB for each of 16 to 32 channels, and its protocols
-FRAGMENTS = 0.03  # of what comes and goes: blocks that torch's allocator holds and cannot use
-# What a process takes of the host's memory beside tensors. The first was measured (docs/measurements.md), the second is
-# a usual size.
+FRAGMENTS = 0.03  # fraction of temporary bytes that torch's allocator holds and cannot use
+# Host memory of a process besides tensors. The first was measured (docs/measurements.md), the second is a usual
+# size.
 PROCESS = 450 << 20  # Python with torch (a build for CPUs), transformers and fppo
-BUILT_FOR_GPUS = 295 << 20  # what a build of torch for GPUs has beside that in a process without one
-CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries
+BUILT_FOR_GPUS = 295 << 20  # the additional memory of a build of torch for GPUs in a process without one
+CUDA_PROCESS = int(2.5 * GIB)  # the same with CUDA's libraries loaded
 
 
 def hardware_of(name: str, numbers: Mapping[str, float | None] = MappingProxyType({})) -> Hardware:
-    """A known accelerator, with the numbers of `NUMBERS` that are given in the place of its own; or "custom", of which
-    all must be given.
+    """Look up an accelerator, with its numbers replaced by those given (`NUMBERS`); "custom" needs all of them.
 
-    "cpu" has this machine's memory. Raises ValueError for a name that is not known, or a custom one that lacks numbers.
+    "cpu" has this machine's memory. Raises ValueError for an unknown name, and for a custom one that lacks numbers.
     """
     changes = {key: value for key, value in numbers.items() if value is not None}
     if name == "custom":
@@ -98,7 +97,7 @@ def hardware_of(name: str, numbers: Mapping[str, float | None] = MappingProxyTyp
 
 
 def overhead(hardware: Hardware, axes: int, transient: float) -> float:
-    """Bytes that a process takes beside its tensors, with so many axes of several ranks and bytes that come and go."""
+    """Bytes of a process besides its tensors, with `axes` axes of several ranks and `transient` temporary bytes."""
     if not hardware.on_gpu:
         return 0.0
     return CONTEXT + WORKSPACE + COMMUNICATOR * axes + FRAGMENTS * transient
@@ -112,7 +111,7 @@ def pinned(size: int) -> int:
 def _config(
     kind: Callable[..., PreTrainedConfig], sizes: tuple[int, ...], positions: int, theta: float, **more: Any
 ) -> PreTrainedConfig:
-    """A config whose widths, layers, heads and vocabulary are `sizes`; `more` are other fields of its kind."""
+    """A config with widths, layers, heads and vocabulary from `sizes`; `more` are further fields of its kind."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     rotary = {"rope_type": "default", "rope_theta": theta}
     named = dict(zip((*names, "vocab_size"), sizes, strict=True))
@@ -160,11 +159,11 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
 def config_of(
     model: str, setting: str = "model.path", changes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, PreTrainedConfig]:
-    """The name and config, with `changes`, of a directory with a config.json, or of a name in PRESETS. Nothing is
+    """The name and config of a directory with a config.json, or of a name in PRESETS, with `changes`. Nothing is
     downloaded.
 
-    An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither; `setting`
-    is what named it.
+    An owner before the name and "-instruct" after it are ignored. Raises ValueError for an unknown name; the error
+    calls it by its `setting`.
     """
     directory = Path(model)
     if directory.is_dir():
@@ -189,17 +188,17 @@ def config_of(
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """The config of a model that has only the first `layers` layers."""
+    """The config of a model with only its first `layers` layers."""
     config = copy.deepcopy(config)
     changes: dict[str, Any] = {"num_hidden_layers": layers}
-    if vars(config).get("layer_types"):  # those of Mamba follow from the number of layers
+    if vars(config).get("layer_types"):  # Mamba's layers follow from their number
         changes["layer_types"] = list(config.layer_types)[:layers]  # type: ignore[attr-defined]
     for key, value in changes.items():
         setattr(config, key, value)
     return config
 
 
-# whose model a stage runs, in the order of a step
+# the model that each stage runs, in the order of a step
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         "reward model": "reward model",
@@ -214,13 +213,13 @@ ROLES: Mapping[str, str] = MappingProxyType(
 
 @attrs.frozen(kw_only=True)
 class Role:
-    """Overrides for one model of a case; None: as the case has it."""
+    """Overrides for one model of a case; None keeps the case's value."""
 
-    tokens: int | None = None  # of a pass: the critic's of its update, the reward model's of its only one
+    tokens: int | None = None  # tokens of a pass: for the critic, of its update; for the reward model, of its only pass
     compute_dtype: str | None = None
     checkpoint_layers: Recompute | None = None
     offload: str | None = None
-    dtype: torch.dtype = torch.float32  # that it is kept in
+    dtype: torch.dtype = torch.float32  # the dtype of its parameters
 
 
 @attrs.frozen(kw_only=True)
@@ -228,69 +227,69 @@ class PlannedSampling:
     """How the responses of a case are sampled."""
 
     engine: Literal["embedded", "vllm"] = "embedded"
-    sequences: int | None = None  # of a rollout, over all engines; None: those of an update
+    sequences: int | None = None  # rows of a rollout, over all engines; None: those of an update
     n: int = 1  # responses to each prompt
-    max_rows: int = 1024  # that decode together
+    max_rows: int = 1024  # rows that decode together
     cache: float | None = None  # bytes of keys and values that an engine may hold
-    share: float | None = None  # of a GPU's memory that vLLM may take in all
-    dtype: torch.dtype | None = None  # that vLLM holds and computes in; None: that of passes
-    tensor: int = 1  # GPUs that vLLM cuts the model over
-    apart: bool = False  # these are not a rank's own
-    sleeps: bool = False  # it gives its memory back between rollouts
-    bucket: int = 256 << 20  # bytes of parameters that are sent to it at once
-    shared: bool = False  # through memory that two processes have
-    pool: int | None = None  # engines in a pool of their own
+    share: float | None = None  # fraction of a GPU's memory that vLLM may take in all
+    dtype: torch.dtype | None = None  # the dtype of vLLM's weights and computation; None: that of passes
+    tensor: int = 1  # GPUs over which vLLM cuts the model
+    apart: bool = False  # whether these GPUs are not the rank's own
+    sleeps: bool = False  # whether the engine releases its memory between rollouts
+    bucket: int = 256 << 20  # bytes of parameters that are sent to the engine at once
+    shared: bool = False  # whether through memory shared by two processes
+    pool: int | None = None  # the number of engines in a pool of their own
 
 
 @attrs.frozen(kw_only=True)
 class Case:
-    """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`; the
-    passes of a stage may be others (`at`), over the same sequences."""
+    """A step to plan. Every data rank runs `micro_batches` passes of `tokens` tokens, in sequences of `length`. A stage
+    may have passes of another size (`at`), over the same sequences."""
 
     name: str
     config: PreTrainedConfig
     hardware: Hardware
-    mesh: Mapping[str, int] = attrs.field(factory=dict)  # ranks by axis, of `runtime.mesh.AXES`
-    virtual_stages: int = 1  # of each rank of the pipeline
-    pipeline_rank: int = 0  # the one that is planned
-    in_turn: bool = False  # it runs each pass backward right after its pass forward
-    ring: bool = False  # keys and values travel around the context axis
-    load: float = 1.0  # tokens of the planned rank's experts, over the mean of the ranks of the expert axis
+    mesh: Mapping[str, int] = attrs.field(factory=dict)  # ranks by axis, from `runtime.mesh.AXES`
+    virtual_stages: int = 1  # stages on each rank of the pipeline
+    pipeline_rank: int = 0  # the pipeline rank that is planned
+    in_turn: bool = False  # whether each backward pass runs right after its forward pass
+    ring: bool = False  # whether keys and values travel around the context axis
+    load: float = 1.0  # tokens of the planned rank's experts, relative to the mean over the expert axis
     sharding: Sharding = attrs.field(factory=Sharding)
     tokens: int = 16384
     length: int = 4096
-    response: float = 0.5  # the part of a sequence that is response
+    response: float = 0.5  # the fraction of a sequence that is response
     micro_batches: int = 4
-    budget: int | None = None  # the most distinct tokens of a pass, where `tokens` are those of as equal ones
-    together: float = 1.0  # rows of a prompt in an update, in whose passes it is computed once
-    forward_together: float = 1.0  # in passes without a gradient
+    budget: int | None = None  # the most distinct tokens of a pass, if `tokens` is that of equal passes
+    together: float = 1.0  # rows that share a prompt in an update, whose passes compute it once
+    forward_together: float = 1.0  # the same in passes without gradients
     critic: bool = False
     reference: bool = False
-    reward_model: PreTrainedConfig | None = None  # it reads the same tokens
-    lora: Lora | None = None  # the actor's adapter, on a base that stays
-    critic_lora: Lora | None = None  # the critic's, on the same one
-    lora_base: Kind | None = None  # how that keeps the weights of linear layers, if quantised
+    reward_model: PreTrainedConfig | None = None  # whether the critic reads the same tokens
+    lora: Lora | None = None  # the actor's adapter, on a frozen base
+    critic_lora: Lora | None = None  # the critic's adapter, on the same base
+    lora_base: Kind | None = None  # the code of the base's linear layers, if quantised
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: Recompute = False
     log_probs: str = "chunked"
-    graphs: bool = False  # passes of few tokens are recorded as CUDA graphs, where they can be
-    offload: str = "none"  # or "moments", or "all": what of the state is on the host between uses
-    offload_activations: bool = False  # what waits for the backward pass does so on the host
-    dtype: torch.dtype = torch.float32  # that parameters are kept in
-    forward_tokens: int | None = None  # of a pass without a gradient, in place of `tokens`
-    roles: Mapping[str, Role] = attrs.field(factory=dict)  # what differs for the critic, the reference, ...
-    only: tuple[str, ...] | None = None  # of a pool: the roles that are in it; the others' stages and state are not
+    graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
+    offload: str = "none"  # the state on the host between uses: none, "moments" or "all"
+    offload_activations: bool = False  # whether activations wait on the host for the backward pass
+    dtype: torch.dtype = torch.float32  # the dtype of parameters
+    forward_tokens: int | None = None  # tokens of a pass without gradients, if not `tokens`
+    roles: Mapping[str, Role] = attrs.field(factory=dict)  # overrides for the critic, the reference, ...
+    only: tuple[str, ...] | None = None  # for a pool: the roles in it; stages and state of others are not planned
     sampling: PlannedSampling | None = None  # None: the rollout is not planned
-    columns: float = 0.0  # bytes of a batch in the host's memory, which the controller has too
-    full: bool = False  # run every layer, where few tell of all
+    columns: float = 0.0  # bytes of a batch in host memory, which the controller holds too
+    full: bool = False  # run every layer instead of extrapolating from a few
 
     def size(self, axis: str) -> int:
-        """Ranks of an axis."""
+        """The number of ranks on an axis."""
         return self.mesh.get(axis, 1)
 
     @property
     def shards(self) -> int:
-        """Ranks over which dense parameters are sharded."""
+        """The number of ranks over which dense parameters are sharded."""
         return math.prod(map(self.size, SHARD_AXES))
 
     @property
@@ -300,15 +299,17 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Process groups of a rank: one for each axis of several ranks, and one for shard and expert together."""
+        """The number of a rank's process groups: one for each axis of several ranks, and one for shard and expert
+        together."""
         return sum(size > 1 for size in self.mesh.values()) + (self.size("expert") > 1)
 
     def has(self, role: str) -> bool:
-        """Whether a role of the step ("actor", "critic", "reference", "reward model") is one that is planned."""
+        """Whether a role ("actor", "critic", "reference", "reward model") is planned."""
         return self.only is None or role in self.only
 
     def at(self, stage: str) -> Case:
-        """The case as one of its stages (`ROLES`) has it: the passes, dtypes, recomputation and place of its model."""
+        """The case with the overrides of a stage (`ROLES`): passes, dtypes, recomputation and placement of its
+        model."""
         role = self.roles.get(ROLES[stage], Role())
         updates = stage.startswith("update")
         together, budget = (self.together, None) if updates else (self.forward_together, self.forward_tokens)
@@ -334,13 +335,14 @@ class Case:
 
     @property
     def bubble(self) -> float:
-        """Time in which the ranks of a pipeline wait for each other, over that in which they work: (p - 1) / (v m)."""
+        """Time in which pipeline ranks wait for each other, relative to the time in which they work: (p - 1) / (v
+        m)."""
         return (self.size("pipeline") - 1) / (self.virtual_stages * max(1, self.micro_batches))
 
     @property
     def in_flight(self) -> int:
-        """Most micro-batches whose activations the planned rank of a pipeline holds at once, for one of its stages:
-        those before its first backward pass, and this (1F1B and interleaved, arXiv:2104.04473)."""
+        """The most micro-batches of one stage whose activations the planned pipeline rank holds at once: those before
+        its first backward pass, and that one (1F1B and interleaved, arXiv:2104.04473)."""
         if self.in_turn:
             return 1
         ranks, virtual = self.size("pipeline"), self.virtual_stages
@@ -360,17 +362,17 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Sequences of one pass."""
+        """The number of sequences in a pass."""
         return max(1, self.tokens // self.length)
 
     def distinct(self, rows: int) -> int:
-        """Distinct tokens of so many rows, of which `together` have a prompt in common."""
+        """The number of distinct tokens in `rows` rows, of which `together` share a prompt."""
         prompts = math.ceil(rows / self.together)
         return prompts * (self.length - self.response_tokens) + rows * self.response_tokens
 
     def most_rows(self, budget: int | None = None) -> int:
-        """The most rows of a pass of at most so many tokens, distinct ones where rows share prompts; None: as many as
-        the case's own passes may have. 0 where one row has more."""
+        """The most rows of a pass with at most `budget` distinct tokens (None: as many tokens as the case's own passes
+        may have). 0 if a single row has more."""
         if self.together == 1:
             return (budget or self.tokens) // self.length
         budget = budget or self.budget or self.tokens
@@ -381,34 +383,35 @@ class Case:
 
     @property
     def shared(self) -> list[int]:
-        """The lengths of the beginnings in a pass that are computed for another row of it."""
+        """Lengths of the prefixes in a pass that are computed for another row."""
         return [self.length - self.response_tokens] * (self.rows - math.ceil(self.rows / self.together))
 
     @property
     def computed(self) -> float:
-        """The share of a pass's tokens that it computes."""
+        """The fraction of a pass's tokens that is computed."""
         return 1 - sum(self.shared) / (self.rows * self.length)
 
     @property
     def response_tokens(self) -> int:
-        """Response tokens of one sequence."""
+        """The number of response tokens in a sequence."""
         return min(self.length - 1, max(1, round(self.length * self.response)))
 
     @property
     def mini_batch(self) -> int:
-        """Sequences of an optimizer update, over all data ranks."""
+        """The number of sequences in an optimizer update, over all data ranks."""
         return self.rows * self.micro_batches * self.data_ranks
 
 
 def with_sequences(case: Case, sequences: int) -> Case:
-    """The case with so many sequences to an update, over all ranks, in as few passes of at most its tokens as there can
-    be, of equal sizes."""
+    """Change the number of sequences in an update, over all ranks, with as few passes of equal size as its tokens
+    allow."""
     rows, passes = balanced(-(-sequences // case.data_ranks), case.most_rows())
     return attrs.evolve(case, tokens=max(2, rows * case.length), micro_batches=passes)
 
 
 def balanced(sequences: int, most: int) -> tuple[int, int]:
-    """Sequences of a pass, at most `most` where that is not 0, and passes: as few as there can be, of equal sizes."""
+    """The sequences of a pass (at most `most`, if that is not 0) and the number of passes: as few as possible, of equal
+    size."""
     passes = -(-sequences // min(max(1, most), sequences))
     return -(-sequences // passes), passes
 

@@ -1,4 +1,5 @@
-"""The columns of a step's batch that go through the controller: which call takes which to a pool, and what it gives."""
+"""Columns of a step's batch that pass through the controller: which calls send which columns to a pool, and get which
+back."""
 
 from __future__ import annotations
 
@@ -23,14 +24,14 @@ from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.tables import CORRECTIONS, ESTIMATORS
 from fppo.settings.train import TrainSettings
 
-Bytes = dict[str, int]  # by the column's name
+Bytes = dict[str, int]  # bytes by the column's name
 Critic = Literal["tokens", "confidence", "hidden"]
 READS: Mapping[Critic, Sequence[str]] = {"tokens": (), "confidence": ("log_probs", "entropy"), "hidden": ("hidden",)}
 
 
 class ColumnCall(NamedTuple):
-    """A call to the pool of a role, by the name that a trace has for it; and the bytes of the columns that it is sent,
-    which all ranks there read, and of those that come back."""
+    """A call to a role's pool, by its name in traces, with the bytes of the columns that it sends, which all ranks
+    there read, and of the columns that it returns."""
 
     role: str
     call: str
@@ -39,7 +40,7 @@ class ColumnCall(NamedTuple):
 
 
 def column_calls(run: TrainSettings, case: Case) -> dict[str, list[ColumnCall]]:
-    """The calls to each pool of a run, planned as `case`, that take columns or give some, in the order of a step.
+    """The calls to each pool of a run, planned as `case`, that send or return columns, in the order of a step.
 
     They are counted as `Group.calls` counts them: once, however many ranks there are. Metrics, handles, the objects of
     rows, images and weights are not counted.
@@ -55,19 +56,19 @@ def column_calls(run: TrainSettings, case: Case) -> dict[str, list[ColumnCall]]:
 
 @attrs.frozen
 class _Batch:
-    """The rows of a run's steps, as wide as they may become."""
+    """The rows of a run's steps, at their largest width."""
 
     run: TrainSettings
-    row: Experience  # one, with every column that it comes to have, without its numbers
+    row: Experience  # one row with every column that it will have, without data
 
     @property
     def rows(self) -> int:
-        """Sequences."""
+        """The number of sequences."""
         return self.run.rollout.batch_size
 
     @property
     def numbers(self) -> int:
-        """Bytes of a number for each token of all responses."""
+        """Bytes of one number for each response token of all rows."""
         return self.rows * self.row.advantages.nbytes
 
     @property
@@ -77,7 +78,7 @@ class _Batch:
 
     @property
     def outputs(self) -> list[str]:
-        """Names of the outputs of the policy's pass beside log-probs."""
+        """Names of the outputs of the policy's pass besides log-probs."""
         read = [name for name in READS[self.critic or "tokens"] if name != "log_probs"]
         squared, replay = self.row.sum_squared_probs is not None, self.run.algorithm.router_replay
         whole = old_log_probs_source(self.run) == "pass" or bool(read) or squared
@@ -86,23 +87,23 @@ class _Batch:
 
     @property
     def passed(self) -> int:
-        """Rows of the policy's pass before the update, in a step behind a run's first."""
+        """The number of rows in the policy's pass before the update, in any step after a run's first."""
         source = old_log_probs_source(self.run)
         if source == "pass" or self.outputs:
             return self.rows
         return -(-self.rows // COMPARED) if source == "auto" else 0
 
     def sizes(self, cls: type, names: Sequence[str] | None = None) -> Bytes:
-        """Bytes of the columns that all rows have as a `cls`, or of those of these names."""
+        """Bytes of the columns that rows have as a `cls`, or of the columns with these names."""
         columns = batches.columns(batches.narrow(cls, self.row))
         if self.run.algorithm.router_replay != "rollout" and not issubclass(cls, Annotated):
-            columns.pop("routed", None)  # the policy's pass is the first to tell of experts
+            columns.pop("routed", None)  # the policy's pass is the first that reports experts
         sizes = {name: self.rows * x.nbytes for name, x in columns.items() if isinstance(x, Tensor)}
         return {name: x for name, x in sizes.items() if names is None or name in names}
 
 
 def _before(batch: _Batch) -> Iterator[ColumnCall]:
-    """Yield the calls that sample and score."""
+    """Yield the calls for sampling and scoring."""
     rollout = batch.sizes(Rollout)
     prompts = batch.rows // batch.run.rollout.n
     for count in (batch.rows, prompts) if batch.row.baselines is not None else (batch.rows,):
@@ -113,7 +114,7 @@ def _before(batch: _Batch) -> Iterator[ColumnCall]:
 
 
 def _passes(batch: _Batch, ranks: int) -> Iterator[ColumnCall]:
-    """Yield the calls between sampling and update: the models' passes over the rows, and the balance of lengths."""
+    """Yield the calls between sampling and update: the models' passes over the rows, and the balancing of lengths."""
     scored, numbers, run = batch.sizes(Scored), batch.numbers, batch.run
     found = batch.sizes(Annotated, batch.outputs)
     if batch.passed:
@@ -129,7 +130,7 @@ def _passes(batch: _Batch, ranks: int) -> Iterator[ColumnCall]:
         sent = scored if batch.critic == "tokens" else read
         yield ColumnCall("critic", "values", sent, {"values": run.critic.ensemble * numbers})
     if ranks > 1:
-        yield ColumnCall("actor", "balance", {}, {})  # lengths alone
+        yield ColumnCall("actor", "balance", {}, {})  # only lengths
 
 
 def _updates(batch: _Batch) -> Iterator[ColumnCall]:
@@ -147,7 +148,7 @@ def _prompts(count: int, length: int) -> Bytes:
 
 
 def _row(run: TrainSettings, case: Case) -> Experience:
-    """One row with every column that it comes to have, without its numbers."""
+    """One row with every column that it will have, without data."""
     algorithm, critic, reward, replay = run.algorithm, run.critic, run.reward, run.algorithm.router_replay
     reader = critic.reads if run.algorithm.uses_critic else None
     signs = TRUTH_SIGNS if critic.privileged and reader in ("confidence", "hidden") else 0

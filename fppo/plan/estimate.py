@@ -1,5 +1,5 @@
-"""How long a stage takes, estimated from what it computes and sends; and time and memory of a step by formulas alone,
-good enough to choose which of many meshes to plan."""
+"""Estimates of a stage's time from its computation and traffic, and of a step's time and memory by formulas alone, good
+enough to choose which of many meshes to plan."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from fppo.plan.track import Cost, Phase
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
 
-# Shares of the peak that large operations reach, and what small ones cost: rough, and not measured on the machine at
+# Fractions of the peak that large operations reach, and the cost of small ones: rough, not measured on the machine at
 # hand.
-MATMUL_SHARE = 0.7  # of large bfloat16 products on Hopper; training runs report 0.35 to 0.5 for everything together
+MATMUL_SHARE = 0.7  # large bfloat16 products on Hopper; training runs report 0.35 to 0.5 for everything
 ATTENTION_SHARE = 0.35  # FlashAttention-2 on Hopper (arXiv:2407.08608, figure 5)
-COPY_SHARE = 0.8  # of memory bandwidth, element by element
-LINK_SHARE = 0.8  # of links, those to the host among them
-LAUNCH = 6e-6  # seconds that torch needs to begin an operation outside of passes
-# and inside of one, forward or backward, with the modules, seams and graph around it: 3.0e-5 to 5.5e-5 were measured on
-# three hosts of an H100 (docs/measurements.md, "On a GPU"), their milliseconds over the operations that a plan counts
+COPY_SHARE = 0.8  # fraction of memory bandwidth, for elementwise operations
+LINK_SHARE = 0.8  # fraction of a link's bandwidth, links to the host included
+LAUNCH = 6e-6  # seconds that torch needs to start an operation outside passes
+# and inside a pass, with the modules, seams and graph around it: 3.0e-5 to 5.5e-5 were measured on three hosts of an
+# H100 (docs/measurements.md, "On a GPU"), as milliseconds divided by the number of planned operations
 PASS_LAUNCH = 4e-5
 LATENCY = {False: 2e-5, True: 5e-5}  # seconds of a collective without data, inside a node and between nodes
 ORDER = AXES  # ranks of the last axis are neighbours
 
 
 class Seconds(NamedTuple):
-    """The parts of a stage's time, in seconds."""
+    """A stage's time in seconds, and its parts."""
 
     compute: float
     communication: float  # all of it
-    exposed: float  # that nothing is computed during
-    idle: float = 0.0  # that the rank waits for other stages of a pipeline
-    launching: float = 0.0  # of `compute`: that the host needs longer to launch operations than they take
+    exposed: float  # communication that nothing is computed during
+    idle: float = 0.0  # waiting for other pipeline stages
+    launching: float = 0.0  # the part of `compute` by which launches on the host take longer than the operations
 
     @property
     def total(self) -> float:
@@ -48,7 +48,7 @@ class Seconds(NamedTuple):
 
 
 class WireTraffic(NamedTuple):
-    """Traffic of one rank over one axis."""
+    """One rank's traffic over one axis."""
 
     sent: float  # bytes
     calls: float
@@ -98,7 +98,7 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
 
 
 def busy_seconds(cost: Cost, hardware: Hardware) -> float:
-    """The `compute` of `seconds_of` without what launching takes."""
+    """The `compute` of `seconds_of` without launches."""
     busy = cost.other["traffic"] / (hardware.bandwidth * COPY_SHARE)
     for kind, count in cost.flops.items():
         peak = hardware.flops if kind.endswith("float16") else hardware.flops_float32
@@ -107,7 +107,7 @@ def busy_seconds(cost: Cost, hardware: Hardware) -> float:
 
 
 def wires(phases: Sequence[Phase], case: Case) -> dict[str, WireTraffic]:
-    """Traffic of a rank in a stage with all of its passes, by axis."""
+    """A rank's traffic in a stage with all of its passes, by axis."""
     by_axis: dict[str, Counter] = {}
     for phase, times in _repeated(phases, case):
         for (axis, op, wait), calls in phase.cost.calls.items():
@@ -120,8 +120,8 @@ def wires(phases: Sequence[Phase], case: Case) -> dict[str, WireTraffic]:
 
 
 def link(case: Case, axis: str) -> tuple[bool, float, float]:
-    """Whether an axis, one of `ORDER` or `DENSE`, spans nodes, and the bytes per second of a rank in a ring over it and
-    in an all-to-all.
+    """Whether an axis, one of `ORDER` or `DENSE`, spans nodes, and the bytes per second of a rank in a ring and in an
+    all-to-all over it.
 
     Ranks are counted with the last axis fastest, a node's ranks in a row. An axis inside a node has the node's links.
     One that spans nodes has g of its ranks in each; a ring that visits them one after the other leaves a node over g
@@ -141,17 +141,17 @@ def link(case: Case, axis: str) -> tuple[bool, float, float]:
 
 def _collective(case: Case, axis: str, op: str, sent: float, calls: float) -> float:
     spans, ring, direct = link(case, axis)
-    alone = ("all_to_all", "send", "receive", "broadcast")  # which one link carries
+    alone = ("all_to_all", "send", "receive", "broadcast")  # that one link carries
     busy = sent * _crowding(case) if (axis, op) == ("expert", "all_to_all") else sent
     return calls * LATENCY[spans] + busy / ((direct if op in alone else ring) * LINK_SHARE)
 
 
 def _crowding(case: Case) -> float:
-    """How much more comes in the exchanges of a rank whose experts have `load` times the mean than it sends.
+    """How much more a rank receives than it sends in exchanges, if its experts have `load` times the mean.
 
-    Of r ranks that choose alike each has a part load / r of its tokens' choices for this rank. So of what a rank's
-    tokens are in all, it sends 1 - load / r to other ranks' experts and gets load (r - 1) / r, and the other way round
-    on the way back; each exchange lasts as long as the more of both, which for loads from 1 on is what comes there.
+    There are r ranks. Of each rank's choices, a fraction load / r falls to this rank's experts. So this rank sends 1 -
+    load / r of its own choices to other ranks, and receives load (r - 1) / r; on the way back it is the other way
+    round. An exchange takes as long as the larger of both, which for loads of 1 or more is the received part.
     """
     ranks, load = case.size("expert"), case.load
     comes, goes = load * (ranks - 1) / ranks, 1 - load / ranks
@@ -159,8 +159,8 @@ def _crowding(case: Case) -> float:
 
 
 def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
-    """Each phase and how often it happens: of two passes that were run, the first stands for all but the last. On a
-    pipeline, where passes overlap, all of those that were run stand for all, and what comes last is there once."""
+    """Each phase and how often it happens. Two passes were run: the first stands for all but the last. On a pipeline,
+    where passes overlap, all passes that were run stand for all, and the phases after them happen once."""
     passes = case.micro_batches
     if case.size("pipeline") == 1:
         again = ("forward 1", "backward 1", "after 1")
@@ -170,16 +170,16 @@ def _repeated(phases: Sequence[Phase], case: Case) -> list[tuple[Phase, float]]:
     return [(phase, 1 if phase.name in once else max(1.0, passes / ran)) for phase in phases]
 
 
-ROOM = 1.15  # by this the formula's bytes may exceed the memory of a GPU before a case is taken for too large
-_STATE = {"none": 12, "moments": 4, "all": 0}  # bytes of a number of the trained parameters and moments on the device
-_KEPT_LAYER = 10.0  # elements of a token's width that a layer keeps for its backward pass, what is inside the MLP aside
-_KEPT_ROWS = 4.0  # and of each of its chosen experts
-ATTENTION_BACKWARD = 2.5  # the FLOPs of its backward pass, over those of its forward pass
+ROOM = 1.15  # the formula's bytes over a GPU's memory from which a case counts as too large
+_STATE = {"none": 12, "moments": 4, "all": 0}  # bytes on the device per trained parameter, with moments
+_KEPT_LAYER = 10.0  # elements that a layer keeps for its backward pass, per token and width, without the MLP's
+_KEPT_ROWS = 4.0  # and for each chosen expert
+ATTENTION_BACKWARD = 2.5  # FLOPs relative to the forward pass
 _LAUNCHES = 40  # operations of a layer's forward pass
 
 
 class Rough(NamedTuple):
-    """Needs of a rank by the formula: seconds of a step without its rollout, and peak bytes."""
+    """A rank's needs by the formula: seconds of a step without its rollout, and peak bytes."""
 
     seconds: float
     memory: float
@@ -187,24 +187,24 @@ class Rough(NamedTuple):
 
 @attrs.frozen
 class Facts:
-    """Sizes of a model that are equal on every mesh."""
+    """Sizes of a model that do not depend on the mesh."""
 
     layers: int
-    dense: float  # numbers of the parameters of its layers, but for those of experts
-    experts: float  # of experts
-    outside: float  # of its embeddings or head, the larger
-    products: float  # FLOPs of a forward pass over one sequence in its layers, but for attention
-    last: float  # of these, what no backward pass computes again: the product that ends a layer
-    attention: float  # and in attention
-    head: float  # and in its head, over a response
+    dense: float  # parameters of the layers, without experts
+    experts: float  # parameters of experts
+    outside: float  # parameters of the embeddings or the head, whichever is larger
+    products: float  # FLOPs of a forward pass over one sequence in the layers, without attention
+    last: float  # the part that is not recomputed for the backward pass: the product at the end of a layer
+    attention: float  # FLOPs of attention
+    head: float  # FLOPs of the head, over a response
     hidden: int
-    inner: float  # elements of a token inside the MLP, or inside its chosen experts
-    chosen: int  # experts of a token; 0 without any
-    keys: float  # elements of a token's keys and values, over its width
+    inner: float  # elements per token inside the MLP, or inside a token's chosen experts
+    chosen: int  # experts per token; 0 without any
+    keys: float  # elements of a token's keys and values relative to its width
 
 
 def facts_of(case: Case, model: Model) -> Facts:
-    """The `Facts` of a model that no axis cuts."""
+    """Compute the `Facts` of a model that no axis cuts."""
     config, routed = model.config, frozenset(experts.expert_names(model))
     inside = {name: shape.numel() for name, shape in model.shapes.items() if model.layer_of(name) is not None}
     others = [shape.numel() for name, shape in model.shapes.items() if name not in inside]
@@ -235,18 +235,18 @@ def facts_of(case: Case, model: Model) -> Facts:
 
 
 def flops_of(case: Case, name: str, facts: Facts) -> tuple[float, float]:
-    """FLOPs of a stage's pass on all ranks that share its rows, what is computed again among them: those of attention,
-    and all others."""
+    """FLOPs of a stage's pass on all ranks that share its rows, recomputation included: of attention, and of everything
+    else."""
     if not name.startswith("update"):
         return case.rows * facts.attention, case.rows * (facts.products + facts.head)
     again = facts.products - facts.last if case.checkpoint_layers else 0.0
     attention = facts.attention * (1.0 + ATTENTION_BACKWARD + (case.checkpoint_layers is True))
-    heads = 3 if case.log_probs == "reference" else 4  # others compute logits again
+    heads = 3 if case.log_probs == "reference" else 4  # other kernels compute logits again
     return case.rows * attention, case.rows * (3 * facts.products + again + heads * facts.head)
 
 
 def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
-    """An estimate of the whole step; `facts` are of the case's models, by `models_of`."""
+    """Estimate a whole step; `facts` are those of the case's models (`models_of`)."""
     seconds = sum(_seconds(case.at(name), name, facts[STAGES[name]]) for name in passes.stages_of(case))
     rest = sum(_rest(case, name, each) for name, each in facts.items())
     if case.reference:
@@ -256,7 +256,7 @@ def rough(case: Case, facts: Mapping[str, Facts]) -> Rough:
 
 
 def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
-    """Numbers of the parameters on the rank that has most: on a pipeline, one that has its embeddings or head."""
+    """The number of parameters on the fullest rank: on a pipeline, one with the embeddings or the head."""
     tensor, expert, pipeline = (case.size(axis) for axis in ("tensor", "expert", "pipeline"))
     dense = facts.dense / tensor / pipeline + (1 if pipeline > 1 else 2) * facts.outside / tensor
     of_experts = facts.experts / (expert if expert > 1 else tensor) / pipeline
@@ -270,18 +270,18 @@ def _rest(case: Case, name: str, facts: Facts) -> float:
 
 
 def _moving(case: Case, name: str, facts: Facts) -> float:
-    """Bytes that come and go in a stage."""
+    """Bytes of temporary tensors in a stage."""
     width = 4 if case.compute_dtype is None else case.compute_dtype.itemsize
     layers = facts.layers / case.size("pipeline")
     whole = _own(case, facts, shards=False)
     dense = _own(case, attrs.evolve(facts, experts=0.0), shards=False)
     cut = (dense if case.shards > 1 else 0.0) + (whole - dense if case.size("shard") > 1 else 0.0)
-    copied = cut if case.compute_dtype is None else whole  # for passes: gathered, or cast
+    copied = cut if case.compute_dtype is None else whole  # gathered or cast parameters
     gathered = width * (copied if case.sharding.stage < 3 else copied * min(1.0, 3 / layers))
     if not name.startswith("update"):
         return gathered + 4 * width * _tokens(case) * facts.hidden
     grads = 4 * (_own(case, facts) if case.sharding.stage > 1 else whole)
-    grads += 8 * cut / layers  # a layer's, whole, and packed to be added up
+    grads += 8 * cut / layers  # a layer's whole gradients, and the packed copy for their sum
     inside = _KEPT_LAYER * facts.hidden + 4.0 * facts.inner + _KEPT_ROWS * facts.chosen * facts.hidden
     of_layer = 2.0 * facts.hidden + inside / case.size("tensor")
     again = facts.hidden * (1.0 + (case.checkpoint_layers == "selective") / case.size("tensor"))  # attention's output
@@ -293,7 +293,7 @@ def _moving(case: Case, name: str, facts: Facts) -> float:
 
 
 def _tokens(case: Case) -> float:
-    """Tokens of a pass that a rank has between blocks before the tensor axis cuts them."""
+    """The number of a pass's tokens that a rank holds between blocks, before the tensor axis cuts them."""
     return case.tokens / (case.size("sequence") * case.size("context"))
 
 
@@ -319,8 +319,8 @@ def _seconds(case: Case, name: str, facts: Facts) -> float:
 
 
 def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
-    """Seconds in which the ranks exchange tokens in a pass, which runs each layer forward and backward `times` in
-    all, its backward being two of these."""
+    """Seconds in which ranks exchange tokens during a pass that runs each layer `times` times in all; the backward pass
+    counts as two."""
     tensor, layers = case.size("tensor"), facts.layers / case.size("pipeline")
     hidden, blocks = _tokens(case) * facts.hidden * width, layers * min(2, times)
     seconds = 4 * blocks * _over(case, "tensor", hidden)
@@ -336,11 +336,11 @@ def _exchanges(case: Case, facts: Facts, times: int, width: int) -> float:
 
 
 def _sums(case: Case, facts: Facts) -> float:
-    """Seconds in which gradients are summed once for an update, over replicas."""
+    """Seconds of the sum of gradients over replicas, once per update."""
     return 2 * _over(case, "replicate", 4 * _own(case, facts))
 
 
 def _over(case: Case, axis: str, size: float) -> float:
-    """Seconds in which a ring over an axis gathers, or scatters, so many bytes of the whole."""
+    """Seconds in which a ring over an axis gathers or scatters `size` bytes of the whole."""
     ranks = case.shards if axis == DENSE else case.size(axis)
     return 0.0 if ranks == 1 else size * (ranks - 1) / ranks / (link(case, axis)[1] * LINK_SHARE)

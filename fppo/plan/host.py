@@ -1,4 +1,4 @@
-"""Host memory of a rank's process, beside the memory of its device."""
+"""Host memory of a rank's process, besides the memory of its device."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ POOL_BUCKET: int = attrs.fields(Policy).bucket_bytes.default
 
 @attrs.frozen
 class HostMemory:
-    """Bytes of the host's memory by kind: as long as the process lives, and while it starts, sends weights or writes a
-    checkpoint, during which it goes on with all else."""
+    """Bytes of host memory by kind: for the lifetime of the process, and additionally while it starts, sends weights,
+    or writes a checkpoint."""
 
     rest: Mapping[str, float]
     starting: Mapping[str, float]
@@ -42,13 +42,13 @@ class HostMemory:
 
     @property
     def needs(self) -> float:
-        """Bytes where most is held."""
+        """The peak in bytes."""
         moving = max(sum(self.starting.values()), sum(self.meanwhile.values()))
         return sum(self.rest.values()) + moving
 
 
 def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = MappingProxyType({})) -> HostMemory:
-    """Host memory of the process of a rank with these stages."""
+    """Plan the host memory of a rank's process with these stages."""
     on_gpu = case.hardware.on_gpu
     rest = {ITSELF: float(CUDA_PROCESS if on_gpu else process_bytes()), STATE: state_bytes(case, built)}
     rest |= {AWAY: away_bytes(case, stages), COLUMNS: case.columns, CAME: came_bytes(case, built)}
@@ -60,12 +60,12 @@ def host_of(case: Case, built: Built, stages: Mapping[str, Sequence[Phase]] = Ma
 
 
 def process_bytes() -> int:
-    """Bytes of a process without a GPU, beside tensors, with the torch that is installed here."""
+    """Bytes of a process without a GPU, besides tensors, with the installed build of torch."""
     return PROCESS + (BUILT_FOR_GPUS if torch.version.cuda else 0)
 
 
 def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
-    """The state of a rank between uses: by kind, whether it is on the host, and the bytes of each tensor; without the
+    """The state of a rank between uses, by kind: whether it is on the host, and the bytes of each tensor. Without the
     base of adapters."""
     found: dict[str, tuple[bool, list[int]]] = {}
     for name in filter(case.has, models_of(case)):
@@ -88,15 +88,16 @@ def state_bytes(case: Case, built: Built) -> float:
 
 
 def away_bytes(case: Case, stages: Mapping[str, Sequence[Phase]]) -> float:
-    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those under way."""
+    """Bytes of the activations that the fullest pass offloads (`model.offload_activations`), and of those in
+    transfer."""
     passes_of_all = (phase for phases in stages.values() for phase in phases)
     most = max((phase.cost.other["away"] for phase in passes_of_all), default=0)
     return float(most * case.in_flight / case.virtual_stages)
 
 
 def read_bytes(case: Case, built: Built) -> float:
-    """Bytes of a rank's part of the largest model, on its way to a GPU, and of the largest tensor; on a CPU of that
-    alone, as the part stays."""
+    """Bytes read at the start: a rank's part of the largest model on its way to a GPU, and the largest tensor; on a CPU
+    only the latter, since the part stays."""
     sizes = [0.0]
     for name in filter(case.has, models_of(case)):
         largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
@@ -107,8 +108,8 @@ def read_bytes(case: Case, built: Built) -> float:
 
 
 def checkpoint_bytes(case: Case, built: Built) -> float:
-    """Bytes of the copies that a thread writes: all that is trained of actor and critic and their optimizers' states,
-    on the ranks that hold parts of their own; and of what copies go through from a GPU."""
+    """Bytes of the copies that a thread writes (trained parameters and optimizer states of actor and critic, on ranks
+    with parts of their own), and of the buffer for copies from a GPU."""
     size = 0
     for name in (name for name in models_of(case) if name != REWARD and case.has(name)):
         at = case.at(f"update {name}")
@@ -117,7 +118,7 @@ def checkpoint_bytes(case: Case, built: Built) -> float:
 
 
 def bucket_bytes(case: Case, built: Built) -> float:
-    """Bytes of the memory in which weights go to vLLM's process, or to an engine of a pool: the fullest bucket."""
+    """Bytes of the memory through which weights go to vLLM's process or a pool's engine: the fullest bucket."""
     sampling = case.sampling
     if sampling is None or not sampling.shared:
         return 0.0
@@ -131,7 +132,7 @@ def bucket_bytes(case: Case, built: Built) -> float:
 
 
 def came_bytes(case: Case, built: Built) -> float:
-    """Bytes of the policy as vLLM's rank in a pool has it, which hands it on."""
+    """Bytes of the policy on vLLM's rank in a pool, which passes it on."""
     sampling = case.sampling
     if sampling is None or sampling.pool is None or sampling.engine != "vllm":
         return 0.0
@@ -146,7 +147,7 @@ def _fullest(case: Case, built: Built, width: int, budget: int) -> int:
 
 
 def moments(case: Case, name: str, built: Built) -> list[int]:
-    """Bytes of each tensor of the optimizer's state of a model on a rank, single numbers left out."""
+    """Bytes of each tensor of a model's optimizer state on a rank, without 0-d tensors."""
     params = {name: torch.empty(shape, device="meta") for name, shape in shard_shapes(case, name, built).items()}
     return [x.nbytes for x in tree.tensors(passes.optimizer_of(case).init(params)) if x.dim()]
 

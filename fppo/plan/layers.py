@@ -1,5 +1,7 @@
-"""From few layers to many, and from a short pipeline to a long one: where all layers are alike, what each place of a
-pass holds is linear in their number."""
+"""Extrapolation from few layers to many, and from a short pipeline to a long one.
+
+Where all layers are alike, the bytes held at each point of a pass are linear in the number of layers.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from fppo.plan.case import Case
 from fppo.plan.track import GATHERED, STATE, Cost, Phase, Segment
 from fppo.runtime.schedule import Action, all_forward, one_f_one_b
 
-FEW, MORE = 4, 5  # two at either end differ from those between: their neighbours are gathered otherwise
+FEW, MORE = 4, 5  # two layers at either end differ from those between, since their neighbours are gathered differently
 
 
 def alike(model: Model) -> bool:
-    """Whether all layers have the same shapes and the same kind of attention."""
+    """Whether all layers have equal shapes and the same kind of attention."""
     kinds = {str(kind) for kind in getattr(model.config, "layer_types", None) or ()}
     starts = [f"{model.prefix}{path}." for path in model.layers]
     shapes = [{n[len(s) :]: x for n, x in model.shapes.items() if n.startswith(s)} for s in starts]
@@ -28,10 +30,10 @@ def alike(model: Model) -> bool:
 
 
 def extrapolated(few: Sequence[Phase], more: Sequence[Phase], layers: int) -> list[Phase] | None:
-    """The phases of a model of `layers` layers, from those of models of FEW and of MORE.
+    """Extrapolate to the phases of a model of `layers` layers, from those of models of FEW and of MORE layers.
 
-    Of the segments only those near the first and the last layer are there: between them lies no peak, as what is held
-    rises or falls evenly from layer to layer. None if the phases do not match.
+    Only segments near the first and the last layer are returned: no peak lies between them, since the bytes held rise
+    or fall linearly from layer to layer. None if the phases do not match.
     """
     if [p.name for p in few] != [p.name for p in more]:
         return None
@@ -62,17 +64,17 @@ def _linear(few: Mapping[Any, float], more: Mapping[Any, float], layers: int) ->
     return values
 
 
-SHORT = 3  # ranks that are run: one with the embeddings, one between, one with the head
+SHORT = 3  # the ranks that are run: one with the embeddings, one in the middle, one with the head
 
 Run = Callable[[Case, int], list[Phase]]  # (case of a short pipeline, layers of a stage) -> its phases
 
 
 def piped(case: Case, name: str, own: Sequence[int], run: Run) -> list[Phase]:
-    """The phases of the planned rank, whose stages have `own` layers: those of the rank of a short pipeline that has
-    the same part of the model, in the order of the rank's schedule.
+    """The phases of the planned rank, whose stages have `own` layers: those of the rank of a short pipeline with the
+    same part of the model, in the order of the rank's schedule.
 
-    What an action holds at most, and what it leaves, does not depend on what else is held; only the first pass
-    backward through a stage differs from those after it, as it finds no gradients.
+    The bytes that an action adds do not depend on what else is held. Only a stage's first backward pass differs from
+    later ones, since it finds no gradients.
     """
     ranks = case.size("pipeline")
     short = attrs.evolve(case, mesh={**case.mesh, "pipeline": SHORT}, virtual_stages=1, in_turn=True)
@@ -95,13 +97,13 @@ class _Stage:
         self.trains = last.name.startswith("after")
         self._phases = {phase.name: phase for phase in phases}
         before = self._phases["after 2"] if self.trains else first
-        cost = _difference(last.cost, before.cost)  # what is done after the last pass, and not after another
+        cost = _difference(last.cost, before.cost)  # what happens after the last pass only
         self.end = Phase("after", last.segments if self.trains else (), cost, last.start)
         self._held = {phase.name: after.start for phase, after in pairwise(phases)}
 
     def of(self, action: Action, again: bool) -> tuple[list[Phase], Mapping[str, float], Cost]:
-        """The phases of an action, what is held after it, and its cost, which is that of a later one; `again`: not the
-        first one of its kind."""
+        """The phases of an action, the bytes held after it, and its cost, which is that of a later one. `again`: the
+        action is not the first of its kind."""
         own, later = (self._named(action.kind, 1 + (more and self.trains)) for more in (again, True))
         return own, self._held[own[-1].name], _sum([phase.cost for phase in later])
 
@@ -111,7 +113,7 @@ class _Stage:
 
 
 def _in_order(actions: Sequence[Action], stages: Mapping[int, _Stage], kinds: Sequence[str]) -> list[Phase]:
-    """The phases of a rank that has all these stages, of which each holds its own of these kinds from the start."""
+    """The phases of a rank with all these stages, each of which holds its own bytes of these kinds from the start."""
     first, *others = stages.values()
     held = Counter(first.begin)
     for stage in others:
@@ -129,13 +131,13 @@ def _in_order(actions: Sequence[Action], stages: Mapping[int, _Stage], kinds: Se
 
 
 def _phase(name: str, own: Sequence[Phase], held: Mapping[str, float], cost: Cost) -> Phase:
-    """One phase in place of several, which begins with `held`."""
+    """Merge several phases into one that begins with `held`."""
     segments = (segment for phase in own for segment in phase.segments)
     return Phase(name, tuple(_moved(segment, own[0].start, held) for segment in segments), cost)
 
 
 def _moved(segment: Segment, start: Mapping[str, float], held: Mapping[str, float]) -> Segment:
-    """The peak of a segment if its phase began with `held` in place of `start`."""
+    """The peak of a segment if its phase had begun with `held` instead of `start`."""
     peak = Counter(segment.peak)
     peak.update(held)
     peak.subtract(start)
@@ -147,5 +149,5 @@ def _difference(cost: Cost, less: Cost) -> Cost:
 
 
 def _sum(costs: Sequence[Cost]) -> Cost:
-    """The costs together."""
+    """The sum of costs."""
     return Cost(*(sum((getattr(cost, name) for cost in costs), Counter()) for name in Cost.__match_args__))

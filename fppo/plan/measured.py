@@ -1,4 +1,4 @@
-"""Planned stages on real tensors and a real mesh, simulated or not: what a plan is compared with."""
+"""Run planned stages on real tensors and a real or simulated mesh, for comparison with a plan."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # torch's stubs name the parameters of its C++ classes otherwise than torch calls them
@@ -42,15 +42,15 @@ def measured(case: Case, name: str, mesh: Mesh) -> list[Phase]:
 def prepared(
     case: Case, name: str, mesh: Mesh, tracker: Tracker
 ) -> tuple[TrainState, Callable[[TrainState], Any], Any]:
-    """A fresh state of the stage's model on this rank, the stage as a function of it, and the rows that it runs on."""
+    """A fresh state of the stage's model on this rank, the stage as a function of it, and its rows."""
     params, forward, batch = _parts(case, name, mesh, tracker)
     stage = passes.stage_of(case, name, batch, forward=forward, shelf=passes.Shelf(tracker))
     return init_state(params, passes.optimizer_of(case)), stage, batch
 
 
 def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
-    """Loads of the ranks of an expert axis, over their mean, as the routers of the stage's model choose for all rows of
-    the stage. Every rank of `mesh` must call."""
+    """Loads of the ranks of an expert axis, relative to their mean, by the choices of the model's routers for all rows
+    of the stage. Every rank of `mesh` must call."""
     params, forward, batch = _parts(case, name, mesh, Tracker())
     passed = MicroBatching(token_budget=case.tokens)
     routed = compute_outputs(params, batch, forward=forward, micro_batching=passed, outputs=("routed",)).routed
@@ -61,7 +61,7 @@ def loads_of(case: Case, name: str, mesh: Mesh) -> list[float]:
 
 
 def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params, Forward, Experience]:
-    """Parameters of the stage's model on this rank, what runs it, and rows of words of its vocabulary."""
+    """The parameters of the stage's model on this rank, its `Forward`, and rows of random tokens."""
     mesh = attrs.evolve(mesh, sharding=case.sharding if case.shards > 1 else None, ring=case.ring)
     model = models.place(model_of(case, STAGES[name]), mesh)
     batch = passes.rows_of_stage(case, name)
@@ -72,7 +72,7 @@ def _parts(case: Case, name: str, mesh: Mesh, tracker: Tracker) -> tuple[Params,
 
 
 def telling(mesh: Mesh, sent: Sent) -> Mesh:
-    """The mesh, whose collectives go to `sent` before they run."""
+    """The mesh with collectives that are reported to `sent` before they run."""
     axes = {
         name: axis if axis.group is None else Axis(axis.size, axis.rank, _TellingGroup(name, axis.group, sent))
         for name, axis in mesh.axes.items()
@@ -81,7 +81,7 @@ def telling(mesh: Mesh, sent: Sent) -> Mesh:
 
 
 class _TellingGroup(RelayGroup):
-    """A group whose collectives go to `sent` before they run."""
+    """A process group with collectives that are reported to `sent` before they run."""
 
     def __init__(self, name: str, group: Any, sent: Sent) -> None:
         super().__init__(group)

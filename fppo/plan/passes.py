@@ -1,7 +1,7 @@
-"""The stages of a step, run for the record: the real functions, on parameters without data, on one rank of a mesh whose
-other ranks are imagined. Tokens and masks are real numbers, as the steps read lengths from them.
+"""Run the stages of a step for tracking: the real functions on parameters without data, on one rank of a mesh whose
+other ranks are imagined. Tokens and masks have data, since the steps read lengths from them.
 
-Kernels run where no GPU is, and hold what the real ones hold; only there a plan does not run the code of a step:
+Plans run without a GPU, and count what its kernels hold. Only in these places they run other code than a step:
 
 - log_probs/triton cannot run on tensors without data: `triton_buffers` makes its buffers (see triton.py).
 - log_probs/chunked is run as it is, with the tiles it takes on a GPU. There a slab of float32 logits is made at once;
@@ -9,8 +9,8 @@ Kernels run where no GPU is, and hold what the real ones hold; only there a plan
 - attention is the CPU's flash attention through sdpa: the same results are kept; what a GPU's kernel takes inside its
   backward pass is `track.attention_workspace`. For queries that are the last tokens of their sequences the CPU's kernel
   has a mask, which `attention` leaves out.
-- which experts a token goes to is a number: `sizes_of_load` says how many rows each rank of an expert axis gets.
-- CPU kernels' own scratch memory, which torch does not allocate as tensors, is not seen.
+- choices of experts are replaced by a load: `sizes_of_load` gives the number of rows for each rank of an expert axis.
+- scratch memory of CPU kernels that torch does not allocate as tensors is not counted.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -62,12 +62,13 @@ from fppo_kernels.padding import Lengths
 from fppo_kernels.table import Kernels
 
 LOG_PROBS = ("reference", "chunked", "triton")
-SLAB, ROWS, COLUMNS, TILE = 512 << 20, 32768, 16384, 256  # of fppo_kernels.log_probs.triton.Tiling
-SPLITS = 64  # parts of the vocabulary with moments of their own: of 8 tiles each, 128k entries
+SLAB, ROWS, COLUMNS, TILE = 512 << 20, 32768, 16384, 256  # from fppo_kernels.log_probs.triton.Tiling
+SPLITS = 64  # splits of the vocabulary with their own moments: 8 tiles each, for 128k entries
 
 
 def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
-    """The planned function for the log-probs kernel of this name. Raises ValueError for one that is not planned."""
+    """The planned function for the log-probs kernel of this name. Raises ValueError for a kernel that is not
+    planned."""
     if name not in LOG_PROBS:
         raise ValueError(f"--model.log-probs {name!r} is not planned; there are {', '.join(LOG_PROBS)}")
     if name == "triton":
@@ -78,14 +79,14 @@ def log_probs_of(name: str, *, on_gpu: bool) -> Callable[..., LogProbs]:
 
 
 def triton_buffers(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> LogProbs:
-    """The shapes of log_probs/triton's results, through storages of the sizes of its own."""
+    """Make the results of log_probs/triton as shapes, through storages of the kernel's sizes."""
     out = _StandInTriton.apply(hidden, weight)
     return LogProbs(out[0], out[1] if options.get("entropy") else None, None)
 
 
 def sizes_of_load(load: float, rank: int) -> Sizes:
-    """The experts of this rank of an expert axis have `load` times the mean of the ranks, of each rank's tokens; those
-    of the others share the rest."""
+    """Exchange sizes for a rank whose experts get `load` times the mean of the ranks, from each rank's tokens; the
+    other ranks share the rest."""
 
     def sizes(counts: Tensor, others: Tensor, rows: int) -> tuple[list[int], list[int]]:
         del others
@@ -109,7 +110,7 @@ def attention(
     sinks: Tensor | None = None,
     key_lengths: Lengths | None = None,
 ) -> Tensor:
-    """attention/sdpa, or the shapes and the work of its results where a GPU's kernel has the mask built in."""
+    """Compute attention/sdpa; where a GPU's kernel has the mask built in, only shapes and work of its results."""
     masked = window is not None or softcap is not None or sinks is not None
     if masked or key_lengths is None or key_lengths.lengths == lengths.lengths:
         options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks, "key_lengths": key_lengths}
@@ -157,21 +158,21 @@ class _StandInTriton(torch.autograd.Function):
 
 
 T = TypeVar("T")
-KEPT = 16  # runs
+KEPT = 16  # the rank's runs
 REWARD = "reward model"
-HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # of models that differ in shape
-# which of them each stage runs, in the order of a step
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # models that differ in shape
+# the one that each stage runs, in the order of a step
 STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 
 
 def models_of(case: Case) -> list[str]:
-    """Which models of `HEADS` the case has."""
+    """The models of `HEADS` that the case has."""
     wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
     return [name for name in HEADS if wanted.get(name, True)]
 
 
 def model_of(case: Case, name: str, layers: int | None = None) -> Model:
-    """One of `HEADS` as the case has it, with as many layers as it has or with `layers`."""
+    """Build one of `HEADS` for the case, with all of its layers or with `layers`."""
     config = case.reward_model if name == REWARD else case.config
     assert config is not None
     config = config if layers is None else with_layers(config, layers)
@@ -181,7 +182,7 @@ def model_of(case: Case, name: str, layers: int | None = None) -> Model:
 
 
 def _adapted(model: Model, case: Case, name: str) -> Model:
-    """A model with the adapter that the case gives it, if any."""
+    """Add the case's adapter to a model, if it has one."""
     spec = {"actor": case.lora, "critic": case.critic_lora}.get(name)
     if spec is None:
         return model
@@ -190,29 +191,30 @@ def _adapted(model: Model, case: Case, name: str) -> Model:
 
 
 def base_dtype(case: Case) -> torch.dtype:
-    """The dtype in which the base of adapters is kept: its compute dtype."""
+    """The dtype of the base of adapters, which is its compute dtype."""
     return case.compute_dtype or torch.float32
 
 
 class Built:
-    """Cache of the slow parts of building models, each made once. All cases that use it have the same models."""
+    """A cache of the slow parts of building models, each made once. All cases that use it have the same models."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, Any] = {}
         self._runs: list[tuple[Case, str, int, list[Phase]]] = []
 
     def model(self, case: Case, name: str, layers: int | None = None) -> Model:
-        """See `model_of`; in the dtype, and with the recomputation, of the first case that asked."""
+        """See `model_of`; in the dtype and with the recomputation of the first request."""
         return self.once(("model", name, layers), lambda: model_of(case, name, layers))
 
     def cuts(self, case: Case, name: str) -> list[range]:
-        """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's."""
+        """The layers of each stage of the case's pipeline, or all. A critic on the actor's base has the actor's
+        cuts."""
         stages = case.size("pipeline") * case.virtual_stages
         name = "actor" if name == "critic" and case.critic_lora is not None else name
         return self.once(("cuts", name, stages), lambda: layer_spans(self.model(case, name).plain, stages))
 
     def layout(self, case: Case, name: str, mesh: Mesh) -> Layout | None:
-        """How the parameters of a model, and those of the base of an adapted one, lie on a rank of the case's mesh."""
+        """The layout of a model's parameters, base included, on a rank of the case's mesh."""
         layout = self._prepared(case, name, None, mesh).layout(mesh, self.cuts(case, name))
         model = self.model(case, name)
         if layout is None or (frozen := model.frozen) is None:
@@ -220,15 +222,15 @@ class Built:
         return layout_in_codes(lora.with_factors(layout, frozen.places, frozen.lora.rank), model.forms)
 
     def placed(self, case: Case, name: str, mesh: Mesh, own: Sequence[int] | None = None) -> Model:
-        """The part of a model that a rank of the case's mesh runs; with `own`, of a model with these numbers of layers
-        in the rank's own stages and none in others."""
+        """The part of a model on a rank of the case's mesh; with `own`, of a model with these numbers of layers in the
+        rank's own stages and none in others."""
         cuts = self.cuts(case, name) if own is None else _stages_of(case, own)
         prepared = self._prepared(case, name, None if own is None else sum(own), mesh)
         placed = _adapted(prepared.on(mesh, cuts), case, name)
         return attrs.evolve(placed, compute_dtype=case.compute_dtype, checkpoint_layers=case.checkpoint_layers)
 
     def run(self, case: Case, name: str, layers: int, make: Callable[[], list[Phase]]) -> list[Phase]:
-        """The phases of a stage of a case with so many layers; the last few results are cached."""
+        """The phases of a case's stage with `layers` layers; the last few results are cached."""
         for known, stage, count, phases in self._runs:
             if (stage, count) == (name, layers) and known == case:
                 return phases
@@ -244,19 +246,19 @@ class Built:
         return attrs.evolve(prepared, dispatched=own)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result of `make`, which runs on the first request for the key."""
+        """The cached result of `make`, which runs on the first request for the key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
 
 def own_layers(case: Case, cuts: Sequence[range]) -> list[int]:
-    """How many layers each stage of the planned rank has."""
+    """The number of layers of each of the planned rank's stages."""
     return [len(cut) for cut in cuts[case.pipeline_rank :: case.size("pipeline")]]
 
 
 def _stages_of(case: Case, own: Sequence[int]) -> list[range]:
-    """The layers of each stage, if the planned rank's have so many, one after the other, and those of others none."""
+    """The layers of each stage, if the planned rank's stages have `own` consecutive layers and others have none."""
     cuts, start = [], 0
     for stage in range(case.size("pipeline") * len(own)):
         count = own[stage // case.size("pipeline")] if stage % case.size("pipeline") == case.pipeline_rank else 0
@@ -267,8 +269,8 @@ def _stages_of(case: Case, own: Sequence[int]) -> list[range]:
 
 SAME: Mapping[str, str] = {"reference": "log-probs"}  # the same pass on other parameters
 _LANE = Lane(torch.device("cpu"))
-PASSES = 2  # the second has everything that any later one has: gradients that are there, and new ones
-TURNS = 4  # of a rank that runs one pass after the other: two that tell of all, one after them, and one that is sent
+PASSES = 2  # the second pass is like any later one: gradients exist already, and new ones arrive
+TURNS = 4  # if one pass runs after the other: two that stand for all, one after them, and one in transfer
 
 
 def stages_of(case: Case) -> list[str]:
@@ -279,11 +281,11 @@ def stages_of(case: Case) -> list[str]:
 
 
 def rows_of(case: Case, count: int) -> Experience:
-    """`count` full sequences, of a prompt and a response; `case.together` one after the other have one prompt."""
+    """`count` full sequences of a prompt and a response; each `case.together` consecutive ones share a prompt."""
     length, response = case.length, case.response_tokens
     row, tokens = torch.arange(count), torch.ones(count, length, dtype=torch.int64)
     if case.together > 1:
-        prompts = (row / case.together).long()  # by their numbers, as responses are
+        prompts = (row / case.together).long()  # tokens of prompts are their numbers, like those of responses
         tokens = torch.where(torch.arange(length) < length - response, prompts[:, None], row[:, None])
 
     def numbers() -> Tensor:
@@ -316,7 +318,7 @@ def rows_of(case: Case, count: int) -> Experience:
 
 
 def kernels_of(case: Case, tracker: Tracker) -> Kernels:
-    """The kernels of a run, that tell the tracker what is for logits, and when a pass begins."""
+    """The kernels of a run, which tell the tracker which storages hold logits, and when a pass begins."""
     log_probs = log_probs_of(case.log_probs, on_gpu=case.hardware.on_gpu)
     kernels = Kernels.named()
 
@@ -330,7 +332,7 @@ def kernels_of(case: Case, tracker: Tracker) -> Kernels:
 
 
 class Shelf(Lane):
-    """A lane to the host, whose memory for what is put away is told from the accelerator's."""
+    """A lane to the host whose memory for offloaded tensors is counted apart from the accelerator's."""
 
     def __init__(self, tracker: Tracker) -> None:
         super().__init__(torch.device("cpu"))
@@ -355,11 +357,11 @@ def stage_of(
     shelf: Lane = _LANE,
     began: Callable[[Action], None] = lambda action: None,
 ) -> Callable[[TrainState], Any]:
-    """The stage as a function of its model's state. All of `batch`, which every data rank has, is one update; the other
-    stages are of this rank's rows. `shelf` is the way of activations to the host; `began` is told what a rank of a
-    pipeline that runs one pass at a time begins."""
+    """The stage as a function of its model's state. An update runs on all of `batch`, which every data rank has; other
+    stages on this rank's rows. `shelf` transfers activations to the host. `began` is called with each action that a
+    pipeline rank begins, if it runs one pass at a time."""
     micro_batching = MicroBatching(token_budget=case.tokens)
-    if case.together > 1:  # `case.rows` in each
+    if case.together > 1:  # `case.rows` rows in each
         micro_batching = MicroBatching(size=case.rows)
     on_host = case.offload == "all"
     if not name.startswith("update"):
@@ -376,8 +378,8 @@ def stage_of(
 
 
 def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Callable[[Action], None]) -> Schedule:
-    """A schedule in which each pass backward follows its pass forward. Of one stage on each rank; `rank` leaves the
-    last micro-batch out, so that there is always another one on its way to it."""
+    """A schedule of one stage per rank in which each backward pass follows its forward pass. `rank` leaves out the last
+    micro-batch, so that another one is always in transfer to it."""
     del virtual_stages
     kinds: tuple[Literal["forward"], Literal["backward"]] = ("forward", "backward")
     return Schedule(
@@ -390,14 +392,14 @@ def turns(ranks: int, micros: int, virtual_stages: int, *, rank: int, began: Cal
 
 
 def rows_of_stage(case: Case, name: str) -> Experience:
-    """The rows of few passes: those of all data ranks for an update, this rank's for another stage."""
+    """The rows of a few passes: those of all data ranks for an update, this rank's for other stages."""
     rows = case.rows * min(case.micro_batches, passes_of(case, name))
     return rows_of(case, rows * (case.data_ranks if name.startswith("update") else 1))
 
 
 def passes_of(case: Case, name: str) -> int:
-    """How many passes tell of all: `PASSES`, or as many as an update has under way on a pipeline, and one more; with
-    interleaved stages as many as are not filled up with empty ones."""
+    """The number of passes that stand for all: `PASSES`, or on a pipeline those that an update has in flight and one
+    more; with interleaved stages rounded up to a multiple of the ranks."""
     ranks = case.size("pipeline")
     if ranks == 1 or not name.startswith("update"):
         return PASSES
@@ -408,8 +410,8 @@ def passes_of(case: Case, name: str) -> int:
 
 
 def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built: Built | None = None) -> list[Phase]:
-    """Track memory, FLOPs and traffic of the stage of a case (`Case.at`) on the rank that has most, in few passes; or
-    on one whose stages have `own` layers."""
+    """Track memory, FLOPs and traffic of a case's stage (`Case.at`) in a few passes, on the fullest rank, or on one
+    whose stages have `own` layers."""
     batch = rows_of_stage(case, name)
     tracker = Tracker(on_gpu=case.hardware.on_gpu)
     mesh = mesh_of(case, tracker.sent)
@@ -428,7 +430,7 @@ def run_stage(case: Case, name: str, *, own: Sequence[int] | None = None, built:
 
 
 def base_of(case: Case, model: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The base of an adapted model without numbers, of which a rank has these shapes, as the case keeps it."""
+    """The base of an adapted model without data, in a rank's `shapes` and the case's dtype."""
     kinds = {n: kind for form in model.forms.values() for n, kind in zip((CODES, SCALES), form.dtypes, strict=True)}
     dtypes = {name: next((kinds[end] for end in kinds if name.endswith(end)), base_dtype(case)) for name in shapes}
     return {name: torch.empty(shape, dtype=dtypes[name]) for name, shape in shapes.items()}
@@ -455,40 +457,40 @@ def mesh_of(case: Case, sent: Sent) -> Mesh:
 
 
 def fullest(case: Case) -> dict[str, int]:
-    """The place of the planned rank: on the sequence, context and tensor axes that which has most; of words the last
-    has."""
+    """The coordinates of the planned rank: the fullest one on the sequence, context and tensor axes; for the
+    vocabulary, the last."""
     places = {"sequence": fullest_slice(case), "context": fullest_deal(case), "tensor": case.size("tensor") - 1}
     return places | {"pipeline": case.pipeline_rank}
 
 
 def fullest_slice(case: Case) -> int:
-    """The place on the sequence axis whose slice of the packed row has the most response tokens."""
+    """The rank on the sequence axis whose slice of the packed row has the most response tokens."""
     total = case.rows * case.length
     return _fullest(case, torch.arange(total).split(-(-total // case.size("sequence"))))
 
 
 def fullest_deal(case: Case) -> int:
-    """The place on the context axis to which the most response tokens are dealt."""
+    """The rank on the context axis with the most response tokens."""
     ranks, lengths = case.size("context"), [case.length] * case.rows
     fill = -sum(lengths) % (ranks * BLOCKS[-1] * case.size("tensor"))
     return _fullest(case, deal([*lengths, fill], ranks).places)
 
 
 def _fullest(case: Case, places: Sequence[Tensor]) -> int:
-    """Which of the ranks that have these tokens of the packed row has the most response tokens."""
+    """The rank, by each rank's token indices in the packed row, that has the most response tokens."""
     total, prompt = case.rows * case.length, case.length - case.response_tokens
     counts = [int(((own % case.length >= prompt) & (own < total)).sum()) for own in places]
     return max(range(len(counts)), key=lambda i: counts[i])
 
 
 def shard_shapes(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """Shapes of the shard of each trained parameter on the rank with most of a model."""
+    """The shard shapes of the trained parameters on the fullest rank of a model."""
     every, model = every_shape(case, name, built), built.model(case, name)
     return every if model.frozen is None else {name: shape for name, shape in every.items() if is_trained(name)}
 
 
 def every_shape(case: Case, name: str, built: Built) -> dict[str, tuple[int, ...]]:
-    """Shapes of the shard of each parameter, and of the weights of a base, on the rank with most of a model."""
+    """The shard shapes of all parameters, base weights included, on the fullest rank of a model."""
     mesh = mesh_of(case, lambda *_: None)
     layout = built.layout(case, name, mesh)
     shapes = built.model(case, name).all_shapes if layout is None else layout.shapes

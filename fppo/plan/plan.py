@@ -1,4 +1,4 @@
-"""A step planned: memory of a rank by kind, what it sends by axis, and how long it takes."""
+"""The plan of a step: a rank's memory by kind, its traffic by axis, and its time."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ OUTSIDE = "outside of tensors"
 
 @attrs.frozen
 class Stage:
-    """One stage of a step on the rank that holds most."""
+    """One stage of a step on the fullest rank."""
 
     name: str
-    where: str  # the phase in which most is held
-    memory: Mapping[str, float]  # bytes by kind at that moment
-    wire: Mapping[str, WireTraffic]  # by axis
+    where: str  # the phase with the peak
+    memory: Mapping[str, float]  # bytes by kind at the peak
+    wire: Mapping[str, WireTraffic]  # traffic by axis
     seconds: Seconds
-    model_flops: float  # of this rank's share, without what is computed again
-    recorded: bool = False  # its passes run as CUDA graphs
-    computed: float = 1.0  # the share of its tokens that is computed, where rows share prompts
+    model_flops: float  # FLOPs of this rank's share, without recomputation
+    recorded: bool = False  # whether its passes run as CUDA graphs
+    computed: float = 1.0  # the fraction of its tokens that is computed, where rows share prompts
 
     @property
     def total(self) -> float:
@@ -48,36 +48,36 @@ class Stage:
 
 @attrs.frozen
 class Plan:
-    """A case, what is at rest on a rank, and the stages of the step in order; the rollout, which is not among them, and
-    the host's memory."""
+    """A case, the bytes at rest on a rank, the stages of the step in order, the rollout (not among the stages), and the
+    host's memory."""
 
     case: Case
-    parameters: Mapping[str, int]  # of each model, whole
+    parameters: Mapping[str, int]  # parameters of each whole model
     rest: Mapping[str, float]  # bytes at rest on a rank, by kind
     stages: tuple[Stage, ...]
-    imbalance: float = 1.0  # of a pipeline: the work of the rank that has most, over the mean of all
+    imbalance: float = 1.0  # on a pipeline: the work of the busiest rank relative to the mean
     rollout: PlannedRollout | None = None
-    host: HostMemory | None = None  # of a plan that went no further, None
+    host: HostMemory | None = None  # None for a plan that stopped early
 
     @property
     def peak(self) -> Stage:
-        """The stage that holds most."""
+        """The stage with the largest peak."""
         return max(self.stages, key=lambda stage: stage.total)
 
     @property
     def needs(self) -> float:
-        """Bytes where most is held; of a plan that went no further, at rest."""
+        """The largest peak in bytes; for a plan that stopped early, the bytes at rest."""
         most = self.peak.total if self.stages else sum(self.rest.values())
         return most if self.rollout is None else max(most + self.rollout.stays, self.rollout.total)
 
     @property
     def fits(self) -> bool:
-        """Whether the accelerator holds it."""
+        """Whether the accelerator's memory suffices."""
         return bool(self.stages) and self.needs <= self.case.hardware.memory
 
     @property
     def seconds(self) -> float:
-        """Seconds of the step, without the rollout, and of rewards only the reward model's."""
+        """Seconds of the step, without the rollout; of rewards, only the reward model's are counted."""
         return sum(stage.seconds.total for stage in self.stages)
 
     @property
@@ -86,7 +86,7 @@ class Plan:
         return self.case.mini_batch * self.case.length
 
     def mfu(self, *names: str) -> float:
-        """The share of the peak that the FLOPs which the models need are, in these stages (none: all)."""
+        """Model FLOPs utilisation: the models' FLOPs as a fraction of the peak, in these stages (none: all)."""
         chosen = [stage for stage in self.stages if not names or stage.name in names]
         most = sum(x.seconds.total * _peak_flops(self.case.at(x.name)) for x in chosen)
         return sum(x.model_flops for x in chosen) / most
@@ -94,7 +94,7 @@ class Plan:
 
 @attrs.frozen
 class Engines:
-    """A pool of engines: what each does and holds, which is all alike."""
+    """A pool of engines: the work and the memory of each, equal for all."""
 
     case: Case
     rollout: PlannedRollout
@@ -102,17 +102,17 @@ class Engines:
 
     @property
     def fits(self) -> bool:
-        """Whether the accelerator holds it."""
+        """Whether the accelerator's memory suffices."""
         return self.rollout.total <= self.case.hardware.memory
 
     @property
     def sent(self) -> float:
-        """Bytes that the controller sends all of them after an update."""
+        """Bytes that the controller sends to all engines after an update."""
         return self.rollout.engines * self.rollout.sent
 
 
 def plan_engines(case: Case) -> Engines:
-    """Plans the engines of a case whose sampling has a pool."""
+    """Plan the engines of a case whose sampling has a pool."""
     built = Built()
     rollout = rollout_of(case, {}, built)
     assert rollout is not None
@@ -120,11 +120,10 @@ def plan_engines(case: Case) -> Engines:
 
 
 def plan(case: Case, *, only_if_fits: bool = False, built: Built | None = None) -> Plan:
-    """Plans a step; with `only_if_fits` no further than the first stage that is too large, the largest first. Of a
-    pipeline it is the step of the first rank, which keeps most passes under way, or of the last, which has the head:
-    that which holds more. Plans of the same models on other meshes may share what is `built` of them.
+    """Plan a step; with `only_if_fits` stop at the first stage that is too large, trying the largest first.
 
-    Raises ValueError for a case that no run could have.
+    On a pipeline the fuller of two ranks is planned: the first, which has the most passes in flight, or the last, which
+    has the head. Plans of the same models on other meshes may share `built`. Raises ValueError for an impossible case.
     """
     if wrong := problems(case):
         raise ValueError("; ".join(wrong))
@@ -138,7 +137,7 @@ def plan(case: Case, *, only_if_fits: bool = False, built: Built | None = None) 
 
 
 def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
-    """The plan of one rank of a pipeline."""
+    """Plan one rank of a pipeline."""
     rest = _at_rest(case, built)
     parameters = {name: _numbers(built.model(case, name).whole_shapes) for name in models_of(case) if case.has(name)}
     if case.only is not None and "reference" in case.only:
@@ -149,7 +148,7 @@ def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
     known: dict[str, list[Phase]] = {}
     if only_if_fits and sum(rest.values()) > case.hardware.memory:
         return Plan(case, parameters, rest, (), imbalance)
-    for name in reversed(passes.stages_of(case)):  # the updates first
+    for name in reversed(passes.stages_of(case)):  # updates first
         at, same = case.at(name), passes.SAME.get(name, name)
         same = same if at == case.at(same) else name
         if same not in known:
@@ -162,7 +161,7 @@ def _plan(case: Case, only_if_fits: bool, built: Built) -> Plan:
 
 
 def pipeline_work(case: Case, name: str, built: Built) -> list[float]:
-    """The multiply-adds of a pass of a model on each rank of the case's pipeline, for each token."""
+    """Multiply-adds per token in a pass of a model, for each rank of the case's pipeline."""
     model, ranks = built.model(case, name), case.size("pipeline")
     layers, head = flops.layer_weights(model), flops.head_weights(model)
     attention = flops.forward_flops(model, [case.length]) / (2 * case.length) - sum(layers) - head
@@ -174,10 +173,10 @@ def pipeline_work(case: Case, name: str, built: Built) -> list[float]:
 
 
 def phases_of(case: Case, name: str, built: Built | None = None) -> list[Phase]:
-    """The stage of a case with all layers of the planned rank; from few layers, and of a long pipeline from a short
-    one, where they are alike, unless `case.full`."""
+    """The phases of a stage with all layers of the planned rank. Unless `case.full`, they are extrapolated from few
+    layers and a short pipeline, where layers are alike."""
     built = built or Built()
-    away = case.offload_activations and name.startswith("update")  # of which the device has a window: not linear
+    away = case.offload_activations and name.startswith("update")  # the device holds a window of them: not linear
     if case.full or away or not layers.alike(built.model(case, STAGES[name])):
         return passes.run_stage(case, name, built=built)
     own = own_layers(case, built.cuts(case, STAGES[name]))
@@ -191,7 +190,8 @@ def phases_of(case: Case, name: str, built: Built | None = None) -> list[Phase]:
 
 
 def _from_few(case: Case, name: str, own: Sequence[int], built: Built) -> list[Phase]:
-    """The stage of a case whose planned rank has stages of so many layers, which are alike."""
+    """Extrapolate the phases of a stage from few layers, where the planned rank's stages have `own` layers that are
+    alike."""
     most = max(own)
     if most > layers.FEW + layers.MORE and min(own) > most - layers.FEW:
         few, more = (
@@ -205,7 +205,7 @@ def _from_few(case: Case, name: str, own: Sequence[int], built: Built) -> list[P
 
 
 def shard_numbers(case: Case, name: str, built: Built | None = None) -> int:
-    """How many numbers of a model's parameters the rank with most of them has."""
+    """The number of a model's parameters on the fullest rank."""
     return _numbers(shard_shapes(case, name, built or Built()))
 
 
@@ -214,13 +214,13 @@ def _numbers(shapes: Mapping[str, Sequence[int]]) -> int:
 
 
 def _peak_flops(case: Case) -> float:
-    """Per second, in the dtype that the case computes in."""
+    """Peak FLOP per second in the case's compute dtype."""
     narrow = case.compute_dtype is not None or case.dtype != torch.float32
     return case.hardware.flops if narrow else case.hardware.flops_float32
 
 
 def _stage(case: Case, at: Case, name: str, rest: Mapping[str, float], phases: Sequence[Phase], built: Built) -> Stage:
-    """The stage of a case, which is `at` there."""
+    """Plan one stage of a case; `at` is the case with the stage's overrides."""
     where, peak = peak_of(phases)
     moving = {kind: float(peak.peak.get(kind, 0)) for kind in TRANSIENT}
     outside = overhead(case.hardware, case.groups, sum(moving.values()))
@@ -250,9 +250,9 @@ def _recorded(case: Case, model: Model) -> bool:
 
 
 def _at_rest(case: Case, built: Built) -> dict[str, float]:
-    """Bytes on a rank between the stages."""
+    """Bytes on a rank between stages, by kind."""
     rest: dict[str, float] = {kind: 0 if away else sum(sizes) for kind, (away, sizes) in state_of(case, built).items()}
-    if case.lora is not None:  # the critic's and the reference's, too
+    if case.lora is not None:  # those of critic and reference, too
         base = {n: shape for n, shape in every_shape(case, "actor", built).items() if not is_trained(n)}
         model = built.model(case, "actor")
         with torch.device("meta"):

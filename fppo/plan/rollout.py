@@ -1,5 +1,5 @@
-"""The cost of sampling a step's responses: memory of an engine, its time, and the weights that it is sent. Prompts go
-through the embedded engine's own code, on parameters without data."""
+"""The cost of a step's rollout: memory of an engine, its time, and the weights that it is sent. Prompts run through the
+embedded engine's own code, on parameters without data."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from fppo.runtime.mesh import DENSE
 from fppo.runtime.watch import wire_bytes
 from fppo_kernels.padding import make_lengths
 
-FEW, MORE = 1, 2  # layers: without a gradient none holds what another one does, but for keys and values
+FEW, MORE = 1, 2  # layers that are run: without gradients a layer holds nothing of others, except keys and values
 
 
 class Prefill(NamedTuple):
     """Bytes of a pass over prompts."""
 
-    column: float  # of keys and values of one token, in all layers
-    states: float  # of one row's states
-    moving: float  # of what it holds where most is held, with the keys and values of its tokens
+    column: float  # keys and values of one token, in all layers
+    states: float  # one row's states
+    moving: float  # at the peak, with the keys and values of its tokens
 
 
 def prefill_of(case: Case, built: Built, *, prompts: int, length: int) -> Prefill:
-    """Bytes of a pass over so many prompts of one length on a rank, by the model that no axis cuts; from few layers,
-    where all are alike. A tensor axis shares it out."""
+    """Bytes of a pass over `prompts` prompts of one length on a rank, for a model that no axis cuts; from few layers
+    where all are alike. A tensor axis divides them."""
     key = ("prefill", case.compute_dtype, case.hardware.on_gpu, prompts, length)
     return built.once(key, lambda: _of_all(case, built, prompts, length))
 
@@ -80,11 +80,11 @@ def _run(case: Case, model: Model, prompts: int, length: int) -> Prefill:
 
 
 WEIGHTS, KEYS, MOVING, OUTSIDE = "engine's weights", "keys and values", "prompts or logits", "outside of tensors"
-ALIGNED = 64  # columns of the cache of steps that are recorded; tokens of one of vLLM's blocks are fewer
+ALIGNED = 64  # columns of the cache of recorded steps; blocks of vLLM have fewer tokens
 BLOCK = 16
-PREFILL_TOKENS = 16384  # of a pass of the embedded engine over prompts
-TOGETHER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # what the decoder puts side by side
-LOGITS = 3  # as they are, scaled, and their weights: float32
+PREFILL_TOKENS = 16384  # tokens of a pass of the embedded engine over prompts
+TOGETHER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # weights that the decoder concatenates
+LOGITS = 3  # products, scaled products and their weights, all float32
 
 
 @attrs.frozen
@@ -92,11 +92,11 @@ class PlannedRollout:
     """The rollout of a step on the GPU of an engine."""
 
     engines: int
-    gpus: int  # of each
-    rows: int  # that an engine answers
-    together: int  # of them at a time
-    memory: Mapping[str, float]  # bytes by kind while it samples, with what is at rest on the same GPU
-    stays: float  # bytes that it takes from updates
+    gpus: int  # GPUs of each engine
+    rows: int  # rows of an engine
+    together: int  # rows that decode together
+    memory: Mapping[str, float]  # bytes by kind while sampling, with bytes at rest on the same GPU
+    stays: float  # bytes that stay allocated during updates
     prefill: float  # seconds
     decode: float
     gathered: float  # bytes that a rank sends other ranks, for whole weights
@@ -105,52 +105,52 @@ class PlannedRollout:
 
     @property
     def total(self) -> float:
-        """Bytes while it samples."""
+        """Bytes while sampling."""
         return sum(self.memory.values())
 
     @property
     def seconds(self) -> float:
-        """Seconds of prompts, responses and weights, where all responses are as long as they may be."""
+        """Seconds of prompts, responses and weights, if all responses have the maximal length."""
         return self.prefill + self.decode + self.sending
 
 
 @attrs.frozen
 class _Engine:
-    """An engine, as it is on each of its GPUs."""
+    """An engine, and its share on each of its GPUs."""
 
-    model: Model  # whole
-    dtype: torch.dtype  # that it computes in
-    cut: int  # GPUs that it is cut over
+    model: Model  # the whole model
+    dtype: torch.dtype  # the compute dtype
+    cut: int  # GPUs over which it is cut
     count: int
-    prompts: int  # that it answers, each `sampling.n` times
+    prompts: int  # prompts of the engine, each with `sampling.n` responses
     prompt: int  # tokens
     response: int
     prefill: Prefill
 
     @property
     def at_once(self) -> int:
-        """Prompts of one pass."""
+        """The number of prompts in one pass."""
         return _at_once(self.prompts, self.prompt)
 
     @property
     def numbers(self) -> int:
-        """Parameters on one of its GPUs."""
+        """The number of parameters on one of its GPUs."""
         return sum(shape.numel() for shape in self.model.whole_shapes.values()) // self.cut
 
     @property
     def column(self) -> float:
-        """Bytes of the keys and values of one token on one of its GPUs; ranks share a head that several need."""
+        """Bytes of the keys and values of one token on one of its GPUs; heads that several ranks need count on each."""
         heads = getattr(self.model.config, "num_key_value_heads", None) or self.model.config.num_attention_heads
         return self.prefill.column / min(self.cut, heads)
 
     def row(self, multiple: int) -> float:
-        """Bytes of the keys, values and states of a whole row, in blocks of so many columns."""
+        """Bytes of the keys, values and states of a whole row, in blocks of `multiple` columns."""
         columns = -(-(self.prompt + self.response) // multiple) * multiple
         return columns * self.column + self.prefill.states / self.cut
 
 
 def rollout_of(case: Case, rest: Mapping[str, float], built: Built) -> PlannedRollout | None:
-    """The rollout of a case that has these bytes at rest on a rank; None where none is to be planned."""
+    """Plan the rollout of a case with these bytes at rest on a rank; None if no rollout is planned."""
     sampling = case.sampling
     if sampling is None:
         return None
@@ -194,19 +194,19 @@ def _engine(case: Case, sampling: PlannedSampling, built: Built) -> _Engine:
 
 
 def _at_once(prompts: int, length: int) -> int:
-    """Prompts of one pass."""
+    """The number of prompts in one pass."""
     return max(1, min(prompts, PREFILL_TOKENS // length))
 
 
 def _decodes_cut(case: Case) -> int:
-    """Over how many ranks the embedded engine's weights are cut: beside experts it gathers all."""
+    """The number of ranks over which the embedded engine's weights are cut; with an expert axis it gathers all."""
     return case.size("tensor") if case.size("expert") == 1 and case.sampling and case.sampling.pool is None else 1
 
 
 def _embedded(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, int]:
-    """Bytes by kind, the rows that decode together, and how many such waves there are, as the engine deals them."""
+    """Bytes by kind, the rows that decode together, and the number of such waves, as the engine schedules them."""
     recorded = case.hardware.on_gpu and engine.cut == 1
     row, n = engine.row(ALIGNED if recorded else 1), sampling.n
     gathered, made = _gathered(case, sampling, engine), _made(case, engine)
@@ -224,9 +224,9 @@ def _embedded(
     at_once, size = engine.at_once, together * row
     logits = LOGITS * 4 * together * flops.head_weights(engine.model) / engine.model.config.hidden_size / engine.cut
     moving = engine.prefill.moving * min(prompts, at_once) / at_once / engine.cut
-    if prompts <= at_once:  # the cache is made once they have been through
+    if prompts <= at_once:  # the cache is allocated after the prompts' passes
         moving = max(moving - size, logits + min(prompts, at_once) * engine.prompt * engine.column)
-    if gathered and case.shards > 1:  # all of it at once, from a buffer, of parts that are cast
+    if gathered and case.shards > 1:  # all at once, from a buffer, if parts are cast
         parts = gathered / case.shards * (1 if _narrow(case, engine) == _kept(case) else 2)
         moving = max(moving, gathered + parts - made - size)
     memory |= {KEYS: together * row, MOVING: moving}
@@ -235,15 +235,15 @@ def _embedded(
 
 
 def _gathered(case: Case, sampling: PlannedSampling, engine: _Engine) -> float:
-    """Bytes of the embedded engine's weights where a rank has them beside its parts: gathered from those, which are
-    cast before, or as they are kept, from elsewhere."""
+    """Bytes of the embedded engine's weights that a rank holds besides its parts: gathered from cast parts, or received
+    from elsewhere in their own dtype."""
     away = sampling.pool is not None or case.offload == "all"
     dtype = _narrow(case, engine) if _cut(case, engine) else _kept(case)
     return float(engine.numbers * dtype.itemsize) if away or _cut(case, engine) else 0.0
 
 
 def _cut(case: Case, engine: _Engine) -> bool:
-    """Whether ranks have parts of the weights that the engine runs."""
+    """Whether ranks hold parts of the weights that the engine runs."""
     return case.shards > 1 or case.size("pipeline") > 1 or engine.cut < case.size("tensor")
 
 
@@ -257,8 +257,8 @@ def _narrow(case: Case, engine: _Engine) -> torch.dtype:
 
 
 def _made(case: Case, engine: _Engine) -> float:
-    """Bytes of what the embedded engine makes of the weights: cast or merged, those of one input side by side where
-    they are few, and on a CPU a head in float32."""
+    """Bytes that the embedded engine derives from the weights: cast or merged weights, concatenated ones of a common
+    input where rows are few, and on a CPU a float32 head."""
     model, width = engine.model, engine.dtype.itemsize
     merged = case.lora is not None and case.lora_base is None and engine.dtype == torch.float32
     cast = _kept(case) != engine.dtype and not _cut(case, engine)
@@ -275,7 +275,7 @@ def _made(case: Case, engine: _Engine) -> float:
 def _vllm(
     case: Case, sampling: PlannedSampling, engine: _Engine, rest: Mapping[str, float]
 ) -> tuple[dict[str, float], int, float]:
-    """Bytes by kind, the rows that decode together, and the bytes that updates have not."""
+    """Bytes by kind, the rows that decode together, and the bytes that updates cannot use."""
     own = {} if sampling.apart or sampling.pool is not None else dict(rest)
     hardware, weights = case.hardware, float(engine.numbers * engine.dtype.itemsize)
     trainer = overhead(hardware, case.groups, 0) if own else 0.0
@@ -327,8 +327,8 @@ def decode_seconds(case: Case, engine: _Engine, rows: int) -> float:
 
 
 def met_weights(model: Model, rows: int) -> float:
-    """How many weights a step of so many tokens reads, of experts on average: each token has k of E of them, and
-    E (1 - (1 - k / E)^rows) are some token's."""
+    """The number of weights that a step of `rows` tokens reads, on average over choices of experts: if each token has k
+    of E experts, E (1 - (1 - k / E)^rows) experts are read."""
     count = experts.expert_count(model.config)
     each = sum(flops.layer_weights(model)) + flops.head_weights(model)
     if not count:
@@ -343,7 +343,7 @@ def _peak(case: Case, engine: _Engine) -> float:
 
 
 def _weights(case: Case, sampling: PlannedSampling, engine: _Engine) -> tuple[float, float, float]:
-    """Bytes that a rank sends for whole weights, and bytes that an engine is sent; and the seconds of both."""
+    """Bytes that a rank sends for whole weights, bytes that an engine is sent, and the seconds of both."""
     every = sum(shape.numel() for shape in engine.model.whole_shapes.values())
     if sampling.pool is not None:
         sent = float(every * case.dtype.itemsize)

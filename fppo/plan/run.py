@@ -1,4 +1,4 @@
-"""The case of a run, from its settings."""
+"""Derive the case to plan from a run's settings."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from fppo.steps.packed import LEAST_SAVED
 
 
 def case_of(of: TrainSettings, options: PlanSettings) -> Case:
-    """The case of a run. Raises ValueError for a model or a GPU that is not known."""
+    """The case of a run. Raises ValueError for an unknown model or GPU."""
     case = budgeted(of, options)
     return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size))
 
 
 def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
-    """The case of a run, with passes of as many tokens as the actor's may have."""
+    """The case of a run, with passes of the actor's full token budget."""
     numbers = {name: getattr(options, name) for name in NUMBERS}
     hardware = hardware_of(options.gpu, numbers | {"memory": options.memory and options.memory * GIB})
     name, config = config_of(of.model.path, changes=of.model.config)
@@ -79,22 +79,22 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
 
 
 def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
-    """The most distinct tokens of a pass of an update, whose rows are as long as they may be."""
+    """The most distinct tokens of a pass in an update, with all rows at their maximal length."""
     size, tokens = section.passes
     length = of.data.max_prompt_tokens + of.rollout.max_tokens
     return max(length, tokens or _distinct(of, size or 1, together))
 
 
 def _distinct(of: TrainSettings, rows: int, together: float) -> int:
-    """Distinct tokens of so many rows, of which so many have a prompt in common."""
+    """Distinct tokens of `rows` rows, of which `together` share a prompt."""
     return math.ceil(rows / together) * of.data.max_prompt_tokens + rows * of.rollout.max_tokens
 
 
 def _together(of: TrainSettings) -> tuple[float, float]:
-    """Rows of a prompt in the passes of an update, and in those of a batch, where rows share prompts; else 1.
+    """Rows per prompt in the passes of an update, and in those of a batch, if rows share prompts; else 1.
 
-    Drawn by rows, the B rows of prompts with n each leave out a prompt of a mini-batch of m rows by the chance
-    C(B - n, m) / C(B, m).
+    If mini-batches of m rows are drawn by rows from B rows, with n for each prompt, a mini-batch has none of a prompt's
+    rows with probability C(B - n, m) / C(B, m).
     """
     rows, n, share = of.rollout.batch_size, of.rollout.n, of.model.share_prompts
     if n == 1 or not share or resolve.sharing_hindrances(of) or (share == "auto" and of.model.graphs is True):
@@ -143,7 +143,7 @@ def _lora(lora: LoraSettings, rank: int) -> Lora | None:
 
 
 def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
-    """Overrides for the models beside the actor, by role."""
+    """Overrides for the models other than the actor, by role."""
 
     def place(offload: bool | None) -> str | None:
         return None if offload is None else "all" if offload else "none"
@@ -167,7 +167,7 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
 
 
 def part_of(case: Case, models: Sequence[str]) -> Case:
-    """The case of a pool that has these models alone."""
+    """The case of a pool with only these models."""
     return attrs.evolve(
         case,
         only=tuple(models),
@@ -179,7 +179,7 @@ def part_of(case: Case, models: Sequence[str]) -> Case:
 
 
 def engines_of(of: TrainSettings, options: PlanSettings, pool: str, columns: float) -> Case:
-    """The case of a run's engines in a pool of their own, each of which answers requests as it is free."""
+    """The case of a run's engines in a pool of their own; each answers requests as it becomes free."""
     case = case_of(attrs.evolve(of, mesh=MeshSettings(shard=1)), attrs.evolve(options, gpus=None))
     sampling = _sampling(of)
     rows = of.placement.engines.rows if of.rollout.engine == "embedded" else sampling.max_rows

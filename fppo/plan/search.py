@@ -1,4 +1,4 @@
-"""Search for settings that make a case fit: one by one, then together; and for the best mesh of some GPUs."""
+"""Search for settings with which a case fits, one by one, then together; and for the best mesh of some GPUs."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from fppo.plan.passes import Built, models_of
 from fppo.plan.plan import Plan, plan
 from fppo.plan.track import ACTIVATIONS, LOGITS
 
-Flags = Mapping[str, Any]  # settings to change, by the names of the command line
+Flags = Mapping[str, Any]  # changed settings, by their names on the command line
 MESH = tuple(f"mesh.{axis}" for axis in ORDER)
-ROWS = ("mesh.sequence", "mesh.context", "mesh.tensor")  # axes with fewer activations on each rank
-CUTS = ("mesh.context", "mesh.expert", "mesh.tensor")  # that a formula looks at first
+ROWS = ("mesh.sequence", "mesh.context", "mesh.tensor")  # axes that reduce each rank's activations
+CUTS = ("mesh.context", "mesh.expert", "mesh.tensor")  # candidates that a formula checks first
 FIELDS = {f"model.{name.replace('_', '-')}": name for name in ("log_probs", "checkpoint_layers", "offload")}
 TOKENS = "actor.token-budget"
-MORE = (2, 4, 8, 16, 32, 64)  # times as many GPUs
+MORE = (2, 4, 8, 16, 32, 64)  # multiples of the number of GPUs
 
 
 @attrs.frozen
 class Remedy:
-    """A change of settings that makes a case fit, and what it gives."""
+    """A change of settings with which a case fits, and the resulting plan."""
 
     flags: Flags
     plan: Plan
-    pool: str | None = None  # whose plan it is
+    pool: str | None = None  # the plan's name
 
     @property
     def words(self) -> str:
-        """The words for the command line; axes and ranks of a pool as in a settings file."""
+        """The change as text: flags of the command line; axes and ranks of a pool as in a settings file."""
         return " ".join(self._word(name, value) for name, value in self.flags.items())
 
     def _word(self, name: str, value: Any) -> str:
@@ -49,19 +49,19 @@ class Remedy:
 
     @property
     def seconds_per_token(self) -> float:
-        """GPU seconds: what the change costs."""
+        """GPU seconds per token with the change, which is its cost."""
         return seconds_per_token(self.plan)
 
 
 def seconds_per_token(planned: Plan) -> float:
-    """GPU seconds for each token of a step."""
+    """GPU seconds per token of a step."""
     return planned.seconds * planned.case.world / planned.tokens
 
 
 def remedies(base: Plan) -> list[Remedy]:
-    """Changes that make a plan fit, those that cost least time first; if no single one does, several together.
+    """Changes with which a plan fits, the fastest first; if no single change suffices, several together.
 
-    More GPUs are thought of only if nothing helps on those there are. Empty if nothing does at all.
+    More GPUs are tried only if nothing helps on the given number. Empty if nothing helps at all.
     """
     case, built = base.case, Built()
     remedies = [r for family in families(case) if _helps(family, base) and (r := _first(case, family, built))]
@@ -78,7 +78,7 @@ def remedies(base: Plan) -> list[Remedy]:
 
 
 def families(case: Case) -> list[list[Flags]]:
-    """Changes of one kind each, the smallest first: kinds that cost little before those that cost more."""
+    """Families of changes, each of one kind and with its smallest change first; cheap kinds before expensive ones."""
     choices: list[list[Flags]] = []
     if case.log_probs == "reference":
         choices.append([{"model.log-probs": "chunked"}])
@@ -105,13 +105,13 @@ def families(case: Case) -> list[list[Flags]]:
 
 
 def applied(case: Case, flags: Flags) -> Case:
-    """The case with these settings."""
+    """Apply a change of settings to a case."""
     changes: dict[str, Any] = {field: flags[name] for name, field in FIELDS.items() if name in flags}
     if "model.compute-dtype" in flags:
         changes["compute_dtype"] = torch.bfloat16
     if "mesh.stage" in flags:
         changes["sharding"] = attrs.evolve(case.sharding, stage=flags["mesh.stage"])
-    if TOKENS in flags:  # the same mini-batch, in more passes
+    if TOKENS in flags:  # the same mini-batch in more passes
         rows = max(1, case.most_rows(flags[TOKENS]))
         passes = max(1, case.micro_batches * case.rows // rows)
         changes |= {"tokens": rows * case.length, "budget": flags[TOKENS], "micro_batches": passes}
@@ -124,7 +124,7 @@ def applied(case: Case, flags: Flags) -> Case:
 
 
 def _budgets(case: Case) -> list[int]:
-    """Half as many sequences of a pass, and so on down to one."""
+    """Token budgets of passes with half the sequences, a quarter, and so on down to one sequence."""
     budgets, rows = [], case.rows
     while rows > 1:
         rows = -(-rows // 2)
@@ -133,7 +133,8 @@ def _budgets(case: Case) -> list[int]:
 
 
 def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
-    """More ranks for the same rows or experts, taken from those with other rows; all but a pipeline's inside a node."""
+    """Meshes with more ranks for the same rows or experts, taken from ranks with other rows; inside a node, except for
+    a pipeline."""
     for n in (2, 4, 8):
         size = case.size(axis) * n
         for name in ("replicate", "shard"):
@@ -145,7 +146,7 @@ def _longer_axes(case: Case, axis: str) -> Iterator[Flags]:
 
 
 def _possible(case: Case, axis: str) -> bool:
-    """Whether a case with more ranks on an axis can be: neighbours share a node, and the models can be cut."""
+    """Whether a case can have more ranks on an axis: neighbours must share a node, and the models must be divisible."""
     neighbours = math.prod(map(case.size, ORDER[ORDER.index(axis) :])) if axis != "pipeline" else 1
     if neighbours > case.hardware.per_node or problems(case):
         return False
@@ -169,7 +170,7 @@ def _fitting(case: Case, flags: Flags, built: Built) -> Remedy | None:
 
 
 def _too_large(case: Case, built: Built) -> bool:
-    """Whether a case need not be planned, by a formula, which knows no adapters and no pools."""
+    """Whether a formula, which knows no adapters and no pools, excludes a case without a plan."""
     if case.lora is not None or case.only is not None:
         return False
     facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
@@ -177,19 +178,20 @@ def _too_large(case: Case, built: Built) -> bool:
 
 
 def _helps(family: Sequence[Flags], base: Plan) -> bool:
-    """Whether a family can help at all: more shards do not where what they leave as it is is too large alone."""
+    """Whether a family can help at all: more shards cannot if the memory that they leave as it is is too large by
+    itself."""
     kept = sum(base.peak.memory[kind] for kind in (ACTIVATIONS, LOGITS))
     only_shards = all("mesh.shard" in flags and set(flags).isdisjoint(ROWS) for flags in family)
     return not only_shards or kept <= base.case.hardware.memory
 
 
 def _first(case: Case, options: Sequence[Flags], built: Built) -> Remedy | None:
-    """The smallest change of a family that makes the case fit."""
+    """The smallest change of a family with which the case fits."""
     return next((remedy for flags in options if (remedy := _fitting(case, flags, built)) is not None), None)
 
 
 def _together(case: Case, built: Built, before: Flags | None = None) -> Remedy | None:
-    """The largest change of each family, one on top of the other until it fits; then without those it can do without.
+    """Apply the largest change of each family, one after the other, until the case fits; then remove unnecessary ones.
 
     `before` are changes that the case has already.
     """
@@ -217,48 +219,48 @@ def _trimmed(case: Case, remedy: Remedy, built: Built) -> Remedy:
     return remedy
 
 
-PLANNED = 5  # meshes that fit are planned
-TRIED = 12  # meshes at most
+PLANNED = 5  # number of fitting meshes to plan
+TRIED = 12  # number of meshes to plan at most
 VIRTUAL = (1, 2, 4)
-DIVIDING = ("expert", "sequence", "tensor")  # axes that must divide something of a model
+DIVIDING = ("expert", "sequence", "tensor")  # axes that must divide sizes of a model
 
 
 @attrs.frozen
 class Candidate:
-    """A mesh, and what the formula says of it."""
+    """A mesh with the formula's estimate."""
 
     case: Case
     rough: Rough
 
     @property
     def words(self) -> str:
-        """The words for the command line."""
+        """The mesh as flags of the command line."""
         sizes = {**self.case.mesh, "virtual-stages": self.case.virtual_stages}
         return " ".join(f"--mesh.{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 @attrs.frozen
 class SearchResult:
-    """The result of a search: the plans that fit, the fastest first; those that turned out not to; and the reasons
-    against all others."""
+    """The result of a search: fitting plans, the fastest first; plans that turned out not to fit; and the reasons
+    against all other meshes."""
 
     best: tuple[tuple[Candidate, Plan], ...]
     failed: tuple[tuple[Candidate, Plan], ...]
-    slower: tuple[Candidate, ...]  # which might fit, and by the formula take longer
-    too_large: tuple[Candidate, ...]  # by the formula, the smallest first
-    refused: Mapping[str, int]  # how many meshes each reason keeps out
+    slower: tuple[Candidate, ...]  # not planned: they might fit, but are slower by the formula
+    too_large: tuple[Candidate, ...]  # too large by the formula, the smallest first
+    refused: Mapping[str, int]  # the number of meshes that each reason excludes
 
     @property
     def count(self) -> int:
-        """Number of meshes considered."""
+        """The number of meshes considered."""
         mine = (self.best, self.failed, self.slower, self.too_large)
         return sum(map(len, mine)) + sum(self.refused.values())
 
 
 def search(case: Case, ranks: int, sequences: int) -> SearchResult:
-    """Plans the meshes of `ranks` GPUs on which the formula has a step of the case fastest, among those that fit.
+    """Plan the meshes of `ranks` GPUs with the fastest steps by the formula, among those that fit.
 
-    A step has `sequences` on each mesh, in passes of at most the case's tokens.
+    A step has `sequences` sequences on each mesh, in passes of at most the case's tokens.
     """
     built = Built()
     facts = {name: facts_of(case, built.model(case, name)) for name in models_of(case)}
@@ -282,7 +284,8 @@ def search(case: Case, ranks: int, sequences: int) -> SearchResult:
 def _planned(
     candidates: Sequence[Candidate], built: Built
 ) -> tuple[tuple[tuple[Candidate, Plan], ...], tuple[tuple[Candidate, Plan], ...], tuple[Candidate, ...]]:
-    """The first of them planned, until enough fit: those, the others, and what is left."""
+    """Plan candidates in order until enough of them fit. Returns the fitting plans, the other plans, and the remaining
+    candidates."""
     fitting, failed, tried = [], [], 0
     for candidate in candidates:
         if len(fitting) == PLANNED or tried == TRIED:
@@ -295,8 +298,8 @@ def _planned(
 
 
 def meshes(ranks: int, *, experts: bool = False) -> Iterator[tuple[dict[str, int], int]]:
-    """Every mesh of so many ranks, with its virtual stages, with an expert axis if there are `experts`; rows are cut by
-    a sequence axis or a context axis."""
+    """All meshes of `ranks` ranks with their virtual stages, with expert axes if there are `experts`; a sequence axis
+    or a context axis cuts rows."""
     divisors = _divisors(ranks)
     for pipeline, replicate, cut, tensor in itertools.product(divisors, repeat=4):
         rest, left = divmod(ranks, pipeline * replicate * cut * tensor)
@@ -316,7 +319,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _unused(case: Case, sequences: int, facts: Mapping[str, Facts]) -> str | None:
-    """Why a mesh has ranks without work, or is not tried."""
+    """The reason why a mesh is not tried, such as ranks without work; None if it is."""
     stages = case.size("pipeline") * case.virtual_stages
     if short := [name for name, each in facts.items() if each.layers < stages]:
         return f"more stages than the {short[0]} has layers"

@@ -1,4 +1,4 @@
-"""Plans for a terminal, as sections of sentences and tables; and for machines, as what JSON holds."""
+"""Plans as text for a terminal (sections of sentences and tables) and as JSON values."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "lay
 
 @attrs.frozen
 class Table:
-    """Cells in columns, to the right of what each row is called; the total below a line."""
+    """A table of cells in columns, to the right of the rows' labels; the total is below a line."""
 
     title: str
     heads: Sequence[str]
@@ -71,7 +71,7 @@ Section = Sequence[str | Table]  # a text that begins with spaces is indented
 
 
 def rendered(sections: Iterable[Section], width: int = 100) -> str:
-    """Sections with an empty line between them, texts in lines of `width`."""
+    """Render sections with an empty line between them, texts wrapped to `width`."""
     return "\n\n".join(
         "\n".join(line for part in section for line in _lines(part, width)) for section in sections if section
     )
@@ -120,14 +120,14 @@ def _sizes(
     form: Callable[[float], str] = gib,
     kinds: Iterable[str] | None = None,
 ) -> Table:
-    """A table of sizes by kind, added up; the kinds in their order in the columns if none is given."""
+    """A table of sizes by kind, with their sum; without `kinds` in the columns' order."""
     kinds = dict.fromkeys(kind for _, each in columns for kind in each) if kinds is None else kinds
     rows = [(kind, [form(each[kind]) if kind in each else "" for _, each in columns]) for kind in kinds]
     return Table(title, [name for name, _ in columns], rows, [form(sum(each.values())) for _, each in columns])
 
 
 def of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> list[Section]:
-    """A plan, and what would make it fit."""
+    """Sections on a plan, and on the changes with which it would fit."""
     title = "memory of a rank, GiB, at the peak of each stage"
     memory = _sizes(title, [("at rest", plan.rest), *((stage.name, stage.memory) for stage in plan.stages)])
     stages = [_head(plan.case, plan.parameters), [memory], _verdict(plan, helping), [_wire(plan)], _time(plan)]
@@ -163,7 +163,7 @@ def _head(case: Case, parameters: Mapping[str, int]) -> Section:
 
 
 def _shared(case: Case) -> list[str]:
-    """A line on what passes compute where rows share prompts."""
+    """A line on the computed fraction of passes, where rows share prompts."""
     if case.together == case.forward_together == 1:
         return []
     update, forward = (
@@ -173,7 +173,7 @@ def _shared(case: Case) -> list[str]:
 
 
 def _differences(case: Case) -> list[str]:
-    """Lines on the overrides of the roles, the load of experts, and passes without a gradient."""
+    """Lines on the roles' overrides, the load of experts, and passes without gradients."""
     places = {"none": "on the device", "moments": "moments on the host", "all": "on the host"}
     lines = []
     for name, role in case.roles.items():
@@ -286,7 +286,7 @@ def _host(host: HostMemory | None) -> Section:
 
 
 def of_engines(engines: Engines) -> list[Section]:
-    """The sections on the engines of a pool: rows, memory, time and weights; and the memory of their host."""
+    """Sections on the engines of a pool: rows, memory, time and weights, and the memory of their host."""
     rollout, memory = engines.rollout, engines.case.hardware.memory
     fits = f"It {'fits' if engines.fits else 'does not fit'}: {rollout.total / GIB:,.1f} of {memory / GIB:,.1f} GiB."
     sent = f"{rollout.engines:,} engines {engines.sent / GIB:,.1f} GiB."
@@ -295,7 +295,7 @@ def of_engines(engines: Engines) -> list[Section]:
 
 
 def of_columns(calls: Sequence[ColumnCall]) -> list[Section]:
-    """The columns that the calls of a step to one pool take and give."""
+    """The section on the columns that the calls of a step send to one pool and get back."""
     if not calls:
         return []
     sent, given = [(x.call, x.there) for x in calls], [(x.call, x.back) for x in calls if x.back]
@@ -305,7 +305,7 @@ def of_columns(calls: Sequence[ColumnCall]) -> list[Section]:
 
 
 def of_search(found: SearchResult) -> list[Section]:
-    """The meshes that a search has found, and why the others are not among them."""
+    """Sections on the meshes that a search found, and the reasons against the others."""
     if not found.count:
         return [["there is no mesh of so many GPUs"]]
     rows = []
@@ -341,7 +341,7 @@ def _others(found: SearchResult) -> list[str]:
 
 
 def numbers_of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, Any]:
-    """A plan, and what would make it fit, for machines: bytes and seconds."""
+    """A plan, and the changes with which it would fit, as JSON values: bytes and seconds."""
     base = seconds_per_token(plan)
     helps = [
         {"flags": x.flags, "total": x.plan.peak.total, "relative_cost": x.seconds_per_token / base}
@@ -353,7 +353,7 @@ def numbers_of_plan(plan: Plan, helping: Sequence[Remedy] | None) -> dict[str, A
 
 
 def numbers_of_search(found: SearchResult) -> dict[str, Any]:
-    """The result of a search, for machines: bytes and seconds."""
+    """The result of a search as JSON values: bytes and seconds."""
 
     def rough(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
         return [{"mesh": c.case.mesh, "virtual_stages": c.case.virtual_stages, "rough": c.rough} for c in candidates]
@@ -376,7 +376,7 @@ def numbers_of_search(found: SearchResult) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Records as JSON has them: each with its fields, and the numbers that follow from them; a config by its kind."""
+    """A record as a JSON value: its fields, and the numbers derived from them; a config by its type."""
     cls = type(value)
     if attrs.has(cls) or hasattr(value, "_fields"):
         names = [field.name for field in attrs.fields(cls)] if attrs.has(cls) else value._fields

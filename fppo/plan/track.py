@@ -1,8 +1,8 @@
-"""Tracking of allocations, compute and traffic, operation by operation: of real tensors, or of ones with no data.
+"""Tracking of allocations, compute and traffic, operation by operation, for real tensors or tensors without data.
 
-A storage lives from the operation that makes it until its last owner lets go, as with torch's own allocators. What it
-is for shows only later, sometimes at the end of a backward pass, so events are noted as they come and read afterwards.
-Process groups send nothing: they count, and answer as if every other rank did what this one does.
+A storage lives from the operation that creates it until its last owner releases it, as with torch's own allocators. Its
+kind shows only later, sometimes at the end of a backward pass, so events are recorded first and classified afterwards.
+Process groups send nothing: they count, and answer as if all ranks were equal to this one.
 """
 
 # pyright: reportIncompatibleMethodOverride=false
@@ -36,27 +36,27 @@ from fppo_kernels.collectives import Axis
 
 
 class Work(NamedTuple):
-    """Work of one operation."""
+    """The work of one operation."""
 
     kind: str  # "matmul" or "attention", with the dtype; "" for others
     flops: float
-    traffic: int  # bytes read and written by what is no matmul
+    traffic: int  # bytes read and written, except by matmuls
 
 
 @attrs.frozen
 class Cost:
-    """Counters of what is done between two moments."""
+    """Counts of the work between two moments."""
 
-    flops: Counter[str] = attrs.field(factory=Counter)  # by the kind of Work
-    # bytes of "traffic", to or from the "host", and of the memory there of activations put "away"; "launches"
+    flops: Counter[str] = attrs.field(factory=Counter)  # FLOPs by the kind of Work
+    # bytes of "traffic", to or from the "host", and of activations' host memory ("away"); the number of "launches"
     other: Counter[str] = attrs.field(factory=Counter)
     sent: Counter[tuple[str, str, bool]] = attrs.field(
         factory=Counter
-    )  # bytes by axis, collective and whether waited for
+    )  # bytes by axis, collective, and whether the caller waits
     calls: Counter[tuple[str, str, bool]] = attrs.field(factory=Counter)
 
     def add(self, work: Work) -> None:
-        """Counts one operation."""
+        """Count one operation."""
         if work.kind:
             self.flops[work.kind] += work.flops  # type: ignore[assignment]
         self.other["traffic"] += work.traffic
@@ -65,7 +65,7 @@ class Cost:
 
 @attrs.frozen
 class Segment:
-    """Bytes by kind at the moment, between two layers, when most is held."""
+    """Bytes by kind at the peak between two layers."""
 
     peak: Mapping[str, float]
 
@@ -75,8 +75,8 @@ class Segment:
 
 
 class Phase(NamedTuple):
-    """A forward pass, a backward pass, or what lies between: its segments, one per layer and one more, and its cost;
-    and the bytes by kind that are held when it begins."""
+    """A forward pass, a backward pass, or the time between: the bytes by kind at its begin, its segments (one more than
+    layers), and its cost."""
 
     name: str
     segments: tuple[Segment, ...]
@@ -85,14 +85,14 @@ class Phase(NamedTuple):
 
 
 def peak_of(phases: Sequence[Phase]) -> tuple[str, Segment]:
-    """Where most is held, and what."""
+    """The phase and segment of the peak."""
     return max(((p.name, s) for p in phases for s in p.segments), key=lambda pair: pair[1].total)
 
 
 _NO_WORK = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "lift_fresh", "detach", "alias")
-_PICKS = ("embedding", "index", "index_select", "gather")  # read as much as they write, not all of their first argument
+_PICKS = ("embedding", "index", "index_select", "gather")  # they read only as much as they write
 _MATMULS = ("mm", "bmm", "addmm", "_linear_pointwise", "baddbmm", "_grouped_mm")
-ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read, all but the gradients written
+ADAMW_TRAFFIC = 7 / 4  # parameters, gradients and moments are read; all but the gradients are written
 
 
 class DispatchCounter(NamedTuple):
@@ -101,12 +101,12 @@ class DispatchCounter(NamedTuple):
     name: str
     marks: bool  # of which each layer has its own
     attention: bool
-    writes: bool  # in place, or to an argument
+    writes: bool  # in place, or with an out argument
 
 
 @functools.cache
 def dispatched(func: Any) -> DispatchCounter:
-    """The operation by its plain name, and what it is."""
+    """The facts about an operation, by its plain name."""
     name = func._schema.name.rpartition("::")[2]
     attention = "attention" in name and "fused_sdp_choice" not in name
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
@@ -114,8 +114,8 @@ def dispatched(func: Any) -> DispatchCounter:
 
 
 def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
-    """The experts' grouped matrix product of tensors without data, in a dtype that torch multiplies without knowing the
-    shape of the result; None for anything else."""
+    """The result of a grouped matrix product of experts on tensors without data, where torch cannot compute its shape;
+    None for other operations."""
     if dispatched(func).name != "_grouped_mm" or args[0].dtype == torch.bfloat16:
         return None
     left, right, offsets = args[:3]
@@ -124,7 +124,7 @@ def grouped_product(func: Any, args: Sequence[Any]) -> Tensor | None:
 
 
 def work_of(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fresh: bool) -> Work | None:
-    """FLOPs and bytes of an operation; None for views and empty tensors. `fresh`: it has made storage."""
+    """FLOPs and bytes of an operation; None for views and empty tensors. `fresh`: it creates storage."""
     name, _, attention, writes = dispatched(func)
     if name in _NO_WORK or not (fresh or writes) or not inputs:
         return None
@@ -140,7 +140,7 @@ def work_of(func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor], fres
 
 
 def attention_workspace(name: str, inputs: Sequence[Tensor]) -> int:
-    """Bytes that a GPU's flash attention takes inside its backward pass, which runs elsewhere show nothing of.
+    """Bytes that a GPU's flash attention allocates inside its backward pass, which a run elsewhere does not show.
 
     FlashAttention-2 adds up the query's gradient in float32 and, where several query heads share a key head, writes
     gradients of keys and values for each query head first (torch: aten/.../flash_attn/flash_api.cpp, mha_bwd).
@@ -154,13 +154,13 @@ def attention_workspace(name: str, inputs: Sequence[Tensor]) -> int:
 
 def _matmul_flops(name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
     left, (out, *_) = inputs[1] if name in ("addmm", "baddbmm") else inputs[0], outputs
-    groups = len(out) if left.dim() < out.dim() else 1  # matrices of which each has rows of its own, summed over
+    groups = len(out) if left.dim() < out.dim() else 1  # each has its own rows in both matrices, which are summed over
     return 2.0 * math.prod(out.shape) / groups * left.shape[-1]
 
 
 def _attention_flops(name: str, inputs: Sequence[Tensor]) -> float:
-    """FLOPs of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: of the pairs
-    that see one another; 2 matmuls forward, 5 backward."""
+    """FLOPs of causal attention of queries [B, H, L, D], the last of as many tokens as there are keys: 2 matmuls
+    forward and 5 backward, over visible pairs."""
     query, key = inputs[1:3] if name.endswith("backward") else inputs[:2]
     rows, heads, length, width = query.shape
     forward = 4.0 * rows * heads * width * (length * key.shape[2] - length * (length - 1) / 2)
@@ -180,9 +180,9 @@ Sent = Callable[[str, str, int, Sequence[Tensor], Sequence[Tensor], bool], None]
 
 
 class CountingGroup(dist.ProcessGroup):
-    """One rank's end of an axis whose other ranks are only imagined: equal to this one.
+    """One rank's end of an axis whose other ranks are imagined, and equal to this one.
 
-    Real tensors get what equal ranks would give; tensors without data get nothing.
+    Real tensors get the results of equal ranks; tensors without data stay as they are.
     """
 
     def __init__(self, axis: str, size: int, rank: int, sent: Sent) -> None:
@@ -268,7 +268,7 @@ def counting_mesh(
     *,
     virtual_stages: int = 1,
 ) -> Mesh:
-    """The mesh of these sizes as the rank at these places sees it; a rank that is not given is 0."""
+    """The mesh of these sizes, from the rank at the coordinates `ranks`; missing coordinates are 0."""
     axes = {
         name: Axis(size, ranks.get(name, 0), CountingGroup(name, size, ranks.get(name, 0), sent) if size > 1 else None)
         for name, size in sizes.items()
@@ -281,7 +281,7 @@ def counting_mesh(
 
 
 STATE, BATCH = "state", "batch"
-HOST, AWAY = "host", "away"  # no memory of the accelerator: state there between uses, and activations put away
+HOST, AWAY = "host", "away"  # outside the accelerator's memory: state between uses, offloaded activations
 GATHERED, LOGITS, ACTIVATIONS, GRADIENTS = "gathered", "logits", "activations", "gradients"
 _COPIES = ("_to_copy", "clone", "contiguous")
 _DEVICE = torch.ops.prim.device.default
@@ -295,11 +295,11 @@ class _Block:
 
     def __init__(self, size: int, kind: str, task: int) -> None:
         self.bytes, self.kind, self.task = size, kind, task
-        self.ref: Any = None  # kept, or its callback would not come
+        self.ref: Any = None  # kept alive, or its callback would not run
 
 
 class Tracker(TorchDispatchMode):
-    """Inside this context every operation of this thread is noted.
+    """A context in which every operation of this thread is recorded.
 
     `hold` names what is there before; `scoped` marks functions whose storages are of a kind; `begin_pass` says that the
     next forward pass begins; `sent` counts collectives. `phases` is what there was, in order. With `on_gpu` the
@@ -309,24 +309,24 @@ class Tracker(TorchDispatchMode):
     def __init__(self, *, on_gpu: bool = False) -> None:
         super().__init__()
         self._on_gpu = on_gpu
-        self._events: list[tuple[int, _Block]] = []  # (1, a new one), (0, one for a moment), (-1, one that is freed)
+        self._events: list[tuple[int, _Block]] = []  # (1, created), (0, for a moment), (-1, freed)
         self._live: dict[int, _Block] = {}
-        self._sources: dict[int, list[_Block]] = {}  # what was copied into a live storage
-        self._starts: list[tuple[str, int, Cost]] = []  # a phase, and the event that it begins with
-        self._marks: list[int] = []  # events between which there is one layer at most
+        self._sources: dict[int, list[_Block]] = {}  # sources of copies into live storages
+        self._starts: list[tuple[str, int, Cost]] = []  # a phase, and the event at which it begins
+        self._marks: list[int] = []  # events between which at most one layer lies
         self._task, self._passes, self._scope, self._told = -1, 0, "", False
-        self._nodes = (0, 0)  # of the functions of the autograd graph that a scope has made
+        self._nodes = (0, 0)  # autograd nodes created in a scope
         self._start("setup")
 
-    # what a plan says
+    # as a plan reports them
 
     def hold(self, tensors: Iterable[Tensor], kind: str = STATE) -> None:
-        """These are there from the start; those of kind HOST lie on the host."""
+        """Declare tensors that exist from the start; those of kind HOST are on the host."""
         for x in tensors:
             self._new(x, kind)
 
     def scoped(self, fn: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """`fn`, whose storages are of this kind, forward and backward."""
+        """Wrap `fn` so that storages created in it, forward and backward, are of this kind."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             first, self._scope = torch._C._autograd._get_sequence_nr(), kind  # type: ignore[attr-defined]
@@ -341,7 +341,7 @@ class Tracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def making(self, kind: str) -> Iterator[None]:
-        """Storages that are made inside are of this kind."""
+        """A context in which created storages are of this kind."""
         before, self._scope = self._scope, kind
         try:
             yield
@@ -349,27 +349,27 @@ class Tracker(TorchDispatchMode):
             self._scope = before
 
     def begin_pass(self) -> None:
-        """A forward pass begins, of which no action has told."""
+        """Record the start of a forward pass that no action announces."""
         if not self._told:
             self._begin("forward")
 
     def began(self, action: Action) -> None:
-        """A rank of a pipeline, which runs one pass at a time, begins an action."""
+        """Record the start of an action, on a pipeline rank that runs one pass at a time."""
         self._told = True
         self._begin(action.kind)
 
     def _begin(self, kind: str) -> None:
-        self._notice()  # that the last one has ended
+        self._notice()  # the end of the last one
         self._passes += kind == "forward"
         self._start(f"{kind} {self._passes}")
 
     def sent(
         self, axis: str, op: str, size: int, inputs: Sequence[Tensor], outputs: Sequence[Tensor], wait: bool
     ) -> None:
-        """A collective puts `size` bytes of this rank on the wire; without `wait` the caller goes on meanwhile."""
+        """Record a collective that sends `size` bytes of this rank; without `wait` the caller continues meanwhile."""
         self._starts[-1][2].sent[axis, op, wait] += size
         self._starts[-1][2].calls[axis, op, wait] += 1
-        if axis not in (*SHARD_AXES, DENSE) or op == "all_to_all":  # which tokens go by
+        if axis not in (*SHARD_AXES, DENSE) or op == "all_to_all":  # tokens pass through these
             return
         for x in (*inputs, *outputs):
             block = self._live.get(_storage(x))
@@ -377,15 +377,15 @@ class Tracker(TorchDispatchMode):
                 continue
             scattered = op == "reduce_scatter" and any(x is y for y in outputs)
             block.kind = GRADIENTS if scattered else GATHERED
-            if op == "reduce_scatter":  # whole gradients, that are copied together to be added up
+            if op == "reduce_scatter":  # whole gradients, copied together for their sum
                 for source in self._sources.get(_storage(x), ()):
                     source.kind = GATHERED if source.kind in (ACTIVATIONS, LOGITS) else source.kind
 
-    # what is seen
+    # recording
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing compiles inside, and keeping the compiler out takes longer than most operations
+        return False  # nothing compiles inside, and disabling the compiler takes longer than most operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -455,7 +455,7 @@ class Tracker(TorchDispatchMode):
             self._events.append((1, block))
 
     def _notice(self) -> None:
-        """Whether a backward pass begins or has ended: what it made and left behind are gradients."""
+        """Detect the start and end of a backward pass; storages that it created and left behind are gradients."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
@@ -471,10 +471,10 @@ class Tracker(TorchDispatchMode):
     def _start(self, name: str) -> None:
         self._starts.append((name, len(self._events), Cost()))
 
-    # what is read
+    # results
 
     def phases(self) -> list[Phase]:
-        """Everything that has happened, in order."""
+        """All phases so far, in order."""
         ends = [start for _, start, _ in self._starts[1:]] + [len(self._events)]
         live: Counter[str] = Counter()
         phases = []
@@ -486,7 +486,7 @@ class Tracker(TorchDispatchMode):
         return phases
 
     def _segment(self, live: Counter[str], start: int, end: int) -> Segment:
-        """Bytes by kind at the peak of the events from `start` to `end`; `live` is brought up to the end."""
+        """Bytes by kind at the peak of the events from `start` to `end`; `live` is advanced to the end."""
         total = sum(live.values())
         most, peak = total, dict(live)
         for sign, block in self._events[start:end]:
@@ -501,7 +501,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`func(*args, **kwargs)`; of tensors with no data by what computes them, without torch's two ways to it."""
+    """Run `func(*args, **kwargs)`; for tensors without data by their own rule, without torch's two dispatch steps."""
     fake = next((x for x in _tensors((*args, *kwargs.values())) if isinstance(x, FakeTensor)), None)
     if fake is None or func in _OF_SIZES:
         return func(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Rollout: engines that answer prompts, on the training parameters themselves or elsewhere.
+"""Rollout engines: they answer prompts with the training parameters themselves, or with a copy elsewhere.
 
-In: parameters and an `Ask`: prompts, how to sample, a key. Out: a `Rollout` with tokens, masks and log-probs; a draw is
-a function of the key, the row and the position, whatever the order of rows.
-A name is imported when it is first used: worker processes and `--help` come through here, and load no torch.
-Begin with `embedded.EmbeddedEngine`; `vllm` has another's engine, `turns` conversations with tools and games.
+In: parameters and an `Ask` (prompts, sampling settings, a key). Out: a `Rollout` with tokens, masks and log-probs. A
+draw is a function of the key, the row and the position, whatever the order of rows. Names are imported at their first
+use, so that worker processes and `--help` load no torch. Begin with `embedded.EmbeddedEngine`; `vllm` runs vLLM,
+`turns` conversations with tools and games.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Keys and values of the rows that are being generated, and attention that reads and writes them.
+"""A cache of keys and values of rows during generation, and attention that reads and writes it.
 
-All rows write the same column in a step: prompts stand left-padded in the cache, so a write is a copy to a slice.
+In a step all rows write the same column: prompts are left-padded in the cache, so a write is a copy into a slice.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from fppo.models.rows import packed_attention
 from fppo.models.seams import Attend, AttentionLayer
 from fppo_kernels.padding import Lengths
 
-# keys and values [R, Hkv, C, D] by the number of the call in a pass, as a layer may call twice; C columns, some not yet
-# written
+# keys and values [R, Hkv, C, D] by the index of the attention call in a pass, since a layer may call twice; some of C
+# columns may be unwritten
 Layers = dict[int, tuple[Tensor, Tensor]]
 
 
 def prefill_attention(
     attention: Callable[..., Tensor], lengths: Lengths, kept: Layers, asked: list[AttentionLayer]
 ) -> Attend:
-    """`attend` for packed prompts of one pass, which puts each call's keys and values [N, Hkv, D] into `kept`, and what
-    it asks for into `asked`."""
+    """An `attend` for one pass over packed prompts. It stores each call's keys and values [N, Hkv, D] in `kept`, and
+    the layer's arguments in `asked`."""
     attend_packed = packed_attention(attention, lengths)
 
     def attend(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
@@ -38,8 +38,8 @@ def prefill_attention(
 
 
 def allocate(like: Layers, rows: int, columns: int, *, zeroed: bool = False) -> Layers:
-    """An empty cache for layers with the heads and widths of `like`, [N, Hkv, D] each; `zeroed` for attention that
-    reads what is not yet written."""
+    """Allocate a cache for layers with the heads and widths of `like`, [N, Hkv, D] each; `zeroed` for attention that
+    reads unwritten columns."""
     return {i: tuple(_blank(x, (rows, x.shape[1], columns, x.shape[2]), zeroed) for x in kv) for i, kv in like.items()}  # type: ignore[misc]
 
 
@@ -48,10 +48,10 @@ def _blank(like: Tensor, shape: tuple[int, ...], zeroed: bool) -> Tensor:
 
 
 def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape: tuple[int, int], n: int) -> None:
-    """Writes the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat place index[i], `n` times.
+    """Write the packed keys and values `kept` of prompts [B, P] = `shape`, token i at flat index index[i], `n` times.
 
-    They go to rows start, start + 1, ... and columns 0 to P; those of padding become zero, and those of what fills the
-    packed row up are dropped.
+    They are written to rows start, start + 1, ... and columns 0 to P. Padding becomes zero, and the packed row's own
+    padding is dropped.
     """
     batch, width = shape
     for layer, pair in kept.items():
@@ -63,10 +63,9 @@ def write_prompts_(cache: Layers, start: int, kept: Layers, index: Tensor, shape
 
 
 def grow_(cache: Layers, used: int, columns: int, *, zeroed: bool = False) -> None:
-    """Gives every layer of `cache` `columns` columns, of which the first `used` stay as they are; the others may be
-    `zeroed`.
+    """Resize every layer of `cache` to `columns` columns. The first `used` are kept; new ones may be `zeroed`.
 
-    Layer by layer, so that the old and the new of all of them are never there at once.
+    Layers are resized one by one, so that the old and the new memory of all of them never exist at once.
     """
 
     def widen(x: Tensor) -> Tensor:
@@ -84,7 +83,7 @@ def row_bytes(like: Layers, columns: int) -> int:
 
 
 def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) -> Layers:
-    """The first `rows` rows, after the rows at `moved` (all beyond them) were written over those at `holes`."""
+    """Keep the first `rows` rows, after the rows at `moved`, all beyond them, were copied over those at `holes`."""
 
     def pack(x: Tensor) -> Tensor:
         written = x[:, :, :used]
@@ -96,7 +95,7 @@ def compact_(cache: Layers, holes: Tensor, moved: Tensor, rows: int, used: int) 
 
 
 def as_packed(attend: Attend, rows: int) -> Attend:
-    """`attend` for one token per row, of rows that come as one packed row, filled up behind the last of them."""
+    """Adapt an `attend` for one token per row to rows in one packed row with padding after the last of them."""
 
     def attend_packed(query: Tensor, key: Tensor, value: Tensor, layer: AttentionLayer) -> Tensor:
         query_rows, key_rows, value_rows = (x[0, :rows, None] for x in (query, key, value))
@@ -107,18 +106,19 @@ def as_packed(attend: Attend, rows: int) -> Attend:
 
 
 def bias_of(hidden: Tensor, cache: Layers) -> Tensor:
-    """The bias of attention scores [R, C]: -inf where `hidden`, bool [R, C], else 0; in the dtype of the cache."""
-    kind = next((keys.dtype for keys, _ in cache.values()), torch.float32)  # without attention, nothing reads it
+    """The bias of attention scores [R, C], in the cache's dtype: -inf where `hidden`, bool [R, C], else 0."""
+    kind = next((keys.dtype for keys, _ in cache.values()), torch.float32)  # unused without attention
     return torch.zeros(hidden.shape, dtype=kind, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def decode_attention(
     attention: Callable[..., Tensor], cache: Layers, column: int, first: int, bias: Tensor | None
 ) -> Attend:
-    """`attend` for one token per row and one pass: it writes its key and value at `column` and reads from `first` on.
+    """An `attend` for one pass with one token per row: it writes key and value to `column`, and reads columns from
+    `first` on.
 
-    `bias` [R, C] is -inf at padding; None if no row has padding from `first` on. Since all rows stand at the same
-    column, a window is a range of columns.
+    `bias` [R, C] is -inf at padding; None if no row has padding from `first` on. Since all rows are at the same column,
+    a window is a range of columns.
     """
     end, calls = column + 1, count()
 
@@ -133,8 +133,8 @@ def decode_attention(
 
 
 def fixed_attention(attention: Callable[..., Tensor], cache: Layers, column: Tensor, pads: Tensor) -> Attend:
-    """`decode_attention` whose operations are the same at every column: it reads all columns, and hides the padding of
-    each row, `pads` int64 [R, 1], and what is beyond `column`, int64 [1]."""
+    """`decode_attention` with the same operations at every column: it reads all columns, and masks each row's padding,
+    the first `pads` columns (int64 [R, 1]), and everything after `column` (int64 [1])."""
     calls, columns = count(), next(iter(cache.values()))[0].shape[2]
     places = torch.arange(columns, device=column.device)
     hidden = (places < pads) | (places > column)

@@ -1,4 +1,4 @@
-"""Whether the embedded engine decodes what transformers computes, found out on a small random instance of a model."""
+"""A check that the embedded engine decodes what transformers computes, on a small random instance of a model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo_kernels.table import Kernels
 
-_TOKENS = 4  # that are decoded
-_DRAWS = 20  # to have one without a certain token
+_TOKENS = 4  # number of decoded tokens
+_DRAWS = 20  # number of draws to find prompts without a certain token
 
 
 def check_engine(model: Model) -> None:
-    """Decodes a few tokens through the engine's cache, and holds their log-probs against the plain forward's: also with
-    factors and codes, if the model is decoded with an adapter that is not merged, against merged weights.
+    """Decode a few tokens through the engine's cache, and compare their log-probs with the plain forward pass; with an
+    adapter that is not merged for decoding, also compare its factors (and a quantised base) with merged weights.
 
-    The prompts have different lengths. Raises ValueError that names the model type if they differ.
+    The prompts have different lengths. Raises ValueError that names the model type if log-probs differ.
     """
     kind, probe = model.whole_config.model_type, make_probe(model)
     _check_decoded(kind, probe, "the log-probs of the embedded engine's tokens")
@@ -36,7 +36,8 @@ def check_engine(model: Model) -> None:
 
 @torch.no_grad()
 def _adapted(model: Model, probe: Probe) -> Probe:
-    """The probe with an adapter, and a base in codes if the model's is, beside transformers with merged weights."""
+    """The probe with an adapter, and with a quantised base if the model has one; its transformers module has merged
+    weights."""
     coded = base_kind(model)
     as_base = None if coded is None else partial(quantise, kind=coded)
     adapted, adapter = lora.adapted_probe(model, probe, lora.frozen_of(model).lora, as_base=as_base)
@@ -66,9 +67,9 @@ def _check_decoded(kind: str, probe: Probe, what: str) -> None:
     for number in range(_DRAWS):
         try:
             rollout = engine.generate(probe.params, Ask(prompts, Sampling(max_tokens=_TOKENS), Key(number)))
-        except RuntimeError as error:  # as of a weight with factors that the model's code uses in an unknown way
+        except RuntimeError as error:  # such as an unsupported use of a weight with factors
             raise ValueError(f"the embedded engine cannot run model type {kind!r}: {error}") from error
-        # transformers cannot run a response that holds what stands for an image or a video
+        # transformers cannot run a response with the placeholder of an image or a video
         said = set(rollout.tokens[:, width:][rollout.response_mask].tolist())
         if vision is None or said.isdisjoint({vision.token, vision.video}):
             break

@@ -1,4 +1,4 @@
-"""Interface of engines, and the settings of sampling."""
+"""The interface of engines, and the settings of sampling."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fppo.batch import Prompts, Rollout
 from fppo.data.stops import StopTexts
 from fppo.key import Key
 
-_COLDEST = 1e-30  # logits divided by less may outgrow float32
+_COLDEST = 1e-30  # logits divided by less may overflow float32
 
 
 def _at_least(low: int, advice: str):
@@ -43,12 +43,13 @@ def _check_stop(_: object, attribute: attrs.Attribute, value: tuple[int, ...]) -
 
 @attrs.frozen(kw_only=True)
 class Sampling:
-    """How responses are drawn.
+    """Settings of sampling.
 
-    The distribution is softmax(logits / temperature), cut to the `top_k` likeliest tokens (None or 0: all), then to the
-    fewest likeliest tokens that hold `top_p` of what is left. A response ends with the first of `stop_token_ids`, which
-    it includes, or with the token that completes the first of `stop_texts`, or after `max_tokens`. `greedy` takes the
-    likeliest token instead; the temperature then only says under which distribution its log-probs are reported.
+    The distribution is softmax(logits / temperature), restricted to the `top_k` likeliest tokens (None or 0: all), and
+    then to the fewest of the likeliest tokens that hold `top_p` of the remaining mass. A response ends with the first
+    of `stop_token_ids`, which it includes, with the token that completes the first of `stop_texts`, or after
+    `max_tokens` tokens. `greedy` takes the likeliest token; its log-probs are then reported for softmax(logits /
+    temperature).
     """
 
     temperature: float = attrs.field(default=1.0, validator=_check_temperature)
@@ -61,25 +62,25 @@ class Sampling:
     greedy: bool = False
 
     def stopped(self, response: Sequence[int]) -> bool:
-        """Whether its last token ended a response; else its length did."""
+        """Whether a response ended with a stop token or text, rather than at its maximal length."""
         texts = self.stop_texts
         return response[-1] in self.stop_token_ids or (texts is not None and texts.last(response) is not None)
 
 
-OnFinished = Callable[[int, list[int], str], None]  # a row's number, its response's tokens, and its finish
+OnFinished = Callable[[int, list[int], str], None]  # with a row's index, its tokens, and its finish reason
 Newer = Callable[
     [], tuple[Mapping[str, Any], int] | None
-]  # the parameters of the last update so far, and their version
+]  # returns the parameters of the last update so far, and their version
 
 
 @attrs.frozen(eq=False)
 class Ask:
     """A request to an engine: `sampling.n` responses to each of B prompts, drawn by the key.
 
-    `version` is the number of the policy that samples. `limits` [B] are the most tokens of each prompt's responses,
-    where they are fewer than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is done, once for
-    each, in any order; on several ranks, for the rows that this one samples. The prompts hold `offset` tokens of their
-    responses already: the draws are those of the positions behind. `newer` is read by an `InterruptibleEngine` alone.
+    `version` is the version of the sampling policy. `limits` [B] are maximal lengths of each prompt's responses, if
+    smaller than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is finished, once for each, in
+    any order; on several ranks, for the rows that this rank samples. If prompts end with
+    `offset` tokens of their responses, draws are those of the positions after these. Only an `InterruptibleEngine` reads `newer`.
     """
 
     prompts: Prompts
@@ -93,9 +94,10 @@ class Ask:
 
 
 class Engine(Protocol):
-    """Anything that answers prompts with the policy `params`: `ask.sampling.n` rows for each, next to each other.
+    """Protocol of engines: they answer prompts with the policy `params`, in `ask.sampling.n` adjacent rows for each
+    prompt.
 
-    The same arguments give the same rollout. An engine around another evolves the ask.
+    Equal arguments give equal rollouts. An engine that wraps another passes on a changed request.
     """
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout: ...

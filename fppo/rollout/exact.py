@@ -1,8 +1,8 @@
-"""Rollouts whose log-probs are the training pass's own, bit for bit: what that takes of an engine.
+"""Requirements for rollouts whose log-probs are bit-equal to those of the training pass.
 
-A token's log-prob has equal bits in both where each operation gives a row the same bits, whichever rows it is computed
-with, and where attention of one more token adds up as attention over packed rows does. Kernels say so of themselves
-(`fppo_kernels.table.EXACT`), `exact_probe.probe` tries them on this machine, and `laws.check_exact` whole engines.
+A token's log-prob is bit-equal in both if each operation gives a row the same bits in whatever batch, and if decode
+attention sums in the order of packed attention. Kernels with these properties are listed in `fppo_kernels.table.EXACT`;
+`exact_probe.probe_exact` tests them on this machine, and `laws.check_exact` whole engines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.table import BUILTIN, EXACT, INSIDE, Kernels
 
-# The axes on which a token's log-prob keeps its bits, and those on which sums are added up in another order; "ring" is
-# a context axis whose ranks pass keys on, instead of gathering them. A test holds this table.
+# Axes on which a token's log-prob keeps its bits, and axes on which sums have another order; "ring" is a context axis
+# whose ranks pass keys on instead of gathering them. A test holds this table.
 KEEPS_BITS = {
     "replicate": True,
     "shard": True,
@@ -32,7 +32,7 @@ KEEPS_BITS = {
 
 
 def head_log_probs(head: Head, kernel: Callable[..., object], temperature: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function of hidden states [N, H] and tokens [N] to the log-probs [N] that a training pass computes of them."""
+    """A function of hidden states [N, H] and tokens [N] that returns the log-probs [N] of a training pass."""
 
     def log_probs(hidden: Tensor, tokens: Tensor) -> Tensor:
         result = kernel(
@@ -50,7 +50,8 @@ def head_log_probs(head: Head, kernel: Callable[..., object], temperature: float
 
 
 def rounded_product(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A product of the head in its own dtype, widened: tokens are drawn from logits that are rounded as in training."""
+    """A product with the head in its own dtype, widened afterwards: tokens are drawn from logits rounded as in
+    training."""
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         out = linear(x, weight, bias)
@@ -60,7 +61,7 @@ def rounded_product(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
-    """Why the rollouts of a model would not have the bits of its training passes."""
+    """Yield the reasons why a model's rollouts would not be bit-equal to its training passes."""
     kind = model.config.model_type
     if model.stateful:
         yield f"layers of model type {kind!r} carry states, which decoding carries on in another order"
@@ -81,7 +82,7 @@ def hindrances(model: Model, kernels: Kernels, mesh: Mesh) -> Iterator[str]:
 
 
 def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
-    """Built-in kernels that make no such promise. Functions of the user's own are tried before a run."""
+    """Yield a reason for each built-in kernel that is not exact. The user's own kernels are tested before a run."""
     text = model.text_of(model.skeleton)
     for op, name in EXACT.items():
         fn = getattr(kernels, op)
@@ -93,6 +94,6 @@ def _other_kernels(model: Model, kernels: Kernels) -> Iterator[str]:
 
 
 def check_exact_engine(model: Model, kernels: Kernels, mesh: Mesh) -> None:
-    """Raises ValueError for an engine that cannot be exact, with the reasons."""
+    """Raise ValueError for an engine that cannot be exact, with the reasons."""
     if reasons := list(hindrances(model, kernels, mesh)):
         raise ValueError(f"exact = True: {'; '.join(reasons)}; leave exact out")

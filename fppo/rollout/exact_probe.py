@@ -1,5 +1,5 @@
-"""Whether this machine keeps the promise of exact kernels: each is tried on a model's own shapes, on as many threads as
-there are, and then a small instance of the model whole."""
+"""Tests of exact kernels on this machine: each on a model's own shapes, with all threads, and then a small instance of
+the whole model."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from fppo.steps import Forward, MicroBatching, compute_log_probs
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import EXACT, Kernels
 
-ROWS, MANY = 67, 1024  # that are computed together, MANY by products, and of them parts of these sizes
+ROWS, MANY = 67, 1024  # rows computed together, MANY by products, and the sizes of their parts
 _PARTS = (1, 2, 3, 5, 8, 13, 31, 64)
-_WIDEST = 1 << 25  # numbers of a weight that is tried; wider ones are tried in part
+_WIDEST = 1 << 25  # the most numbers of a tested weight; only a part of wider ones is tested
 _PROMPTS, _TOKENS = (1, 9, 4), 6
 _REMEDY = "leave rollout.exact out"
 
-Check = tuple[str, Callable[[], bool]]  # an operation, and whether it keeps a row's bits
+Check = tuple[str, Callable[[], bool]]  # an operation, and a function that tests whether it keeps a row's bits
 
 
 def probe_exact(model: Model, kernels: Kernels) -> None:
-    """Raises ValueError that names the first operation by which a row's bits depend on other rows, on this machine and
-    its threads; or what of the model does, beside its kernels."""
+    """Raise ValueError for the first operation with which a row's bits depend on other rows, on this machine and its
+    number of threads; or for the model's operations other than kernels."""
     check_exact_engine(model, kernels, LOCAL)
     dtype = model.compute_dtype or torch.float32
     with torch.inference_mode():
@@ -53,7 +53,7 @@ def probe_exact(model: Model, kernels: Kernels) -> None:
 
 
 def operations(model: Model, kernels: Kernels, dtype: torch.dtype) -> Iterator[Check]:
-    """The operations of a model on its own shapes, in their order."""
+    """Yield the model's operations on its own shapes, in order."""
     draw = partial(_normal, torch.Generator().manual_seed(0), dtype)
     config, text = model.config, model.text_of(model.skeleton)
     for out, width in sorted({(shape[0], shape[1]) for shape in model.whole_shapes.values() if len(shape) == 2}):
@@ -77,7 +77,7 @@ def _normal(generator: torch.Generator, dtype: torch.dtype, *shape: int, scale: 
 
 
 def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
-    """Whether rows have the same bits in parts of all of them, wherever a part begins."""
+    """Whether rows have the same bits in parts of the batch as in the whole, wherever a part begins."""
     whole, begin = fn(*columns), 0
     for size in _PARTS:
         begin = (begin + 7) % (len(columns[0]) - size + 1)
@@ -88,7 +88,7 @@ def _rows_hold(fn: Callable[..., tuple[Tensor, ...]], *columns: Tensor) -> bool:
 
 
 def _product_holds(linear: Callable[..., Tensor], weight: Callable[[], Tensor], draw: Callable[..., Tensor]) -> bool:
-    """Also for some of the columns, which decoding computes side by side with others."""
+    """Whether products keep a row's bits, also for some of the columns, which decoding concatenates with others."""
     whole = weight()
     rows = draw(MANY, whole.shape[1])
     half = whole[: (len(whole) + 1) // 2].clone()
@@ -130,7 +130,7 @@ _LAYERS: dict[str, Callable[..., bool]] = {
 def _attention_holds(
     attention: Callable[..., Tensor], draw: Callable[..., Tensor], heads: int, kv_heads: int, width: int
 ) -> bool:
-    """Sequences together and each alone."""
+    """Whether sequences have the same bits together and alone."""
     sizes = (3, 40, 1, ROWS)
     packed = [draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads)]
     together = attention(*packed, lengths=make_lengths(sizes), scale=width**-0.5).split(sizes)
@@ -149,7 +149,8 @@ def _decoding_holds(
     kv_heads: int,
     width: int,
 ) -> bool:
-    """The last token of sequences, by one call over their padded cache, and by attention over packed rows."""
+    """Whether the last tokens of sequences have the same bits in one call over their padded cache as in packed
+    attention."""
     sizes, scale = (3, 40, 1, ROWS), width**-0.5
     query, *pair = (draw(sum(sizes), count, width) for count in (heads, kv_heads, kv_heads))
     expected = attention(query, *pair, lengths=make_lengths(sizes), scale=scale)
@@ -164,7 +165,7 @@ def _decoding_holds(
 
 
 def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], vocabulary: int, hidden: int) -> bool:
-    """Tokens together and in parts; a wide head is tried in part."""
+    """Whether tokens have the same bits together and in parts; of a wide head only a part is tested."""
     vocabulary = min(vocabulary, max(1, _WIDEST // hidden))
     weight, labels = draw(vocabulary, hidden, scale=hidden**-0.5), torch.arange(ROWS) * 7 % vocabulary
 
@@ -175,7 +176,8 @@ def _log_probs_hold(kernel: Callable[..., object], draw: Callable[..., Tensor], 
 
 
 def _small_instance(model: Model, kernels: Kernels) -> str | None:
-    """Find how rollouts of a small instance of the model differ from a pass over them; None if they do not."""
+    """Compare rollouts of a small instance of the model with passes over them; describe the difference, or return
+    None."""
     probe = make_probe(model)
     engine = EmbeddedEngine(model=probe.model, kernels=kernels, pad_token_id=0, exact=True)
     generator, width, texts = torch.Generator().manual_seed(0), max(_PROMPTS), Column([""] * len(_PROMPTS))

@@ -1,4 +1,5 @@
-"""Steps around sampling that all engines share: checks of prompts, rollouts of tokens and steps, columns of experts."""
+"""Functions around sampling that all engines share: checks of prompts, rollouts from tokens or steps, columns of
+experts."""
 
 from __future__ import annotations
 
@@ -15,13 +16,12 @@ from fppo.rollout.engine import Ask, OnFinished, Sampling
 from fppo.tree import replace
 
 R = TypeVar("R", bound=Rollout)
-_SCORED = 4096  # tokens whose log-probs are computed together, for which hidden states are kept
+_SCORED = 4096  # tokens whose log-probs are computed together, and for which hidden states are kept
 
 
 class Fed(NamedTuple):
-    """The experts of tokens that went through the model. The indices, of one shape or of shapes that broadcast to it,
-    say where they stand: in which rows of the rollout, and in which columns from the first response token on, so that
-    those of prompts are negative."""
+    """Experts of tokens that the model processed, with their row and column in the rollout. The indices are broadcast
+    to a common shape. Columns count from the first response token, so that prompts have negative ones."""
 
     rows: Tensor  # [*M]
     columns: Tensor  # [*M]
@@ -29,14 +29,14 @@ class Fed(NamedTuple):
 
 
 def experts_of_prompts(experts: Tensor, index: Tensor, rows: Tensor, width: int) -> Fed:
-    """The experts of packed prompts for the draws [P, n] of each: the first of [N, L, k] are at the flat places `index`
-    [M] of prompts that are `width` wide."""
+    """The experts of packed prompts, for the draws [P, n] of each. Entry i of [N, L, k] belongs to the flat index
+    index[i] of prompts with `width` columns; entries beyond `index` [M] are padding."""
     columns = (index % width - width)[:, None]
     return Fed(rows[index // width], columns, experts[: len(index), None])
 
 
 def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) -> Tensor:
-    """The experts of a rollout of so many rows, prompt and response positions: [B, P + T, L, k]."""
+    """The column of experts of a rollout: [B, P + T, L, k] for `rows` rows, `prompt` and `response` positions."""
     first = fed[0].experts
     whole = first.new_zeros(rows, prompt + response, *first.shape[-2:])
     for part in fed:
@@ -47,9 +47,12 @@ def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) ->
 def continued_experts(
     routed: Tensor, mask: Tensor, rows: Tensor, kept: Tensor, later: Tensor, later_mask: Tensor
 ) -> Tensor:
-    """The experts [B, S, L, k] of rows with this attention mask [B, S], of which `rows` [R] were gone on with: in each
-    the tokens behind the first `kept` [R] have those of the `later` rollout [R, S', L, k], which has the same tokens.
-    `routed` may have fewer positions than the mask."""
+    """The experts [B, S, L, k] of rows of which some were continued.
+
+    `mask` [B, S] is their attention mask. In the continued `rows` [R] the tokens after the first `kept` [R] get the
+    experts of the `later` rollout [R, S', L, k], which has the same tokens. `routed` may have fewer positions than the
+    mask.
+    """
     whole = F.pad(routed, (0, 0, 0, 0, 0, mask.shape[1] - routed.shape[1]))
     row, source = later_mask.nonzero(as_tuple=True)
     own, target = mask[rows].nonzero(as_tuple=True)
@@ -59,15 +62,16 @@ def continued_experts(
 
 
 def completed_experts(routed: Tensor, mask: Tensor) -> Tensor:
-    """A rollout's experts [B, S, L, k] with zeros outside the attention mask [B, S]. The last token of a row, which no
-    engine runs, has those of the token before it: no log-prob depends on them, and loads stay as they are."""
+    """Complete a rollout's experts [B, S, L, k]: zeros outside the attention mask [B, S]; a row's last token, which no
+    engine runs, gets the experts of the token before it, since no log-prob depends on them, and loads stay similar."""
     last = mask & ~F.pad(mask, (0, 1))[:, 1:]
     whole = routed.where(~last[..., None, None], routed.roll(1, 1))
     return whole.where(mask[..., None, None], 0)
 
 
 def check_prompts(mask: Tensor) -> list[int]:
-    """The lengths of the prompts. Raises ValueError for none, empty ones, or ones not padded on the left."""
+    """The lengths of the prompts. Raises ValueError for no prompts, empty prompts, and prompts not padded on the
+    left."""
     lengths = mask.sum(1).tolist()
     empty = [i for i, length in enumerate(lengths) if not length]
     if empty or not lengths:
@@ -78,7 +82,7 @@ def check_prompts(mask: Tensor) -> list[int]:
 
 
 def response_limits(ask: Ask) -> list[int]:
-    """The most tokens of the responses to each prompt. Raises ValueError if `ask.limits` leave one none."""
+    """The maximal length of the responses to each prompt. Raises ValueError for a limit below 1."""
     count, most = len(ask.prompts.tokens), ask.sampling.max_tokens
     if ask.limits is None:
         return [most] * count
@@ -89,14 +93,14 @@ def response_limits(ask: Ask) -> list[int]:
 
 
 def check_stops(sampling: Sampling, size: int) -> None:
-    """Raises ValueError for stop tokens that a vocabulary of `size` tokens does not have."""
+    """Raise ValueError for stop tokens outside a vocabulary of `size` tokens."""
     wrong = [token for token in sampling.stop_token_ids if token >= size]
     if wrong:
         raise ValueError(f"stop_token_ids {wrong} are beyond the model's vocabulary of {size} tokens")
 
 
 def number_rows(ask: Ask, device: torch.device) -> Tensor:
-    """The row ids of the n responses to each prompt: row j of the prompt with row id i has i * n + j."""
+    """The row ids of the n responses to each prompt: response j to the prompt with row id i has i * n + j."""
     n = ask.sampling.n
     return (ask.prompts.row_ids.to(device)[:, None] * n + torch.arange(n, device=device)).flatten()
 
@@ -112,8 +116,8 @@ def rollout_of(
     pad_token_id: int,
     routed: Tensor | None = None,
 ) -> Rollout:
-    """The rollout whose responses are `tokens` [B, T] where `drawn`, up to and with the token that stops them; `routed`
-    [B, S, L, k] are the experts of all tokens that the engine ran."""
+    """Make a rollout of responses `tokens` [B, T] at the positions `drawn` (bool [B, T]), up to and including the stop
+    token; `routed` [B, S, L, k] are the experts of all tokens that the engine ran."""
     stops = drawn & torch.isin(tokens, tokens.new_tensor(ask.sampling.stop_token_ids))
     if ask.sampling.stop_texts is not None:
         stops |= _text_stops(tokens, drawn, ask.sampling.stop_texts)
@@ -138,7 +142,7 @@ def rollout_of(
 
 
 def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
-    """The rollout with so many prompt and response positions, in place of the fewer that it has."""
+    """Pad a rollout to `prompt` and `response` positions."""
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
@@ -154,7 +158,7 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
 
 
 def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
-    """bool [B, T], True at each row's first token that completes one of the texts."""
+    """Find each row's first token that completes one of the texts: bool [B, T]."""
     counts = drawn.sum(1).tolist()
     ends = [texts.end(row[:count]) for row, count in zip(tokens.tolist(), counts, strict=True)]
     places = torch.tensor([-1 if end is None else end[0] - 1 for end in ends], device=tokens.device)
@@ -162,7 +166,7 @@ def _text_stops(tokens: Tensor, drawn: Tensor, texts: StopTexts) -> Tensor:
 
 
 class DrawnStep(NamedTuple):
-    """One token of each live row: what row rows[i] of the rollout got at one position."""
+    """One token of each live row: row rows[i] of the rollout got tokens[i] at the same position."""
 
     rows: Tensor
     position: int
@@ -172,8 +176,8 @@ class DrawnStep(NamedTuple):
 
 
 class Steps:
-    """The steps of a wave, in order. With `score(hidden, tokens)` their log-probs are those that it gives of many
-    tokens at once, by the hidden states [R, H] before them."""
+    """The steps of a wave, in order. With `score(hidden, tokens)` log-probs are computed for many tokens at once, from
+    the hidden states [R, H] before them."""
 
     def __init__(self, score: Callable[[Tensor, Tensor], Tensor] | None = None) -> None:
         self._score = score
@@ -181,7 +185,7 @@ class Steps:
         self._open: list[tuple[DrawnStep, Tensor]] = []
 
     def add(self, step: DrawnStep, hidden: Tensor | None) -> None:
-        """Takes the next step in, with the hidden states [R, H] before its tokens where they are to be scored."""
+        """Append a step, with the hidden states [R, H] before its tokens if they are to be scored."""
         if self._score is None:
             self._done.append(step)
             return
@@ -206,7 +210,7 @@ class Steps:
 
 
 class FinishedRows:
-    """Calls `on_finished` for rows as they finish, from the steps of all waves."""
+    """Calls `on_finished` for rows as they finish, given the steps of all waves."""
 
     def __init__(self, on_finished: OnFinished, limits: Sequence[int], sampling: Sampling) -> None:
         self._on_finished = on_finished
@@ -214,8 +218,8 @@ class FinishedRows:
         self._open: dict[int, list[int]] = {row: [] for row in range(len(self._limits))}
 
     def __call__(self, step: DrawnStep, stops: Tensor) -> None:
-        """Takes the step's tokens in, and which of them stop their rows; rows that ended before, and are still among
-        the live ones, are passed over."""
+        """Process the step's tokens, and which of them stop their rows. Finished rows that are still among the live
+        ones are skipped."""
         for row, token, stopped in zip(step.rows.tolist(), step.tokens.tolist(), stops.tolist(), strict=True):
             response = self._open.get(row)
             if response is None:
@@ -235,7 +239,7 @@ def assemble(
     limits: Sequence[int],
     pad_token_id: int,
 ) -> Rollout:
-    """The rollout of all steps of all waves, and the experts of the tokens that went through the model."""
+    """Assemble the rollout of all steps of all waves, with the experts of the tokens that the model processed."""
     batch, length = len(row_ids), 1 + max(step.position for step in steps)
     place = torch.cat([step.rows * length + step.position for step in steps])
 

@@ -1,4 +1,4 @@
-"""Drawing tokens from logits: temperature, top-k, top-p, and one uniform number per token."""
+"""Drawing of tokens from logits, with temperature, top-k, top-p, and one uniform number per token."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fppo.runtime.mesh import all_reduce
 from fppo_kernels.collectives import Axis, all_gather
 
 _BLOCK = 128
-_FEW, _MORE = 256, 16  # tokens among which top-p is looked for first, and by how many times as many then
+_FEW, _MORE = 256, 16  # the number of tokens in which top-p is first searched, and the factor by which it grows
 
 
 class Columns(NamedTuple):
-    """Which columns of logits over a vocabulary of `size` tokens this rank of an axis has: those from `first` on."""
+    """A rank's columns of logits over a vocabulary of `size` tokens, cut over an axis: those from `first` on."""
 
     axis: Axis
     first: int
@@ -26,17 +26,17 @@ class Columns(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """Tokens, and their log-probs under two distributions; [R], log-probs in float32 (float64 from float64 logits)."""
+    """Drawn tokens [R], and their log-probs [R] under two distributions, in float32 (float64 for float64 logits)."""
 
     tokens: Tensor  # int64
     log_probs: Tensor  # under softmax(logits / temperature)
-    sampling_log_probs: Tensor  # under the distribution drawn from; 0 if greedy
+    sampling_log_probs: Tensor  # under the distribution of the draw; 0 if greedy
 
 
 def process_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """logits / temperature [R, V], with -inf at the tokens that top-k, then top-p, remove.
+    """Compute logits / temperature [R, V], with -inf at tokens that top-k, and then top-p, remove.
 
-    A token as likely as the last one kept is kept as well, so the order of tokens does not matter.
+    Ties with the last kept token are kept, so the order of tokens does not matter.
     """
     return _cut(_scale(logits, sampling), sampling, Columns(Axis(), 0, logits.shape[-1]))
 
@@ -57,14 +57,14 @@ def _cut(scaled: Tensor, sampling: Sampling, columns: Columns) -> Tensor:
 def _smallest_of_top_p(scaled: Tensor, top_p: float, columns: Columns) -> Tensor:
     """The smallest value [R, 1] among each row's likeliest tokens that together hold `top_p`.
 
-    Few tokens hold most of the mass, so they are looked for among few before all are sorted.
+    Few tokens hold most of the mass, so a few are searched before all are sorted.
     """
     norm = all_gather(scaled.logsumexp(-1, keepdim=True)[None], columns.axis).logsumexp(0)
     count = min(_FEW, columns.size)
     while True:
         likeliest = _likeliest(scaled, count, columns.axis)
         probs = (likeliest - norm).double().exp()
-        likelier = probs.cumsum(-1) - probs  # mass
+        likelier = probs.cumsum(-1) - probs  # probability mass
         kept = (likelier < top_p).sum(-1, keepdim=True).clamp_(min=1)
         if count == columns.size or not (kept == count).any():
             return likeliest.gather(-1, kept - 1)
@@ -72,7 +72,7 @@ def _smallest_of_top_p(scaled: Tensor, top_p: float, columns: Columns) -> Tensor
 
 
 def _likeliest(scaled: Tensor, count: int, axis: Axis) -> Tensor:
-    """The `count` largest values of each row over all ranks' columns [R, count], the largest first."""
+    """The `count` largest values of each row over all ranks' columns [R, count], in descending order."""
     own = scaled.topk(min(count, scaled.shape[-1])).values
     if axis.size == 1:
         return own
@@ -81,10 +81,11 @@ def _likeliest(scaled: Tensor, count: int, axis: Axis) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """For each row the first token at which the cumulative sum of `weights` [R, V] (>= 0) exceeds uniform * total.
+    """The first token of each row at which the cumulative sum of `weights` [R, V] (>= 0) exceeds uniform * total: int64
+    [R].
 
-    `uniforms` is float64 [R] in [0, 1). A token of zero weight is never the result. Sums run in float64 over blocks of
-    tokens first and inside one block then, so no cumulative sum over the vocabulary is formed.
+    `uniforms` is float64 [R] in [0, 1). A token of zero weight is never returned. Sums are float64, first over blocks
+    of tokens and then inside one block, so that no cumulative sum over the vocabulary is formed.
     """
     rows, size = weights.shape
     if size <= 2 * _BLOCK:
@@ -101,8 +102,8 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _first_part_above(sums: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The first part [R, 1] of the columns, of cumulative `sums` [R, K], in which the draw of a uniform number [R] is;
-    and the uniform number [R, 1] of that draw among the part's own."""
+    """Locate a draw, given cumulative `sums` [R, K] of K parts and uniform numbers [R]: the part's index [R, 1], and
+    the uniform number [R, 1] of the draw within the part."""
     part, target = _first_above(sums, uniforms[:, None])
     end = sums.gather(1, part)
     start = sums.gather(1, (part - 1).clamp_(min=0)).where(part > 0, 0.0)
@@ -110,22 +111,22 @@ def _first_part_above(sums: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, fraction: Tensor) -> tuple[Tensor, Tensor]:
-    """The first column [R, 1] at which `cumulative` [R, K] exceeds fraction * total, and fraction * total.
+    """The first column [R, 1] at which `cumulative` [R, K] exceeds fraction * total, and fraction * total [R, 1].
 
-    The last column that adds to the total stands in where rounding leaves none above.
+    If rounding leaves no such column, the last one that adds to the total.
     """
     total = cumulative[:, -1:].contiguous()
     target = fraction * total
     above = torch.searchsorted(cumulative, target, right=True)
-    # clamps, here and above: nan still gives a token, since a bad index would bring down a GPU
+    # clamped here and above: nan still gives a token, since an invalid index would crash a GPU
     return torch.minimum(above, torch.searchsorted(cumulative, total)).clamp_(max=cumulative.shape[-1] - 1), target
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns | None = None) -> Draws:
-    """One token per row of `logits` [R, V] (float32 or float64), by one of `uniforms` (float64 [R]) each.
+    """Draw one token per row of `logits` [R, V] (float32 or float64), each by one of `uniforms` (float64 [R]).
 
-    With `columns` the logits are this rank's of them, and the ranks of that axis draw together: all get the tokens that
-    one process draws from the whole logits, but for the rounding of sums. Every rank must call.
+    With `columns` the logits are this rank's columns, and the ranks of the axis draw together: all get the tokens that
+    one process draws from the whole logits, up to rounding of sums. Every rank must call.
     """
     columns = columns or Columns(Axis(), 0, logits.shape[-1])
     axis, scaled = columns.axis, _scale(logits, sampling)
@@ -137,7 +138,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
         weights = weights.where(_cut(scaled, sampling, columns) > -torch.inf, 0.0)
     rank, places = _likeliest_places(scaled, axis) if sampling.greedy else _drawn_places(weights, uniforms, axis)
     chosen = (scaled.gather(1, places[:, None]) - peak)[:, 0]
-    if axis.size > 1:  # float64 holds every token's number
+    if axis.size > 1:  # float64 represents every token's index
         both = torch.stack([(columns.first + places).double(), chosen.double()])
         places, chosen = all_reduce(torch.where(rank == axis.rank, both, 0.0), axis).unbind()
     tokens, chosen = places.long(), chosen.to(scaled.dtype)
@@ -148,7 +149,7 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
 
 
 def _likeliest_places(scaled: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """The rank [R] whose columns have the largest value, and where that of this rank's is among its own [R]."""
+    """The rank [R] whose columns have the largest value, and the index of this rank's own largest value [R]."""
     places = scaled.argmax(-1)
     if axis.size == 1:
         return torch.zeros_like(places), places
@@ -156,7 +157,7 @@ def _likeliest_places(scaled: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def _drawn_places(weights: Tensor, uniforms: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """The rank [R] whose columns have the draw, and where it is among that rank's [R]; on others any column."""
+    """The rank [R] whose columns have the draw, and the draw's index on that rank [R]; any index on others."""
     if axis.size == 1:
         places = inverse_cdf(weights, uniforms)
         return torch.zeros_like(places), places

@@ -1,4 +1,4 @@
-"""Rollouts on disk: a file for each step, written where they are sampled and read where they are trained on."""
+"""Rollouts on disk: a file for each step, written by the run that samples and read by a run that trains."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NAME = re.compile(r"step_(\d{8})\.safetensors")
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the rollout that step `step` trains on stands; the first step is 1."""
+    """The path of the rollout for step `step`; the first step is 1."""
     return directory / f"step_{step:08d}.safetensors"
 
 
 def write(rows: Scored, directory: Path, step: int) -> Path:
-    """Writes what was sampled, without its scores. The file appears whole, in place of one that was there."""
+    """Write a rollout without its scores, atomically, in place of an earlier file."""
     directory.mkdir(parents=True, exist_ok=True)
     path = path_of(directory, step)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
@@ -32,9 +32,9 @@ def write(rows: Scored, directory: Path, step: int) -> Path:
 
 
 def read(directory: Path, step: int, device: torch.device, *, vocabulary: int) -> Rollout:
-    """The rollout of a step, for a model that knows `vocabulary` tokens.
+    """Read the rollout of a step, for a model with `vocabulary` tokens.
 
-    Raises ValueError if there is none, if it is damaged, and for tokens that the model does not know.
+    Raises ValueError for a missing or damaged file, and for tokens outside the vocabulary.
     """
     path = path_of(directory, step)
     if not path.exists():
@@ -50,14 +50,14 @@ def read(directory: Path, step: int, device: torch.device, *, vocabulary: int) -
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps that the directory holds rollouts of, in order."""
+    """The steps for which the directory has rollouts, ascending."""
     matches = (_NAME.fullmatch(path.name) for path in directory.glob("step_*.safetensors"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> None:
-    """Raises ValueError unless the directory holds rollouts of `rows` rows for the steps 1 to `until`; with `routed`
-    those that tell the experts that an engine chose."""
+    """Raise ValueError unless the directory has rollouts of `rows` rows for steps 1 to `until`; with `routed` they must
+    include the engine's experts."""
     if not directory.is_dir():
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
     there = steps(directory)

@@ -1,4 +1,4 @@
-"""Weights on their way from the trainer to an engine: whole tensors in buckets, with a digest of each.
+"""Transfer of weights from the trainer to an engine: whole tensors in buckets, with a digest of each.
 
     for bucket in renamed(reshard(params, model.shapes, mesh, bucket_bytes=1 << 28), rename):
         ...  # bucket.tensors, bucket.digests
@@ -24,15 +24,15 @@ from fppo.runtime.parts import dtypes_of, whole_tensors
 from fppo.tree import Away
 
 Rename = Callable[[str, Tensor], Iterable[tuple[str, Tensor]]]
-How = Literal["bytes", "sums"]  # what a digest is computed from; both sides of a sync must take the same
+How = Literal["bytes", "sums"]  # the source of a digest; both sides of a sync must use the same
 
 
 class SyncError(RuntimeError):
-    """An engine does not hold the weights that it was sent."""
+    """Error for an engine that does not hold the weights that it was sent."""
 
 
 class Bucket(NamedTuple):
-    """Some whole tensors under the engine's names, and the digest of each as it was sent, computed as `how` says."""
+    """Whole tensors under the engine's names, and the digest of each as sent, computed by the method `how`."""
 
     tensors: dict[str, Tensor]
     digests: dict[str, str]
@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 
 class CopyOrigin(NamedTuple):
-    """Sources of a copy of parameters: the leaves themselves, tensors or handles, under a version."""
+    """The source of a copy of parameters: the leaves (tensors or handles) and their version."""
 
     version: int
     leaves: dict[str, weakref.ref[Any]]
@@ -51,19 +51,19 @@ class CopyOrigin(NamedTuple):
         return CopyOrigin(version, {name: weakref.ref(x) for name, x in params.items()})
 
     def matches(self, params: Mapping[str, Any], version: int) -> bool:
-        """Whether the copy is one of these parameters. A tensor that was written into has another version; the value of
-        a handle is never another."""
+        """Whether the copy is one of these parameters. A tensor that was written into has another version; handles are
+        immutable."""
         fixed = all(isinstance(x, Away) for x in params.values())
         same = (fixed or self.version == version) and self.leaves.keys() == params.keys()
         return same and all(self.leaves[name]() is x for name, x in params.items())
 
 
 def digest(x: Tensor, how: How | None = None) -> str:
-    """128 bits, in hex, of a tensor's dtype, shape and bytes.
+    """Digest a tensor's dtype, shape and bytes to 128 bits, in hexadecimal.
 
     "bytes" (the default on a CPU) is XXH3 of all bytes, read on the host. "sums" (the default elsewhere) are those of
-    `runtime.digests`, on the tensor's device. `tree.digest` withstands those who choose what collides, and takes some
-    twenty times as long as XXH3.
+    `runtime.digests`, on the tensor's device. Neither withstands chosen collisions, as `tree.digest` does, which takes
+    some twenty times as long as XXH3.
     """
     what = f"{x.dtype} {tuple(x.shape)} ".encode()
     words = digests.words_of(x)
@@ -77,7 +77,7 @@ def digest(x: Tensor, how: How | None = None) -> str:
 
 
 def how_of(tensors: Iterable[Tensor]) -> How:
-    """The method of these tensors' digests: "bytes" if all of them are on the host, else "sums"."""
+    """The digest method for these tensors: "bytes" if all of them are on the host, else "sums"."""
     return "bytes" if all(x.device.type == "cpu" for x in tensors) else "sums"
 
 
@@ -92,12 +92,12 @@ def reshard(
     exact: Collection[str] = (),
     layout: Layout | None = None,
 ) -> Iterator[Bucket]:
-    """The whole parameters, or those named in `only`, in order, in buckets; floating ones as `dtype`, but `exact` ones.
+    """Yield whole parameters in buckets, in order: all, or those in `only`. Floating-point ones are cast to `dtype`,
+    except for names in `exact`.
 
-    Digests are as `how_of` says. A bucket's extra memory is at most `bucket_bytes`, or what one tensor takes
-    if that is more; whole parameters that need no cast are not copied at all. On a mesh that cuts parameters, over its
-    tensor and pipeline axes as the model's `layout` says, a bucket is gathered: every rank must take all buckets, which
-    are the same on all.
+    Digests use the method of `how_of`. A bucket takes at most `bucket_bytes` of additional memory, or a single larger
+    tensor; whole parameters without a cast are not copied. On a mesh that cuts parameters (over tensor and pipeline
+    axes by the model's `layout`) buckets are gathered: every rank must consume all of them, and all get the same.
     """
     mesh = mesh or Mesh.local()
     whole_shapes = shapes if layout is None else layout.whole
@@ -115,12 +115,12 @@ def reshard(
 
 
 def sent_dtype(name: str, own: torch.dtype, dtype: torch.dtype | None, exact: Collection[str]) -> torch.dtype:
-    """The dtype in which a parameter of dtype `own` is sent: `dtype` for a floating one that need not be `exact`."""
+    """The dtype in which a parameter is sent: `dtype` for floating-point ones not in `exact`, else its `own`."""
     return dtype if dtype is not None and own.is_floating_point and name not in exact else own
 
 
 def pieces(sizes: Mapping[str, int], budget: int) -> Iterator[list[str]]:
-    """Names in order, those of a piece together at most `budget` bytes; one that is larger stands alone."""
+    """Split names, in order, into groups of at most `budget` bytes; a larger item is a group by itself."""
     piece: list[str] = []
     total = 0
     for name, size in sizes.items():
@@ -141,10 +141,11 @@ def changed(
     frozen: Iterable[str] = (),
     names: Iterable[str] | None = None,
 ) -> tuple[set[str], dict[str, str]]:
-    """The parameters whose digests differ from `last` on any rank, and this rank's digests of its parts now.
+    """The names of parameters whose digests differ from `last` on any rank, and this rank's current digests of its
+    parts.
 
-    Those in `frozen` are taken to be as they were, once `last` knows them. Every rank of the mesh must call. `names`
-    are those of all stages, where a rank of a pipeline axis holds some of them.
+    Parameters in `frozen` count as unchanged once `last` has them. Every rank of the mesh must call. On a pipeline
+    axis, whose ranks hold different parameters, `names` are those of all stages.
     """
     mesh = mesh or Mesh.local()
     names = list(params if names is None else names)
@@ -157,12 +158,12 @@ def changed(
 
 
 def hf_weight_loader(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """The parameter under its Hugging Face name, which is what most of vLLM's models load."""
+    """Keep a parameter under its Hugging Face name, which most of vLLM's models load."""
     return ((name, x),)
 
 
 def split_experts(name: str, x: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """transformers stacks experts to one tensor; checkpoints, and so vLLM, name each of them."""
+    """Split a stacked tensor of experts, as in transformers, into one per expert, as in checkpoints and vLLM."""
     prefix, _, kind = name.rpartition(".")
     if not prefix.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
         return ((name, x),)
@@ -178,7 +179,7 @@ RENAMES: Mapping[str, Rename] = {"qwen2_moe": split_experts, "qwen3_moe": split_
 
 
 def dtensor_weight_loader(model_type: str, renames: Mapping[str, Rename] = RENAMES) -> Rename:
-    """How a family's parameters become those its engine loads, by a table that users extend:
+    """Look up how a family's parameters are renamed for its engine, in a table that users can extend:
 
     dtensor_weight_loader("mine", {**RENAMES, "mine": lambda name, x: [(name.replace("blocks", "layers"), x)]})
     """
@@ -186,7 +187,7 @@ def dtensor_weight_loader(model_type: str, renames: Mapping[str, Rename] = RENAM
 
 
 def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[str]]:
-    """The engine's names of what each parameter becomes, without the parameters."""
+    """The engine's names for each parameter, computed without tensors."""
     if rename is hf_weight_loader:
         return {name: [name] for name in shapes}
     metas = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -194,9 +195,9 @@ def targets(shapes: Mapping[str, torch.Size], rename: Rename) -> dict[str, list[
 
 
 def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
-    """The buckets with each tensor under the names, or in the pieces, that `rename` makes of it.
+    """Rename, and possibly split, each tensor of the buckets by `rename`.
 
-    Raises SyncError where two parameters would have one name.
+    Raises SyncError if two parameters get one name.
     """
     if rename is hf_weight_loader:
         yield from buckets
@@ -216,7 +217,8 @@ def renamed(buckets: Iterable[Bucket], rename: Rename) -> Iterator[Bucket]:
 
 
 def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:
-    """Raises SyncError that names what an engine expects and is not sent, or is sent and does not know."""
+    """Raise SyncError for names that an engine expects but would not be sent, or that it would be sent but does not
+    know."""
     expected, sent = set(expected), set(sent)
     wrong = [
         f"{what}: {_some(sorted(names))}"
@@ -228,7 +230,7 @@ def compare_names(expected: Iterable[str], sent: Iterable[str]) -> None:
 
 
 def compare(sent: Mapping[str, str], got: Mapping[str, str]) -> None:
-    """Raises SyncError that names what was sent and not got, got and not sent, or got otherwise than sent."""
+    """Raise SyncError for tensors that were lost, added or changed in transfer, by name."""
     missing, unknown = sorted(sent.keys() - got.keys()), sorted(got.keys() - sent.keys())
     other = sorted(name for name in sent.keys() & got.keys() if sent[name] != got[name])
     wrong = [

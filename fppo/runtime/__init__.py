@@ -1,9 +1,9 @@
-"""Runtime: meshes, sharded parameters, offload, checkpoints, and failures of ranks.
+"""Meshes of processes, and what runs on them: sharded parameters, offload, checkpoints, and failures of ranks.
 
 In: trees of tensors and a `Mesh` of axes. Out: the same functions over many ranks: sums, gathers and scatters that
-gradients pass through, checkpoints that any mesh reads, errors that name the rank. Names are imported at their first
-use, so that worker processes and `--help` load no torch. Begin with `mesh.Mesh`; `fsdp` shards, `checkpoint` saves,
-`simulate` runs ranks as threads.
+gradients pass through, checkpoints that any mesh can read, errors that name the rank. Names are imported at their first
+use, so that worker processes and `--help` load no torch. Begin with `mesh.Mesh`; `fsdp` shards parameters, `checkpoint`
+saves, `simulate` runs ranks as threads.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""One attempt to write a checkpoint, by all ranks: they write into one draft, and rank 0 gives it its name.
+"""One attempt to write a checkpoint: all ranks write into one draft directory, and rank 0 renames it at the end.
 
-The ranks agree on the attempt in the calling thread, by a collective. What comes after runs in a thread of each rank
-and uses the file system alone, so that it is in nobody's way: the draft bears a random token, so nothing that a crashed
-attempt left is taken for it; a rank's JSON appears when its tensors are on disk; rank 0 waits for all of those, writes
-the manifest and renames the draft; the others wait for that, or for the file that says why it failed.
+The ranks agree on the attempt in the calling thread, by a collective. The rest runs in a thread of each rank and uses
+the file system alone, so that it delays no collective. The draft's name has a random token, so leftovers of a crashed
+attempt are not mistaken for it. A rank's JSON appears once its tensors are on disk. Rank 0 waits for all of these,
+writes the manifest and renames the draft. The other ranks wait for that, or for the file with the reason of a failure.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ LONGEST_PAUSE = 1.0  # seconds between two looks at the file system
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands."""
+    """The path of a step's checkpoint."""
     return directory / f"step_{step:08d}"
 
 
 def steps(directory: Path) -> list[int]:
-    """The steps of the complete checkpoints, ascending. What a crash left behind does not bear their name."""
+    """The steps of the complete checkpoints, ascending. Leftovers of crashes have other names."""
     return sorted({step for _, step in _entries(directory)})
 
 
 def place_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is: in the directory whose manifest says so, whatever it is called."""
+    """The directory whose manifest has this step, whatever its name."""
     own = path_of(directory, step)
     return next((path for path, held in _entries(directory) if held == step), own)
 
 
 def step_in(path: Path) -> int:
-    """The step of the checkpoint in a directory with a checkpoint's name: as its manifest says; of a damaged one, which
-    cannot be loaded, as its name does."""
+    """The step of the checkpoint in a directory named like one: from its manifest, or from the name if the checkpoint
+    is damaged, and cannot be loaded."""
     try:
         return int(files.read_manifest(path)["step"])
     except CheckpointError:
@@ -58,7 +58,7 @@ def step_in(path: Path) -> int:
 
 
 def misnamed(directory: Path) -> list[str]:
-    """Warnings about checkpoints whose names give another step than their manifests."""
+    """Warnings about checkpoints whose names and manifests give different steps."""
     other = [(path, step) for path, step in _entries(directory) if path != path_of(directory, step)]
     return [
         f"{path} holds the checkpoint of step {step}, as its manifest says; its name is wrong" for path, step in other
@@ -66,7 +66,7 @@ def misnamed(directory: Path) -> list[str]:
 
 
 def _entries(directory: Path) -> list[tuple[Path, int]]:
-    """The complete checkpoints with the steps that they hold; of several of one step first the one with its name."""
+    """The complete checkpoints with their steps. Of several with one step, the one whose name has it comes first."""
     if not directory.is_dir():
         return []
     there = sorted(path for path in directory.iterdir() if NAME.fullmatch(path.name))
@@ -74,8 +74,11 @@ def _entries(directory: Path) -> list[tuple[Path, int]]:
 
 
 def make_way(path: Path) -> None:
-    """Calls the checkpoint at `path`, if that is one of another step, by its own, as the one there may have to be too;
-    one whose step has another checkpoint by something else, under which it is none of the run's. Raises OSError."""
+    """Make the path free for the checkpoint of its step: rename a checkpoint of another step after its own step.
+
+    A checkpoint that is in the way there is renamed first, likewise. If that step has a right one already, the
+    checkpoint keeps a name that no run reads. Raises OSError.
+    """
     if not path.is_dir() or path == path_of(path.parent, step := step_in(path)):
         return
     beside = path.with_name(f"{path.name}.of_step_{step}")
@@ -88,14 +91,14 @@ def make_way(path: Path) -> None:
 
 @attrs.frozen
 class Attempt:
-    """This rank's view of an attempt. `token` is None if the step's checkpoint was there before."""
+    """One rank's view of an attempt. `token` is None if a checkpoint of the step already existed."""
 
     directory: Path
     step: int
     token: str | None
-    rank: int  # of the whole mesh
+    rank: int  # the rank in the whole mesh
     ranks: int
-    timeout: float  # seconds to wait while nothing visible happens
+    timeout: float  # seconds to wait without any visible progress
 
     @property
     def final(self) -> Path:
@@ -106,14 +109,14 @@ class Attempt:
         return self.directory / f".{self.final.name}.{self.token}"
 
     def await_draft(self) -> None:
-        """Waits until this rank sees the directory that rank 0 has made."""
+        """Wait until this rank sees the directory that rank 0 created."""
         self._wait(
             lambda: self.draft.is_dir() or None,
             lambda: f"{self.draft}, which rank 0 has made, is not to be seen on rank {self.rank}: {self._shared()}",
         )
 
     def await_shards(self, writers: Sequence[str]) -> None:
-        """Waits until the files of all ranks that write are there; the words say which those are."""
+        """Wait for the files of all ranks that write; `writers` describes these ranks."""
         missing = list(range(len(writers)))
 
         def arrived() -> bool | None:
@@ -132,25 +135,25 @@ class Attempt:
         self._wait(arrived, complaint)
 
     def await_commit(self) -> None:
-        """Waits until rank 0 has given the draft its name."""
+        """Wait until rank 0 has renamed the draft."""
 
         def committed() -> bool | None:
             self.raise_if_failed()
             if not (self.final / files.MANIFEST).exists():
                 return None
-            with contextlib.suppress(DamagedError):  # seen while it is renamed
+            with contextlib.suppress(DamagedError):  # the directory was listed during the rename
                 return True if files.read_manifest(self.final)["attempt"] == self.token else None
             return None
 
         self._wait(committed, lambda: f"rank 0 has not finished it: is it alive? {self._shared()}")
 
     def raise_if_failed(self) -> None:
-        """Raises the reason for which another rank gave up."""
+        """Raise CheckpointError with the reason for which another rank gave up, if any."""
         with contextlib.suppress(OSError):
             raise CheckpointError((self.draft / FAILED).read_text())
 
     def give_up(self, reason: str, shard: int | None) -> None:
-        """Says so to the other ranks, if nobody has yet, and frees the space that this one's files took."""
+        """Publish the reason for a failure, unless another rank has, and remove the files of this rank's `shard`."""
         if self.ranks == 1:
             shutil.rmtree(self.draft, ignore_errors=True)
             return
@@ -167,7 +170,7 @@ class Attempt:
         return f"is {self.directory} one directory for all nodes?"
 
     def _wait(self, look: Callable[[], T | None], complaint: Callable[[], str]) -> T:
-        """Wait for a result of `look`. CheckpointError once nothing in the draft has changed for the time to wait."""
+        """Wait for a result of `look`. Raises CheckpointError once the draft has not changed for `timeout` seconds."""
         clock, unchanged, pause = ProcessClock(2 * LONGEST_PAUSE), Unchanged(), 0.005
         while (seen := look()) is None:
             if unchanged.seconds(_sizes(self.draft), clock.now()) > self.timeout:
@@ -187,9 +190,9 @@ def _sizes(directory: Path) -> dict[str, int]:
 
 
 def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout: float) -> Attempt:
-    """The attempt that rank 0 begins. Raises CheckpointError on all ranks if it could not.
+    """Agree on the attempt that rank 0 begins. If it could not begin, all ranks raise CheckpointError.
 
-    No rank leaves before all have come: so every rank is done with the last attempt when this one clears it away.
+    No rank returns before all have called, so that none still works on the attempt that this one removes.
     """
     rank, ranks = place_on(mesh, AXES), ranks_on(mesh, AXES)
     answer: dict[str, str | None] = {}
@@ -214,7 +217,7 @@ def agree(directory: Path, step: int, mesh: Mesh, device: torch.device, timeout:
 
 
 def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:
-    """The error that says why, and what to do."""
+    """The error for a checkpoint that could not be written, with the reason and a remedy."""
     last = steps(directory)
     return CheckpointError(
         f"the checkpoint of step {step} could not be written to {directory}: {reason}. "
@@ -224,21 +227,21 @@ def cannot_write(directory: Path, step: int, reason: str) -> CheckpointError:
 
 
 def _clear_leftovers(attempt: Attempt) -> None:
-    """Removes what crashed and failed attempts left behind."""
+    """Remove the drafts of crashed and failed attempts."""
     for old in attempt.directory.glob(".step_*"):
         if old != attempt.draft:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def commit(attempt: Attempt) -> None:
-    """Gives the draft its name; onto an existing checkpoint this fails, and so replaces none."""
+    """Rename the draft to the checkpoint's name. That fails if a checkpoint has the name, so that none is replaced."""
     sync(attempt.draft)
     attempt.draft.rename(attempt.final)
     sync(attempt.directory)
 
 
 def drop(path: Path) -> None:
-    """Renames, then removes, so that a half-removed checkpoint does not bear a checkpoint's name."""
+    """Rename a checkpoint, then remove it, so that no half-removed directory has a checkpoint's name."""
     doomed = path.with_name(f".{path.name}.dropped")
     with contextlib.suppress(OSError):
         path.rename(doomed)
@@ -246,7 +249,7 @@ def drop(path: Path) -> None:
 
 
 def drop_old(directory: Path, keep: int | None) -> None:
-    """Drops all but the newest `keep` checkpoints."""
+    """Drop all but the newest `keep` checkpoints."""
     old = steps(directory)[: -keep if keep else 0]
     for path, step in _entries(directory) if old else []:
         if step in old:

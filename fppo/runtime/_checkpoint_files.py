@@ -40,33 +40,33 @@ from fppo.runtime.streamed import opened
 FORMAT = 7
 READ = (6, FORMAT)  # a leaf of format 6 has no `experts`: the first rank of the expert axis had its rows
 MANIFEST = "state.json"
-STAGE_BYTES = 64 << 20  # what is copied from a device at a time
-# the axes whose ranks write what they hold, the last one's files neighbours
+STAGE_BYTES = 64 << 20  # bytes copied from a device at a time
+# axes whose ranks write their own parts; neighbours on the last axis have consecutive file numbers
 WRITERS = ("pipeline", "expert", "tensor", "shard")
 
 
 class CheckpointError(Exception):
-    """A checkpoint that cannot be written or read; the message says what to do."""
+    """Error for a checkpoint that cannot be written or read; the message says what to do."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what was written."""
+    """Error for a checkpoint whose files are not as they were written."""
 
 
 @attrs.frozen
 class Contents:
-    """Contents of a checkpoint over all ranks, as its manifest has them; every rank has the same."""
+    """Contents of a checkpoint over all ranks, as in its manifest; equal on all ranks."""
 
     plain: Mapping[str, Any]
     structure: str | None
-    leaves: Mapping[str, Mapping[str, Any]]  # the tensors: dtype, whole shape, cut, and what `Part` says of its ranks
-    writers: tuple[int, ...]  # how many ranks of each of `WRITERS` hold something of their own
+    leaves: Mapping[str, Mapping[str, Any]]  # dtype, whole shape, cut and ranks of each tensor
+    writers: tuple[int, ...]  # the number of ranks on each of `WRITERS` that hold parts of their own
     notes: Mapping[str, str] = attrs.field(
         factory=dict
-    )  # what the state goes with, as its data, which it does not hold
+    )  # facts about the run that are not part of the state, such as its data
 
     def number(self, mesh: Mesh) -> int | None:
-        """This rank's number among those that write; None if it writes nothing."""
+        """This rank's number among the ranks that write; None if it does not write."""
         if any(mesh[axis].rank for axis in AXES if axis not in WRITERS):
             return None
         number = 0
@@ -77,13 +77,13 @@ class Contents:
         return number
 
     def places(self) -> list[str]:
-        """Where the ranks that write stand on the axes over which there are several, in words."""
+        """Describe the coordinates of the ranks that write, on axes with several ranks."""
         every = itertools.product(*map(range, self.writers))
         wide = [place for place, count in enumerate(self.writers) if count > 1]
         return [", ".join(f"{WRITERS[i]} {place[i]}" for i in wide) or "shard 0" for place in every]
 
     def numbered(self, first: int) -> Contents:
-        """Contents of files whose numbers begin with `first`, beside those of other parts."""
+        """The contents with file numbers that begin with `first`, next to the files of other parts."""
         place = {"first": first, "writers": self.writers}
         return attrs.evolve(self, leaves={path: {**leaf, **place} for path, leaf in self.leaves.items()})
 
@@ -95,7 +95,7 @@ def contents(
     mesh: Mesh,
     device: torch.device,
 ) -> Contents:
-    """The contents over all ranks, from this rank's: a collective of the ranks of the pipeline axis."""
+    """Combine this rank's contents with those of all ranks: a collective over the pipeline axis."""
     leaves = {
         path: {
             "dtype": str(tensors[path].dtype),
@@ -115,7 +115,8 @@ def contents(
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """Join the contents of a state's parts, whose leaves say which files they are in; the last part is the rest."""
+    """Join the contents of the parts of a state. Each leaf says which files hold it; the last part is the remaining
+    state."""
     return Contents(
         plain={path: x for part in parts for path, x in part.plain.items()},
         structure=parts[-1].structure,
@@ -126,7 +127,8 @@ def joined(parts: Sequence[Contents]) -> Contents:
 
 
 def _grid(part: Part) -> tuple[int, ...]:
-    """How many ranks of each of `WRITERS` hold something of their own of a leaf, those of stages before its own too."""
+    """The number of ranks on each of `WRITERS` with parts of their own of a leaf; stages before its own count as
+    well."""
     own = {"pipeline": part.stage + 1, "shard": part.shard[1] // part.experts, "expert": part.experts}
     own |= {} if part.cut is None else {part.cut.axis: part.cutting[1]}
     return tuple(own.get(axis, 1) for axis in WRITERS)
@@ -137,7 +139,7 @@ def _largest(grids: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, Part]:
-    """Which part of each leaf this rank holds. Raises ValueError for tensors that do not fit the shapes."""
+    """The part of each leaf that this rank holds. Raises ValueError for tensors that do not fit the shapes."""
     cut = {path: x for path, x in shapes.items() if mesh.sharded or isinstance(x, Extent)}
     parts = {path: part_of(extent, mesh) for path, extent in cut.items() if holds(extent, mesh)}
     unknown = sorted(parts.keys() - tensors.keys())
@@ -153,7 +155,7 @@ def cuts_of(tensors: Mapping[str, Tensor], mesh: Mesh, shapes: Mapping[str, torc
 
 
 def writes(part: Part, mesh: Mesh) -> bool:
-    """Whether this rank is the one that writes what it holds of a leaf."""
+    """Whether this rank writes its part of a leaf: of ranks with equal parts only one does."""
     again = set(WRITERS[1:]) - ({part.cut.axis} if part.cut is not None else set())
     again -= {"shard"} if part.shard[1] > 1 else set()
     again -= {"expert"} if part.experts > 1 else set()
@@ -161,17 +163,17 @@ def writes(part: Part, mesh: Mesh) -> bool:
 
 
 def data_file(directory: Path, rank: int) -> Path:
-    """Where the tensors of a rank stand."""
+    """The path of the file with a rank's tensors."""
     return directory / f"shard_{rank:05d}.safetensors"
 
 
 def about_file(directory: Path, rank: int) -> Path:
-    """Where the rows and digests of a rank's tensors stand. It is there once they are whole."""
+    """The path of the file with the rows and digests of a rank's tensors. It exists once the tensors are complete."""
     return directory / f"shard_{rank:05d}.json"
 
 
 def publish(path: Path, content: Any) -> None:
-    """Writes a JSON file that appears whole or not at all."""
+    """Write a JSON file atomically."""
     draft = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
     draft.write_text(json.dumps(content))
     sync(draft)
@@ -179,7 +181,7 @@ def publish(path: Path, content: Any) -> None:
 
 
 def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> None:
-    """Writes and syncs one rank's files. The tensors must be contiguous, on the host, with memory of their own."""
+    """Write and sync one rank's files. The tensors must be contiguous, on the host, and share no memory."""
     data = data_file(directory, rank)
     safetensors.torch.save_file(dict(tensors), data)
     sync(data)
@@ -188,8 +190,8 @@ def write_shard(directory: Path, rank: int, tensors: Mapping[str, Tensor], cuts:
 
 
 def write_manifest(directory: Path, *, step: int, attempt: str, contents: Contents, count: int | None = None) -> None:
-    """Writes the manifest beside all ranks' files. With a `count` the numbers of files are below that, and there may be
-    some without one."""
+    """Write the manifest next to all ranks' files. With a `count` all file numbers are below it, and some may be
+    unused."""
     numbers = range(math.prod(contents.writers) if count is None else count)
     places = [about_file(directory, number) for number in numbers]
     content = {
@@ -211,7 +213,7 @@ def _canonical(content: Any) -> bytes:
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest. Raises DamagedError, and CheckpointError for one of another format."""
+    """Read the manifest. Raises DamagedError, and CheckpointError for an unknown format."""
     try:
         manifest = json_of((directory / MANIFEST).read_text())
         known = manifest["format"]
@@ -228,9 +230,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def read(
     directory: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Part]
 ) -> Iterator[tuple[str, Part, Tensor]]:
-    """The stored chunks that hold some of the wanted parts, one at a time, each with its digest verified.
+    """Yield the stored chunks that overlap the wanted parts, one at a time, each with its digest verified.
 
-    A chunk is read whole, as its digest is of the whole. Raises DamagedError naming the file or the leaf.
+    A chunk is read whole, because its digest covers all of it. Raises DamagedError that names the file or the leaf.
     """
     for rank, digest in enumerate(manifest["shards"]):
         needed = {path: part for path in wanted if (part := _stored(manifest, path, rank, wanted[path])) is not None}
@@ -253,7 +255,7 @@ def read(
 
 
 def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -> Part | None:
-    """The chunk of a leaf that a file holds, if it has something that is wanted."""
+    """The part of a leaf that a file holds, if it overlaps the wanted part; else None."""
     leaf = manifest["leaves"][path]
     counts = leaf.get("writers", manifest["writers"])
     places, rest = {}, number - leaf.get("first", 0)
@@ -274,7 +276,7 @@ def _stored(manifest: Mapping[str, Any], path: str, number: int, wanted: Part) -
 
 
 def same(directory: Path, contents: Contents, tensors: Mapping[str, Tensor], cuts: Mapping[str, Part]) -> bool:
-    """Whether these parts of a state of such contents are what the checkpoint holds, bit for bit. Raises
+    """Whether the checkpoint holds exactly these parts of a state with these contents, bit for bit. Raises
     CheckpointError."""
     manifest = read_manifest(directory)
     stored, held = (
@@ -295,7 +297,8 @@ def _bytes(x: Tensor) -> Tensor:
 
 
 def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
-    """The tensors on the host, contiguous, each with memory of its own: of others' too with `copy`."""
+    """Copy tensors to the host, contiguous, none sharing memory with another; with `copy` not with the given tensors
+    either."""
     own: dict[str, Tensor] = {}
     stage: Tensor | None = None
     taken: set[int] = set()
@@ -311,10 +314,10 @@ def on_host(tensors: Mapping[str, Tensor], copy: bool) -> dict[str, Tensor]:
 
 
 def _staged(x: Tensor, stage: Tensor) -> Tensor:
-    """A copy of `x` on the host by way of a piece of pinned memory [N] uint8.
+    """Copy `x` to the host through a buffer of pinned memory [N] uint8.
 
-    All of it pinned would take up to twice the bytes of a state, for good: torch rounds such memory up to powers of
-    two, and keeps it.
+    Pinning the whole copy would take up to twice the bytes of a state, for good: torch rounds such memory up to powers
+    of two, and keeps it.
     """
     copy = torch.empty(x.shape, dtype=x.dtype)
     source, target, room = x.reshape(-1), copy.view(-1), stage.view(x.dtype)

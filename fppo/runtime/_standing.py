@@ -12,7 +12,7 @@ import attrs
 
 from fppo.runtime.watch import WaitingCollective, Watch
 
-_SHOWN = 4  # ranks described one by one
+_SHOWN = 4  # the most ranks described one by one
 _OUTSIDE = {*sys.stdlib_module_names, "torch"} - {"__main__"}
 _HERE = ("fppo.runtime.failure", __name__)
 
@@ -83,7 +83,7 @@ def _line(frame: FrameType | None) -> str:
 
 
 def missing(axis: str, number: int, ranks: Sequence[int], standings: Mapping[int, Standing | None]) -> list[int]:
-    """Select the ranks that have begun fewer than `number` collectives over the axis."""
+    """The ranks that have begun fewer than `number` collectives over the axis."""
 
     def begun(standing: Standing | None) -> bool:
         return standing is not None and standing.calls.get(axis, 0) >= number
@@ -129,7 +129,7 @@ def too_long(
     others: Sequence[int],
     standings: Mapping[int, Standing | None],
 ) -> str:
-    """The error of a collective that has been waited for too long. `others` are its other ranks."""
+    """The error text for a collective that has waited too long. `others` are its other ranks."""
     late = missing(waiting.axis, waiting.number, others, standings)
     waits = f"after step {step}: {waiting.op} {over(waiting.axis)} has waited for {seconds:g} s"
     if not late:
@@ -145,6 +145,6 @@ def too_long(
 def broken(
     waiting: WaitingCollective, step: int, error: object, gone: Sequence[int], standings: Mapping[int, Standing | None]
 ) -> str:
-    """The error of a failed collective. `gone` are the ranks that have stopped reporting."""
+    """The error text for a failed collective. `gone` are the ranks that have stopped reporting."""
     of_whom = f"; no longer reporting: {described(gone, standings)}" if gone else ""
     return f"after step {step}: {waiting.op} {over(waiting.axis)} failed{of_whom} ({error})"

@@ -1,4 +1,4 @@
-"""Process groups among the threads of one process."""
+"""A process group among the threads of one process."""
 
 # pyright: reportIncompatibleMethodOverride=false
 # torch's stubs name the parameters of its C++ classes differently than torch's calls
@@ -233,7 +233,7 @@ def _done() -> Any:
 
 
 def _of(op: str, *tensors: Tensor) -> str:
-    """A description of a call, which must be equal on all ranks."""
+    """Describe a call; the description must be equal on all ranks."""
     return f"{op} of {', '.join(f'{x.dtype} {list(x.shape)}' for x in tensors)}"
 
 

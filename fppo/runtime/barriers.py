@@ -1,4 +1,4 @@
-"""How the threads that share torch's operations on a CPU wait for one another. No torch."""
+"""Waiting of torch's CPU threads for one another, asleep or spinning. No torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import MutableMapping
 
-# variables that say how long a thread of OpenMP spins: of the standard, of GNU's runtime, and of LLVM's and Intel's
+# variables for how long a thread of OpenMP spins: of the standard, of GNU's runtime, of LLVM's and Intel's
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 
 
 def wait_asleep() -> None:
-    """Have threads that wait for one another sleep, in this process and in those that it starts.
+    """Let threads that wait for one another sleep, in this process and in those that it starts.
 
     A thread of OpenMP spins at the end of each operation until the others are there. Beside other programs it may spin
     on the very core that the last of them needs. Without effect where a variable of `WAITING` is set. Raises
@@ -19,7 +19,7 @@ def wait_asleep() -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError(
-            "torch is loaded, and its threads wait as OpenMP was told then: call wait_asleep() before the first import "
+            "torch is loaded already, and OpenMP has read its settings:  call wait_asleep() before the first import "
             "of torch, or start the script with OMP_WAIT_POLICY=PASSIVE"
         )
     choose_waiting(os.environ)

@@ -1,6 +1,6 @@
-"""A run's state on disk: whole, committed by one rename over all ranks, checked when read, loaded onto any mesh.
+"""Checkpoints of a run: committed by one rename over all ranks, verified when read, and loadable onto any mesh.
 
-Where parts of a state are on meshes of their own, their ranks write them into the draft of whoever saves.
+Parts of a state on meshes of their own are written by their ranks, into the same draft.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ TIMEOUT = 600.0
 
 
 def step_of(path: Path) -> int:
-    """The step of the checkpoint at a path, as its manifest says. Raises CheckpointError if it does not have a
-    checkpoint's name, and where its directory holds another one of its step."""
+    """The step of the checkpoint at a path, from its manifest. Raises CheckpointError if the path is not named like a
+    checkpoint, and if the directory holds another checkpoint of this step."""
     match = attempts.NAME.fullmatch(path.name)
     if match is None or not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint; theirs are directories named like step_00000100")
@@ -67,7 +67,7 @@ def step_of(path: Path) -> int:
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """The notes that a checkpoint was saved with; {} for one of a time without any. Raises CheckpointError."""
+    """The notes saved with a checkpoint; {} for one from before notes. Raises CheckpointError."""
     with _damage_explained(path):
         return files.read_manifest(path).get("notes") or {}
 
@@ -80,25 +80,25 @@ class Pending:
 
     @staticmethod
     def written(path: Path) -> Pending:
-        """One that is written already."""
+        """Wrap a checkpoint that is written already."""
         result: Future[Path] = Future()
         result.set_result(path)
         return Pending(result)
 
     def done(self) -> bool:
-        """Whether it is written, or failed."""
+        """Whether it is written, or has failed."""
         return self._result.done()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Where it stands, once it is whole, with all ranks' parts. Raises CheckpointError if it could not be written;
-        what was there before stays usable. Raises TimeoutError if that takes longer than `timeout` seconds."""
+        """Wait for all ranks' parts, and return the checkpoint's path. Raises CheckpointError if it could not be
+        written (earlier checkpoints stay usable), and TimeoutError after `timeout` seconds."""
         return self._result.result(timeout)
 
 
 @attrs.frozen
 class RemoteParts:
-    """Parts of a state that are on meshes of their own: `write` has their ranks write them into a draft, by
-    `write_part`, in files with numbers below `files`."""
+    """Parts of a state on meshes of their own. `write` has their ranks write them into a draft by `write_part`, in
+    files with numbers below `files`."""
 
     files: int
     write: Callable[[Path], Sequence[Contents]]
@@ -117,7 +117,7 @@ def begin_save(
     timeout: float = TIMEOUT,
     parts: RemoteParts | None = None,
 ) -> Pending:
-    """Begins to write the tree `value` as the checkpoint of `step`, and afterwards drops all but the newest `keep`.
+    """Begin to write the tree `value` as the checkpoint of `step`, and afterwards drop all but the newest `keep`.
 
     Every rank of the mesh calls it. `shapes` are the whole shapes, by path as `tree.leaves_with_paths` has it, of the
     leaves that are sharded; they play no role if the mesh is not `mesh.sharded`. An `Extent` is one that is cut over
@@ -164,8 +164,8 @@ def write_part(
     mesh: Mesh = LOCAL,
     shapes: Mapping[str, torch.Size | Extent] = {},
 ) -> Contents:
-    """Writes what a tree has at `path`, in files of a draft whose numbers begin with `first`. Every rank of its mesh
-    calls, and whoever saves the rest commits it.
+    """Write the subtree of a state at `path` into a draft, in files whose numbers begin with `first`. Every rank of its
+    mesh calls; the caller that saves the remaining state commits the draft.
 
     `shapes` are those of `begin_save`, by paths in `value`; leaves that are elsewhere are left out.
     """
@@ -177,17 +177,17 @@ def write_part(
 
 @attrs.frozen
 class _Share:
-    """This rank's share of a tree."""
+    """One rank's share of a tree."""
 
-    contents: Contents  # of all ranks
-    number: int | None  # this rank's among those that write
+    contents: Contents  # contents over all ranks
+    number: int | None  # this rank's number among those that write
     tensors: Mapping[str, Tensor]
     cuts: Mapping[str, Part]
     device: torch.device
 
     @staticmethod
     def of(value: Any, path: str, mesh: Mesh, shapes: Mapping[str, torch.Size | Extent]) -> _Share:
-        """This rank's share of the tree at `path`, but for leaves that are elsewhere: a collective of the mesh."""
+        """This rank's share of the tree at `path`, without leaves that are elsewhere. A collective of the mesh."""
         every = {path + name: leaf for name, leaf in tree.leaves_with_paths(value)}
         leaves = {name: leaf for name, leaf in every.items() if not isinstance(leaf, tree.Away)}
         tensors = {name: x.detach() for name, x in leaves.items() if isinstance(x, Tensor)}
@@ -204,7 +204,7 @@ class _Share:
 
 
 def plain_of(leaf: Any) -> Any:
-    """A leaf that is no tensor, as JSON has it. Raises CheckpointError for one that does not fit it."""
+    """A leaf that is no tensor as a JSON value. Raises CheckpointError for one without a JSON form."""
     if isinstance(leaf, Key):
         return {"key": leaf.seed}
     if isinstance(leaf, Column):
@@ -215,7 +215,7 @@ def plain_of(leaf: Any) -> Any:
 
 
 def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: _Share, mesh: Mesh) -> None:
-    """Accepts the checkpoint that is there already if it holds this very state, on all ranks."""
+    """Accept an existing checkpoint of the step if it holds this very state, on all ranks."""
     problem = None
     try:
         if share.number is not None and not files.same(attempt.final, contents, share.tensors, share.cuts):
@@ -231,19 +231,19 @@ def _compare(result: Future[Path], attempt: Attempt, contents: Contents, share: 
 
 @attrs.frozen
 class _Job:
-    """Work of a rank's thread: write its shard, if any, then commit or wait for the commit."""
+    """The work of a rank's thread: write its shard, if any, then commit the draft or wait for the commit."""
 
     attempt: Attempt
     shard: int | None  # this rank's number among those that write
     tensors: Mapping[str, Tensor]
     cuts: Mapping[str, Part]
     contents: Contents
-    places: Sequence[str]  # of the ranks that write at the same time
-    count: int | None  # of files, where parts of the state have some
+    places: Sequence[str]  # descriptions of the ranks that write at the same time
+    count: int | None  # the number of files, if parts of the state have some
     keep: int | None
 
     def run(self, result: Future[Path]) -> None:
-        """Writes, or waits for those that write; `result` gets the path or the error."""
+        """Write, or wait for the ranks that write; set the path or the error as `result`."""
         attempt = self.attempt
         try:
             if self.shard is not None:
@@ -280,7 +280,8 @@ class _Job:
 
 
 def _written(parts: RemoteParts, attempt: Attempt) -> Sequence[Contents]:
-    """Contents that the ranks of the parts have written into the attempt's draft. The draft goes if one fails."""
+    """Have the ranks of the parts write into the attempt's draft; return the contents. If one fails the draft is
+    removed."""
     try:
         return parts.write(attempt.draft.absolute())
     except BaseException as error:
@@ -300,15 +301,16 @@ def load(
     device: torch.device | None = None,
     donate: bool = False,
 ) -> T:
-    """The tree that a mesh of any shape saved, in the structure and on the devices of `template`, whose values do not
-    matter; in pinned memory where that is. With `donate` it is in the template's own memory, which is given up once the
-    checkpoint turns out to fit. The field `free`, if that was given to `save` too, has the structure that was saved,
-    and stands on `device`, as tensors do that `template` has on meta. With `part`, a path like ".actor.params",
-    template, shapes and result are what the tree has there, and nothing else is read. Leaves of `template` that are
-    values elsewhere stay as they are.
+    """Load the tree that a mesh of any shape saved, in the structure and on the devices of `template`.
 
-    On a mesh that cuts parameters the leaves with `shapes` are this rank's parts, in `template` as in the result, which
-    lack those of other stages; only the chunks that hold some of them are read, one after the other. No collective is
+    The template's values do not matter; results are in pinned memory where it is. With `donate` results take over the
+    template's own memory, once the checkpoint is known to fit. The field `free`, if `begin_save` got it too, has the
+    structure that was saved; its tensors, and those that `template` has on meta, are loaded onto `device`. With `part`,
+    a path like ".actor.params", template, shapes and result are the subtree there, and nothing else is read. Leaves of
+    `template` that stand for values in other processes are returned unchanged.
+
+    On a mesh that cuts parameters, leaves with `shapes` are this rank's parts, both in `template` and in the result,
+    without leaves of other stages. Only chunks that overlap them are read, one after the other. No collective is
     called. Raises CheckpointError for a damaged checkpoint, and for one of another model, naming the leaves that
     differ.
     """
@@ -330,7 +332,7 @@ def load(
             )
         if donate:
             tensors = dict(zip(tensors, tree.tensors(tree.donate(list(tensors.values()))), strict=True))
-        # memory of their own: a file's layout aligns tensors otherwise, and kernels then round otherwise
+        # new memory: a file's layout aligns tensors otherwise, and kernels then round otherwise
         loaded: dict[str, Any] = {
             name: x if donate and not x.is_meta else _like(x, device) for name, x in tensors.items()
         }
@@ -342,14 +344,14 @@ def load(
 
 
 def _like(x: Tensor, device: torch.device | None) -> Tensor:
-    """Memory for what stands for `x`; of a tensor on meta on the device."""
+    """Empty memory like `x`; on the device if `x` is on meta."""
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device=device)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, pin_memory=x.is_pinned())
 
 
 def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | None) -> Any:
-    """A tree in the structure that the field was saved in, with a leaf of the right kind for each that was saved."""
+    """A tree in the saved structure of a field, with a placeholder of the right kind for each leaf."""
     _check_structure(json.loads(manifest["structure"])[1])
     spec = pytree.treespec_loads(manifest["structure"])
     paths = [path for path, _ in tree.leaves_with_paths(pytree.tree_unflatten([0] * spec.num_leaves, spec))]
@@ -364,7 +366,8 @@ def _standins(field: str, manifest: Mapping[str, Any], device: torch.device | No
 
 
 def _check_structure(node: Mapping[str, Any]) -> None:
-    """Raises DamagedError for anything but tuples, dicts and records of ours: torch imports what others name."""
+    """Raise DamagedError for anything but tuples, dicts and fppo's records: torch would import other classes by
+    name."""
     kind, context = node["type"], str(node["context"])
     plain = kind in (None, "builtins.tuple", "builtins.dict") or kind.startswith("fppo.")
     metric = kind == "collections.namedtuple" and context.startswith("fppo.")
@@ -376,7 +379,7 @@ def _check_structure(node: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _damage_explained(path: Path) -> Iterator[None]:
-    """Raises CheckpointError, with what to do, for a checkpoint that turns out to be damaged."""
+    """Turn a DamagedError of the block into a CheckpointError with a remedy."""
     try:
         yield
     except DamagedError as error:
@@ -393,8 +396,8 @@ def _mismatches(
     others: tuple[str, ...],
     away: Collection[str],
 ) -> list[str]:
-    """List the problems of stored leaves. Leaves with names of `others` are those of other stages; `away` are leaves
-    that are elsewhere, or trees of such."""
+    """Describe stored leaves that do not fit. Leaves with names in `others` belong to other stages; `away` are leaves,
+    or trees of leaves, in other processes."""
     saved = {name: leaf for kind in ("plain", "leaves") for name, leaf in manifest[kind].items()}
     elsewhere = {*away, *(name for path in away if path not in saved for name in inside(path, saved))}
     stored = {name: saved[name] for name in inside(part, saved) if name not in elsewhere}
@@ -414,7 +417,7 @@ def _mismatches(
 
 
 def inside(path: str, names: Iterable[str]) -> list[str]:
-    """Select the names that are paths of leaves of what is at `path`."""
+    """The names that are paths of leaves in the subtree at `path`."""
     return [name for name in names if name.startswith(path) and name[len(path) : len(path) + 1] in ("", ".", "[")]
 
 

@@ -6,7 +6,7 @@ import time
 
 
 class ProcessClock:
-    """A clock of the seconds that a process was running: a gap between readings counts at most `most`."""
+    """A clock of a process's running time: a gap between two readings counts as `most` seconds at most."""
 
     def __init__(self, most: float) -> None:
         self._most, self._last, self._now = most, time.monotonic(), 0.0

@@ -38,13 +38,13 @@ Kind = Literal["blake2b", "sums"]
 Shapes = Mapping[str, torch.Size | Extent]
 BLOCK = 1 << 15  # words in one block: few enough for a single thread
 SLAB = 1 << 8  # blocks at a time on other devices
-SHARE = 0.01  # of a step's time for digests
+SHARE = 0.01  # fraction of a step's time that digests may take
 # bytes per second of digests, and useful FLOP per second of a step: orders of magnitude instead of measurements, so
-# that equal runs digest equal steps
+# that equal runs digest the same steps
 _RATES: Mapping[tuple[str, str], float] = {("cpu", "cpu"): 1e9, ("cuda", "cuda"): 5e11, ("cpu", "cuda"): 2e10}
 _FLOPS = {"cpu": 1e11, "cuda": 3e14}
-_PAUSE = 1.0  # seconds of a step independent of the model's size
-_FLOP_PER_NUMBER = 8  # per parameter and token: a rollout's pass, and forward and backward of an update
+_PAUSE = 1.0  # seconds of a step that do not depend on the model's size
+_FLOP_PER_NUMBER = 8  # FLOP per parameter and token: a rollout's pass, then forward and backward of an update
 
 
 @functools.cache
@@ -55,8 +55,8 @@ def weights(device: torch.device) -> Tensor:
 
 
 def words_of(x: Tensor) -> Tensor:
-    """The memory of `x` as integers in its order: of 32 bits, or as wide as its elements if a row is not a whole number
-    of words, so that every row begins at a word."""
+    """View the memory of `x` as integers in its order: of 32 bits, or of its elements' width if a row is not a whole
+    number of words, so that every row begins at a word."""
     flat = x.detach().reshape(-1)
     if flat.stride(0) != 1:  # `contiguous` keeps the stride of a single element, which `view` does not take
         flat = flat.clone(memory_format=torch.contiguous_format)
@@ -72,8 +72,8 @@ def _word_size(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 @torch.no_grad()
 def block_sums(words: Tensor, first: int = 0, device: torch.device | None = None) -> Tensor:
-    """The weighted sum of each block, int64, of words that begin at index `first` of a whole; computed on `device`, by
-    default theirs. The first and the last block may be partial."""
+    """The weighted sum of each block, int64 [blocks], of words that begin at index `first` of a longer sequence. The
+    first and the last block may be partial. Computed on `device`, by default that of `words`."""
     device = device or words.device
     factors, start = weights(device), first % BLOCK
     head, rest = words[: -start % BLOCK], words[-start % BLOCK :]
@@ -100,7 +100,7 @@ def _weighted(words: Tensor, factors: Tensor) -> Tensor:
 
 
 def kind_of(device: torch.device, mesh: Mesh = LOCAL) -> Kind:
-    """The kind of digests of a run on `device`: of all bytes in one process on a CPU, else sums."""
+    """The kind of digests for a run on `device`: "blake2b" of all bytes for one process on a CPU, else sums."""
     return "blake2b" if device.type == "cpu" and ranks_on(mesh, AXES) == 1 else "sums"
 
 
@@ -120,7 +120,7 @@ def digest(
     """
     if kind == "blake2b":
         if ranks_on(mesh, AXES) > 1:
-            raise ValueError("digests of kind 'blake2b' are of runs of one process: compute them with one (--nproc 1)")
+            raise ValueError("digests of kind 'blake2b' come from runs of one process: compute them with --nproc 1")
         return tree.digest(value)
     own = _by_sums(value, device, mesh, shapes or {})
     if mesh["pipeline"].size > 1:  # first over the stages: afterwards all ranks have equal sets, and compare one digest

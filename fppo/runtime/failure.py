@@ -73,7 +73,7 @@ class Monitor:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._worker = 0  # the id of the working thread
-        self._told = False  # whether another rank's error is known
+        self._told = False  # whether another rank has failed
         self._mine: bytes | None = None  # this rank's claim, if any
 
     def __enter__(self) -> Monitor:
@@ -90,7 +90,7 @@ class Monitor:
         if not isinstance(error, Exception):
             self._stop()
             if error is None:
-                with contextlib.suppress(DistError):  # of a store that has gone with the last rank
+                with contextlib.suppress(DistError):  # the store ended with the last rank
                     self._store.set(_done(self._rank), "")
             return
         text = str(error) if waiting is None else self._of_broken(failed, waiting, failed.error or error)
@@ -104,10 +104,11 @@ class Monitor:
 
     def _stop(self) -> None:
         self._ended.set()
-        self._thread.join(_GRACE)  # it is stuck if the store hangs
+        self._thread.join(_GRACE)  # the thread is stuck if the store hangs
 
     def _claim(self, text: str, *, alone: bool) -> bool:
-        """Claim an error; whether it is the first of all ranks. Without the store: if `alone`, or on the last rank."""
+        """Claim an error; return whether it is the first of all ranks. Without the store: if `alone`, or on the last
+        rank."""
         mine = json.dumps([self._rank, text])
         self._mine = mine.encode()
         try:
@@ -139,7 +140,7 @@ class Monitor:
         print(f"fppo: {printable(text, lines=True)}", file=sys.stderr, flush=True)
 
     def _failed(self) -> Watch:
-        """The watch of the failed collective, if any, else this rank's own."""
+        """The watch of the failed collective, if any; else this rank's own."""
         other = self._beside
         if self._watch.waiting is None and other is not None and other.error is not None:
             return other

@@ -136,7 +136,7 @@ class Sums:
         """Start a reduce-scatter and return this rank's shards of the sum, valid once `finish` was called."""
         self.finish()
         shards, self._finish = begin_reduce_scatter(grads, dtypes, axes, sharding)
-        if torch.is_anomaly_enabled():  # it reads gradients at once
+        if torch.is_anomaly_enabled():  # it reads the gradients right away
             self.finish()
         return shards
 
@@ -229,7 +229,7 @@ class _Gathered(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.axes, ctx.sharding, ctx.sums, ctx.dtypes = axes, sharding, sums, [x.dtype for x in shards]
         whole = finish()
-        # otherwise autograd makes unused whole gradients of all others as soon as one is trained
+        # otherwise autograd creates the unused whole gradients of all others once one is trained
         ctx.mark_non_differentiable(*(x for x, own in zip(whole, ctx.needs_input_grad[4:], strict=True) if not own))
         ctx.set_materialize_grads(False)
         ctx.like = [(x.shape, x.dtype, x.device) for x in whole]

@@ -40,8 +40,8 @@ class Place:
     rank: int = 0
     local_rank: int = 0
     world: int = 1
-    local_world: int = 1  # ranks on this machine
-    started: bool = False  # by a launcher of several
+    local_world: int = 1  # the number of ranks on this machine
+    started: bool = False  # whether a launcher of several processes started it
     attempt: int = 0  # the number of earlier starts of all ranks
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Layouts of parameters on a mesh, as data: the parameters of each rank, its part of each, and the rank that counts."""
+"""Layouts of parameters on a mesh, as data: which part of each parameter a rank holds, and which rank counts it."""
 
 from __future__ import annotations
 

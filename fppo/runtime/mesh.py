@@ -1,4 +1,4 @@
-"""The mesh from this process's rank, and sums over its data axes."""
+"""The mesh of a process, from its rank, and sums over the data axes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Mesh:
     def __attrs_post_init__(self) -> None:
         unknown = sorted(set(self.axes) - {*AXES, DENSE})
         if unknown:
-            raise ValueError(f"unknown mesh axes {unknown}; there are {list(AXES)}")
+            raise ValueError(f"unknown mesh axes {unknown}; choose from {list(AXES)}")
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes.get(name, Axis())

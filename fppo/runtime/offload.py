@@ -34,7 +34,7 @@ class Lane:
         cuda = device.type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda and device.index is None else device
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else None  # in, out
-        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # an event, and the tensors of its copy
+        self._under_way: dict[int, tuple[Any, Sequence[Tensor]]] = {}  # a CUDA event, and the tensors of its copy
         self._numbers = itertools.count()
 
     def host_like(self, x: Tensor) -> Tensor:
@@ -263,7 +263,7 @@ class _KeptStorage:
         self.here: Tensor | None = here
         self.leaving: Finish | None = leaving
         self.arriving: Finish | None = None
-        self.places: list[int] = []  # indices among all saved tensors, of those still to be used
+        self.places: list[int] = []  # indices, among all saved tensors, of those still to be used
 
     def needed(self) -> int:
         """The index of its next use: the backward pass goes from high indices to low ones; -1 if there is none."""

@@ -1,4 +1,4 @@
-"""Processes that are new Pythons, and that end when the one that started them does, however that ends. No torch."""
+"""Processes of a new Python interpreter that end with their parent, however it ends. No torch."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _CALL = (
 
 
 def module_path() -> list[str]:
-    """Where this process finds modules, for processes that may work in other directories."""
+    """This process's module search path, for processes that may work in other directories."""
     return [os.getcwd() if entry == "" else entry for entry in sys.path]
 
 
 def start_python(
     target: str, *arguments: object, pass_fds: Sequence[int], environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a Python that calls `target`, a "module:function", with the arguments as texts.
+    """Start a Python interpreter that calls `target`, a "module:function", with the arguments as texts.
 
-    It has this one's module path, these descriptors, and this environment or the own. It is in a session of its own, as
-    ctrl-C is for the parent, and what it starts ends with `kill_session`. What it prints is not to mix with a command's
-    own output, and goes to standard error.
+    It inherits the module path, the descriptors `pass_fds`, and `environment` or this process's own. It is in a session
+    of its own: ctrl-C goes to the parent alone, and `kill_session` ends its children too. Its output goes to standard
+    error, so that it does not mix with a command's own output.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", _CALL, json.dumps(module_path()), target, *map(str, arguments)],
@@ -45,14 +45,14 @@ def start_python(
 
 
 def kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kills what `start_python` has started, with all that it started, and does not wait for that."""
-    with contextlib.suppress(OSError):  # nobody is left
+    """Kill a process that `start_python` started and all of its children, without waiting."""
+    with contextlib.suppress(OSError):  # all have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
 
 
 def in_words(status: int | None) -> str:
-    """How a process ended that has this exit status, which is minus the number of a signal."""
+    """Describe how a process with this exit status ended; a negative status is a signal's number."""
     if status is None or status >= 0:
         return f"with status {status}"
     hint = ", perhaps for want of memory" if status == -signal.SIGKILL else ""

@@ -1,5 +1,5 @@
-"""The part of a tensor on a rank: its rows of a sharded tensor, its cut on the tensor or expert axis, its stage's; and
-the whole tensor from all parts."""
+"""The part of a tensor on a rank (rows of a shard, cut on the tensor or expert axis, pipeline stage), and the whole
+tensor from all parts."""
 
 from __future__ import annotations
 

@@ -19,19 +19,20 @@ from fppo.runtime.schedule import Action, Schedule
 from fppo_kernels import collectives
 from fppo_kernels.collectives import Axis, Transfer
 
-# (params, stage, output of the stage before or None, micro-batch) -> output for the next stage, or (output, own loss)
+# fn(params, stage, output of the stage before or None, micro-batch) returns the output, or (output, the stage's loss)
 StageFn = Callable[[Any, int, Tensor | None, int], Any]
 
 
 class Wire(NamedTuple):
-    """The shape, dtype and device of the tensor between two stages for a micro-batch, and of its gradient."""
+    """A connection between two stages for one micro-batch: shape, dtype and device of the tensor and of its
+    gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
 
-Wires = Callable[[int], Wire]  # of each micro-batch
+Wires = Callable[[int], Wire]  # the wires of each micro-batch
 
 
 class _Mail:
@@ -40,17 +41,17 @@ class _Mail:
     def __init__(self, schedule: Schedule, axis: Axis, wires: Wires) -> None:
         self._schedule, self._axis, self._wires = schedule, axis, wires
         self._expected = {rank: deque(schedule.messages(rank, axis.rank)) for rank in range(axis.size)}
-        self._begun: dict[int, tuple[Action, Transfer]] = {}  # by source
+        self._begun: dict[int, tuple[Action, Transfer]] = {}  # receives by source rank
         self._here: dict[Action, Tensor] = {}
         self._sent: list[Transfer] = []
 
     def take(self, action: Action) -> Tensor:
-        """The result of an action of this rank or another; waits for it."""
+        """Wait for the result of an action, of this rank or another, and return it."""
         source = action.stage % self._axis.size
         while action not in self._here:
             self._begin(source)
             name, transfer = self._begun.pop(source)
-            self._begin(source)  # the next one arrives while this rank computes
+            self._begin(source)  # receive the next one while this rank computes
             self._here[name] = transfer.wait()
         return self._here.pop(action)
 
@@ -72,7 +73,7 @@ class _Mail:
         if target == self._axis.rank:
             self._here[action] = x.detach()
         elif target is not None:
-            self._sent = [transfer for transfer in self._sent if not transfer.done()]  # frees the memory of done ones
+            self._sent = [transfer for transfer in self._sent if not transfer.done()]  # frees memory
             self._sent.append(collectives.send(x, self._axis, target=target))
 
     def settle(self) -> None:
@@ -82,7 +83,7 @@ class _Mail:
 
 
 class _Sum:
-    """A sum of gradients in these dtypes."""
+    """A sum of gradients in given dtypes."""
 
     def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
         self._dtypes, self._counts = dtypes, [0] * len(dtypes)
@@ -158,7 +159,7 @@ def pipeline_value_and_grad(
             grad = None if stage == last else mail.take(schedule.needs(action)[1])
             *grads, back = _gradients([(edge, grad), (own, None)], leaves, received)
             total.add(grads)
-            del grads  # otherwise they live through the next passes
+            del grads  # else they would live through the next passes
             if received is not None:
                 mail.give(action, torch.zeros_like(received) if back is None else back)
     mail.settle()
@@ -175,7 +176,7 @@ def _gradients(
     """The summed vector-Jacobian products of the results (gradient None for a loss) by the leaves and, last, by the
     received tensor."""
     tracked = [(edge, grad) for edge, grad in results if edge is not None]
-    if not tracked:  # every token was masked, or no leaf was used
+    if not tracked:  # all tokens were masked, or no leaf was used
         return [None] * (len(leaves) + 1)
     edges, given = zip(*tracked, strict=True)
     inputs = leaves if received is None else [*leaves, received]

@@ -1,4 +1,4 @@
-"""Restarts of lost processes, which every room that starts processes shares. No torch."""
+"""Restarts of lost processes, shared by all packages that start processes. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 
 
 class Lost(RuntimeError):
-    """Processes are gone, with all that they held. `again`: whether a new start may help."""
+    """Error for processes that are lost, with all that they held. `again`: whether a new start may help."""
 
     def __init__(self, text: str, *, again: bool = True) -> None:
         super().__init__(text)
@@ -20,7 +20,8 @@ L = TypeVar("L", bound=Lost)
 
 
 class Restarts:
-    """Up to `limit` restarts. Threads may share them: each loss takes one, whoever meets it."""
+    """A budget of up to `limit` restarts. Threads may share it; each loss uses one restart, whichever thread meets
+    it."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.used = limit, 0

@@ -50,7 +50,7 @@ def simulate(axes: Mapping[str, int], fn: Callable[..., T], *per_rank: Sequence[
                 results[rank] = fn(meshes[rank][1], *(x[rank] for x in per_rank))
                 world.end(rank)
             except Stopped as stopped:
-                world.fail(rank, stopped)  # after the error that stopped this rank: not the first
+                world.fail(rank, stopped)  # an error that follows from the one that stopped this rank
             except BaseException as error:
                 world.fail(rank, error)
 

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 LOOPBACK = "127.0.0.1"
 TOKEN = "FPPO_STORE_TOKEN"  # the environment variable with the token before the keys of a start of ranks
 GLOO = "GLOO_SOCKET_IFNAME"  # gloo's variable: the interface to listen on, by default that of the machine's name
-_BACKLOG = 2048  # ranks that may connect at a time
+_BACKLOG = 2048  # the most simultaneous connections of ranks
 
 
 def listening(host: str = LOOPBACK) -> TCPStore:

@@ -72,7 +72,7 @@ class Watch:
         self.ranks = {axis: tuple(line) for axis, line in ranks.items()}  # global ranks by axis, or by line
         self.place = place  # this rank's coordinates on the axes, as text
         self.waiting: WaitingCollective | None = None
-        self.error: RuntimeError | None = None  # of the collective that failed; `waiting` still says which
+        self.error: RuntimeError | None = None  # the error of the failed collective, which `waiting` still describes
         self.step = 0  # the last finished step, set by the training loop
         self.thread = 0  # the id of the thread that waited last
         self._traffic = dict.fromkeys(ranks, Traffic())

@@ -1,8 +1,9 @@
-"""Steps: compositions of models, losses, kernels and mesh that take state and return state.
+"""Steps: functions from state to state, composed of models, losses, kernels and a mesh.
 
-In: a `TrainState` (parameters, optimizer state, a step count) and an `Experience`. Out: the next state and metrics; or,
-without gradients, log-probs, values and scores. Splits into micro-batches, packing and meshes change no number.
-Begin with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` their updates.
+In: a `TrainState` (parameters, optimizer state, number of updates) and an `Experience`. Out: the next state and
+metrics; or, without gradients, log-probs, values and scores. Micro-batches, packing and meshes change no result. Begin
+with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` the updates of
+parameters.
 """
 
 from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor

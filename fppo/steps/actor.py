@@ -1,4 +1,4 @@
-"""The update of the actor. What it computes does not depend on the split into micro-batches."""
+"""The update of the actor. Results do not depend on the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ OldLogProbs = Literal["pass", "engine", "update", "auto"]
 
 @attrs.frozen
 class SelectiveLoss:
-    """A policy loss that depends on tokens selected over a whole mini-batch, and the function that selects them.
+    """A policy loss that depends on tokens selected over a whole mini-batch, with the function that selects them.
 
-    `loss_fn` takes them as `selected`, bool [B, T], beside what every policy loss takes;
-    `select_fn(log_probs, old_log_probs, advantages, mask, *, noise)` gives them, from all rows of the mini-batch.
+    `loss_fn` takes the tokens as `selected`, bool [B, T], besides the arguments of every policy loss;
+    `select_fn(log_probs, old_log_probs, advantages, mask, *, noise)` returns them, given all rows of the mini-batch.
     """
 
     loss_fn: LossFn
@@ -45,10 +45,13 @@ class SelectiveLoss:
 
 @attrs.frozen(kw_only=True)
 class PolicyTerms:
-    """The scalars of the actor's objective: the temperature that log-probs are under, the factor of the entropy bonus,
-    the factor and kind (`losses.kl_term`) of the KL term to the reference, the factor of the negative
-    log-likelihood of responses with a positive outcome (`losses.positive_weights`), and the factors of the losses that
-    balance the loads of experts and keep their routers' logits small (`experts.RouterLosses`)."""
+    """The scalars of the actor's objective.
+
+    `temperature` is the sampling temperature that log-probs are computed under. `entropy_coef` weighs the entropy
+    bonus; `kl_coef` and `kl_kind` (`losses.kl_term`) the KL term to the reference; `nll_coef` the negative
+    log-likelihood of responses with a positive outcome (`losses.positive_weights`). `balance_coef` weighs the loss for
+    equal loads of experts, `router_z_coef` the loss for small router logits (`experts.RouterLosses`).
+    """
 
     temperature: float = 1.0
     entropy_coef: float = 0.0
@@ -64,7 +67,7 @@ PLAIN = PolicyTerms()
 
 @state
 class PreparedRows(Experience):
-    """Rows with what the objective reads of their whole mini-batch."""
+    """Rows with columns that the objective computed from the whole mini-batch."""
 
     selected: Tensor | None = None  # [B, T] bool: the tokens of a `SelectiveLoss`
     positive: Tensor | None = None  # [B, T]: the weights of the negative log-likelihood
@@ -72,16 +75,18 @@ class PreparedRows(Experience):
 
 @attrs.frozen(kw_only=True)
 class PolicyObjective:
-    """The loss of a policy's update: see `UpdateActor`."""
+    """The objective of an update of the policy: see `UpdateActor`."""
 
     loss_fn: LossFn | SelectiveLoss
     terms: PolicyTerms = PLAIN
     old_log_probs: OldLogProbs = "pass"
 
     def __call__(self, out: TokenOutputs, rows: Experience, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """The objective on some rows of a mini-batch, 0-d, by a pass over them and their weights [b, T]; its metrics.
+        """Compute the objective, 0-d, and metrics for some rows of a mini-batch, from a pass over them and their
+        weights [b, T].
 
-        Of `PreparedRows` a selective loss takes the tokens `selected`; `positive` weighs the negative log-likelihood.
+        For `PreparedRows`, a selective loss gets the tokens `selected`, and `positive` weighs the negative
+        log-likelihood.
         """
         assert out.log_probs is not None
         assert out.entropy is not None
@@ -119,23 +124,22 @@ class PolicyObjective:
 
 @attrs.frozen(kw_only=True)
 class UpdateActor:
-    """The stage that makes the policy after `loop.epochs` passes over a batch, all of which every data rank has.
+    """A stage that updates the policy in `loop.epochs` passes over a batch, which every data rank holds whole.
 
-    The objective of a mini-batch is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL
-    to the reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, and nll_coef * the
-    mean of -log-prob over the tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has the
-    importance weights of its tokens, those of the rows' correction too (`losses.kl_term`). Tokens outside the batch's
-    `entropy_mask` have no entropy bonus, and those in it no greater one.
+    A mini-batch's objective is sum(weights * (policy loss * correction - entropy_coef * entropy + kl_coef * KL to the
+    reference)), with weights [B, T] from `losses.loss_weights` over the whole mini-batch, plus nll_coef * the mean of
+    -log-prob over tokens of responses with a positive outcome (VAPO, arXiv:2504.05118). The KL term has its tokens'
+    importance weights, and those of the rows' correction (`losses.kl_term`). Tokens outside the batch's `entropy_mask`
+    have no entropy bonus; the bonus of the others does not grow for that.
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss with its scalars bound.
 
-    `old_log_probs` says where those come from. "pass": the batch's are those of a pass before the update. "engine": the
-    batch's are the engine's, and `rollout_gap` is reported over the first mini-batch, whose pass is that of the policy
-    before the update. "update": they are taken from the same pass as the new ones, and the gap is reported: right when
-    one mini-batch and one epoch make the ratio 1.
-    "auto": the batch's are either, and who chose between them has looked at the gap (`pipeline.stages.Annotate`).
+    `old_log_probs` is their source. "pass": the batch has those of a pass before the update. "engine": it has the
+    engine's, and `rollout_gap` is reported for the first mini-batch, whose pass runs the policy before the update.
+    "update": they are those of the update's own pass, and the gap is reported; right for a single mini-batch and epoch,
+    where the ratio is 1. "auto": the batch has either, chosen by the gap (`pipeline.stages.Annotate`).
 
-    Of a model with experts, the loads of these are reported, and with `forward.replay` those are chosen that the batch
-    says; `terms.balance_coef` needs that. `record` runs passes of few tokens on a GPU by one launch each.
+    For a model with experts their loads are reported. With `forward.replay` routers choose the batch's experts, which
+    `terms.balance_coef` needs. `record` replays passes of few tokens on a GPU by one launch each.
     """
 
     forward: Forward
@@ -149,12 +153,11 @@ class UpdateActor:
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics. Mini-batches are drawn by `key`, or taken in order without
-        one. `donate` gives up the memory of `state`.
+        """Update the policy; return the new state and the metrics. With `key` mini-batches are drawn, else taken in
+        order. `donate` gives up the memory of `state`.
 
         Raises ValueError for "update" with several updates, whose ratios would all be 1; for terms that the model, the
-        forward or the batch lacks something for; for a KL term of the kind "k1"; and for a policy loss that is not
-        [B, T].
+        forward or the batch does not support; for a KL term of the kind "k1"; and for a policy loss that is not [B, T].
         """
         self._check(batch)
         return update(
@@ -171,7 +174,7 @@ class UpdateActor:
         )
 
     def objective(self) -> Objective:
-        """The objective that an update of this stage minimises."""
+        """The objective that this stage's updates minimise."""
         terms, prepares = self.terms, self.terms.nll_coef != 0 or isinstance(self.loss_fn, SelectiveLoss)
         return Objective(
             loss=PolicyObjective(loss_fn=self.loss_fn, terms=terms, old_log_probs=self.old_log_probs),
@@ -201,7 +204,7 @@ class UpdateActor:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")
 
     def _prepared(self, params: Params, mini: MiniBatch, *, forward: Forward) -> PreparedRows:
-        """This rank's rows with the tokens that a loss selects, and the weights of the negative log-likelihood."""
+        """This rank's rows, with the tokens that a loss selects and the weights of the negative log-likelihood."""
         rows, selected, positive = mini.rows, None, None
         if self.terms.nll_coef:
             positive = losses.positive_weights(rows.outcome, rows.response_mask)
@@ -215,12 +218,12 @@ class UpdateActor:
 
 
 def _numbers(mini: MiniBatch, forward: Forward) -> list[int]:
-    """The numbers of this rank's rows of a mini-batch."""
+    """The indices of this rank's rows in a mini-batch."""
     return mini.shares[place_on(forward.mesh, DATA_AXES)]
 
 
 def _log_probs(params: Params, mini: MiniBatch, *, forward: Forward, temperature: float) -> Tokens:
-    """Log-probs [B, T] of all rows of a mini-batch, by passes over this rank's micro-batches without gradients."""
+    """Log-probs [B, T] of all rows of a mini-batch, from passes over this rank's micro-batches without gradients."""
 
     def run(params: Params, micro: MicroBatch, *, forward: Forward, received: Tensor | None) -> Tensor:
         given = {"temperature": temperature, "indices": micro.indices, "received": received}
@@ -243,9 +246,10 @@ def _gap_of(out: TokenOutputs, rows: Experience) -> Metrics:
 
 
 def rollout_gap(log_probs: Tokens, rollout_log_probs: Tokens, mask: Mask) -> Metrics:
-    """How far the engine's probabilities are from the trainer's, both [B, T], over the mask: the gap is zero if they
-    run the same numbers with the same weights. rollout_corr/... are `losses.off_policy_metrics`, and
-    training/rollout_equal is the share of tokens whose log-probs have the same bits.
+    """Metrics of the gap between the engine's and the trainer's log-probs, both [B, T], over the mask.
+
+    The gap is zero if both compute the same numbers with the same weights. rollout_corr/... are
+    `losses.off_policy_metrics`; training/rollout_equal is the fraction of tokens whose log-probs are bit-equal.
     """
     gap = (log_probs.detach().exp() - rollout_log_probs.exp()).abs()
     ratio = (log_probs.detach() - rollout_log_probs).where(mask, 0.0).exp()

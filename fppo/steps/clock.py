@@ -1,4 +1,4 @@
-"""Where a model stands on its schedule of learning rates, by what the run has done and has left to do."""
+"""A model's position on its schedule of learning rates, from the run's completed and remaining steps."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from fppo.tree import replace, state
 
 @state
 class Clock:
-    """The counts that a schedule goes by, beside the number of updates: plain numbers, a part of the state.
+    """Counts that a schedule uses besides the number of updates: plain numbers, saved as a part of the state.
 
-    The warm-up counts the updates that were made, so that skipped ones do not use it up. What follows is measured in
-    steps of the run, from the end of the warm-up to the last step: a run that begins its updates earlier than settings
-    can know, or goes on with other epochs or mini-batches, neither jumps nor ends early.
+    The warm-up counts only updates that were applied, not skipped ones. Afterwards the position is measured in steps of
+    the run, from the end of the warm-up to the last step. So a run whose updates begin later than planned, or which
+    resumes with other epochs or mini-batches, neither jumps on the schedule nor ends early.
     """
 
-    first: int = -1  # the run's step in which the model was first updated; -1: none yet
-    step: int = 0  # within a step: its number, the first is 0,
-    steps: int = 0  # and how many the run has in all; neither says anything between steps
-    made: int = 0  # updates of the warm-up that were not skipped
-    ended: int = -1  # updates after which the warm-up was over, counted from `first`; -1: it is not over
-    each: int = 1  # updates in a step, when that was
+    first: int = -1  # the run's step with the model's first update; -1: none yet
+    step: int = 0  # the number of the current step, from 0; unused between steps
+    steps: int = 0  # the number of steps in the run; unused between steps
+    made: int = 0  # applied updates in the warm-up
+    ended: int = -1  # updates, counted from `first`, after which the warm-up ended; -1: it has not ended
+    each: int = 1  # updates in a step at that time
 
 
 @attrs.frozen
 class Timeline:
-    """The schedule that the clock goes by: its `warmup_steps` and `total_steps`, in updates."""
+    """A schedule's `warmup_steps` and `total_steps`, in updates."""
 
     warmup: int
     total: int
 
 
 def between(clock: Clock) -> Clock:
-    """The clock after a step, without what that was told: a run that is to have more steps is the same until then."""
+    """The clock between steps, without the number of steps: the states of runs of different lengths are equal until
+    then."""
     return replace(clock, step=0, steps=0)
 
 
 class UpdateTurn(NamedTuple):
-    """One of the `each` updates of a step, the first being number 0."""
+    """The number of an update among the `each` updates of a step, from 0."""
 
     timeline: Timeline
     number: int
@@ -49,13 +50,13 @@ class UpdateTurn(NamedTuple):
 
 
 def at_step(clock: Clock, step: int, steps: int) -> Clock:
-    """The clock at the begin of the run's step, out of so many, in which the model is updated."""
+    """The clock at the start of step `step` out of `steps`, in which the model is updated."""
     return replace(clock, first=step if clock.first < 0 else clock.first, step=step, steps=steps)
 
 
 def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
-    """The clock before an update, and the place at which the schedule is asked for its rate: the number of updates
-    before, where the run is as the schedule has it."""
+    """The clock before an update, and the update's position on the schedule, which may have a fraction. In a run that
+    goes as planned the position is the number of earlier updates."""
     timeline, number, each = turn
     before = (clock.step - clock.first) * each + number
     if clock.ended < 0 and clock.made < timeline.warmup:
@@ -70,8 +71,8 @@ def tick(clock: Clock, turn: UpdateTurn) -> tuple[Clock, float]:
 
 
 def tock(clock: Clock, turn: UpdateTurn, report: Metrics) -> Clock:
-    """The clock after an update with the optimizer's metrics. It looks whether one was skipped in the warm-up alone:
-    that waits for the device."""
+    """The clock after an update with the optimizer's metrics. It reads the metric of skipped updates, which waits for
+    the device, only during the warm-up."""
     if clock.ended >= 0 or clock.made >= turn.timeline.warmup:
         return clock
     skipped = report.get("skipped")

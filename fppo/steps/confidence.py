@@ -1,4 +1,4 @@
-"""A critic that reads how sure the policy is, and no tokens: no second model, and no pass of its own."""
+"""A critic that reads the policy's confidence and no tokens: it needs neither a second model nor a pass of its own."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from fppo.steps.perceptron import UNCLIPPED, beside, init_perceptron, perceptron
 from fppo.steps.train_state import TrainState
 from fppo_kernels.shapes import Float
 
-SIGNS = 8  # numbers that the critic reads before each token
+SIGNS = 8  # features before each token
 
 
 def init_confidence(key: Key, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
-    """A perceptron of SIGNS numbers with K outputs, or an ensemble of them, see `init_perceptron`."""
+    """Initialise a perceptron with SIGNS inputs and K outputs, or an ensemble; see `init_perceptron`."""
     shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("confidence"), SIGNS, **shape)
 
 
 def signs(log_probs: Tokens, entropy: Tokens, mask: Mask) -> Float[Tensor, "b t f"]:
-    """Signs of how sure the policy is before each response token, [B, T, SIGNS] in the dtype of `log_probs`.
+    """Features of the policy's confidence before each response token, [B, T, SIGNS] in the dtype of `log_probs`.
 
-    `log_probs` and `entropy` [B, T] are the policy's. Of the row's tokens in the mask before t the signs are the sum
-    of the log-probs and the least of them, as they are (over 5, from -2 on) and as probabilities, and the probability
-    of the last one. Of the token at t they are the entropy of its distribution, as it is and as exp(-entropy): it does
-    not depend on the token sampled. The last sign is the number of tokens before, as 1 - 1 / (1 + count). Tokens
-    outside the mask are bridged as if they were not there.
+    `log_probs` and `entropy` [B, T] are the policy's. From the row's masked-in tokens before t: the sum and the minimum
+    of the log-probs, both as they are (divided by 5, at least -2) and as probabilities, and the last token's
+    probability. From the token at t: the entropy of its distribution, as it is and as exp(-entropy); it does not depend
+    on the sampled token. The last feature is the number of earlier tokens, as 1 - 1 / (1 + count). Tokens outside the
+    mask are skipped.
     """
     said = log_probs.detach().where(mask, 0.0)
     before = F.pad(said, (1, 0))[:, :-1]
@@ -62,16 +62,18 @@ def confidence_values(
     *,
     read: Callable[[Tensor], Tensor] = first_output,
 ) -> Float[Tensor, "*n b t"]:
-    """The values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies; `read`
-    makes them of the K outputs, [..., K]. A privileged critic reads `data.truth_signs`, too. Of an ensemble those of
-    its N members, [N, B, T]."""
+    """Values [B, T] before each response token, 0 outside the mask, from a policy's log-probs and entropies [B, T].
+
+    `read` computes them from the K outputs [..., K]. A privileged critic also reads `data.truth_signs` [B, T, F]. For
+    an ensemble of N members: [N, B, T].
+    """
     return read(perceptron(params, beside(signs(log_probs, entropy, mask), truth_signs))).where(mask, 0.0)
 
 
 @attrs.frozen(kw_only=True)
 class UpdateConfidence:
-    """The stage that makes the critic after `loop.epochs` passes over a batch, with a value loss as in `UpdateCritic`;
-    see `update_perceptron` for the rest."""
+    """A stage that updates the critic in `loop.epochs` passes over a batch, with a value loss as in `UpdateCritic`; see
+    `update_perceptron` for the rest."""
 
     loop: Loop
     optimizer: Optimizer
@@ -80,9 +82,9 @@ class UpdateConfidence:
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics. Raises ValueError for a batch without entropies."""
+        """Update the critic; return the new state and the metrics. Raises ValueError for a batch without entropies."""
         if batch.entropy is None:
             raise ValueError("UpdateConfidence needs entropies in the batch: annotate it first")
-        seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # the same in all epochs
+        seen = signs(batch.old_log_probs, batch.entropy, batch.response_mask)  # equal in all epochs
         how = {"loop": self.loop, "optimizer": self.optimizer, "loss_fn": self.loss_fn}
         return update_perceptron(state, batch, seen, **how, key=key, donate=donate)

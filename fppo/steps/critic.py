@@ -1,4 +1,4 @@
-"""The update of the critic. What it computes does not depend on the split into micro-batches."""
+"""The update of the critic. Results do not depend on the split into micro-batches."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ ValueLossFn = Callable[..., tuple[Tensor, Metrics]]
 
 
 def as_it_is(batch: Any) -> Any:
-    """The batch that a critic sees: the same."""
+    """Return the batch unchanged: the critic sees what the policy sees."""
     return batch
 
 
 @attrs.frozen(kw_only=True)
 class ValueObjective:
-    """The loss of a critic's update: see `UpdateCritic`."""
+    """The objective of an update of the critic: see `UpdateCritic`."""
 
     loss_fn: ValueLossFn
 
     def __call__(self, out: TokenOutputs, rows: Experience, weights: Tensor) -> tuple[Tensor, Metrics]:
-        """The objective on some rows of a mini-batch, 0-d, by a pass over them and their weights [b, T]; metrics."""
+        """Compute the objective, 0-d, and metrics for some rows of a mini-batch, from a pass over them and their
+        weights [b, T]."""
         assert out.values is not None
         assert rows.values is not None
         given = out.values if out.outputs is None else out.outputs
@@ -44,12 +45,12 @@ class ValueObjective:
 
 @attrs.frozen(kw_only=True)
 class UpdateCritic:
-    """The stage that makes the critic after `loop.epochs` passes over a batch, with a value loss whose scalars are
-    bound.
+    """A stage that updates the critic in `loop.epochs` passes over a batch, by a value loss with its scalars bound.
 
-    `loss_fn(values, old_values, returns, mask)` takes values [B, T] of a head of one output; of one of K it takes them
-    all, [B, T, K], as the loss of a `losses.ValueHead` does, whose `read` is that of `forward` then. `view` makes of
-    the batch what the critic sees in its place, such as `data.with_truth`. See `UpdateActor` for the rest.
+    `loss_fn(values, old_values, returns, mask)` takes values [B, T] from a head with one output. From a head with K
+    outputs it takes all of them, [B, T, K], like the loss of a `losses.ValueHead`; `forward.read` must then be that
+    head's `read`. `view` replaces the batch by what the critic sees, such as `data.with_truth`. See `UpdateActor` for
+    the rest.
     """
 
     forward: Forward
@@ -62,8 +63,8 @@ class UpdateCritic:
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics. Raises ValueError for a batch without values, and for a loss
-        of another shape than [B, T]."""
+        """Update the critic; return the new state and the metrics. Raises ValueError for a batch without values, and
+        for a loss that is not [B, T]."""
         if batch.values is None:
             raise ValueError("UpdateCritic needs values in the batch: annotate it with compute_values first")
         return update(
@@ -80,7 +81,7 @@ class UpdateCritic:
         )
 
     def objective(self) -> Objective:
-        """The objective that an update of this stage minimises."""
+        """The objective that this stage's updates minimise."""
         wanted = ("values",) if self.forward.model.outputs == 1 else ("values", "outputs")
         return Objective(loss=ValueObjective(loss_fn=self.loss_fn), outputs=wanted)
 
@@ -88,8 +89,8 @@ class UpdateCritic:
 def weighted_value_loss(
     outputs: Tensor, values: Tensor, returns: Tensor, mask: Tensor, weights: Tensor, *, loss_fn: ValueLossFn
 ) -> tuple[Tensor, Metrics]:
-    """The sum of weight times loss, 0-d, of a critic's `outputs`, [B, T] or [B, T, K]; and its metrics. The rest is
-    [B, T]. Raises ValueError for a loss of another shape."""
+    """Sum weight times loss over tokens, 0-d, for a critic's `outputs` [B, T] or [B, T, K], with metrics. All other
+    arguments are [B, T]. Raises ValueError for a loss of another shape."""
     loss, report = loss_fn(outputs, values, returns, mask)
     if loss.shape != mask.shape:
         raise ValueError(f"the value loss is {list(loss.shape)}, expected [B, T] = {list(mask.shape)}: sum nothing")

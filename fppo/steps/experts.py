@@ -1,4 +1,4 @@
-"""Mixtures of experts in passes and updates: the experts chosen as a column, their load, and the routers' losses."""
+"""Mixtures of experts in passes and updates: a column of chosen experts, their loads, and the routers' losses."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from fppo_kernels.collectives import Axis, same
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.ulysses import gather_sequence
 
-LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # the names of metrics, after a prefix
+LOAD, BALANCE, Z = "expert_load", "balance_loss", "router_z_loss"  # names of metrics, after a prefix
 
 
 class _RoutedRows(Protocol):
-    """The columns of a record that routers' parts of passes read."""
+    """The columns that the routers' part of a pass reads."""
 
     @property
     def attention_mask(self) -> Tensor: ...  # [B, S] bool
@@ -36,14 +36,14 @@ class _RoutedRows(Protocol):
 
 
 class RouterSums(NamedTuple):
-    """Sums for each router over the tokens of a pass on all ranks with its rows: gradients are each rank's shares."""
+    """Sums for each router over the tokens of a pass, on all ranks with its rows; gradients are each rank's shares."""
 
     probs: Float[Tensor, "l e"]  # softmax of the router's logits
-    squares: Float[Tensor, ""]  # squared logsumexp of the logits, of all routers
+    squares: Float[Tensor, ""]  # squared logsumexp of the logits, over all routers
 
 
 class RouterTotals(NamedTuple):
-    """Totals of a mini-batch, over all ranks: its tokens, and the part of its choices that fell to each expert."""
+    """Totals of a mini-batch over all ranks: its number of tokens, and each expert's fraction of the choices."""
 
     tokens: Float[Tensor, ""]
     fractions: Float[Tensor, "l e"] | None
@@ -51,13 +51,12 @@ class RouterTotals(NamedTuple):
 
 @attrs.frozen(eq=False)
 class RouterLosses:
-    """The losses of routers in the passes of a mini-batch with these totals, each with its factor.
+    """The losses of routers in the passes of a mini-batch with these totals, each with its coefficient.
 
-    Load balance: of each router E sum_i f_i P_i, with f_i the part of the choices that fell to expert i and P_i its
-    mean probability (Switch Transformers, arXiv:2101.03961, eq. 4); 1 where all are equal. z: the mean squared
-    logsumexp of the logits of each router (ST-MoE, arXiv:2202.08906, eq. 5). The losses of all routers add up, and so
-    do those of the passes of a mini-batch and of the stages of a pipeline. Raises ValueError for a factor of the first
-    without the totals of choices.
+    Load balance: for each router E sum_i f_i P_i, where f_i is the fraction of choices of expert i and P_i its mean
+    probability (Switch Transformers, arXiv:2101.03961, eq. 4); 1 if all are equal. z: each router's mean squared
+    logsumexp of the logits (ST-MoE, arXiv:2202.08906, eq. 5). Both are summed over routers, over the passes of a
+    mini-batch and over the stages of a pipeline. Raises ValueError for a `balance_coef` without the totals of choices.
     """
 
     totals: RouterTotals
@@ -72,7 +71,7 @@ class RouterLosses:
             )
 
     def of(self, sums: RouterSums) -> dict[str, Float[Tensor, ""]]:
-        """A pass's part of each."""
+        """The contribution of a pass to each loss."""
         tokens, fractions, terms = self.totals.tokens.clamp(min=1.0).to(sums.probs), self.totals.fractions, {}
         if self.balance_coef and fractions is not None:
             probs = (fractions.to(sums.probs) * sums.probs).sum()
@@ -84,11 +83,11 @@ class RouterLosses:
 
 @attrs.frozen(eq=False)
 class RoutedPass:
-    """The routers' part of a pass: of this rank's tokens N of a packed row, of which each token is at `places` among
-    all ranks' tokens, and the first are those at the places `index` of rows [B, S]; without these, of padded rows.
+    """The routers' part of a pass, for this rank's N tokens of a packed row.
 
-    Of rows that share tokens, `index` and `places` [R] are those of the tokens of all rows, and each token counts as
-    often as it is in a row that counts, `times`.
+    `places` are the tokens' indices among all ranks' tokens. The first of these are the tokens at the indices `index`
+    of rows [B, S]; without `index` the rows are padded. If rows share tokens, `index` and `places` [R] have an entry
+    for every row's token, and `times` counts how many rows with a response a token belongs to.
     """
 
     routes: Routes
@@ -105,27 +104,28 @@ def counted(attention_mask: Mask, response_mask: Mask) -> Mask:
 
 
 def check_routers(model: Model, what: str) -> tuple[Router, ...]:
-    """The model's routers. Raises ValueError that says what is to be left out if it has none, or they do not tell."""
+    """The model's routers. Raises ValueError if it has none, or if they cannot report; `what` names the setting to
+    leave out."""
     if model.compile_layers:
-        raise ValueError(f"compiled layers do not tell what their routers choose: {what}, or compile_layers")
+        raise ValueError(f"compiled layers do not report their routers' choices: {what}, or compile_layers")
     if not model.routers:
         raise ValueError(f"model type {model.config.model_type!r} has no routers of experts that fppo knows: {what}")
     return model.routers
 
 
 def reports_loads(model: Model) -> bool:
-    """Whether passes of a model tell the loads of its experts, as updates of it report them."""
+    """Whether updates of a model report the loads of its experts."""
     return bool(model.routers) and not model.compile_layers
 
 
 def own_routers(model: Model) -> list[int]:
-    """The numbers of the routers that a rank runs in a pass."""
+    """The indices of the routers that a rank runs in a pass."""
     layers = {layer for span in model.spans for layer in span.layers} or range(len(model.layers))
     return [number for number, router in enumerate(model.routers) if router.layer in layers]
 
 
 def check_biases(model: Model, what: str) -> None:
-    """Raises ValueError that says what is to be left out for a model whose routers have no biases to move."""
+    """Raise ValueError for a model whose routers have no biases to adjust; `what` names the setting to leave out."""
     if model.frozen is not None:
         raise ValueError(f"the biases of routers are in the frozen base of an adapter: {what}")
     if not any(router.bias for router in check_routers(model, what)):
@@ -133,7 +133,7 @@ def check_biases(model: Model, what: str) -> None:
 
 
 def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[str, Tensor]:
-    """The columns of the rows for the routers' part of a pass, [B, S, ...]; none if these neither report nor replay."""
+    """The columns of the rows for the routers' part of a pass, [B, S, ...]; none if it neither reports nor replays."""
     if not (tells or replay):
         return {}
     found = {"counted": counted(rows.attention_mask, rows.response_mask)}
@@ -141,7 +141,7 @@ def columns(rows: _RoutedRows, *, tells: Sequence[str], replay: bool) -> dict[st
         routed = getattr(rows, "routed", None)
         if routed is None:
             raise ValueError(
-                "replay=True, and the rows have no `routed`: annotate them with a pass that tells it, or sample them "
+                "replay=True, and the rows have no `routed`: annotate them with a pass that reports it, or sample them "
                 "with an engine that does"
             )
         found["routed"] = routed
@@ -156,7 +156,7 @@ def routed_pass(
     index: Tensor | None = None,
     places: Tensor | None = None,
 ) -> RoutedPass | None:
-    """The routers' part of a pass over tokens with these columns [N, ...], which tells these outputs; None without
+    """The routers' part of a pass over tokens with these columns [N, ...] that reports these outputs; None without
     columns."""
     if not columns:
         return None
@@ -166,8 +166,10 @@ def routed_pass(
 
 
 def times_of(counted: Mask, real: Tensor, places: Tensor, total: int) -> Int[Tensor, " n"]:
-    """How many of the tokens `real` [R] (places in `counted` [B, S]) that count each of `total` tokens stands for, of
-    which these are at `places` [R]."""
+    """For each of `total` packed tokens, the number of counted tokens of rows that it stands for: int64 [total].
+
+    The rows' tokens are at the indices `real` [R] of `counted` [B, S], and at `places` [R] of the packed row.
+    """
     times = torch.zeros(total, dtype=torch.int64, device=counted.device)
     return times.index_add_(0, places, counted.flatten()[real].long())
 
@@ -187,8 +189,8 @@ def of_routers(
 
 
 def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tensor]) -> Int[Tensor, "b s l k"]:
-    """The experts that routers choose by themselves, uint8 or int32 [B, S, L, k], zeros at padding, and for routers of
-    other stages of a pipeline; all of what the ranks of the axis that cuts rows have."""
+    """The routers' own choices of experts, uint8 or int32 [B, S, L, k]; zeros at padding and for routers of other
+    pipeline stages. Complete on every rank of the axis that cuts rows."""
     whole = gather_sequence(experts_of(routed.routes.routed, model.routers, routed.counted), axis)
     if routed.index is None or routed.places is None:
         return whole.view(*routed.shape, *whole.shape[1:])
@@ -197,8 +199,7 @@ def chosen(routed: RoutedPass, model: Model, axis: Axis, pad: Callable[..., Tens
 
 @torch.no_grad()
 def loads(experts: Int[Tensor, "n l k"], times: Tensor, count: int) -> Float[Tensor, "l e"]:
-    """How many of the choices [N, L, k] of tokens that count so many `times` [N] fell to each of `count` experts,
-    float64."""
+    """The number of choices [N, L, k] of each of `count` experts, float64 [L, E], with tokens counted `times` [N]."""
     n, routers, k = experts.shape
     ones = times.double()[:, None].expand(n, k).flatten()
     empty = ones.new_zeros(count)
@@ -206,7 +207,7 @@ def loads(experts: Int[Tensor, "n l k"], times: Tensor, count: int) -> Float[Ten
 
 
 def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l e"]:
-    """The loads of a pass, over the ranks of the axis that cuts rows; zeros for routers of other stages."""
+    """The loads of a pass over the ranks of the axis that cuts rows; zeros for routers of other stages."""
     count, told = model.routers[0].experts, dict[int, Tensor]()
     if own := own_routers(model):
         experts = torch.stack([routed.routes.routed[number].chosen for number in own], 1)
@@ -217,7 +218,7 @@ def own_loads(routed: RoutedPass, model: Model, axis: Axis) -> Float[Tensor, "l 
 
 
 def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
-    """The sums that the routers' losses are made of; zeros for routers of other stages of a pipeline."""
+    """The sums from which the routers' losses are computed; zeros for routers of other pipeline stages."""
     probs, squares = dict[int, Tensor](), []
     for number in own_routers(model):
         logits = routed.routes.routed[number].logits
@@ -235,9 +236,9 @@ def router_sums(routed: RoutedPass, model: Model, mesh: Mesh) -> RouterSums:
 
 
 def rerouted(engine: Int[Tensor, "b s l k"], own: Int[Tensor, "b s l k"], attention_mask: Mask) -> Metrics:
-    """How often a pass by itself would choose other experts than the engine did: the share of tokens for which some
-    router would, and the share of all choices; in whatever order, and without each row's last token, which the engine
-    did not run."""
+    """How often a pass would choose other experts than the engine did: the fraction of tokens for which some router
+    would, and the fraction of all choices. Order does not matter; each row's last token, which the engine did not run,
+    is left out."""
     ran = attention_mask & F.pad(attention_mask, (0, 1))[:, 1:]
     differs = (engine.sort(-1).values != own.sort(-1).values).any(-1)  # [B, S, L]
     return {
@@ -247,7 +248,7 @@ def rerouted(engine: Int[Tensor, "b s l k"], own: Int[Tensor, "b s l k"], attent
 
 
 def router_totals(rows: Annotated, model: Model) -> RouterTotals:
-    """The totals of a whole mini-batch, by the experts that its rows say were chosen."""
+    """Totals of a whole mini-batch, from its rows' column of chosen experts."""
     mask = counted(rows.attention_mask, rows.response_mask).flatten()
     tokens = mask.sum().double()
     if rows.routed is None:
@@ -259,15 +260,15 @@ def router_totals(rows: Annotated, model: Model) -> RouterTotals:
 def router_terms(
     loads: Tensor | None, sums: RouterSums | None, losses: RouterLosses | None, prefix: str
 ) -> tuple[list[Tensor], Metrics]:
-    """The terms that the routers of a pass add to its loss, 0-d tensors; and their metrics."""
+    """The terms that a pass's routers add to its loss, 0-d tensors, and their metrics."""
     report: Metrics = {} if loads is None else {f"{prefix}/{LOAD}": Sum(loads)}
     terms = {} if losses is None or sums is None else losses.of(sums)
     return [*terms.values()], report | {f"{prefix}/{name}": metrics.term(x) for name, x in terms.items()}
 
 
 def with_router_terms(report: Metrics, prefix: str, others: Sequence[Metrics], axis: Axis) -> Metrics:
-    """The metrics of the last stage of a pipeline, on all ranks, those of routers with what this rank's `others` told;
-    every rank must call."""
+    """The metrics of a pipeline's last stage on all ranks, with routers' metrics joined with this rank's `others`.
+    Every rank must call."""
     own, added = metrics.merge(*others), Metrics()
     for name in (f"{prefix}/{x}" for x in (LOAD, BALANCE, Z)):
         if (last := report.get(name)) is not None:
@@ -277,8 +278,8 @@ def with_router_terms(report: Metrics, prefix: str, others: Sequence[Metrics], a
 
 
 def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tuple[Metrics, Tensor | None]:
-    """A whole mini-batch's metrics, with each router's largest load over the mean in place of the loads, and these; and
-    what the fullest rank of an expert axis has, or would have, for each size that it could have."""
+    """Replace the loads in a mini-batch's metrics by each router's maximal load over the mean; return the metrics and
+    the loads. Also reports the fullest rank of an expert axis, for each size that the axis has or could have."""
     name = f"{prefix}/{LOAD}"
     sums = report.get(name)
     if not isinstance(sums, Sum):
@@ -296,8 +297,8 @@ def split_loads(report: Metrics, prefix: str, routers: Sequence[Router]) -> tupl
 
 
 def rank_loads(loads: Float[Tensor, "l e"], ranks: int) -> Float[Tensor, " r"]:
-    """The load of the experts on each of `ranks` ranks of an expert axis, all layers together, over the mean of the
-    ranks: 1 where all have as much."""
+    """The load of the experts on each of `ranks` ranks of an expert axis, all layers together, relative to the mean:
+    [R]."""
     own = loads.view(len(loads), ranks, -1).sum((0, 2))
     return own / own.mean().clamp(min=1e-9)
 
@@ -306,8 +307,8 @@ def rank_loads(loads: Float[Tensor, "l e"], ranks: int) -> Float[Tensor, " r"]:
 def balanced(
     params: Params, loads: Float[Tensor, "l e"], model: Model, mesh: Mesh, *, rate: float, unless: Metrics
 ) -> Params:
-    """The parameters with each router's bias moved by the rule of loss-free balancing (arXiv:2408.15664): up by `rate`
-    for experts of a load below the mean, down for those above, `unless` the optimizer `skipped` the update."""
+    """Adjust each router's bias by the rule of loss-free balancing (arXiv:2408.15664): up by `rate` for experts with a
+    load below the mean, down for those above. Unchanged if the metrics `unless` say that the update was `skipped`."""
     skipped = unless.get("skipped")
     size = rate * (1.0 - skipped.total) if isinstance(skipped, Mean) else torch.tensor(rate, dtype=torch.float64)
     moved = dict(params)

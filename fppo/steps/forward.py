@@ -1,4 +1,4 @@
-"""One pass of a model over rows: per-token log-probs, entropies and values, aligned with the response."""
+"""A pass of a model over rows: log-probs, entropies and values of each token, aligned with the response."""
 
 from __future__ import annotations
 
@@ -58,22 +58,22 @@ def forward_micro_batch(
     indices: Indices | None = None,
     received: Tensor | None = None,
 ) -> TokenOutputs:
-    """The outputs at every position t of the response, computed from the hidden state of the token before it.
+    """Compute the outputs at every response position t from the hidden state of the token before it.
 
-    "log_probs" of the response tokens under logits / `temperature`, "entropy" and "sum_squared_probs" of that
-    distribution, and the "hidden" states that they come from, need a model with a vocabulary head; "outputs" of a value
-    head, or the "values" that are read of them, need one with a value head. Only positions in the response mask reach a
-    head. "routed", "loads" and "router_sums" need a model with routers of experts.
+    With a vocabulary head: "log_probs" [B, T] of the response tokens under logits / `temperature`; "entropy" and
+    "sum_squared_probs" [B, T] of that distribution; and the "hidden" states [B, T, H] before the head. With a value
+    head: its "outputs" [B, T, K], or the "values" [B, T] that `forward.read` computes from them. Only positions in the
+    response mask reach a head. "routed", "loads" and "router_sums" need a model with routers of experts.
 
-    With the `indices` of the rows' tokens (`packed.indexed`) the pass waits for no device. A stage of a pipeline goes
-    on from the hidden states [N, H] `received` from the stage before it.
+    With the `indices` of the rows' tokens (`packed.indexed`) the pass does not wait for the device. A pipeline stage
+    starts from the hidden states [N, H] `received` from the stage before it.
 
-    Transforms of torch.func go through it, on one process. Where vmap maps over the rows' masks, the rows run with
-    their padding, since the packed row would have another length for each; over parameters they run packed.
+    Transforms of torch.func work on one process. If vmap maps over the rows' masks, the rows run with their padding,
+    since the packed rows would differ in length; if it maps over parameters they run packed.
 
-    On a mesh with a sequence, context or tensor axis all its ranks hold the same rows; each runs its tokens of the
-    packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is its share: the
-    sum over the axis is the gradient.
+    On a mesh with a sequence, context or tensor axis, all ranks of the axis hold the same rows. Each runs its tokens of
+    the packed row, and all get all outputs. If all compute the same loss from them, each rank's gradient is a share:
+    the sum over the axis is the gradient.
     """
     check_outputs(forward.model, outputs)
     if goes_on(forward.model):
@@ -106,7 +106,7 @@ def _of_head(
     outputs: Sequence[str],
     temperature: float,
 ) -> dict[str, Tensor | None]:
-    """The outputs of a value head or of a vocabulary head for states [m, H], by name; None: not among those wanted."""
+    """The outputs of a value head or a vocabulary head for states [m, H], by name; None if not requested."""
     if set(outputs) & set(OF_VALUE_HEADS):
         dtype = torch.promote_types(states.dtype, torch.float32)
         numbers = F.linear(states.to(dtype), head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype))
@@ -133,7 +133,7 @@ def _maps_over(rows: Rows) -> bool:
 
 
 def check_transforms(forward: Forward) -> None:
-    """Raise ValueError where a transform of torch.func is running that the passes of a forward do not go through."""
+    """Raise ValueError if a transform of torch.func is running that the forward's passes do not support."""
     if not active():
         return
     model, mesh = forward.model, forward.mesh
@@ -164,15 +164,15 @@ def stage_states(
     received: Tensor | None,
     outputs: Sequence[str] = (),
 ) -> tuple[Tensor, TokenOutputs]:
-    """The hidden states [N, H] that a stage of a pipeline hands on, of this rank's slice after the stage's last layer,
-    and the outputs that its routers report; see `forward_micro_batch`."""
+    """The hidden states [N, H] that a pipeline stage passes on (this rank's slice, after the stage's last layer), and
+    the outputs that its routers report; see `forward_micro_batch`."""
     ready, model = opened(params, forward.model, forward.mesh), forward.model
     hidden, routed = _hidden(ready, micro.rows, micro.indices, forward, outputs, received)
     return hidden, TokenOutputs(**experts.of_routers(routed, outputs, model, forward.mesh, forward.kernels.pad))
 
 
 def goes_on(model: Model) -> bool:
-    """Whether a model is a stage of a pipeline that others follow."""
+    """Whether a model is a pipeline stage with a stage after it."""
     return bool(model.spans) and not model.spans[-1].ends
 
 
@@ -184,7 +184,7 @@ def _hidden(
     outputs: Sequence[str],
     received: Tensor | None,
 ) -> tuple[Tensor, RoutedPass | None]:
-    """Hidden states of this rank's tokens [N, H], and what routers tell if it is among the outputs."""
+    """Hidden states of this rank's tokens [N, H], and the routers' part of the pass if the outputs need it."""
     tells = [name for name in outputs if name in OF_ROUTERS]
     if forward.remove_padding:
         hidden, _, routed = packed_hidden(params, rows, indices, forward, tells=tells, received=received)
@@ -219,8 +219,8 @@ def packed_hidden(
     tells: Sequence[str] = (),
     received: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, RoutedPass | None]:
-    """Hidden states of this rank's tokens of the packed row [N, H], and where each token of the rows, one row after the
-    other, is among all ranks' tokens, one rank after the other; and what routers tell if they are to."""
+    """Run the packed rows. Returns the hidden states of this rank's tokens [N, H]; for each token, row by row, its
+    index among all ranks' tokens, rank by rank; and the routers' part, if `tells` requests any of it."""
     kernels, mesh, real = forward.kernels, forward.mesh, indices.real
     columns = experts.columns(rows, tells=tells, replay=forward.replay)
     packed = kernels.unpad(rows.tokens, rows.attention_mask, columns=columns, multiple=multiple(mesh), places=real)
@@ -252,8 +252,8 @@ def packed_hidden(
 
 
 def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) -> tuple[Tensor, Iterable[MicroBatch]]:
-    """Where each row's result is [B] among those of the micro-batches, and these, with blank ones at the end so that
-    all ranks make equally many passes."""
+    """Cut rows into micro-batches. Returns each row's index [B] among the micro-batches' results, and the
+    micro-batches, with blank ones at the end so that all ranks make equally many passes."""
     masks, device = masks_of(rows, forward), rows.tokens.device
     groups = cut(masks, micro_batching)
     (passes,) = rounds([len(groups)], forward.mesh, device)
@@ -265,8 +265,8 @@ def ordered_passes(rows: Rows, micro_batching: MicroBatching, forward: Forward) 
 def for_passes(
     params: Params | Whole | OnHost, forward: Forward, record: Recorder | None = None
 ) -> Params | Gathered | OnHost:
-    """The parameters as several passes use them: whole where the sharding keeps them so between passes, else what is
-    outside the layers, and cast once where nothing is cut, to where recorded passes take them from."""
+    """Prepare parameters for several passes: gathered whole if the sharding keeps them between passes, else only those
+    outside the layers; uncut ones are cast once, and placed for recorded passes."""
     mesh = forward.mesh
     if isinstance(params, dict) and not mesh.sharded:
         return ready(params, forward, record)
@@ -287,9 +287,11 @@ def run_passes(
     record: Recorder | None = None,
     what: Hashable | None = None,
 ) -> list[Tensor]:
-    """`fn(params, micro_batch, forward=forward, received=...)` of each micro-batch, of `shape(rows)`; on a pipeline
-    axis on all ranks, where `tell` gets the number of a micro-batch and those of the outputs that the routers of a
-    stage before the last report. With `record`, and `what` that `fn` depends on alone, passes may be recorded.
+    """Run `fn(params, micro_batch, forward=forward, received=...)` on each micro-batch; results have `shape(rows)`.
+
+    On a pipeline axis all ranks get the results, and `tell` is called with a micro-batch's number and the outputs that
+    routers of stages before the last report. With `record` passes may be recorded; `what` identifies everything besides
+    its arguments that `fn` depends on.
     """
     if record is not None and what is not None:
         return [run_one(fn, what, params, one, forward=forward, record=record) for one in micro_batches]
@@ -316,7 +318,7 @@ def run_passes(
 
 
 def row_lengths(rows: Rows) -> list[int]:
-    """The number of real tokens of each row, on the host."""
+    """The number of real tokens of each row, as numbers on the host."""
     return rows.attention_mask.sum(1).tolist()
 
 
@@ -331,9 +333,9 @@ def compute_outputs(
     temperature: float = 1.0,
     record: Recorder | None = None,
 ) -> TokenOutputs:
-    """`forward_micro_batch` over all rows, of which there may be none, without gradients; rows come back in order.
+    """Run `forward_micro_batch` over all rows, possibly none, without gradients; results are in the rows' order.
 
-    Of what routers tell it gives "routed" alone. `record` runs passes of few tokens on a GPU by one launch each.
+    Of routers' outputs only "routed" is supported. `record` replays passes of few tokens on a GPU by one launch each.
     """
     check_outputs(forward.model, outputs)
     lm, numbers = forward.model.head == "lm", count()
@@ -343,7 +345,7 @@ def compute_outputs(
     wide |= {"hidden": models.hidden_width(forward.model)} if "hidden" in names else {}
     sizes = [wide.get(name, 1) for name in names]
 
-    def tell(number: int, told: TokenOutputs) -> None:  # of a stage, what other stages lack
+    def tell(number: int, told: TokenOutputs) -> None:  # the outputs that other pipeline stages lack
         if told.routed is not None:
             routed[number] = routed[number] + told.routed if number in routed else told.routed
 
@@ -364,7 +366,7 @@ def compute_outputs(
     results = run_passes(run, passed, micro_batches, forward=forward, shape=shape, outputs=asked, tell=tell, **recorded)
     results = torch.cat(results, 1)[:, order]
     joined = {
-        name: (x.movedim(0, -1) if name in wide else x[0]).contiguous().clone()  # in memory of its own
+        name: (x.movedim(0, -1) if name in wide else x[0]).contiguous().clone()  # in new memory
         for name, x in zip(names, results.split(sizes), strict=True)
     }
     if routed:
@@ -382,7 +384,8 @@ def compute_log_probs(
     temperature: float = 1.0,
     record: Recorder | None = None,
 ) -> Tokens:
-    """Log-probs [B, T] of the response tokens under the policy or the reference; zero outside the response mask."""
+    """Log-probs [B, T] of the response tokens under the policy or the reference, float32 (float64 for float64
+    parameters); 0 outside the response mask."""
     out = compute_outputs(
         params, rows, forward=forward, micro_batching=micro_batching, temperature=temperature, record=record
     )
@@ -398,7 +401,7 @@ def compute_values(
     micro_batching: MicroBatching,
     record: Recorder | None = None,
 ) -> Tokens:
-    """The critic's values [B, T] before each response token; zero outside the response mask."""
+    """The critic's values [B, T] before each response token; 0 outside the response mask."""
     out = compute_outputs(
         params, rows, forward=forward, micro_batching=micro_batching, outputs=("values",), record=record
     )

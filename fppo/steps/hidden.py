@@ -1,4 +1,4 @@
-"""A critic that reads the policy's own hidden states: a probe, without a second model and without a pass of its own."""
+"""A critic that reads the policy's hidden states (a probe): it needs neither a second model nor a pass of its own."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fppo_kernels.shapes import Float
 
 
 def init_hidden(key: Key, size: int, *, width: int = 64, outputs: int = 1, members: int = 1, signs: int = 0) -> Params:
-    """A perceptron of hidden states of `size` numbers (`models.hidden_width`) with K outputs, or an ensemble of them,
-    see `init_perceptron`."""
+    """Initialise a perceptron over hidden states of `size` features (`models.hidden_width`) with K outputs, or an
+    ensemble; see `init_perceptron`."""
     shape = {"width": width, "outputs": outputs, "members": members, "signs": signs}
     return init_perceptron(key.fold("hidden"), size, **shape)
 
@@ -36,22 +36,21 @@ def hidden_values(
     *,
     read: Callable[[Tensor], Tensor] = first_output,
 ) -> Float[Tensor, "*n b t"]:
-    """The values [B, T] before each response token, 0 outside the mask, from the states [B, T, H] that a policy's head
-    reads there ("hidden" of `compute_outputs`); `read` makes them of the K outputs, [..., K]. A privileged critic
-    reads `data.truth_signs`, too. Of an ensemble those of its N members, [N, B, T].
+    """Values [B, T] before each response token, 0 outside the mask, from a policy's hidden states.
 
-    The state of the token before t holds what the policy knows of the prompt and the response before t, and nothing of
-    the token at t.
+    `hidden` [B, T, H] is what the policy's head reads there ("hidden" of `compute_outputs`): the state before t depends
+    on the prompt and the response before t, not on the token at t. `read` computes values from the K outputs [..., K].
+    A privileged critic also reads `data.truth_signs` [B, T, F]. For an ensemble of N members: [N, B, T].
     """
     return read(perceptron(params, beside(hidden.detach(), truth_signs))).where(mask, 0.0)
 
 
 @attrs.frozen(kw_only=True)
 class UpdateHidden:
-    """The stage that makes the critic after `loop.epochs` passes over the states in a batch, with a value loss as in
+    """A stage that updates the critic in `loop.epochs` passes over the states in a batch, with a value loss as in
     `UpdateCritic`; see `update_perceptron` for the rest.
 
-    The states are those of the policy that sampled; no gradient goes to it.
+    The states are those of the policy that sampled. They get no gradient.
     """
 
     loop: Loop
@@ -61,7 +60,7 @@ class UpdateHidden:
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key | None = None, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics. Raises ValueError for a batch without states."""
+        """Update the critic; return the new state and the metrics. Raises ValueError for a batch without states."""
         if batch.hidden is None:
             raise ValueError("UpdateHidden needs hidden states in the batch: annotate it first")
         seen = batch.hidden.where(batch.response_mask[..., None], 0.0)

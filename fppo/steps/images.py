@@ -1,4 +1,4 @@
-"""The images of rows in a pass."""
+"""Images of the rows in a pass."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def packed_images(
     lengths: Sequence[int],
     shared: SharedRow | None = None,
 ) -> tuple[Images | None, Tensor]:
-    """The images in the packed row [N] of `rows` of these `lengths` [B], and the positions of its tokens, [N] or
-    [3, N]. Where rows share tokens they share the images among these."""
+    """The images of a packed row [N] of `rows` with these `lengths` [B], and the positions of its tokens, [N] or [3,
+    N]. Rows that share tokens share the images among them."""
     inputs: Column | None = getattr(rows, "inputs", None)
     if inputs is None:
         return None, positions
     if shared is None:
         return place_images(model, inputs, tokens, positions, lengths)
-    every = shared.places  # of the tokens of all rows
+    every = shared.places  # indices of the tokens of all rows
     images, own = place_images(model, inputs, tokens[every], positions[every], shared.real.sizes)
     if images is None:
         return None, positions
     whole = positions.expand(*own.shape[:-1], -1).clone()
-    whole[..., every] = own  # rows that share a token have one position for it
+    whole[..., every] = own  # rows that share a token have the same position for it
     numbers = torch.full_like(tokens, -1)
-    numbers[every[images.places]] = images.numbers  # and one feature
+    numbers[every[images.places]] = images.numbers  # and the same feature
     places = (numbers >= 0).nonzero().flatten()
     return images._replace(numbers=numbers[places], places=places), whole
 
 
 def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tuple[Images, Tensor]:
-    """The images in this rank's `part` of a packed row that the ranks of the axis share, and the positions of its
-    tokens, of `positions` [N] or [3, N]. Of several ranks, each waits for the device."""
+    """The images in this rank's `part` of a packed row that is cut over the axis, and the positions of its tokens,
+    given all `positions` [N] or [3, N]. With several ranks it waits for the device."""
     if axis.size == 1:
         return images, positions
     own = own_tokens(part.places[images.places], len(part.places) // axis.size, axis)
@@ -63,8 +63,8 @@ def own_images(images: Images, positions: Tensor, part: Slice, axis: Axis) -> tu
 
 
 def padded_images(rows: _ImageRows, model: Model, positions: Tensor, real: Places) -> tuple[Images | None, Tensor]:
-    """The images in padded rows, whose tokens are at `real` places, and the positions of their tokens; `positions` are
-    [B, S], the result may be [3, B, S]."""
+    """The images in padded rows with tokens at the `real` places, and the positions of their tokens: `positions` are
+    [B, S], the result [B, S] or [3, B, S]."""
     if getattr(rows, "inputs", None) is None:
         return None, positions
     index, sizes, _ = real

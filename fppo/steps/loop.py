@@ -1,4 +1,4 @@
-"""The loop that all updates share: epochs of mini-batches of micro-batches."""
+"""The loop of all updates: epochs of mini-batches, cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -53,12 +53,15 @@ class TrainRows(Rows, Protocol):
 
 @attrs.frozen(kw_only=True)
 class Loop:
-    """How a batch becomes updates: an optimizer step per mini-batch of `mini_batch_size` rows, a gradient per
-    micro-batch, `epochs` times over. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
-    micro-batches run by what `stage_schedule` makes; see `laws.check_schedule`. By `balance_rate` the biases of routers
-    of experts move with every update (`experts.balanced`). `timeline` is the optimizer's schedule, for a state with a
-    `clock.Clock`. With `by_prompt` mini-batches are drawn by the groups of a record. Raises ValueError for a size or a
-    number of epochs below 1."""
+    """The division of a batch into updates.
+
+    There is an optimizer step for each mini-batch of `mini_batch_size` rows, with gradients summed over micro-batches,
+    in each of `epochs` epochs. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
+    micro-batches run by the schedule that `stage_schedule` makes; see `laws.check_schedule`. Every update adjusts the
+    biases of routers of experts by `balance_rate` (`experts.balanced`). `timeline` is the optimizer's schedule, for a
+    state with a `clock.Clock`. With `by_prompt` mini-batches are drawn by a record's groups. Raises ValueError for a
+    size or a number of epochs below 1.
+    """
 
     mini_batch_size: int
     micro_batching: MicroBatching
@@ -76,9 +79,9 @@ class Loop:
                 raise ValueError(f"{name}={value}: give 1 or more")
 
     def mini_batches(self, batch: Any, key: Key | None) -> list[Tensor]:
-        """The numbers of the rows of a record in each mini-batch of an epoch, drawn by the key or in order.
+        """The indices of a record's rows in each mini-batch of an epoch, drawn by `key` or in order.
 
-        Raises ValueError for rows without groups where mini-batches are drawn by these.
+        Raises ValueError for rows without groups if mini-batches are drawn by groups.
         """
         groups = getattr(batch, "groups", None) if self.by_prompt else None
         if self.by_prompt and groups is None:
@@ -86,35 +89,36 @@ class Loop:
         return mini_batches(batch.row_ids, self.mini_batch_size, key=key, groups=groups)
 
     def turn(self, number: int, rows: int) -> UpdateTurn | None:
-        """Update `number` of those that a batch of so many rows becomes, by the timeline; None without one."""
+        """The position of update `number` among those of a batch of `rows` rows, on the timeline; None without a
+        timeline."""
         each = self.epochs * -(-rows // self.mini_batch_size)
         return None if self.timeline is None else UpdateTurn(self.timeline, number, each)
 
 
 class MiniBatch(NamedTuple):
-    """A mini-batch, as all data ranks have it, and this rank's share of it."""
+    """A mini-batch, which all data ranks hold, and this rank's share of it."""
 
-    rows: Any  # all of them
+    rows: Any  # all rows
     own: Any
-    weights: Tensor  # [b, T]: those of `losses.loss_weights` of this rank's rows, by the totals of all
-    masks: Masks  # of this rank's, on the host
-    shares: list[list[int]]  # the numbers of the rows that each data rank takes
-    micro_batches: list[list[int]]  # of this rank's rows
-    passes: int  # that this rank makes: as many as its micro-batches, or more, to keep up with others
-    key: Key  # for draws over its rows
-    alike: bool = False  # whether rows of the batch share tokens; all ranks say the same
+    weights: Tensor  # [b, T]: `losses.loss_weights` of this rank's rows, by the totals of all rows
+    masks: Masks  # the masks of this rank's rows, on the host
+    shares: list[list[int]]  # the indices of each data rank's rows
+    micro_batches: list[list[int]]  # the indices of this rank's rows in each micro-batch
+    passes: int  # this rank's number of passes: its micro-batches, and blank ones to keep in step with other ranks
+    key: Key  # the key for draws over its rows
+    alike: bool = False  # whether rows of the batch share tokens; equal on all ranks
 
 
 @attrs.frozen(kw_only=True)
 class Objective:
     """The quantity that an update minimises, as a function of a model's outputs for some rows.
 
-    `loss(out, rows, weights)` gives the part of the loss, 0-d, that rows [b, ...] of a mini-batch add, by these
-    `outputs` of a pass at this `temperature` and by the rows' weights [b, T] of the whole mini-batch (`weighted_sum`),
-    and metrics. `prepare(params, mini_batch, *, forward)` looks at a whole mini-batch before its passes, and gives this
-    rank's rows with more columns. With a factor above 0 the losses of the model's routers are added to those of all
-    passes (`experts.RouterLosses`). `first(out, rows)` gives more metrics of the first mini-batch's passes alone, by
-    the parameters as they were before the update.
+    `loss(out, rows, weights)` returns the contribution of rows [b, ...] to the mini-batch's loss, 0-d, and metrics. It
+    gets the `outputs` of a pass at this `temperature`, and the rows' weights [b, T] (`weighted_sum`). `prepare(params,
+    mini_batch, *, forward)` may read the whole mini-batch before its passes, and returns this rank's rows with more
+    columns. With a coefficient above 0 the losses of the model's routers are added to those of all passes
+    (`experts.RouterLosses`). `first(out, rows)` returns further metrics from the first mini-batch's passes alone, whose
+    parameters are those before the update.
     """
 
     loss: Callable[[TokenOutputs, Any, Tensor], tuple[Tensor, Metrics]]
@@ -134,11 +138,11 @@ class Objective:
 
 @attrs.frozen(eq=False)
 class _Passes:
-    """The passes of a mini-batch: the loss of each, and what all of them depend on."""
+    """The passes of a mini-batch: the loss of each, and what all of them share."""
 
     objective: Objective
     forward: Forward
-    scale: Tensor | None  # 0-d, what the loss is multiplied by; None: nothing
+    scale: Tensor | None  # 0-d, a factor of the loss; None: no factor
     routers: RouterLosses | None
     prefix: str
 
@@ -151,7 +155,7 @@ class _Passes:
         forward: Forward | None = None,
         received: Tensor | None = None,
     ) -> tuple[Tensor, Metrics]:
-        """The loss to minimise, 0-d, and the metrics, of rows with their weights [b, T]."""
+        """The loss of rows with weights [b, T], 0-d, and its metrics."""
         objective, forward = self.objective, forward or self.forward
         out = forward_micro_batch(
             params,
@@ -167,15 +171,15 @@ class _Passes:
         added, of_routers = router_terms(out.loads, out.router_sums, self.routers, self.prefix)
         if added:
             loss = torch.stack([loss, *(x.to(loss) for x in added)]).sum()
-        if not loss.requires_grad:  # a loss without a token: the backward pass is still there, for its collectives
+        if not loss.requires_grad:  # a loss without any token still gets a backward pass, for its collectives
             loss = loss + 0.0 * getattr(out, objective.outputs[0]).sum()
         return (loss if self.scale is None else loss * self.scale), report | of_routers
 
     def stage(
         self, params: Params | Gathered, micro: MicroBatch, *, forward: Forward, received: Tensor | None
     ) -> tuple[Any, Metrics]:
-        """The hidden states that a stage of a pipeline before the last hands on, with the loss of its routers if it has
-        one, and their metrics."""
+        """The hidden states that a pipeline stage before the last passes on, with the loss of its routers if it has
+        any; and their metrics."""
         outputs = self._outputs(self.objective.outputs)
         states, out = stage_states(params, micro, forward=forward, received=received, outputs=outputs)
         added, report = router_terms(out.loads, out.router_sums, self.routers, self.prefix)
@@ -189,7 +193,7 @@ class _Passes:
 
 
 def weighted_sum(terms: dict[str, Tokens], weights: Tokens) -> tuple[Float[Tensor, ""], Metrics]:
-    """The sum over all `terms` [B, T] of sum(weights * term), 0-d; and each of these sums as a metric of its name."""
+    """The sum of weights * term over all `terms` [B, T], 0-d; each term's sum is also a metric of its name."""
     sums = {name: (weights * term).sum() for name, term in terms.items()}
     return torch.stack(list(sums.values())).sum(), {name: metrics.term(x) for name, x in sums.items()}
 
@@ -207,8 +211,7 @@ def update(
     key: Key | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The state after `loop.epochs` passes over `batch`, all of which every data rank has; each takes a share of equal
-    work of every mini-batch, so that the result does not depend on how many there are.
+    """Update a model in `loop.epochs` passes over `batch`, which every data rank holds whole.
 
     The optimizer's metrics are named `prefix`/.... `record` runs passes of few tokens on a GPU by one launch each. With
     `key` the mini-batches are drawn anew in every epoch, else they are taken in order. `donate` gives up the memory of
@@ -252,7 +255,7 @@ def update(
 
 
 def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | None) -> Iterator[MiniBatch]:
-    """The mini-batches of all epochs, drawn by the key or in order."""
+    """Yield the mini-batches of all epochs, drawn by the key or in order."""
     mesh, masks, place = forward.mesh, masks_of(batch, forward), key or Key(0)
     for epoch in range(loop.epochs):
         drawn = None if key is None else key.fold("epoch", epoch)
@@ -268,7 +271,7 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
             masks_of_own = [worth(each, forward) for each in masks_of_own]
         cuts = [cut(each, loop.micro_batching) for each in masks_of_own]
         passes = rounds([len(each) for each in cuts], mesh, batch.tokens.device)
-        if len(forward.model.spans) > 1:  # interleaved schedules take so many
+        if len(forward.model.spans) > 1:  # interleaved schedules need a multiple of the ranks
             passes = [-(-count // mesh["pipeline"].size) * mesh["pipeline"].size for count in passes]
         for number, rows in enumerate(every):
             totals = losses.count_totals(rows.response_mask)
@@ -286,7 +289,7 @@ def _mini_batches(batch: TrainRows, loop: Loop, forward: Forward, key: Key | Non
 
 
 def micro_batches(mini: MiniBatch, forward: Forward) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """This rank's micro-batches with their weights [b, T], then ones that add nothing."""
+    """Yield this rank's micro-batches with their weights [b, T], then blank ones that add nothing."""
     for numbers in mini.micro_batches:
         rows, masks, weights = batches.rows((mini.own, mini.masks, mini.weights), numbers)
         yield indexed(rows, masks, forward), weights
@@ -296,7 +299,7 @@ def micro_batches(mini: MiniBatch, forward: Forward) -> Iterator[tuple[MicroBatc
 
 
 def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Recorder | None) -> tuple[Params, Metrics]:
-    """This rank's share of the gradient of a mini-batch, and its metrics: sums over its passes."""
+    """This rank's share of a mini-batch's gradient, and its metrics: sums over its passes."""
     forward, inputs = passes.forward, _inputs(params, passes.forward, record)
     once, kinds = isinstance(inputs, Whole), [x.dtype for x in params.values()]
     total: list[Tensor] = []
@@ -307,33 +310,33 @@ def _gradients(params: Params, mini: MiniBatch, passes: _Passes, *, record: Reco
             report, new = _recorded(inputs, micro, weights, passes, record)
         elif active():
             (_, report), new = value_and_grad(passes.loss, has_aux=True)(inputs, micro, weights)
-        else:  # the same, with the loss called from here: a short traceback for who debugs one
+        else:  # equal to value_and_grad, with the loss called from here: a shorter traceback in a debugger
             leaves = variables(inputs)
             with torch.enable_grad():
                 loss, report = passes.loss(leaves, micro, weights)
                 report, new = detached(report), gradients(loss, leaves)
             del loss
         leaves, structure = pytree.tree_flatten(accumulable(new, params, forward.mesh) if once else new)
-        del new  # or it would live through the next pass
+        del new  # it would live through the next pass
         if number == 0:
             for place, kind in enumerate(() if once else kinds):
                 leaves[place] = leaves[place].to(kind, copy=record is not None)
             total = leaves
-        elif number == 1:  # one by one, so that two trees are in memory and never three
+        elif number == 1:  # one by one: two trees in memory, never three
             for place in range(len(total)):
                 leaves[place] = total[place] = total[place] + leaves[place]
         elif active():
             total = [x + y for x, y in zip(total, leaves, strict=True)]
-        else:  # the memory of the sums is this function's own by now
+        else:  # this function owns the memory of the sums by now
             torch._foreach_add_(total, leaves)  # pyright: ignore[reportPrivateImportUsage]
         del leaves
         reports.append(report)
-    assert structure is not None  # every rank makes one pass at least
+    assert structure is not None  # every rank makes at least one pass
     return _shards(pytree.tree_unflatten(total, structure), params, forward), metrics.merge(*reports)
 
 
 def _shards(grads: Any, params: Params, forward: Forward) -> Params:
-    """The gradient by the parameters, of one by what the passes took."""
+    """Convert gradients by a pass's inputs into gradients by the parameters."""
     if isinstance(grads, Whole):
         return scattered(grads, params, forward.model, forward.mesh)
     return grads.params if isinstance(grads, Rooted) else grads
@@ -342,7 +345,7 @@ def _shards(grads: Any, params: Params, forward: Forward) -> Params:
 def _recorded(
     params: Any, micro: MicroBatch, weights: Tensor, passes: _Passes, record: Recorder
 ) -> tuple[Metrics, Any]:
-    """The metrics and the gradient of a pass that is recorded, until the next."""
+    """The metrics and the gradient of a recorded pass; valid until the next pass."""
 
     def run(params: Params, columns: Any, indices: Indices) -> Any:
         rows, weights, scale = columns
@@ -356,8 +359,8 @@ def _recorded(
 
 
 def _inputs(params: Params, forward: Forward, record: Recorder | None) -> Params | Gathered:
-    """The parameters as the passes of a mini-batch take them: whole where the sharding gathers them once for all of
-    these, else what is outside the layers, and cast once where nothing is cut."""
+    """Prepare parameters for the passes of a mini-batch: gathered whole if the sharding gathers once for all of them,
+    else only those outside the layers; uncut ones are cast once."""
     mesh = forward.mesh
     if not mesh.sharded:
         return ready(params, forward, record)
@@ -368,7 +371,7 @@ def _inputs(params: Params, forward: Forward, record: Recorder | None) -> Params
 def _stage_gradients(
     params: Params, mini: MiniBatch, passes: _Passes, *, make_schedule: MakeSchedule
 ) -> tuple[Params, Metrics]:
-    """The results of `_gradients`, where a pipeline axis has the layers."""
+    """`_gradients` on a pipeline axis."""
     forward, mesh, kinds = passes.forward, passes.forward.mesh, [x.dtype for x in params.values()]
     inputs, given = _inputs(params, forward, None), list(micro_batches(mini, forward))
     others: list[Metrics] = []

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: gradients of passes in float16 would vanish or overflow without (arXiv:1710.03740, 3.2)."""
+"""Dynamic loss scaling, without which gradients of float16 passes would vanish or overflow (arXiv:1710.03740, 3.2)."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fppo.runtime.mesh import Mesh
 from fppo.steps.optimizers import Optimizer
 from fppo.tree import state
 
-FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # powers of two: nothing is rounded by them
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # powers of two: scaling rounds nothing
 
 
 @state
 class LossScaled:
-    """An optimizer's own state, and what the loss is multiplied by."""
+    """The inner optimizer's state, and the current factor of the loss."""
 
     inner: Any
     scale: Tensor  # [] float32
-    steady: Tensor  # [] float32: the updates since it last changed
+    steady: Tensor  # [] float32: the updates since its last change
 
 
 def loss_scaled(optimizer: Optimizer, *, first: float = FIRST, interval: int = 2000) -> Optimizer:
-    """The optimizer for gradients of a loss that was multiplied by `loss_scale` of its state; it divides them by that.
+    """Wrap an optimizer for gradients of a scaled loss: it divides them by `loss_scale` of its state.
 
-    An update that `optimizer` skips, as its gradients are not finite, halves the scale; `interval` updates in a row
-    that it does not skip double it, between `LEAST` and `MOST`. It is decided on the device, from what all ranks know,
-    and is a part of the state. Metrics: those of `optimizer`, and loss_scale. Raises ValueError for an interval below
-    1, and in an update for an optimizer without the metric skipped.
+    An update that `optimizer` skips because its gradients are not finite halves the scale. `interval` consecutive
+    updates without a skip double it, within `LEAST` and `MOST`. The decision is made on the device, equally on all
+    ranks, and is part of the state. Metrics: those of `optimizer`, and loss_scale. Raises ValueError for an interval
+    below 1, and in an update for an optimizer without the metric skipped.
     """
     if interval < 1:
         raise ValueError(f"interval={interval}: give 1 or more")

@@ -1,4 +1,4 @@
-"""How rows are grouped for one pass through a model. Batch sizes are counted in sequences everywhere."""
+"""Grouping of rows into passes of a model. Batch sizes count sequences everywhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @attrs.frozen
 class MicroBatching:
-    """Either `size` sequences at a time, or as many as `token_budget` real tokens hold."""
+    """The size of a micro-batch: `size` sequences, or as many as fit into `token_budget` real tokens."""
 
     size: int | None = None
     token_budget: int | None = None
@@ -27,9 +27,9 @@ class MicroBatching:
 
 
 def partition(lengths: Sequence[int], micro_batching: MicroBatching) -> list[list[int]]:
-    """Row numbers of each micro-batch, ascending inside one; every row is in exactly one.
+    """The row indices of each micro-batch, ascending within one; every row is in exactly one.
 
-    With a budget, no micro-batch holds more tokens than it unless one sequence alone does.
+    With a budget, a micro-batch exceeds it only if it is a single sequence.
     """
     if micro_batching.size is not None:
         step = micro_batching.size
@@ -72,7 +72,7 @@ def _best_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """`count` non-empty groups of nearly equal token counts.
+    """`count` non-empty groups of nearly equal numbers of tokens.
 
     The longest sequence first, each to the lightest group (LPT: at most 4/3 of the best possible, Graham, 1969); then
     the heaviest and the lightest group trade the two sequences that bring them closest, while that helps. Raises
@@ -100,7 +100,8 @@ def balance(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _trade_(groups: list[list[int]], loads: np.ndarray, values: np.ndarray) -> bool:
-    """One trade between the heaviest and the lightest of `groups`, in place; whether there was a useful one."""
+    """Trade two sequences between the heaviest and the lightest of `groups`, in place; return whether a trade
+    helped."""
     heavy, light = int(loads.argmax()), int(loads.argmin())
     gap = int(loads[heavy] - loads[light])
     if gap < 2:

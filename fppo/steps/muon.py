@@ -30,21 +30,21 @@ from fppo.tree import replace, state
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.shapes import Float
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic whose slope at 0 is steep, where convergence to 1 is rough
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a quintic steep at 0, which converges only roughly to 1
 ITERATIONS = 5
-WHOLE_MATRICES = ("tensor", "expert")  # axes over which a matrix is cut in a way that is not undone here
+WHOLE_MATRICES = ("tensor", "expert")  # axes whose cuts of matrices are not supported
 
 
 @state
 class MuonState:
-    """The momentum of the matrices, and AdamW's state of all other parameters."""
+    """The momentum of matrices, and AdamW's state of all other parameters."""
 
     momentum: Params
     adamw: AdamWState
 
 
 def is_hidden_matrix(name: str, param: Tensor) -> bool:
-    """Whether a parameter, by its Hugging Face name, is a matrix inside a decoder layer, which has a number.
+    """Whether a parameter, by its Hugging Face name, is a matrix in a numbered decoder layer.
 
     Embeddings and heads are outside layers.
     """
@@ -52,8 +52,8 @@ def is_hidden_matrix(name: str, param: Tensor) -> bool:
 
 
 def orthogonalized(x: Float[Tensor, "m n"]) -> Float[Tensor, "m n"]:
-    """Nearly U @ V.T of the singular value decomposition U @ S @ V.T of `x` [m, n]: its singular values, of which those
-    far below the norm of `x` stay smaller, are in about [0.7, 1.2].
+    """Approximate U @ V.T of the singular value decomposition U @ S @ V.T of `x` [m, n]. The result's singular values
+    are in about [0.7, 1.2], except those far below the norm of `x`, which stay smaller.
 
     `ITERATIONS` of the Newton-Schulz polynomial a X + b (X X') X + c (X X')^2 X; in bfloat16, as the reference does it,
     for all but float64.
@@ -119,7 +119,7 @@ def _check(mesh: Mesh) -> None:
 
 
 def _whole_shapes(shards: list[Tensor], mesh: Mesh) -> list[torch.Size]:
-    """The whole shapes of matrices of which every rank of the shard axis has some rows."""
+    """The whole shapes of matrices whose rows are spread over the shard axis."""
     if not mesh.sharded or not shards:
         return [x.shape for x in shards]
     rows = gather_over(torch.tensor([len(x) for x in shards], device=shards[0].device), mesh, ["shard"]).sum(0)
@@ -127,7 +127,7 @@ def _whole_shapes(shards: list[Tensor], mesh: Mesh) -> list[torch.Size]:
 
 
 def _orthogonal_rows(x: Tensor, shape: torch.Size, mesh: Mesh) -> Tensor:
-    """This rank's rows of the orthogonalised whole matrix of which `x` is this rank's rows."""
+    """This rank's rows of the orthogonalised matrix, given this rank's rows `x` of the matrix."""
     if not mesh.sharded:
         return orthogonalized(x)
     matrix = fsdp.gather({"": x}, {"": shape}, mesh)[""]

@@ -1,6 +1,7 @@
-"""Optimizers as pairs of functions, with clipping, skipping and donation around each: AdamW, SGD, Lion, and your own.
+"""Optimizers as pairs of functions, with clipping, skipping and donation around each: AdamW, SGD, Lion, and
+user-defined ones.
 
-`muon` is in a module of its own.
+`muon` has a module of its own.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from fppo_kernels.transforms import active
 
 
 class Update(Protocol):
-    """New parameters, new optimizer state, and metrics, from gradients that are summed over all ranks already.
+    """Compute new parameters, new optimizer state, and metrics, from gradients that are already summed over all ranks.
 
-    `step` is the number of updates before, or where a run stands on its schedule otherwise (`steps.clock`), which may
-    have a fraction. On a mesh that cuts parameters all three trees are shards. With
-    `donate` the memory of all three is taken over, and they are left empty.
+    `step` is the number of earlier updates, or the position on the schedule (`steps.clock`), which may have a fraction.
+    On a mesh that cuts parameters all three trees are shards. With `donate` the function takes over the memory of all
+    three, and leaves them empty.
     """
 
     def __call__(
@@ -39,11 +40,11 @@ class Update(Protocol):
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions, as in optax. `init(params)` makes the state: any tree of tensors.
+    """An optimizer as a pair of functions, as in optax. `init(params)` makes its state: any tree of tensors.
 
-    Where a mesh cuts parameters, a tensor of the state is a number (0-d), or it has the shape of a parameter and stands
-    under its name in a mapping: such are taken to be cut as it is. With `loss_scale` gradients are those of a loss
-    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's, where it updates by one.
+    Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has the shape and, in a mapping,
+    the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss
+    times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one.
     """
 
     init: Callable[[Params], Any]
@@ -53,15 +54,15 @@ class Optimizer(NamedTuple):
 
 
 class UpdateCall(NamedTuple):
-    """The arguments of an update beside its trees."""
+    """Arguments of an update besides its trees."""
 
     step: float
     mesh: Mesh
-    scale: Tensor | None  # 0-d, what gradients are to be divided by; None: nothing
-    skipped: Tensor  # 0-d float32; where it is 1 no bit of parameters and state may change
+    scale: Tensor | None  # 0-d, the divisor of gradients; None: none
+    skipped: Tensor  # 0-d float32; if it is 1, no bit of parameters and state may change
 
 
-# write_(params, grads, state, call) -> state: it overwrites the tensors of its arguments, which are its own
+# write_(params, grads, state, call) -> state: it may overwrite the tensors of its arguments
 Write = Callable[[Params, Params, Any, UpdateCall], Any]
 
 
@@ -72,7 +73,8 @@ def clipped(
     max_grad_norm: float | None,
     schedule: Schedule | None = None,
 ) -> Optimizer:
-    """The optimizer of a function that writes in place: clipping to a global norm, skipping and donation around it.
+    """Make an optimizer of a function that updates in place, by adding clipping to a global norm, skipping and
+    donation.
 
     The norm is that of all gradients on all ranks. One that is not finite leaves parameters and state as they were, bit
     for bit, and counts as `skipped`: decided on the device, without waiting for it.
@@ -96,11 +98,11 @@ def _update(
     max_grad_norm: float | None,
     schedule: Schedule | None,
 ) -> tuple[Params, Any, Metrics]:
-    mapped = active()  # then a copy is to be mapped over as the norm is
+    mapped = active()  # if vmap maps over the norm, copies must be mapped over too
     if not mapped:
         take = tree.donate if donate else tree.copy
         params, grads, state = take(params), take(grads), take(state)
-    layout = mesh.layout  # a rank may own nothing, but has the norm's dtype and device
+    layout = mesh.layout  # a rank may own no parameters, but the norm needs a dtype and device
     sharded = mesh.sharded
     owned = [g if layout is None or layout.owns(name, sharded=sharded) else g[:0] for name, g in grads.items()]
     norm = _global_norm(owned, mesh)
@@ -119,15 +121,16 @@ def _update(
 
 
 def _mapped_as(norm: Tensor, schedule: Schedule | None, step: float) -> Callable[[Any], Any]:
-    """A copy of trees that vmap maps over wherever it does over a gradient or the rate, for writing into them."""
+    """A function that copies trees such that vmap maps over them wherever it maps over a gradient or the rate, so that
+    they can be written into."""
     rate = norm if schedule is None else torch.as_tensor(schedule(step), device=norm.device)
     nothing = torch.zeros_like(norm, dtype=torch.bool) & torch.zeros_like(rate, dtype=torch.bool)
     return lambda each: tree.map(lambda x: torch.where(nothing, torch.zeros_like(x), x), each)
 
 
 def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
-    """The 2-norm of all gradients, on all ranks: 0-d, of their dtype. Each is given by one rank alone of those that the
-    mesh cuts parameters over."""
+    """The 2-norm of all gradients over all ranks: 0-d, in their dtype. Each gradient counts on one of the ranks over
+    which the mesh cuts parameters."""
     norm = torch.cat([g.flatten() for g in grads]).norm() if active() else get_total_norm(grads)
     axes, done = ([mesh.shard_axis()], SHARD_AXES) if mesh.sharded else ([], ())
     if mesh.layout is not None:
@@ -141,7 +144,7 @@ def _global_norm(grads: list[Tensor], mesh: Mesh) -> Tensor:
 
 
 def check_decays(*, weight_decay: float, momentum: float = 0.0, betas: tuple[float, ...] = ()) -> None:
-    """Raise ValueError for a weight decay below 0, and for a momentum or betas outside of [0, 1)."""
+    """Raise ValueError for a weight decay below 0, and for momentum or betas outside [0, 1)."""
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must be 0 or more, got {weight_decay}")
     if not 0 <= momentum < 1:
@@ -151,17 +154,17 @@ def check_decays(*, weight_decay: float, momentum: float = 0.0, betas: tuple[flo
 
 
 def zeros_like(params: Params) -> Params:
-    """Zeros in the tree of the parameters."""
+    """Zeros with the structure of the parameters."""
     return {name: torch.zeros_like(p) for name, p in params.items()}
 
 
 @state
 class AdamWState:
-    """First and second moments, in the tree of the parameters, and the number of updates applied."""
+    """First and second moments with the structure of the parameters, and the number of updates applied."""
 
     mu: Params
     nu: Params
-    count: Tensor  # [] float32, as torch's kernels want it
+    count: Tensor  # [] float32, as torch's kernels require
 
 
 def init_adamw(params: Params) -> AdamWState:
@@ -191,7 +194,7 @@ def adamw(
 def adamw_write(
     schedule: Schedule, *, betas: tuple[float, float], eps: float, weight_decay: float, kernel: Callable[..., None]
 ) -> Write:
-    """AdamW's part of an update: of the parameters that its state has. ValueError for numbers out of range."""
+    """AdamW's in-place update of the parameters in its state. Raises ValueError for numbers out of range."""
     check_decays(weight_decay=weight_decay, betas=betas)
     if not eps > 0:
         raise ValueError(f"eps must be > 0, got {eps}")
@@ -229,7 +232,7 @@ def _write_adamw_(
 
 @state
 class SgdState:
-    """The sum of gradients that momentum is, in the tree of the parameters; empty without momentum."""
+    """Momentum: a sum of gradients with the structure of the parameters; empty without momentum."""
 
     momentum: Params
 
@@ -242,7 +245,7 @@ def sgd(
     weight_decay: float = 0.0,
     max_grad_norm: float | None = 1.0,
 ) -> Optimizer:
-    """Gradient descent with momentum, as torch.optim.SGD's, by torch's kernel.
+    """Stochastic gradient descent with momentum as in torch.optim.SGD, by torch's kernel.
 
     The weight decay is decoupled: algorithm 1 of Loshchilov and Hutter (2019, arXiv:1711.05101), the rate in the decay.
     """
@@ -279,7 +282,7 @@ def sgd(
 
 @state
 class LionState:
-    """The momentum, in the tree of the parameters: half of what AdamW keeps."""
+    """The momentum with the structure of the parameters: half of AdamW's state."""
 
     momentum: Params
 
@@ -291,7 +294,8 @@ def lion(
     weight_decay: float = 0.01,
     max_grad_norm: float | None = 1.0,
 ) -> Optimizer:
-    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): steps of one size, with the sign of a momentum.
+    """Lion (Chen et al., 2023, arXiv:2302.06675, algorithm 2): steps of equal size, in the direction of a momentum's
+    sign.
 
     c = beta1 m + (1 - beta1) g; p <- p - lr (sign(c) + weight_decay p); m <- beta2 m + (1 - beta2) g. The paper
     (section 5) takes rates 3 to 10 times lower than AdamW's, and as much more weight decay.
@@ -317,7 +321,8 @@ def lion(
 def _plain_sgd_(
     params: Params, grads: Params, state: SgdState, call: UpdateCall, *, lr: float, momentum: float, nesterov: bool
 ) -> None:
-    """Write an update of SGD as torch's kernel would, for transforms of torch.func, which that does not go through."""
+    """Compute torch's SGD update in plain operations, for transforms of torch.func, which its kernel does not
+    support."""
     skipped = call.skipped.bool()
     for name, p in params.items():
         grad = grads[name] if call.scale is None else grads[name] / call.scale
@@ -329,13 +334,13 @@ def _plain_sgd_(
 
 
 def decay_(params: Sequence[Tensor], rate: float, skipped: Tensor) -> None:
-    """Multiplies the parameters by 1 - `rate`, or by 1 where `skipped` (0-d) is."""
+    """Multiply parameters in place by 1 - `rate`; by 1 if `skipped` (0-d) is 1."""
     for p in params:
         p.mul_(1.0 - rate * (1.0 - skipped.to(p)))
 
 
 def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient with the strides of its parameter, as torch's kernel walks both in the order of memory."""
+    """Lay out a gradient with the strides of its parameter, since torch's kernel walks both in memory order."""
     return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
@@ -345,7 +350,8 @@ def from_function(
     *,
     max_grad_norm: float | None = 1.0,
 ) -> Optimizer:
-    """The optimizer of a plain function `fn(params, grads, state, step) -> (params, state)`, which changes no argument.
+    """Make an optimizer of a plain function `fn(params, grads, state, step) -> (params, state)`, which changes no
+    argument.
 
     Gradients come clipped, and all trees are this rank's shards where a mesh cuts parameters: a function that is not
     elementwise would be wrong there. The state is a tree of tensors, see `Optimizer`; `init(params)` makes it.
@@ -356,7 +362,7 @@ def from_function(
             grads = {name: g.div_(call.scale) for name, g in grads.items()}
         skipped = call.skipped.bool()
         old, new = (params, state), fn(params, grads, state, call.step)
-        chosen = tree.map(lambda x, y: torch.where(skipped, x, y), old, tuple(new))  # new may share memory with old
+        chosen = tree.map(lambda x, y: torch.where(skipped, x, y), old, tuple(new))  # may share memory
         tree.map(Tensor.copy_, old, chosen)
         return state
 
@@ -364,7 +370,7 @@ def from_function(
 
 
 def kept_on_host(optimizer: Optimizer, lane: Lane) -> Optimizer:
-    """The optimizer, whose state is on the host between updates, and on the lane's device, whole, during one.
+    """Wrap an optimizer so that its state is on the host between updates, and whole on the lane's device during one.
 
     AdamW has a kernel for this that takes less of the device's memory: `offload.offloaded_adamw`.
     """

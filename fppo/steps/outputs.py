@@ -1,4 +1,4 @@
-"""A forward pass over rows: what it reads, what runs it, and the outputs that it can compute."""
+"""A forward pass over rows: its inputs, its settings, and the outputs that it can compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OUTPUTS = ("log_probs", "entropy", "sum_squared_probs", "hidden", *OF_VALUE_HEAD
 
 @runtime_checkable
 class Rows(Protocol):
-    """The columns that a pass reads of a record: a Rollout or any later stage."""
+    """The columns of a record that a pass reads: a Rollout or any later record."""
 
     @property
     def tokens(self) -> Tensor: ...  # [B, S] int64
@@ -39,10 +39,10 @@ class Rows(Protocol):
 class Forward:
     """A model bound to the kernels and the mesh of its passes.
 
-    `remove_padding` packs the rows of a pass; without it the padded rows run as they are. With `share_prompts` the
-    tokens that rows begin with alike are computed once; "auto": where that saves a tenth of the tokens, and all can.
-    `read` makes values [...] of what a value head gives, [..., K]. With `replay` the routers of experts take their
-    choices from the rows' `routed` [B, S, L, k].
+    `remove_padding` packs the rows of a pass; without it padded rows run as they are. With `share_prompts` common
+    prefixes of rows are computed once; "auto" does so if it saves a tenth of the tokens and everything supports it.
+    `read` computes values [...] from the outputs of a value head [..., K]. With `replay` the routers of experts take
+    their choices from the rows' column `routed` [B, S, L, k].
     """
 
     model: Model
@@ -85,7 +85,7 @@ class Forward:
             )
 
     def sharing_hindrance(self) -> str | None:
-        """Why rows cannot share the tokens that they begin with; None where they can."""
+        """The reason why rows cannot share common prefixes; None if they can."""
         hindrances = (
             (not self.remove_padding, "padded rows run as they are"),
             (bool(self.model.stateful), f"layers of model type {self.model.config.model_type!r} carry states"),
@@ -97,10 +97,12 @@ class Forward:
 
 
 class TokenOutputs(NamedTuple):
-    """Per-token outputs [B, T], float32 (float64 from float64 parameters), zero outside the response mask; the K
-    numbers of a value head, [B, T, K]; the states that a vocabulary head reads, [B, T, H]; and those of routers: the
-    experts that they choose, by themselves where others are replayed, [B, S, L, k], and of this pass how many tokens
-    each got, and sums for losses."""
+    """Outputs of a pass, float32 (float64 for float64 parameters), zero outside the response mask.
+
+    Each token's are [B, T]; the K outputs of a value head [B, T, K]; the states before a vocabulary head [B, T, H].
+    Routers report the experts that they choose, or would choose without replay, [B, S, L, k]; and for this pass each
+    expert's number of tokens, and sums for the routers' losses.
+    """
 
     log_probs: Tokens | None = None
     entropy: Tokens | None = None
@@ -114,7 +116,7 @@ class TokenOutputs(NamedTuple):
 
 
 def check_outputs(model: Model, outputs: Sequence[str]) -> None:
-    """Raises ValueError for outputs that there are not, or that a model lacks something for."""
+    """Raise ValueError for unknown outputs, and for outputs that the model does not support."""
     if unknown := [name for name in outputs if name not in OUTPUTS]:
         raise ValueError(f"unknown outputs {unknown}; there are {list(OUTPUTS)}")
     if of_routers := [name for name in outputs if name in OF_ROUTERS]:

@@ -1,4 +1,4 @@
-"""Where the tokens of a pass are, known on the host, which of them a rank runs, and how they attend to others."""
+"""The tokens of a pass, known on the host: their indices, which of them a rank runs, and how they attend to others."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from fppo_kernels.table import Kernels
 from fppo_kernels.transforms import active, is_mapped, outside
 from fppo_kernels.ulysses import gather_sequence, slice_sequence, ulysses
 
-LEAST_SAVED = 0.1  # the share of tokens that rows which begin alike must save, for "auto" to let them
+LEAST_SAVED = 0.1  # the fraction of tokens that sharing must save for "auto"
 
 
 class Slice(NamedTuple):
-    """A rank's tokens of a packed row of N, of which the ranks of one axis have different ones."""
+    """A rank's tokens of a packed row of N tokens that is cut over one axis."""
 
-    own: Callable[[Tensor], Tensor]  # of numbers of all tokens [N, ...] this rank's
+    own: Callable[[Tensor], Tensor]  # selects this rank's entries from values of all tokens [N, ...]
     attend: Attend
-    places: Tensor  # [N]: where each token of the row is among all ranks' tokens, one rank after the other
+    places: Tensor  # [N]: each token's index among all ranks' tokens, rank by rank
 
 
 class Masked(Protocol):
-    """The masks of a record that give the places of its tokens."""
+    """The masks of a record, from which the indices of its tokens follow."""
 
     @property
     def attention_mask(self) -> Tensor: ...  # [B, S] bool
@@ -49,11 +49,11 @@ class Masked(Protocol):
 
 
 class Masks(NamedTuple):
-    """The masks of rows, on the host, and their tokens where those that begin alike share them."""
+    """The masks of rows on the host, and their tokens if rows share common prefixes."""
 
     attention: Mask  # [B, S]
     response: Mask  # [B, T]
-    tokens: Tensor | None = None  # [B, S], equal where rows may share them; None: each row has its own
+    tokens: Tensor | None = None  # [B, S], equal where rows may share tokens; None: nothing is shared
 
     @property
     def lengths(self) -> list[int]:
@@ -61,21 +61,21 @@ class Masks(NamedTuple):
         return self.attention.sum(1).tolist()
 
     def sorted(self) -> SortedRows | None:
-        """The rows in an order in which those that begin alike stand together; None where each has its own tokens."""
+        """The rows sorted so that rows with common prefixes are adjacent; None if nothing is shared."""
         if self.tokens is None:
             return None
         return outside(sort_rows, self.tokens, self.attention, self.attention.shape[1] - self.response.shape[1])
 
     @property
     def depths(self) -> list[int]:
-        """Lengths of the beginnings that rows need not compute, since others of these rows do."""
+        """For each row, the length of the prefix that another row computes."""
         rows = self.sorted()
         return [] if rows is None else rows.depths
 
 
 def masks_of(rows: Masked, forward: Forward | None = None) -> Masks:
-    """The masks of rows, and their tokens where passes of a forward share them. Waits for the device, if the rows are
-    on one. Raises ValueError for masks that vmap maps over."""
+    """The masks of rows, with their tokens if the forward's passes share common prefixes. Waits for the device, if the
+    rows are on one. Raises ValueError for masks that vmap maps over."""
     if forward is None or not _shares(forward):
         return _on_host(rows)
     return worth(masks_and_tokens(rows), forward)
@@ -86,7 +86,7 @@ def _on_host(rows: Masked) -> Masks:
 
 
 def masks_and_tokens(rows: Masked) -> Masks:
-    """The masks of rows, and their tokens where these have numbers."""
+    """The masks of rows, and their tokens if these can be read (not on meta, and no vmap maps over them)."""
     masks, tokens = _on_host(rows), getattr(rows, "tokens", None)
     if type(tokens) is not Tensor or tokens.is_meta or is_mapped(tokens):
         return masks
@@ -98,14 +98,14 @@ def _distinct(tokens: Tensor, inputs: Any) -> Tensor:
 
 
 def sorted_rows(rows: Masked) -> SortedRows:
-    """Rows with tokens, in an order in which those that begin alike stand together. Waits for the device."""
+    """Sort rows with tokens so that rows with common prefixes are adjacent. Waits for the device."""
     found = masks_and_tokens(rows).sorted()
     assert found is not None
     return found
 
 
 def worth(masks: Masks, forward: Forward) -> Masks:
-    """The masks, with the rows' tokens only where it pays that passes share them, as `Forward.share_prompts` has it."""
+    """The masks, with the rows' tokens only if sharing common prefixes pays, according to `Forward.share_prompts`."""
     if masks.tokens is None or not _shares(forward):
         return masks._replace(tokens=None)
     rows = masks.sorted()
@@ -113,7 +113,7 @@ def worth(masks: Masks, forward: Forward) -> Masks:
 
 
 def saves_enough(rows: SortedRows, forward: Forward) -> bool:
-    """Whether it pays that passes of a forward let these rows share tokens."""
+    """Whether sharing common prefixes of these rows saves enough in passes of a forward."""
     return _shares(forward) and rows.saved > (LEAST_SAVED if forward.share_prompts == "auto" else 0.0)
 
 
@@ -122,54 +122,55 @@ def _shares(forward: Forward) -> bool:
 
 
 def cut(masks: Masks, micro_batching: MicroBatching) -> list[list[int]]:
-    """The numbers of the rows in each micro-batch; rows that share tokens are kept together."""
+    """The row indices of each micro-batch; rows that share tokens are kept together."""
     rows = masks.sorted()
     return partition(masks.lengths, micro_batching) if rows is None else partition_shared(rows, micro_batching)
 
 
 def blank_masks(masks: Masks) -> Masks:
-    """The masks of `ranks.blank`, a row of one token."""
+    """The masks of `ranks.blank`: one row with one token."""
     attention = masks.attention.new_zeros(1, masks.attention.shape[1])
     attention[:, -1:] = True
     return Masks(attention, masks.response.new_zeros(1, masks.response.shape[1]))
 
 
 def multiple(mesh: Mesh) -> int:
-    """The divisor of the length that a packed row is filled up to: ranks then have slices, or blocks, of equal size,
-    divisible by the size of the tensor axis."""
+    """The divisor of a packed row's padded length: it gives the ranks slices, or blocks, of equal size, divisible by
+    the size of the tensor axis."""
     context = mesh["context"].size
     return mesh["sequence"].size * mesh["tensor"].size * (context * BLOCKS[-1] if context > 1 else 1)
 
 
 class Own(NamedTuple):
-    """Which of M tokens of the packed row this rank has."""
+    """The subset of M tokens of the packed row that this rank has."""
 
-    numbers: Tensor | slice  # among the M
-    places: Tensor  # among this rank's
-    slots: Tensor | None = None  # of several ranks, where each of the M is among theirs, `most` for each rank
+    numbers: Tensor | slice  # indices among the M tokens
+    places: Tensor  # indices among this rank's tokens
+    slots: Tensor | None = None  # on several ranks: where each of the M is among theirs, padded to `most`
     most: int = 0
 
     def on(self, device: torch.device) -> Own:
-        """These on a device."""
+        """Move the indices to a device."""
         numbers = self.numbers if isinstance(self.numbers, slice) else sent(self.numbers, device)
         slots = None if self.slots is None else sent(self.slots, device)
         return Own(numbers, sent(self.places, device), slots, self.most)
 
 
 class SharedRow(NamedTuple):
-    """A packed row whose rows share tokens: N tokens, and R of all rows."""
+    """A packed row of N tokens whose rows, of R tokens in all, share some."""
 
     keys: SharedKeys
-    reads: Readings  # of this rank's tokens, by those that responses follow on
-    real: Places  # of the R tokens of all rows
-    places: Tensor  # [R]: of each of these, in the packed row
+    reads: Readings  # readings of this rank's tokens before response tokens
+    real: Places  # the places of the R tokens of all rows
+    places: Tensor  # [R]: the index of each in the packed row
 
 
 @attrs.frozen(eq=False)
 class Indices:
-    """Where the tokens of some rows are, for a pass over them that need not wait for the device to know it.
+    """The indices of the rows' tokens, for a pass that need not wait for the device.
 
-    It is of the rows that have the two masks, on a mesh; `packed` or as they are. Places are on the rows' device.
+    They belong to rows with these two masks, to a mesh, and to `packed` or padded passes. Tensors are on the rows'
+    device.
     """
 
     attention_mask: Tensor  # [B, S]
@@ -177,21 +178,21 @@ class Indices:
     mesh: Mesh
     packed: bool
     real: Places
-    responses: Tensor  # [M]: the response tokens, in [B * T]
-    before: Tensor  # [M]: the token before each, among all ranks' tokens, one rank after the other
-    own: Own  # of these
-    length: int  # of this rank's slice of the row, between blocks
-    dealt: Deal | None  # of the packed row, on a context axis
-    shared: SharedRow | None = None  # where rows share tokens; `real` are then the distinct ones, by piece
+    responses: Tensor  # [M]: indices of the response tokens in [B * T]
+    before: Tensor  # [M]: the index of the token before each, among all ranks' tokens, rank by rank
+    own: Own  # the subset of those that is on this rank
+    length: int  # tokens of this rank's slice of the row, between blocks
+    dealt: Deal | None  # the deal of the packed row, on a context axis
+    shared: SharedRow | None = None  # if rows share tokens; `real` are then the distinct tokens, piece by piece
 
     def of(self, rows: Masked, mesh: Mesh, packed: bool) -> bool:
-        """Whether it is of these very rows, on this mesh, packed or not."""
+        """Whether these are the indices of exactly these rows, on this mesh, packed or not."""
         same = self.attention_mask is rows.attention_mask and self.response_mask is rows.response_mask
         return same and self.mesh is mesh and self.packed == packed
 
 
 def every_place(rows: Masked, mesh: Mesh) -> Indices:
-    """The indices of all places of rows, padding too, whose masks vmap maps over: none of their numbers is read."""
+    """Indices of all entries of rows, padding included, for masks that vmap maps over, which cannot be read."""
     (count, width), length, device = rows.attention_mask.shape, rows.response_mask.shape[1], rows.attention_mask.device
     place = torch.arange(count * length, device=device)
     before = (place // max(length, 1) * width + width - length + place % max(length, 1) - 1).clamp(min=0)
@@ -210,7 +211,7 @@ def every_place(rows: Masked, mesh: Mesh) -> Indices:
 
 
 def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed: bool) -> Indices:
-    """Where the tokens of rows with these masks are, by work on the host alone."""
+    """Compute the indices of the tokens of rows with these masks, on the host alone."""
     (count, width), length, device = masks.attention.shape, masks.response.shape[1], rows.attention_mask.device
     index = masks.response.flatten().nonzero().flatten()
     before = index + (index // max(length, 1) + 1) * (width - length) - 1
@@ -245,9 +246,9 @@ def find_indices(rows: Masked, masks: Masks, model: Model, mesh: Mesh, *, packed
 
 
 def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Axis, device: torch.device) -> SharedRow:
-    """The shared row, which passes over pieces need beside the indices.
+    """Describe a shared row, for passes over pieces.
 
-    `own` are the tokens that responses follow on, of the `length` tokens of a rank.
+    `own` are the tokens before response tokens, out of a rank's `length` tokens.
     """
     fill = length * axis.size - len(pieces.index)
     return SharedRow(
@@ -259,8 +260,7 @@ def _shared(pieces: PackedPieces, every: Places, own: Own, length: int, axis: Ax
 
 
 class MicroBatch(NamedTuple):
-    """The rows of one pass, the indices of their tokens, and their masks on the host; None: the masks are unknown
-    there."""
+    """The rows of a pass, the indices of their tokens, and their masks on the host (None: unknown there)."""
 
     rows: Any
     indices: Indices
@@ -268,19 +268,16 @@ class MicroBatch(NamedTuple):
 
 
 def indexed(rows: Masked, masks: Masks, forward: Forward) -> MicroBatch:
-    """Find the tokens of rows with these masks, for a pass of the forward."""
+    """Compute the indices of the tokens of rows with these masks, for a pass of the forward."""
     find = partial(find_indices, model=forward.model, mesh=forward.mesh, packed=forward.remove_padding)
     found = outside(find, rows, masks)
-    if active():  # then they were found of what is in the rows
+    if active():  # the rows' own tokens were found with their masks
         found = attrs.evolve(found, attention_mask=rows.attention_mask, response_mask=rows.response_mask)
     return MicroBatch(rows, found, masks)
 
 
 def indices_of(rows: Masked, known: Indices | None, forward: Forward) -> Indices:
-    """The `known` indices of the rows, or without these new ones, for which the host may wait.
-
-    Raises ValueError for indices of other rows, of another mesh, or of padded rows where the forward packs them.
-    """
+    """The `known` indices of the rows; without them new ones, for which the host may wait."""
     if known is None:
         return indexed(rows, masks_of(rows, forward), forward).indices
     if not known.of(rows, forward.mesh, forward.remove_padding):
@@ -289,7 +286,7 @@ def indices_of(rows: Masked, known: Indices | None, forward: Forward) -> Indices
 
 
 def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, indices: Indices) -> Slice:
-    """This rank's tokens of a packed row that is filled up: a slice of it, or what it is dealt on a context axis."""
+    """This rank's tokens of a padded packed row: a slice of it, or on a context axis the blocks that it was dealt."""
     dealt, shared = indices.dealt, indices.shared
     places = torch.arange(len(packed.tokens), device=packed.tokens.device)
     axis = mesh.token_axis
@@ -305,14 +302,13 @@ def slice_of(packed: Packed, kernels: Kernels, mesh: Mesh, indices: Indices) -> 
 
 
 def places_of_rows(places: Tensor, indices: Indices) -> Tensor:
-    """Where the tokens of all rows are, one row after the other, for `places` [N] of those of the packed row."""
+    """For each token of the rows, row by row, its entry of `places` [N], the values of packed tokens."""
     return places if indices.shared is None else places[indices.shared.places]
 
 
 def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
-    """Select from `tokens` (places among all ranks' tokens [M], one rank after the other) those of this rank, which has
-    `length` tokens. A token may be there several times. Of several ranks, each waits for the device that they are on.
-    """
+    """Select this rank's tokens from `tokens` [M], indices among all ranks' tokens, rank by rank; it has `length`
+    tokens in all. A token may occur several times. With several ranks it waits for the device."""
     if axis.size == 1:
         return Own(slice(None), tokens)
     ranks = tokens // length
@@ -326,7 +322,7 @@ def own_tokens(tokens: Tensor, length: int, axis: Axis) -> Own:
 
 
 def gathered(columns: Sequence[Tensor], own: Own, axis: Axis) -> Sequence[Tensor]:
-    """Numbers of this rank's tokens, [m, ...], as those of all M tokens, on every rank, by one collective."""
+    """Gather this rank's values [m, ...] into values of all M tokens, on every rank, by one collective."""
     if own.slots is None:
         return columns
     flat = [x.flatten(1) if x.dim() > 1 else x[:, None] for x in columns]

@@ -1,4 +1,4 @@
-"""A critic with one hidden layer, of numbers that are there without a model of its own."""
+"""A critic with one hidden layer, over features that exist without a model of its own."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ UNCLIPPED = partial(losses.value_loss, clip=None)
 
 
 def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members: int = 1, signs: int = 0) -> Params:
-    """A perceptron with one hidden layer, whose K outputs are 0: float32 `in_weight` [width, inputs], `in_bias`
-    [width], `out_weight` [K, width], `out_bias` [K]; or an ensemble of several, with their number in front: [N, ...].
-    A privileged one has as many inputs more as there are `signs` of the truth.
+    """Initialise a perceptron with one hidden layer and outputs of 0: float32 `in_weight` [width, inputs], `in_bias`
+    [width], `out_weight` [K, width], `out_bias` [K].
+
+    An ensemble of N `members` has a first dimension N. A privileged critic has `signs` more inputs, for features of the
+    truth.
     """
     inputs += signs
     if members > 1:
@@ -48,7 +50,8 @@ def init_perceptron(key: Key, inputs: int, *, width: int, outputs: int, members:
 
 
 def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*n b t k"]:
-    """Its outputs [B, T, K] of `seen` [B, T, F]; of an ensemble of N all members', [N, B, T, K]."""
+    """Compute outputs [B, T, K] from features `seen` [B, T, F]; for an ensemble of N those of all members, [N, B, T,
+    K]."""
     seen = seen.to(params["in_weight"].dtype)
     if params["in_weight"].dim() == 2:
         hidden = F.gelu(F.linear(seen, params["in_weight"], params["in_bias"]))
@@ -58,13 +61,13 @@ def perceptron(params: Params, seen: Float[Tensor, "b t f"]) -> Float[Tensor, "*
 
 
 def beside(seen: Float[Tensor, "b t f"], truth_signs: Float[Tensor, "b t g"] | None) -> Float[Tensor, "b t h"]:
-    """The input of a critic: `seen`, and behind it the `truth_signs` of a privileged one."""
+    """Concatenate the features `seen` with a privileged critic's `truth_signs`, if any: [B, T, F + G]."""
     return seen if truth_signs is None else torch.cat([seen, truth_signs.to(seen)], -1)
 
 
 def member_of(ids: Sequence[str], members: int) -> Int[Tensor, " b"]:
-    """The member of an ensemble that learns from the prompt of each row, by the name of its data row: always the same,
-    so that no two members learn from the same prompt."""
+    """The index of the ensemble member [B] that learns from each row. It depends only on the name of the prompt's data
+    row, so that no two members learn from the same prompt."""
     digests = (hashlib.sha256(str(name).encode()).digest() for name in ids)
     return torch.tensor([int.from_bytes(digest[:8], "big") % members for digest in digests])
 
@@ -80,10 +83,11 @@ def update_perceptron(
     key: Key | None,
     donate: bool,
 ) -> tuple[TrainState, Metrics]:
-    """The critic after `loop.epochs` passes over `batch`, of which it reads `seen` [B, T, F], and `truth_signs` where
-    the batch has them, with a value loss as in `UpdateCritic`. Of an ensemble each member learns from its own rows
-    (`member_of`). All ranks hold all rows and compute the same. Raises ValueError for a batch without values, and for a
-    loss of another shape than [B, T].
+    """Update a perceptron critic in `loop.epochs` passes over `batch`, whose features are `seen` [B, T, F].
+
+    It reads `truth_signs` too, if the batch has them, and minimises a value loss as in `UpdateCritic`. Each member of
+    an ensemble learns from its own rows (`member_of`). All ranks hold all rows and compute the same. Raises ValueError
+    for a batch without values, and for a loss that is not [B, T].
     """
     if batch.values is None:
         raise ValueError("the update of a critic needs values in the batch: annotate it first")

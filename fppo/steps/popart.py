@@ -1,4 +1,4 @@
-"""A critic that learns returns in units of their running deviation, about their running mean: PopArt."""
+"""PopArt: a critic that learns returns normalised by their running mean and deviation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Params
 from fppo.shapes import Mask, Tokens
 from fppo.steps.train_state import Scale, TrainState
 
-_LEAST = 1e-4  # a deviation below counts as this: returns that are all the same have none
+_LEAST = 1e-4  # smaller deviations count as this: equal returns have none
 
 
 class UpdateFn(Protocol):
-    """An update of a critic, such as `UpdateCritic`."""
+    """Protocol of an update of a critic, such as `UpdateCritic`."""
 
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key, donate: bool
@@ -28,8 +28,8 @@ class UpdateFn(Protocol):
 
 
 def moved(scale: Scale, returns: Tokens, mask: Mask, *, rate: float) -> Scale:
-    """The statistics after a batch, whose share is `rate`: those of batch i of n weigh (1 - rate)^(n - i). A batch
-    without tokens changes nothing."""
+    """Update the statistics with a batch, whose weight is `rate`: batch i of n then has weight (1 - rate)^(n - i). A
+    batch without tokens changes nothing."""
     if not mask.any():
         return scale
     own = returns.detach()[mask].double()
@@ -38,7 +38,7 @@ def moved(scale: Scale, returns: Tokens, mask: Mask, *, rate: float) -> Scale:
 
 
 def statistics(scale: Scale) -> tuple[Tensor, Tensor]:
-    """Mean and deviation, 0-d float64; 0 and 1 before the first batch."""
+    """The running mean and deviation, 0-d float64; 0 and 1 before the first batch."""
     some = scale.weight > 0
     weight = scale.weight.where(some, 1.0)
     mean = scale.mean / weight
@@ -48,12 +48,13 @@ def statistics(scale: Scale) -> tuple[Tensor, Tensor]:
 
 @attrs.frozen(kw_only=True)
 class UpdatePopart:
-    """The update of a critic for which values and returns are counted from their running mean m, in units of their
-    running deviation s, both moved by the batch first by its share `rate`.
+    """Update a critic in normalised units: values and returns minus the running mean m, divided by the running
+    deviation s.
 
-    For the update `stage` the head's weight W and bias b become W / s and (b - m) / s, and are put back after it: so a
-    change of m and s changes no value ("preserving outputs precisely"), a critic gives values as any other does, and
-    what clips values counts in units of s. van Hasselt et al., arXiv:1602.07714, algorithm 1.
+    The batch first moves m and s by its weight `rate`. For the inner update `stage` the head's weight W and bias b
+    become W / s and (b - m) / s, and are converted back afterwards. So a change of m and s changes no value
+    ("preserving outputs precisely"), the critic gives values in the usual units, and clipping of values counts in units
+    of s. van Hasselt et al., arXiv:1602.07714, algorithm 1.
     """
 
     stage: UpdateFn
@@ -62,8 +63,8 @@ class UpdatePopart:
     def __call__(
         self, state: TrainState, batch: Experience, *, key: Key, donate: bool = False
     ) -> tuple[TrainState, Metrics]:
-        """The state after the updates, and their metrics. Raises ValueError for a state without a `Scale`, a batch
-        without values and a rate that is not in (0, 1]."""
+        """Update the critic; return the new state and the metrics. Raises ValueError for a state without a `Scale`, a
+        batch without values, and a rate outside (0, 1]."""
         if state.scale is None or batch.values is None or not 0 < self.rate <= 1:
             got = f"scale={state.scale}, rate={self.rate}, values={'none' if batch.values is None else 'there'}"
             text = "PopArt needs TrainState.scale, a rate above 0 and at most 1, and a batch with values: "
@@ -86,8 +87,8 @@ class UpdatePopart:
 
 
 def _head(params: Params, factor: Tensor, shift: Tensor) -> Params:
-    """The parameters whose value head gives `factor` times what it gave, plus `shift`."""
-    there = {name: x for name, x in params.items() if name in (SCORE_WEIGHT, SCORE_BIAS)}  # in a pipeline's last stage
+    """Rescale the value head: its new outputs are `factor` times the old ones, plus `shift`."""
+    there = {name: x for name, x in params.items() if name in (SCORE_WEIGHT, SCORE_BIAS)}  # on the last stage
 
     def changed(name: str, x: Tensor) -> Tensor:
         more = shift.to(x.device) if name == SCORE_BIAS else 0.0

@@ -1,4 +1,5 @@
-"""Rows over data ranks: who takes which, which make a mini-batch, how many passes there are, and results in order."""
+"""Distribution of rows over data ranks: their shares, mini-batches, numbers of passes, and results in the rows'
+order."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ R = TypeVar("R")
 
 
 def shares(model: Model, lengths: Sequence[int], mesh: Mesh, alike: SortedRows | None = None) -> list[list[int]]:
-    """The rows that each data rank takes of rows that all of them hold: equal work for `model`, its attention counted.
+    """The row indices of each data rank's share, of rows that all ranks hold: equal work for `model`, attention
+    included.
 
-    With fewer rows than ranks some take none. All ranks find the same. Of rows that share tokens (`alike`) those that
-    do so stay together.
+    With fewer rows than ranks some shares are empty. All ranks compute equal shares. Rows that share tokens (`alike`)
+    stay together.
     """
     ranks = ranks_on(mesh, DATA_AXES)
     if ranks == 1:
@@ -46,21 +48,21 @@ def shares(model: Model, lengths: Sequence[int], mesh: Mesh, alike: SortedRows |
 
 
 def deal(count: int, mesh: Mesh) -> list[list[int]]:
-    """Which of `count` things of unknown cost each rank takes: like a deck of cards."""
+    """Distribute `count` items of unknown cost over the data ranks, in turn."""
     ranks = ranks_on(mesh, AXES)
     return [list(range(rank, count, ranks)) for rank in range(ranks)]
 
 
 def imbalance(model: Model, rows: SortedRows, shared: Sequence[Sequence[int]]) -> float:
-    """The work of the rank that has most of these rows, over the mean of all ranks: 1 is ideal."""
+    """The work of the busiest rank relative to the mean; 1 is ideal."""
     parts = [rows.part(part) for part in shared]
     work = [flops.forward_flops(model, part.lengths, shared=part.depths) for part in parts]
     return max(work) * len(work) / max(sum(work), 1.0)
 
 
 def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]], role: str) -> Metrics:
-    """The shares of tokens, and of the FLOPs of forward and backward pass, that passes over micro-batches of rows with
-    these masks do without, since rows share tokens."""
+    """The fractions of tokens, and of the FLOPs of forward and backward passes, that sharing common prefixes saves in
+    passes over these micro-batches, as metrics."""
     depths = [depth for part in micro_batches for depth in batches.rows(masks, part).depths]
     lengths, heads = masks.lengths, int(masks.response.sum())
     whole = flops.train_flops(model, lengths, head_tokens=heads)
@@ -72,9 +74,9 @@ def saved_work(model: Model, masks: Masks, micro_batches: Sequence[Sequence[int]
 
 
 def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequence[str] = DATA_AXES) -> Tensor:
-    """The results of all ranks for their rows [b, ...], on every rank and in the order of the rows [B, ...].
+    """Gather all ranks' results for their rows [b, ...] on every rank, in the rows' order [B, ...].
 
-    `shared` are the rows of each rank of `axes`, in their order, on all ranks the same. No gradients.
+    `shared` are the row indices of each rank of `axes`, equal on all ranks. No gradients.
     """
     if len(shared) == 1:
         return x
@@ -90,11 +92,11 @@ def collect(x: Tensor, shared: Sequence[Sequence[int]], mesh: Mesh, axes: Sequen
 
 
 def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: Tensor | None = None) -> list[Tensor]:
-    """The numbers of the rows in each mini-batch of `size` rows; the last may have fewer.
+    """The row indices of each mini-batch of `size` rows; the last may have fewer.
 
-    They are ordered by a draw that depends on `key` and `row_ids` [B], or taken as they come without a key. With
-    `groups` [B] int64 it is the groups that are drawn: rows of one stand together, by their ids, and only one that does
-    not fit into what a mini-batch has left is in two.
+    Rows are ordered by a draw that depends on `key` and `row_ids` [B]; without a key they keep their order. With
+    `groups` [B] int64 the draw is over groups. Rows of a group are then adjacent, ordered by their ids, and only a
+    group that does not fit into a mini-batch's remaining rows is split over two.
     """
     if size < 1:
         raise ValueError(f"mini_batch_size={size}: give 1 or more")
@@ -105,7 +107,7 @@ def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: 
     else:
         ids, (_, number) = row_ids.cpu(), groups.cpu().unique(return_inverse=True)
         first = torch.full((int(number.max()) + 1,), torch.iinfo(ids.dtype).max, dtype=ids.dtype)
-        first = first.scatter_reduce(0, number, ids, "amin")[number]  # the least id stands for the group
+        first = first.scatter_reduce(0, number, ids, "amin")[number]  # the smallest id represents the group
         order = torch.argsort(ids)
         for rank in (first, key.uniform(first, 1)[:, 0]):
             order = order[torch.argsort(rank[order], stable=True)]
@@ -113,9 +115,9 @@ def mini_batches(row_ids: RowIds, size: int, *, key: Key | None = None, groups: 
 
 
 def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]:
-    """How many micro-batches this rank runs of each mini-batch, of which it has `counts`: at least one.
+    """The number of micro-batches, at least one, that this rank runs for each mini-batch; it has `counts` of its own.
 
-    Ranks that share their parameters run equally many, since every pass gathers them, or exchanges tokens.
+    Ranks that share parameters run equally many, since every pass gathers parameters or exchanges tokens.
     """
     axes = [mesh[name] for name, together in (("shard", mesh.sharded), ("expert", True)) if together]
     if not (counts and any(axis.size > 1 for axis in axes)):
@@ -127,10 +129,8 @@ def rounds(counts: Sequence[int], mesh: Mesh, device: torch.device) -> list[int]
 
 
 def blank(record: R) -> R:
-    """One row of one token like the rows of `record` (which may have none), with nothing in the response mask.
-
-    It adds nothing to losses, gradients and metrics.
-    """
+    """A record of one row with one token, with the columns of `record` (which may be empty) and an empty response
+    mask."""
 
     def column(x: Tensor | Column) -> Tensor | Column:
         return x.new_zeros(1, *x.shape[1:]) if isinstance(x, Tensor) else Column([None])

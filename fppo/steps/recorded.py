@@ -1,9 +1,10 @@
-"""Passes of few tokens that a GPU is told to run by one launch, recorded as CUDA graphs, not operation by operation.
+"""Replay passes of few tokens as CUDA graphs, so that the host launches a pass at once instead of operation by
+operation.
 
-The host takes as long to launch the operations of a layer as a GPU takes to run them on some thousand tokens. What is
-recorded runs on tensors of the same place and size at every replay. So rows, masks and parameters are copied to places
-of their own; rows become wider, up to one of few widths, and rows that count nowhere fill the packed row up to one of
-few lengths. Neither changes a result (`laws.check_update`, `ranks.blank`), but for the order of sums.
+The host takes as long to launch a layer's operations as a GPU takes to run them on some thousand tokens. A recorded
+pass runs on tensors of fixed addresses and sizes. So rows, masks and parameters are copied to buffers; rows are padded
+to one of few widths; and rows that count nowhere pad the packed row to one of few lengths. Neither changes a result
+(`laws.check_update`, `ranks.blank`), except for the order of sums.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from fppo.steps.packed import Indices, Masks, MicroBatch, Own, find_indices
 from fppo.steps.sharded import cast, wire_dtypes
 from fppo_kernels.padding import Lengths, Places, sent
 
-LAYER_TOKENS = 2.1e11  # tokens times parameters, for each layer, that an H100 runs while the host launches that layer
-KEPT = 32  # recorded passes at most
-_ROWS, _WIDTH, _STEP, _PARTS = 8, 64, 64, 4  # what rows are a multiple of; the least width; the least step of lengths
+LAYER_TOKENS = 2.1e11  # tokens times parameters, per layer, that an H100 runs while the host launches the layer
+KEPT = 32  # the most recorded passes
+_ROWS, _WIDTH, _STEP, _PARTS = 8, 64, 64, 4  # multiple of rows, least width, least step of lengths
 
 
 class Sizes(NamedTuple):
@@ -42,12 +43,12 @@ class Sizes(NamedTuple):
     rows: int
     prompt: int
     response: int
-    tokens: int  # of the packed row
-    responses: int  # tokens that reach the head
+    tokens: int  # tokens of the packed row
+    responses: int  # tokens before the head
 
 
 class _Untold:
-    """Stands for numbers that a recorded pass cannot know on the host, since its replays are for others."""
+    """Stand-in for numbers that a recorded pass must not read on the host, since replays have others."""
 
     def _refuse(self) -> NoReturn:
         raise ValueError(
@@ -63,23 +64,22 @@ class _Untold:
 
 
 class _KeptPass(NamedTuple):
-    """A pass that may be run again: what it is, and where it takes its numbers from."""
+    """A pass that may be replayed: its function and its input buffers."""
 
     signature: tuple[Any, ...]
     columns: list[Any]
-    rows: Any  # the record among these
-    numbers: Tensor  # where tokens are
+    rows: Any  # the record among `columns`
+    numbers: Tensor  # the buffer of the tokens' indices
     run: Run
 
 
 @attrs.frozen(eq=False)
 class Recorder:
-    """Runs passes of at most `most_tokens` on tensors that stay where they are, as the functions of `make` record them.
+    """Runs passes of at most `most_tokens` tokens on fixed buffers, as functions that `make` records.
 
-    It keeps memory and no values: what a pass gives depends on its arguments alone. Each time that `KEPT` passes of
-    other sizes were recorded it forgets all of them. What cannot be recorded is left as it is: models cut over ranks or
-    with states, routers, images or layers that are computed again or compiled, padded rows, and threads beside the
-    main one.
+    It keeps buffers, not values: results depend on arguments alone. After `KEPT` recordings of different sizes it drops
+    all of them. Not recorded are: models cut over ranks, models with recurrent states, routers or images, recomputed or
+    compiled layers, padded rows, and passes in threads other than the main one.
     """
 
     make: Callable[[], Record]
@@ -90,7 +90,8 @@ class Recorder:
     _results_of: dict[Any, list[Tensor]] = attrs.field(factory=dict, init=False)
 
     def placed(self, params: Params, kinds: Mapping[str, torch.dtype]) -> Params:
-        """Parameters in the dtypes of `kinds`, in places of their own, until the next of the same shapes."""
+        """Copy parameters, in the dtypes of `kinds`, to buffers that the next parameters of the same shapes
+        overwrite."""
         wanted = {name: kinds.get(name, x.dtype) for name, x in params.items()}
         key = tuple((name, x.shape, x.device, wanted[name]) for name, x in params.items())
         if key not in self._params_of:
@@ -100,7 +101,7 @@ class Recorder:
         return kept
 
     def takes(self, params: Any, columns: Any, masks: Masks | None, forward: Forward) -> bool:
-        """Whether a pass may be recorded: one on parameters that `placed` gave."""
+        """Whether a pass may be recorded: its parameters must come from `placed`."""
         if masks is None:
             return False
         (_, width), length = masks.attention.shape, masks.response.shape[1]
@@ -116,10 +117,10 @@ class Recorder:
     def __call__(
         self, fn: Callable[..., Any], what: Any, params: Params, columns: Any, masks: Masks, forward: Forward
     ) -> Any:
-        """`fn(params, columns, indices)`, a tree; its tensors are overwritten by the next call.
+        """Run `fn(params, columns, indices)`; the tensors of the resulting tree are overwritten by the next call.
 
-        `columns` is a tree: first a record of rows with these masks, then more columns of these rows. What `fn` gets of
-        it has more rows, and wider ones. `what` says what else `fn` depends on, and is equal where that is.
+        `columns` is a tree: a record of rows with these masks, and further columns of the rows. `fn` gets them with
+        more rows and a larger width. `what` identifies everything else that `fn` depends on.
         """
         sizes = sizes_of(masks)
         leaves, spec = pytree.tree_flatten(columns)
@@ -157,7 +158,7 @@ class Recorder:
         return kept
 
     def _results(self, tree: Any) -> Any:
-        """The tree in memory that all passes with results of these shapes share."""
+        """The tree in memory that is shared by all passes whose results have these shapes."""
         leaves, spec = pytree.tree_flatten(tree)
         new = [x for x in leaves if isinstance(x, Tensor)]
         key = tuple((x.shape, x.dtype, x.device) for x in new)
@@ -169,7 +170,7 @@ class Recorder:
 
 
 def graphs(model: Model, device: torch.device) -> Recorder:
-    """Records passes of a model on a GPU as CUDA graphs, where the host and not the GPU is what takes the time."""
+    """Make a recorder of CUDA graphs for a model, for passes that the host, not the GPU, limits."""
     return Recorder(partial(as_graphs, device, tidy=True), most_tokens(model))
 
 
@@ -180,14 +181,14 @@ def most_tokens(model: Model) -> int:
 
 
 def records(model: Model, mesh: Mesh) -> bool:
-    """Whether passes of a model can be recorded at all, where rows are packed."""
+    """Whether passes of a model over packed rows can be recorded at all."""
     whole = model.layout is None and not model.spans and all(mesh[name].size == 1 for name in AXES)
     plain = not (model.stateful or model.routers) and model.vision is None and longest_row(model.config) is None
     return whole and plain and not model.checkpoint_layers and not model.compile_layers
 
 
 def sizes_of(masks: Masks) -> Sizes:
-    """Few sizes that rows with these masks fit in, with one row and one token more at least."""
+    """Round up the sizes of rows with these masks to one of few, with at least one row and one token to spare."""
     (count, width), length = masks.attention.shape, masks.response.shape[1]
     real, responses = int(masks.attention.sum()), int(masks.response.sum())
     prompt, response = (max(_WIDTH, 1 << (x - 1).bit_length()) for x in (width - length, length))
@@ -205,15 +206,15 @@ def sizes_of(masks: Masks) -> Sizes:
 
 
 class _Wide(NamedTuple):
-    """Masks of more rows, and wider ones."""
+    """Masks with more rows and a larger width."""
 
     attention_mask: Tensor
     response_mask: Tensor
 
 
 def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
-    """Where the tokens of rows with these masks are among wider rows and more of them, which fill the packed row: what
-    `indices_at` takes apart, on the host."""
+    """The tokens' indices among more and wider rows, which pad the packed row, as one tensor on the host that
+    `indices_at` splits."""
     (count, width), length, left = masks.attention.shape, masks.response.shape[1], _left(masks, sizes)
     real = masks.attention.new_zeros(sizes.rows, sizes.prompt + sizes.response)
     real[:count, left : left + width] = masks.attention
@@ -222,7 +223,7 @@ def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
     counted[:count, :length] = masks.response
     found = find_indices(_Wide(real, counted), Masks(real, counted), model, LOCAL, packed=True)
     more = sizes.responses - len(found.responses)
-    # the head's fill: places in the last row, which count nowhere, computed from the last token, which is none of ours
+    # padding for the head: entries of the last row, which count nowhere, from the last token, which is padding
     fill = (sizes.rows - 1) * sizes.response + torch.arange(more) % sizes.response
     before = torch.full((more,), sizes.tokens - 1)
     ends = list(accumulate((size for size in found.real.sizes if size), initial=0))
@@ -231,7 +232,7 @@ def numbers_of(masks: Masks, sizes: Sizes, model: Model) -> Tensor:
 
 
 def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
-    """The indices of a pass over `rows`, made of the result of `numbers_of` on their device."""
+    """The indices of a pass over `rows`, as views of the result of `numbers_of` on their device."""
     parts = [sizes.tokens, sizes.responses, sizes.responses, sizes.rows + 1]
     index, responses, before, ends = numbers.split(parts)
     untold = typed("tuple[int, ...]", _Untold())
@@ -251,12 +252,12 @@ def indices_at(numbers: Tensor, rows: Any, sizes: Sizes, mesh: Mesh) -> Indices:
 
 
 def _left(masks: Masks, sizes: Sizes) -> int:
-    """How many columns of padding rows get before them."""
+    """The number of padding columns that are inserted before the rows."""
     return sizes.prompt - (masks.attention.shape[1] - masks.response.shape[1])
 
 
 def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
-    """The shape that a column of rows with these masks has among wider rows and more of them."""
+    """The shape of a column with more rows and a larger width."""
     if x.dim() == 0:
         return ()
     widths = {masks.attention.shape[1]: sizes.prompt + sizes.response, masks.response.shape[1]: sizes.response}
@@ -264,7 +265,7 @@ def _shape(x: Tensor, masks: Masks, sizes: Sizes) -> tuple[int, ...]:
 
 
 def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> None:
-    """Copies columns to where a pass takes them from."""
+    """Copy columns into a pass's input buffers."""
     count, width = masks.attention.shape
     for place, x in zip(kept.columns, leaves, strict=True):
         if not isinstance(x, Tensor):
@@ -276,19 +277,20 @@ def _fill(kept: _KeptPass, leaves: list[Any], masks: Masks, sizes: Sizes) -> Non
         start = _left(masks, sizes) if x.dim() > 1 and x.shape[1] == width else 0
         part = place[:count] if x.dim() == 1 else place[:count, start : start + x.shape[1]]
         part.copy_(x)
-    kept.rows.attention_mask[count:, 0] = True  # so that what fills the packed row is at position 0
+    kept.rows.attention_mask[count:, 0] = True  # padding of the packed row is at position 0
 
 
 def _value(x: Any) -> Any:
-    """The value of a leaf that is no tensor, as a pass is recorded with it: for another value it is recorded anew.
+    """The value of a leaf that is no tensor, which is part of the recording: another value needs a recording of its
+    own.
 
-    A replay cannot know the objects of rows, so their columns are empty.
+    Replays cannot depend on rows' objects, so object columns are empty.
     """
     return Column() if isinstance(x, Column) else x
 
 
 def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies each of `values`, together where dtypes are alike."""
+    """Copy each of `values` into its buffer, in one operation per pair of dtypes."""
     together: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     for place, x in zip(places, values, strict=True):
         both = together.setdefault((place.dtype, x.dtype), ([], []))
@@ -299,7 +301,7 @@ def _copy(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def _recorded(run: Run, record: Record) -> Run:
-    """`run` as `record` makes it, and as it is from when that fails."""
+    """Record `run` by `record`; if that fails, run it as it is from then on."""
     replay, failed = record(run), list[RuntimeError]()
 
     def recorded() -> Any:
@@ -315,7 +317,7 @@ def _recorded(run: Run, record: Record) -> Run:
 
 
 def ready(params: Params, forward: Forward, record: Recorder | None) -> Params:
-    """Parameters that are not cut, in the dtypes they are computed with, and where recorded passes take them from."""
+    """Cast parameters that are not cut to their compute dtypes, in buffers if passes are recorded."""
     alone = threading.current_thread() is threading.main_thread()  # who may write to these places
     if record is None or not alone or not records(forward.model, forward.mesh):
         return cast(params, forward.model)
@@ -325,8 +327,8 @@ def ready(params: Params, forward: Forward, record: Recorder | None) -> Params:
 def run_one(
     fn: Callable[..., Tensor], what: Any, params: Any, one: MicroBatch, *, forward: Forward, record: Recorder
 ) -> Tensor:
-    """`fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded where that is possible. `what` says
-    what it depends on beside."""
+    """Run `fn(params, micro_batch, forward=forward, received=None)` [K, B, T], recorded if possible. `what` identifies
+    what else it depends on."""
     if not record.takes(params, one.rows, one.masks, forward):
         return fn(params, one, forward=forward, received=None)
 

@@ -1,6 +1,6 @@
-"""Learning rates as functions of the number of updates done. Warm-up starts at a non-zero rate.
+"""Learning rates as functions of the number of updates so far. The warm-up starts at a non-zero rate.
 
-In a run that knows better than a total (`steps.clock`) that number may have a fraction.
+In a run that knows its remaining steps (`steps.clock`) that number may have a fraction.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def schedule(
         raise ValueError(f"an exponential schedule needs a min_ratio above 0, got {min_ratio}")
     total = max(total_steps or 0, warmup_steps + 1)
 
-    decays = min(decay_ratio, 1.0 - warmup_steps / total)  # the part of all updates in which wsd's rate falls
+    decays = min(decay_ratio, 1.0 - warmup_steps / total)  # the fraction of all updates in which wsd's rate falls
 
     def rate(step: float) -> float:
         if step < warmup_steps:

@@ -21,9 +21,9 @@ from fppo_kernels.shapes import Float
 def compute_reward_scores(
     params: Params | Whole | OnHost, rows: Rows, *, forward: Forward, micro_batching: MicroBatching
 ) -> Float[Tensor, " b"]:
-    """A reward model's score [B] of each row: its head at the row's last real token. The model has a value head.
+    """A reward model's score [B] of each row: the output of its value head at the row's last real token.
 
-    The rows are always packed.
+    Rows are always packed.
     """
     check_outputs(forward.model, ("values",))
     forward = attrs.evolve(forward, remove_padding=True)
@@ -36,7 +36,7 @@ def compute_reward_scores(
 def _scores(
     params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None
 ) -> Tensor:
-    """The head at the last token of each of some rows [b]."""
+    """The head's output at the last token of each row [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head, axis = models.output_head(forward.model, ready.root), forward.mesh.token_axis
     hidden, places, _ = packed_hidden(ready, micro.rows, micro.indices, forward, received=received)

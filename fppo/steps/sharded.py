@@ -1,4 +1,4 @@
-"""Models on sharded parameters: what is gathered when, in a pass forward and backward."""
+"""Passes of models on sharded parameters: when parameters are gathered, forward and backward."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ from fppo.tree import state, static
 
 @state
 class Whole:
-    """Sharded parameters that are gathered already, and the base of an adapter. A step takes it in the place of
-    shards."""
+    """Sharded parameters gathered whole, with an adapter's base. Steps accept it in place of shards."""
 
     params: Params
     frozen: Frozen | None = static(default=None)
 
 
 class _Root:
-    """The parameters outside the layers, while they are gathered: waited for when they are first used, and kept."""
+    """The parameters outside the layers while they are gathered: the first use waits for them, and keeps them."""
 
     def __init__(self, finish: fsdp.Finish) -> None:
         self._finish = finish
         self._tensors: tuple[Tensor, ...] | None = None
 
     def take(self) -> tuple[Tensor, ...]:
-        """The whole tensors, each as a new one on the same memory: autograd marks what a pass is given."""
+        """The whole tensors, as new tensors on the same memory, since autograd marks the inputs of a pass."""
         if self._tensors is None:
             self._tensors = self._finish()
         return tuple(x.detach() for x in self._tensors)
@@ -48,25 +47,26 @@ class _Root:
 
 @state
 class Rooted:
-    """Sharded parameters of which those outside the layers are gathered for several passes. A step takes it in the
-    place of shards; gradients are those of shards."""
+    """Sharded parameters of which those outside the layers are gathered for several passes. Steps accept it in place of
+    shards; gradients are those of the shards."""
 
     params: Params
     root: _Root = static()
 
 
-Gathered = Whole | Rooted  # of which all, or some, are gathered for several passes
+Gathered = Whole | Rooted  # all or some of these are gathered for several passes
 
 
 class Opened(NamedTuple):
-    """Parameters ready for one pass: whole ones, and how layers are applied if theirs are not among them."""
+    """Parameters ready for one pass: whole ones, and the function that applies layers whose parameters are not among
+    them."""
 
     root: Params
     apply_layer: ApplyLayer | None
 
 
 def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
-    """All parameters gathered, in the dtypes they are computed with."""
+    """Gather all parameters, in their compute dtypes."""
     if isinstance(params, Whole):
         return params
     if isinstance(params, OnHost):
@@ -78,8 +78,8 @@ def whole(params: Params | Whole | OnHost, model: Model, mesh: Mesh) -> Whole:
 
 
 def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
-    """Begins to gather what is outside the layers (embeddings, last norm, head) for several passes; the shards as they
-    are where gathers are not begun ahead, on a pipeline axis, and of a model with everything in its layers."""
+    """Start to gather the parameters outside the layers (embeddings, last norm, head) for several passes. Returns the
+    shards themselves on a pipeline axis, without prefetching, and for a model without parameters outside its layers."""
     if model.spans or not (mesh.sharding or Sharding()).prefetch:
         return params
     group = _groups(model, model.joined(params))[0]
@@ -92,14 +92,14 @@ def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
 
 
 def cast(params: Params, model: Model) -> Params:
-    """Parameters that are not cut, in the dtypes they are computed with; the same tensors where they are in those."""
+    """Cast parameters that are not cut to their compute dtypes; tensors that have them are not copied."""
     kinds = wire_dtypes(model, params)
     return {name: x.to(kinds.get(name, x.dtype)) for name, x in params.items()}
 
 
 def scattered(grads: Whole, params: Params, model: Model, mesh: Mesh) -> Params:
-    """The shards of the sum, over the ranks that share a parameter, of whole gradients, in the dtypes of the sharded
-    parameters."""
+    """Reduce whole gradients to shards of their sum over the ranks that share a parameter, in the sharded parameters'
+    dtypes."""
     names, kinds = list(params), [x.dtype for x in params.values()]
     axes, sharding = fsdp.axes_of(names, mesh, model.cuts), mesh.sharding or Sharding()
     shards = fsdp.reduce_scatter([grads.params[name] for name in names], kinds, axes, sharding)
@@ -107,15 +107,15 @@ def scattered(grads: Whole, params: Params, model: Model, mesh: Mesh) -> Params:
 
 
 def accumulable(grads: Whole, params: Params, mesh: Mesh) -> Whole:
-    """Whole gradients of one micro-batch in the dtype that they are to be added up in."""
+    """Cast a micro-batch's whole gradients to the dtype in which they are summed."""
     sharding = mesh.sharding or Sharding()
     kinds = {name: fsdp.reduce_dtype(x.dtype, sharding) for name, x in params.items()}
     return Whole(params={name: x.to(kinds[name]) for name, x in grads.params.items()})
 
 
 def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Opened:
-    """Gathers what is outside the layers (embeddings, last norm, head), unless it is there, and it stays for the whole
-    pass; the layers gather their own. What is on the host is fetched likewise.
+    """Gather the parameters outside the layers (embeddings, last norm, head) for a whole pass, unless they are; layers
+    gather their own. Parameters on the host are fetched likewise.
 
     All ranks that share parameters must make the same passes, forward and backward.
     """
@@ -140,18 +140,18 @@ def opened(params: Params | Gathered | OnHost, model: Model, mesh: Mesh) -> Open
 
 
 def _own(params: Params, model: Model) -> Params:
-    """Select the parameters of the stage that a model is, if it is one."""
+    """The parameters of the stage that a model is, if it is one; else all."""
     return {name: params[name] for name in model.all_shapes} if model.spans else params
 
 
 def _layers(model: Model) -> range:
-    """The numbers of the layers that a model applies."""
+    """The indices of the layers that a model applies."""
     return model.spans[0].layers if model.spans else range(len(model.layers))
 
 
 def _groups(model: Model, params: Params) -> list[Params]:
-    """The parameters gathered together, by their names: those outside the layers, then each layer's. Raises ValueError
-    for parameters that are not there."""
+    """Group parameters that are gathered together, by name: those outside the layers, then each layer's. Raises
+    ValueError for missing parameters."""
     missing = [name for name in model.all_shapes if name not in params]
     if missing:
         raise ValueError(f"the model's parameters {missing} are missing")
@@ -162,8 +162,8 @@ def _groups(model: Model, params: Params) -> list[Params]:
 
 
 def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtypes that parameters are cast to before they are used: outside the base model, only a vocabulary head's
-    weight is cast."""
+    """The dtypes that parameters are cast to before use: besides the base model's, only a vocabulary head's weight is
+    cast."""
     return {
         name: model.compute_dtype
         for name, x in params.items()
@@ -175,11 +175,11 @@ def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.d
 
 
 class _Stream:
-    """The gathers of one pass and of its backward pass, each begun while the group before it is at work, and the
-    reduce-scatters of its gradients, each waited for when the group after it has its own.
+    """The gathers of one pass and its backward pass, each started while the group before is in use, and the
+    reduce-scatters of its gradients, each awaited when the next group has its own.
 
-    With a `lane` the groups are on the host and are fetched first; where nothing is sharded, that is all. A `root` is
-    the first of them, gathered for several passes.
+    With a `lane` the groups are on the host, and are fetched before; if nothing is sharded, they are only fetched. A
+    `root` is the first group, gathered for several passes.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class _Stream:
 
     def _begin(self, number: int) -> fsdp.Finish:
         shards = list(self._groups[number].values())
-        if not shards:  # a stage of a pipeline may have nothing outside its layers
+        if not shards:  # a pipeline stage may have no parameters outside its layers
             return lambda: ()
         if self._lane is not None:
             finish = self._lane.fetch(shards)
@@ -207,7 +207,7 @@ class _Stream:
         return fsdp.begin_gather(shards, self._shapes[number], self._dtypes[number], self._axes[number])
 
     def take(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """The whole tensors of a group; the one `step` further on is begun first."""
+        """The whole tensors of a group; starts to gather the group `step` further on first."""
         finish = self._begun.pop(number, None) or self._begin(number)
         after = number + step
         if (self._mesh.sharding or Sharding()).prefetch and 0 < after < len(self._groups):
@@ -215,7 +215,7 @@ class _Stream:
         return finish()
 
     def gathered(self, number: int, step: int) -> tuple[Tensor, ...]:
-        """Gather as a function of the group's shards."""
+        """Gather a group as a differentiable function of its shards."""
         if not self._groups[number]:
             return self.take(number, step)
         axes, sharding = self._axes[number], self._mesh.sharding or Sharding()
@@ -231,7 +231,7 @@ def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, shardi
         inner = [name[start:] for name in groups[number]]
 
         def gathered() -> Params:
-            step = -1 if index in applied else 1  # a second time is the recomputation for the backward pass
+            step = -1 if index in applied else 1  # the second time is the recomputation for the backward pass
             applied.add(index)
             return dict(zip(inner, stream.gathered(number, step), strict=True))
 
@@ -257,7 +257,7 @@ def _apply_layer(model: Model, groups: Sequence[Params], stream: _Stream, shardi
 
 
 class _Again:
-    """Tensors for the backward pass: gathered again when the first is asked for, freed with the last."""
+    """Tensors for the backward pass: gathered again at the first request, freed after the last."""
 
     def __init__(self, take: Callable[[], Sequence[Tensor]]) -> None:
         self._take, self._tensors, self.waiting = take, None, 0
@@ -279,14 +279,15 @@ class _View(NamedTuple):
 
 
 def _freed(tensors: Sequence[Tensor], take: Callable[[], Sequence[Tensor]]) -> saved_tensors_hooks:
-    """A context in which operations keep no views of `tensors` for their backward pass: `take` gives them anew.
+    """A context in which operations save no views of `tensors` for their backward pass, since `take` gathers them
+    again.
 
-    All else goes to the hooks around, for torch itself calls the innermost alone.
+    All other tensors go to the enclosing hooks, because torch calls the innermost hooks alone.
     """
     around = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    # a saved output that is no copy holds the node that holds it
+    # a saved output that is not copied would hold the node that holds it
     keep, give = around or (torch.Tensor.detach, lambda kept: kept)
-    # pack lives as long as what it packed, so it must not hold the tensors
+    # pack lives as long as its results, so it must not hold the tensors
     owners = {(x.untyped_storage()._cdata, x.dtype): number for number, x in enumerate(tensors)}
     again = _Again(take)
 

@@ -1,8 +1,8 @@
-"""Rows that begin alike: which of their tokens are distinct, and how such rows are cut, dealt and packed.
+"""Rows with common prefixes: their distinct tokens, and how such rows are cut, distributed and packed.
 
-Sorted by their tokens, rows that begin alike stand together, and each shares so many tokens, its depth, with the one
-before it. That makes trees of them: a prompt and its responses, or turns that share a history. All of it is work on the
-host, by token ids alone.
+Sorted by their tokens, rows with common prefixes are adjacent. A row's depth is the number of first tokens that it
+shares with the row before it. The rows form trees: a prompt and its responses, or turns that share a history.
+Everything is computed on the host, from token ids alone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fppo.steps.micro_batching import MicroBatching, balance, fit
 from fppo_kernels.shapes import Int
 from fppo_kernels.shared import Branch
 
-STEP = 16  # beyond a common prompt rows share a multiple of so many tokens, or every piece would be a few tokens long
+STEP = 16  # rows share multiples of so many tokens beyond a prompt, as pieces would be short otherwise
 
 
 class SortedRows(NamedTuple):
-    """Rows in an order in which those that begin alike stand together."""
+    """Rows sorted so that those with common prefixes are adjacent."""
 
-    order: list[int]  # their numbers
-    lengths: list[int]  # the tokens of each, in this order
-    depths: list[int]  # how many of its first tokens each shares with the one before it, in this order
+    order: list[int]  # their indices in the batch
+    lengths: list[int]  # the number of tokens of each, in this order
+    depths: list[int]  # the number of first tokens that each shares with the row before it, in this order
 
     @property
     def tokens(self) -> int:
@@ -38,15 +38,15 @@ class SortedRows(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """The share of tokens that need not be computed."""
+        """The fraction of tokens that sharing saves."""
         return sum(self.depths) / max(sum(self.lengths), 1)
 
     def apart(self) -> SortedRows:
-        """These rows, each with tokens of its own."""
+        """The same rows without sharing."""
         return self._replace(depths=[0] * len(self.depths))
 
     def part(self, rows: Sequence[int]) -> SortedRows:
-        """Select the rows of some numbers, which share no more than the rows between them do."""
+        """Select some rows, which share with each other what all rows between them share."""
         chosen, own, depth = {*rows}, list[tuple[int, int, int]](), 0
         for row, length, shared in zip(*self, strict=True):
             depth = min(depth, shared)
@@ -56,28 +56,30 @@ class SortedRows(NamedTuple):
         return SortedRows(*([each[i] for each in own] for i in range(3)))
 
     def split(self, start: int, stop: int, depth: int) -> list[tuple[int, int]]:
-        """Places `start` to `stop`, whose rows share at least `depth` tokens, as runs that share more than that."""
+        """Split places `start` to `stop`, whose rows share at least `depth` tokens, into runs of rows that share
+        more."""
         cuts = (place for place in range(start + 1, stop) if self.depths[place] == depth)
         return list(itertools.pairwise([start, *cuts, stop]))
 
     def trees(self) -> list[tuple[int, int]]:
-        """Runs of places whose rows begin alike, by the least number of a row in each."""
+        """Runs of places whose rows share tokens, ordered by the smallest row index in each."""
         runs = self.split(0, len(self.order), 0) if self.order else []
         return sorted(runs, key=lambda run: min(self.order[slice(*run)]))
 
 
 class PackedPieces(NamedTuple):
-    """Rows [B, S] as a packed row of N distinct tokens: all pieces that follow none, then those that follow these."""
+    """Rows [B, S] as a packed row of N distinct tokens: first all pieces without a parent, then those that follow
+    them."""
 
     pieces: list[Branch]
     index: Int[Tensor, " n"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], of each token
-    places: Int[Tensor, " r"]  # in the packed row, of each of the R real tokens of the rows, one row after the other
+    places: Int[Tensor, " r"]  # the index in the packed row of each of the R real tokens of the rows, row by row
 
 
 def sort_rows(tokens: Int[Tensor, "b s"], attention_mask: Mask, width: int) -> SortedRows:
     """Sort rows [B, S], whose prompts are in the first `width` columns, by their real tokens.
 
-    Rows of one prompt share it, and rows with a common beginning of `STEP` tokens do so in steps of that.
+    Rows with equal prompts share them; rows with a common prefix of `STEP` tokens share a multiple of `STEP`.
     """
     mask = attention_mask.bool()
     sizes: list[int] = mask.sum(1).tolist()
@@ -96,21 +98,21 @@ def sort_rows(tokens: Int[Tensor, "b s"], attention_mask: Mask, width: int) -> S
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """The number of first elements that two arrays have in common."""
+    """The length of the common prefix of two arrays."""
     length = min(len(a), len(b))
     other = np.flatnonzero(a[:length] != b[:length])
     return int(other[0]) if len(other) else length
 
 
 def pack_rows(rows: SortedRows, attention_mask: Mask) -> PackedPieces:
-    """Pack rows with this mask [B, S] so that each of their distinct tokens is there once."""
+    """Pack rows with this mask [B, S] so that each distinct token occurs once."""
     mask = attention_mask.bool()
     flat = torch.arange(mask.numel()).view(mask.shape)
     own = [flat[row][mask[row]] for row in rows.order]
     place = torch.zeros(mask.numel(), dtype=torch.int64)
     pieces, index, begin = list[Branch](), [flat.new_zeros(0)], 0
     waiting = deque([(0, len(own), 0, -1)] if own else [])
-    while waiting:  # runs of rows that share `depth` tokens, of which the last are the piece `parent`
+    while waiting:  # runs of rows that share `depth` tokens, the last of which are the piece `parent`
         start, stop, depth, parent = waiting.popleft()
         end = min(rows.depths[start + 1 : stop], default=rows.lengths[start])
         if end > depth:
@@ -125,10 +127,11 @@ def pack_rows(rows: SortedRows, attention_mask: Mask) -> PackedPieces:
 
 
 def cut_runs(rows: SortedRows, limit: float, cost: Callable[[int], float] = float) -> list[tuple[list[int], float]]:
-    """Cut the trees into runs of rows of at most `limit`, as few as leave shared tokens together; with what each costs.
+    """Cut the trees into runs of rows with a cost of at most `limit`, as few as keep shared tokens together; with each
+    run's cost.
 
-    The first n tokens of a row cost `cost(n)`, and those that it shares with the row before it nothing. A run of one
-    row may cost more.
+    The first n tokens of a row cost `cost(n)`; those shared with the row before it cost nothing. A run of a single row
+    may cost more than the limit.
     """
     work = [cost(length) for length in rows.lengths]
     spared = [cost(depth) for depth in rows.depths]
@@ -152,9 +155,9 @@ def cut_runs(rows: SortedRows, limit: float, cost: Callable[[int], float] = floa
 
 
 def partition_shared(rows: SortedRows, micro_batching: MicroBatching) -> list[list[int]]:
-    """`micro_batching.partition` of rows that share tokens with those of their micro-batch.
+    """Partition rows as `micro_batching.partition` does, where rows of a micro-batch share tokens.
 
-    With a budget, no micro-batch has more distinct tokens than it unless one sequence alone does.
+    With a budget, a micro-batch has more distinct tokens only if it is a single sequence.
     """
     if micro_batching.size is not None:
         order, size = [row for run in rows.trees() for row in rows.order[slice(*run)]], micro_batching.size
@@ -166,9 +169,9 @@ def partition_shared(rows: SortedRows, micro_batching: MicroBatching) -> list[li
 
 
 def deal_shared(rows: SortedRows, ranks: int, cost: Callable[[int], float]) -> list[list[int]]:
-    """The rows that each of some ranks takes: rows that share tokens together, in parts of nearly equal cost.
+    """The row indices of each rank's share, of nearly equal cost; rows that share tokens stay together.
 
-    The first n tokens of a row cost `cost(n)`. A tree that costs more than a rank's part is cut.
+    The first n tokens of a row cost `cost(n)`. A tree that costs more than a share is cut.
     """
     whole = sum(map(cost, rows.lengths)) - sum(map(cost, rows.depths))
     runs = cut_runs(rows, whole / ranks, cost)
@@ -178,7 +181,8 @@ def deal_shared(rows: SortedRows, ranks: int, cost: Callable[[int], float]) -> l
 
 
 def distinct_inputs(tokens: Int[Tensor, "b s"], inputs: Sequence[object | None] | None) -> Int[Tensor, "b s"]:
-    """Tokens [B, S] as numbers that differ where rows have other images; rows of one prompt have the same object."""
+    """Replace tokens [B, S] by numbers that also differ between rows with different images; rows of one prompt have the
+    same object of `inputs`."""
     if inputs is None:
         return tokens
     numbers: dict[int, int] = {}

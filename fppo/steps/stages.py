@@ -1,4 +1,4 @@
-"""Passes of a model on a pipeline axis: its stages run the micro-batches in the order of a schedule."""
+"""Passes of a model on a pipeline axis, whose stages run micro-batches in the order of a schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fppo.steps.sharded import Gathered
 from fppo.steps.train_state import Params
 from fppo_kernels.collectives import Axis, broadcast
 
-# fn(params, micro_batch, *, forward, received) of one stage: what it hands on, or the result of the last one
+# fn(params, micro_batch, *, forward, received) of one stage: returns its output, or the result on the last stage
 Pass = Callable[..., Any]
 
 
@@ -36,10 +36,10 @@ def stage_outputs(
     lengths: Sequence[int],
     shapes: Sequence[Sequence[int]],
 ) -> list[Tensor]:
-    """The outputs of the last stage for each micro-batch, of these `shapes`, on all ranks; without gradients.
+    """The outputs of the last stage for each micro-batch, of these `shapes`, on all ranks, without gradients.
 
-    Of each micro-batch `lengths` tokens pass from stage to stage. Results are float32, or float64 where hidden states
-    are.
+    For each micro-batch, `lengths` tokens pass from stage to stage. Results are float32, or float64 for float64 hidden
+    states.
     """
     axis, wires = forward.mesh["pipeline"], _wires(params, forward, lengths)
     schedule = all_forward(axis.size, len(micro_batches), len(forward.model.spans))
@@ -64,8 +64,8 @@ def stage_gradients(
     make_schedule: MakeSchedule,
     dtypes: Sequence[torch.dtype],
 ) -> tuple[Any, Metrics]:
-    """This rank's share of the gradient of the sum of what the last stage gives, (0-d loss, metrics), added up in
-    `dtypes`; and the metrics, on all ranks."""
+    """This rank's share of the gradient of the last stage's summed losses, in `dtypes`, and the metrics on all ranks.
+    The last stage returns (0-d loss, metrics)."""
     axis, wires = forward.mesh["pipeline"], _wires(params, forward, lengths)
     reports, grads = pipeline_value_and_grad(
         _on_stages(fn, micro_batches, forward),
@@ -80,7 +80,7 @@ def stage_gradients(
 
 
 def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> StageFn:
-    """A pass as a function of the stage and the number of the micro-batch."""
+    """Adapt a pass to a function of the stage and the index of the micro-batch."""
     ranks = forward.mesh["pipeline"].size
     own = [attrs.evolve(forward, model=stage_of(forward.model, number)) for number in range(len(forward.model.spans))]
 
@@ -91,7 +91,7 @@ def _on_stages(fn: Pass, micro_batches: Sequence[Any], forward: Forward) -> Stag
 
 
 def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequence[int]) -> list[Wire]:
-    """The wires between stages, one for each micro-batch: hidden states [N, H] of so many tokens."""
+    """The wires between stages, one for each micro-batch: hidden states [N, H] of `lengths` tokens."""
     model = forward.model
     tensors = model.joined(params if isinstance(params, dict) else params.params)
     x = next(x for name, x in tensors.items() if name.startswith(model.prefix) and not is_coded(name))
@@ -100,7 +100,7 @@ def _wires(params: Params | Gathered | OnHost, forward: Forward, lengths: Sequen
 
 
 def _metrics_of_last(report: Metrics, axis: Axis, device: torch.device) -> Metrics:
-    """The metrics that the last rank of an axis has, on all of them. Their names travel as text."""
+    """The metrics of the axis's last rank, on all ranks. Their names travel as text."""
     source = axis.size - 1
 
     def shared(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Supervised learning on demonstrations: the warm-up before reinforcement learning."""
+"""Supervised learning on demonstrations, as a warm-up before reinforcement learning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fppo.tree import state
 
 @state
 class Demonstrations:
-    """Prompts with the responses to imitate, padded as in a Rollout."""
+    """Prompts with responses to imitate, padded as in a Rollout."""
 
     tokens: Tensor  # [B, S] int64
     attention_mask: Tensor  # [B, S] bool

@@ -1,4 +1,4 @@
-"""The whole state of one model's training: saving it saves everything; and one step of it."""
+"""The state of one model's training, which is everything that must be saved, and one step of it."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _nothing() -> Tensor:
 
 @state
 class Scale:
-    """The running mean of returns and of their squares, before they are divided by the weight of the batches in them;
-    0-d float64. See `steps.popart`."""
+    """The running means of returns and their squares, before division by the batches' total weight; 0-d float64. See
+    `steps.popart`."""
 
     mean: Tensor = attrs.field(factory=_nothing)
     square: Tensor = attrs.field(factory=_nothing)
@@ -38,8 +38,8 @@ class Scale:
 
 @state
 class TrainState:
-    """Parameters, the optimizer's own state, and the number of updates tried, of which some may have been skipped; of a
-    critic with PopArt the scale of its returns; with a `clock` the schedule of learning rates goes by that."""
+    """Parameters, optimizer state, and the number of attempted updates, skipped ones included. `scale` has the
+    statistics of a critic with PopArt; with a `clock` the learning rate follows the clock's schedule."""
 
     params: Params
     opt: Any
@@ -49,7 +49,7 @@ class TrainState:
 
 
 def init_state(params: Params, optimizer: Optimizer) -> TrainState:
-    """A fresh state around `params`, which it keeps without copying."""
+    """A fresh state with `params`, which are not copied."""
     return TrainState(params=params, opt=optimizer.init(params), step=0)
 
 
@@ -63,13 +63,14 @@ def optimizer_step(
     turn: UpdateTurn | None = None,
     donate: bool = False,
 ) -> tuple[TrainState, Metrics]:
-    """The state after one update with `grads`, which are summed over all ranks already, and the optimizer's metrics.
+    """Update a state with `grads`, which are already summed over all ranks; return the new state and the optimizer's
+    metrics.
 
-    On a mesh that cuts parameters, gradients and state are shards. What is in `fixed` (`Model.fixed`) stays as it
-    is. The schedule is asked for the rate of the state's clock at this `turn`, or without one of the two by the number
-    of updates tried. With `donate` the memory of `state` and of `grads` is taken over, and they are left empty.
+    On a mesh that cuts parameters, gradients and state are shards. Parameters in `fixed` (`Model.fixed`) stay as they
+    are. The learning rate is that of the state's clock at this `turn`; without clock or turn, that of the number of
+    attempted updates. With `donate` the memory of `state` and `grads` is taken over, and they are left empty.
     """
-    # an optimizer decays also what has a gradient of zero
+    # optimizers decay parameters with zero gradients, too
     kept = {name: state.params[name].clone() for name in fixed if name in state.params}
     clock, place = (state.clock, state.step) if state.clock is None or turn is None else tick(state.clock, turn)
     params, opt, report = optimizer.update(state.params, grads, state.opt, place, mesh=mesh, donate=donate)
@@ -78,8 +79,8 @@ def optimizer_step(
 
 
 def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -> dict[str, torch.Size | Extent]:
-    """By their paths in `state`, the whole shapes of the leaves that a mesh cuts: parameters, of whole `shapes`, also
-    those of other stages, and what the optimizer keeps under the names of this rank's in their shapes.
+    """The whole shapes of the leaves that a mesh cuts, by their paths in `state`: parameters with whole `shapes`, also
+    of other stages, and optimizer tensors with the names and shapes of this rank's parameters.
 
     Raises ValueError for a tensor of the optimizer's that could be cut or not, where parameters are.
     """
@@ -94,6 +95,6 @@ def whole_shapes(state: TrainState, shapes: Mapping[str, torch.Size | Extent]) -
         elif cut:
             raise ValueError(
                 f"the optimizer's state .opt{pytree.keystr(path)} of shape {tuple(leaf.shape)} is neither a number nor "
-                "of the shape of the parameter it is named by: it cannot be saved where parameters are cut"
+                "of the shape of the parameter with its name: it cannot be saved where parameters are cut"
             )
     return whole

@@ -1,4 +1,4 @@
-"""Functions of the user's, named as "module:function"."""
+"""Import user functions named as "module:function"."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fppo._errors import nearest, of_exit, words_of
 
 
 def search(directories: Iterable[str | os.PathLike[str]]) -> None:
-    """Has modules sought in these directories too, behind where they are sought already; workers get the same path."""
+    """Append these directories to Python's module search path; workers get the same path."""
     for directory in directories:
         place = os.path.abspath(directory)
         if place not in map(os.path.abspath, sys.path):
@@ -21,10 +21,10 @@ def search(directories: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any:
-    """The function, or the instance that is called as one, of "module:function"; or an instance of `also`.
+    """Import the function of "module:function": a function, a callable instance, or an instance of `also`.
 
-    The working directory is searched too, which the path of a console script lacks; see also `search`. `kind` is what
-    errors call it. Raises ValueError if it does not import, or is neither.
+    The working directory is searched too, which the path of a console script lacks; see also `search`. Errors call the
+    function `kind`. Raises ValueError if the import fails, and for another kind of object.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:

@@ -12,36 +12,36 @@ from fppo._errors import printable
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
-NAMED, _LONGEST_NAME = 100, 200  # entries of a result, each of which becomes a metric; characters of their names
-_LARGEST = 3.4028234e38  # of float32
+NAMED, _LONGEST_NAME = 100, 200  # the most entries of a result, which become metrics; their longest name
+_LARGEST = 3.4028234e38  # the largest float32
 _SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
 
 
 class Sample(NamedTuple):
-    """One response to one prompt. Texts are decoded without special tokens; token ids hold them."""
+    """One response to one prompt. Texts are decoded without special tokens; the token ids include them."""
 
     prompt: str
-    response: str  # with what tools said between the policy's turns
+    response: str  # includes what tools returned between the policy's turns
     ground_truth: Any
     source: str
-    extras: Mapping[str, Any]  # the data row's other fields
+    extras: Mapping[str, Any]  # other fields of the data row
     prompt_tokens: tuple[int, ...]
     response_tokens: tuple[int, ...]
     finish: str  # "stop" or "length"
 
 
 class Outcome(NamedTuple):
-    """Outcome of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
+    """The outcome of one sample: a value; an error or a timeout, without a score; or a result that is no score."""
 
     kind: Literal["value", "error", "timeout", "bad"]
     score: float = 0.0
     named: Mapping[str, float] = {}
-    answer: str | None = None  # what the function took as the response's answer, for majority votes
+    answer: str | None = None  # the answer that the function extracted from the response, for majority votes
     text: str = ""
 
 
 def name_of(fn: UserFn) -> str:
-    """How errors and metrics call a function."""
+    """The name of a function in errors and metrics."""
     name = getattr(fn, "reward_name", None)
     if name is not None:
         return name
@@ -51,12 +51,13 @@ def name_of(fn: UserFn) -> str:
 
 
 def is_asynchronous(fn: UserFn) -> bool:
-    """Whether the function, or the instance that is called as one, is a coroutine."""
+    """Whether the function, or callable instance, is a coroutine function."""
     return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def outcome_of(result: Any) -> Outcome:
-    """A function's result, checked: a finite number, or a dict of them with "score" and maybe the text "answer"."""
+    """Check a function's result: a finite number, or a dict of such numbers with "score" and optionally the text
+    "answer"."""
     if not isinstance(result, Mapping):
         score = _number(result)
         return _bad(result) if score is None else Outcome("value", score)
@@ -77,7 +78,7 @@ def _bad(result: Any) -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number of float32, which scores are, from Python, numpy or torch; None for anything else."""
+    """Convert a number of Python, numpy or torch to a finite float; None for values that are no finite float32."""
     if not hasattr(type(value), "__float__") or getattr(value, "ndim", 0):
         return None
     try:

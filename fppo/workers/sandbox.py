@@ -1,4 +1,4 @@
-"""Untrusted Python in a sandbox: what a policy wrote, for rewards of code and for tools. Linux with bubblewrap.
+"""Run untrusted Python in a sandbox: programs that a policy wrote, for code rewards and tools. Linux with bubblewrap.
 
 A program runs as an unprivileged user in namespaces of its own: no network, no other processes, no files but a
 read-only view of the system's and a small directory for itself, no variables of this process. Its time, memory,
@@ -21,11 +21,11 @@ import attrs
 from fppo._errors import printable
 from fppo.fields import Check, above, at_least
 
-PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")  # that another user can read
+PYTHONS = ("/usr/bin/python3", "/usr/local/bin/python3")  # a Python that another user can read
 NOBODY = 65534
 _SPACE = 16 << 20  # bytes of the program's own directory, and of a file
 _PIECE = 1 << 16
-# sets the limits from within, where processes are counted in the sandbox alone, and becomes the program
+# sets limits inside the sandbox, where only its own processes count, and then becomes the program
 _LAUNCH = """
 import os, resource, sys
 memory, seconds, processes, space = map(int, sys.argv[1:5])
@@ -36,7 +36,7 @@ os.execv(sys.executable, [sys.executable, "-I", "/box/main.py"])
 
 
 class SandboxRun(NamedTuple):
-    """How a program ended: by itself, by a signal, or because its time or its output was used up."""
+    """The end of a program: its exit status, a signal, or a limit of time or output."""
 
     why: Literal["exit", "signal", "time", "output"]
     code: int
@@ -55,8 +55,8 @@ def _checked(check: Check) -> Callable[[Any, attrs.Attribute, Any], None]:
 
 @attrs.frozen(kw_only=True)
 class Sandbox:
-    """Limits of a program: seconds of the clock, bytes of memory of each process, processes, and bytes that it writes
-    to stdout and stderr together."""
+    """Limits of a program: wall-clock seconds, bytes of memory of each process, processes, and bytes of stdout and
+    stderr together."""
 
     seconds: float = attrs.field(default=5.0, validator=_checked(above(0)))
     memory: int = attrs.field(default=512 << 20, validator=_checked(at_least(64 << 20)))
@@ -64,8 +64,8 @@ class Sandbox:
     output: int = attrs.field(default=64 << 10, validator=_checked(at_least(1)))
 
     def run(self, program: str, stdin: str = "") -> SandboxRun:
-        """Runs the text of a Python program; all its processes end with it. Raises RuntimeError where there is no
-        sandbox, with the reason (`refusal`)."""
+        """Run the text of a Python program; all its processes end with it. Raises RuntimeError with the reason
+        (`refusal`) where no sandbox is available."""
         bwrap, python = shutil.which("bwrap"), interpreter()
         if bwrap is None or python is None:
             raise RuntimeError(f"untrusted programs are not run: {refusal()}")
@@ -89,7 +89,7 @@ def _started(command: list[str], source: IO[bytes], given: IO[bytes]) -> subproc
     try:
         return subprocess.Popen(
             command,
-            env={},  # bwrap is process 1 in there, and /proc/1/environ shows what it was started with
+            env={},  # bwrap is process 1 in the sandbox, and /proc/1/environ shows its initial environment
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -105,7 +105,7 @@ def _started(command: list[str], source: IO[bytes], given: IO[bytes]) -> subproc
 
 
 def refusal() -> str | None:
-    """Why there is no sandbox on this machine; None if there is one."""
+    """The reason why this machine has no sandbox; None if it has one."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         return "bubblewrap is not installed (its command is bwrap; as: apt-get install bubblewrap)"
@@ -120,35 +120,35 @@ def refusal() -> str | None:
         return str(error)
     if tried.returncode:
         why = printable(said) or f"it ended with {tried.returncode}"
-        return f"bubblewrap cannot make a sandbox here ({why}); it takes user namespaces (user.max_user_namespaces)"
+        return f"bubblewrap cannot make a sandbox here ({why}); it needs user namespaces (user.max_user_namespaces)"
     return None
 
 
 def interpreter() -> str | None:
-    """The Python that programs run on; None for none."""
+    """The path of the Python interpreter for programs; None if no user can read one."""
     return next((path for path in PYTHONS if os.access(path, os.X_OK)), None)
 
 
 def _view(bwrap: str, more: list[str]) -> list[str]:
-    """The command that starts another in the sandbox."""
+    """The bwrap command that starts another command in the sandbox."""
     links = [x for name in ("lib", "lib64", "bin") for x in ("--symlink", f"usr/{name}", f"/{name}")]
     return [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
         *("--cap-drop", "ALL", "--clearenv", "--setenv", "PATH", "/usr/bin", "--setenv", "HOME", "/tmp"),
         *("--setenv", "PYTHONDONTWRITEBYTECODE", "1", "--uid", str(NOBODY), "--gid", str(NOBODY)),
         *("--hostname", "sandbox", "--ro-bind", "/usr", "/usr", *links, "--proc", "/proc", "--dev", "/dev"),
-        *("--remount-ro", "/dev"),  # in memory, and without a bound
+        *("--remount-ro", "/dev"),  # memory only, and without a limit
         *("--size", str(_SPACE), "--tmpfs", "/tmp", *more, "--chdir", "/tmp", "--remount-ro", "/"),
     ]
 
 
 def _is_root() -> bool:
-    """Whether this process is root's, whose processes have no bound: nobody's have one."""
+    """Whether this process runs as root, whose processes have no limits: programs then run as nobody."""
     return os.getuid() == 0
 
 
 def _in_memory(text: str) -> IO[bytes]:
-    """A file of the text that is nowhere on disk, to be read from its start."""
+    """An anonymous file in memory with this text, at its start."""
     file = os.fdopen(os.memfd_create("sandbox"), "w+b")
     file.write(text.encode(errors="replace"))
     file.seek(0)
@@ -158,7 +158,7 @@ def _in_memory(text: str) -> IO[bytes]:
 def _read(
     process: subprocess.Popen[bytes], deadline: float, most: int
 ) -> tuple[Literal["time", "output", ""], str, str]:
-    """Read a process's output until it ends or reaches a bound: the bound's name or "", stdout and stderr."""
+    """Read a process's output until it ends or reaches a limit. Returns the limit's name or "", stdout, and stderr."""
     assert process.stdout is not None
     assert process.stderr is not None
     pieces: dict[int, bytes] = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
@@ -182,7 +182,7 @@ def _read(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a sandbox: its first process takes all others with it."""
+    """End a sandbox: all of its processes end with the first one."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-_HEADERS = ("_numbers.h", "_vectors.h")  # that every program begins with
+_HEADERS = ("_numbers.h", "_vectors.h")  # the start of every program
 _FOLDER = Path(__file__).parent
 _BEGUN, _DONE = "begun", "done"
 _PATIENCE = 600.0  # seconds that another process may take to compile a program
@@ -21,13 +21,15 @@ _PATIENCE = 600.0  # seconds that another process may take to compile a program
 
 @functools.cache
 def _library(path: str) -> ctypes.CDLL:
-    """The program of a file, compiled unless it is in the cache; two processes that need one compile it once.
+    """Load the compiled program of a file, compiling it unless it is cached; two processes that need one compile it
+    once.
 
-    A process that is killed as it compiles may leave half a library, which ends whoever loads it. So a note beside the
-    cache says that a build has begun, and that it is done; where it is not, the program is built under another name.
+    A process that is killed while it compiles may leave half a library, which crashes whoever loads it. So a note
+    beside the cache records that a build has begun, and that it is done; without the latter the program is built under
+    another name.
     """
     from filelock import FileLock
-    from torch._inductor.codecache import CppCodeCache  # here: it takes a second, and nothing else needs it
+    from torch._inductor.codecache import CppCodeCache  # here: the import takes a second, and nothing else needs it
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     program = "\n".join((_FOLDER / name).read_text("utf-8") for name in (*_HEADERS, path))
@@ -47,12 +49,12 @@ def _library(path: str) -> ctypes.CDLL:
 
 @functools.cache
 def failure() -> str | None:
-    """Compile and load all programs, in seconds, or without any work where that was done before; the reason why it
-    cannot be done here, in one line, or None."""
+    """Compile and load all programs, which takes seconds unless they are cached. Returns the reason for a failure in
+    one line, or None."""
     for path in sorted(str(file.relative_to(_FOLDER)) for file in _FOLDER.rglob("*.cpp")):
         try:
             _library(path)
-        except Exception as error:  # of the compiler, of the cache's folder, of the loader
+        except Exception as error:  # errors of the compiler, the cache's folder, the loader
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             said = next((line for line in lines if "error:" in line), lines[0] if lines else "")
             return f"{path} does not compile here: {type(error).__name__}: {said[:200]}"
@@ -62,14 +64,17 @@ def failure() -> str | None:
 @functools.cache
 def _function(path: str, name: str, kinds: tuple[type, ...]) -> Callable[..., None]:
     fn = _library(path)[name]
-    types = {int: ctypes.c_int64, float: ctypes.c_double}  # a tensor is a pointer
+    types = {int: ctypes.c_int64, float: ctypes.c_double}  # tensors are passed as pointers
     fn.restype, fn.argtypes = None, [*(types.get(kind, ctypes.c_void_p) for kind in kinds), ctypes.c_int64]
     return fn
 
 
 def call(path: str, name: str, *arguments: Tensor | int | float | None) -> None:
-    """Calls a function of a file of this package: with tensors of a CPU, contiguous, as pointers, or null for None;
-    whole numbers as int64_t, others as double, and the number of threads last."""
+    """Call a C++ function of a file of this package.
+
+    Contiguous CPU tensors are passed as pointers (null for None), integers as int64_t, other numbers as double, and the
+    number of threads last.
+    """
     values: list[int | float | None] = []
     for x in arguments:
         if isinstance(x, Tensor):
@@ -87,7 +92,7 @@ KINDS: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 def kind_of(*tensors: Tensor) -> str:
-    """The name of the dtype of tensors on a CPU, as functions in C++ end in it. Raises ValueError for others."""
+    """The dtype suffix of C++ function names for these CPU tensors. Raises ValueError for unsupported tensors."""
     first = tensors[0].dtype
     if first not in KINDS or not all(x.is_cpu and x.dtype == first for x in tensors):
         kinds = ", ".join(f"{str(x.dtype).removeprefix('torch.')} on {x.device}" for x in tensors)

@@ -61,7 +61,7 @@ def adamw_(
 
 
 def _laid_out_as(param: Tensor, grad: Tensor) -> Tensor:
-    """The gradient; torch's kernel walks it and its parameter in the order of memory, so the strides must be equal."""
+    """Lay out a gradient with its parameter's strides, since torch's kernel walks both in memory order."""
     return grad if grad.stride() == param.stride() else torch.empty_like(param).copy_(grad)
 
 
@@ -80,7 +80,7 @@ def reference_(
     grad_scale: Float[Tensor, ""] | None = None,
     found_inf: Float[Tensor, ""] | None = None,
 ) -> None:
-    """The update of `adamw_`, as the paper writes it, in the dtype of the parameters."""
+    """`adamw_` as the paper writes it, in the dtype of the parameters."""
     lists = params, grads, exp_avgs, exp_avg_sqs, steps
     _write_(*lists, lr=lr, betas=betas, eps=eps, decay=weight_decay, grad_scale=grad_scale, found_inf=found_inf)
 
@@ -94,7 +94,7 @@ def _write_(
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
 ) -> None:
-    """The formula, which has derivatives: that of a root of 0 is 0."""
+    """Compute the formula by differentiable operations; the derivative of the root at 0 is 0."""
     for param, grad, mu, nu, step in zip(*lists, strict=True):
         if grad_scale is not None:
             grad.div_(grad_scale)
@@ -115,14 +115,14 @@ def _cloned(inputs: Arguments) -> dict[str, list[Tensor]]:
 
 
 def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[str]) -> dict[str, Tensor]:
-    """One step in place: of a copy, if `outputs` names what is returned, and without any of what is donated."""
+    """Run one step in place: on a copy, whose `outputs` are returned, or without `outputs` on the donated tensors."""
     donated = _cloned(x) if outputs else x["donated"]
     kernel(*donated.values(), **keywords)
     return {name: torch.cat(donated[name]) for name in outputs}
 
 
 def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
-    """Parameters of a million numbers each, and a rest, as they are after nine steps."""
+    """Parameters of a million numbers each, and a remainder, in a state after nine steps."""
     generator, count = torch.Generator().manual_seed(0), shape["P"]
     sizes = [LEAF] * (count // LEAF) + ([count % LEAF] if count % LEAF else [])
     inputs: dict[str, Any] = {

@@ -1,9 +1,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Collectives over one axis of a mesh, as differentiable functions: the backward pass of each is its transpose.
+"""Differentiable collectives over one axis of a mesh; each one's backward pass is its transpose.
 
-Every function returns a new tensor and leaves its argument; on an axis of one rank it returns `x` itself. All ranks of
-the axis must call it, with tensors of one shape and dtype, and all must use the result if any takes a gradient: the
-transposes are collectives too. Integers and bools pass without a gradient.
+Every function returns a new tensor and does not change its argument; on an axis of one rank it returns `x` itself. All
+ranks of the axis must call it, with tensors of one shape and dtype; if any rank needs a gradient, all must use the
+result, since transposes are collectives too. Integers and bools pass without a gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fppo_kernels.operation import Arguments, Drawn, Exact, Kernel, Operation, OperationCost, Shape, filled
 
-# torch 2.13 renamed these two; the old names warn there
+# torch 2.13 renamed these two; the old names give a warning there
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
     dist.all_gather_into_tensor  # pyright: ignore[reportDeprecated]
 )
@@ -29,11 +29,11 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 @attrs.frozen
 class Axis:
-    """One axis of the mesh; without a group it is one rank wide, and its collectives are the identity.
+    """One axis of the mesh; without a group it has one rank, and its collectives are the identity.
 
-    `lanes` are groups of this rank and another, in the order of their ranks, for what goes from the first rank of the
-    key to the second and for nothing else: with NCCL a message waits for those before it in its group, in both
-    directions. What has no lane goes over the group.
+    `lanes` are groups of this rank and another, in rank order. The lane with key (i, j) carries only messages from i to
+    j: with NCCL a message waits for earlier ones in its group, in both directions. Messages without a lane use the
+    group.
     """
 
     size: int = 1
@@ -43,14 +43,14 @@ class Axis:
 
 
 def all_gather(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """Every rank's `x`, concatenated along `dim` in the order of the ranks, on every rank."""
+    """Concatenate all ranks' `x` along `dim` in rank order, on every rank."""
     return x if axis.size == 1 else _AllGather.apply(x, axis, dim % x.dim())  # type: ignore[return-value]
 
 
 def reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's slice, of n equal ones along `dim`, of the sum of all ranks' `x`.
+    """Sum all ranks' `x`, and return this rank's slice of the sum, one of n equal ones along `dim`.
 
-    Raises ValueError if the dimension does not divide.
+    Raises ValueError if the ranks do not divide the dimension.
     """
     if axis.size == 1:
         return x
@@ -59,15 +59,15 @@ def reduce_scatter(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of all ranks' `x`, on every rank."""
+    """Sum all ranks' `x`, on every rank."""
     return x if axis.size == 1 else _AllReduce.apply(x, axis)  # type: ignore[return-value]
 
 
 def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Tensor:
-    """Slice r, of n equal ones along `split_dim`, goes to rank r; those received are joined along `concat_dim`.
+    """Send slice r, of n equal ones along `split_dim`, to rank r; concatenate the received ones along `concat_dim`.
 
-    They come in the order of the ranks. Exchanging the two dims inverts it. Raises ValueError if the dimension does
-    not divide.
+    Slices are received in rank order. Exchanging the two dimensions inverts the function. Raises ValueError if the
+    ranks do not divide the dimension.
     """
     if axis.size == 1:
         return x
@@ -76,11 +76,11 @@ def all_to_all(x: Tensor, axis: Axis, *, split_dim: int, concat_dim: int) -> Ten
 
 
 def exchange(x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """The rows of `x` in runs, of which run r, of sent[r] rows, goes to rank r; and the runs that come, of received[r]
-    rows from rank r, in the order of the ranks.
+    """Send the rows of `x` in runs: run r, of sent[r] rows, goes to rank r. Return the runs that arrive, received[r]
+    rows from rank r, in rank order.
 
-    Exchanging the two lists inverts it. Rows are of one shape and dtype on all ranks. Raises ValueError if `x` does not
-    have as many rows as are sent.
+    Exchanging the two lists inverts the function. Rows have one shape and dtype on all ranks. Raises ValueError if `x`
+    does not have sum(sent) rows.
     """
     if axis.size == 1:
         return x
@@ -90,42 +90,43 @@ def exchange(x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[i
 
 
 def broadcast(x: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
-    """The `x` of rank `source`, on every rank; the others' gradients are zero, and the source's is the sum of all."""
+    """Return the `x` of rank `source` on every rank; the other ranks' gradients are zero, the source's is the sum of
+    all."""
     return x if axis.size == 1 else _Broadcast.apply(x, axis, source)  # type: ignore[return-value]
 
 
 def permute(x: Tensor, axis: Axis, *, shift: int = 1) -> Tensor:
-    """The `x` of the rank `shift` places before this one, around the ring: every rank sends to rank + shift."""
+    """Return the `x` of the rank `shift` places before this one around the ring: every rank sends to rank + shift."""
     return x if axis.size == 1 else _Permute.apply(x, axis, shift)  # type: ignore[return-value]
 
 
 def same(x: Tensor, axis: Axis) -> Tensor:
-    """`x`, which all ranks hold, and of which all of them go on to compute the same: the first rank's gradient is taken
-    for that of all, and the others' are zero."""
+    """Mark an `x` that all ranks hold, and from which all compute the same: the first rank's gradient stands for all,
+    and the others' are zero."""
     return x if axis.size == 1 else _Same.apply(x, axis)  # type: ignore[return-value]
 
 
 @attrs.frozen(eq=False)
 class Transfer:
-    """A tensor under way between two ranks."""
+    """A tensor in transfer between two ranks."""
 
     x: Tensor
     work: Any
 
     def wait(self) -> Tensor:
-        """The tensor, once it is received, or once the sender may write into it."""
+        """Wait, and return the tensor, once it is received, or once the sender may overwrite it."""
         self.work.wait()
         return self.x
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; some backends do not know before."""
+        """Whether `wait` would return at once; False on some backends that cannot tell."""
         return self.work.is_completed()
 
 
 def send(x: Tensor, axis: Axis, *, target: int) -> Transfer:
-    """Begins to send `x` to another rank of the axis, which is to `receive` it. No gradients.
+    """Start to send `x` to another rank of the axis, which must call `receive`. No gradients.
 
-    What one rank sends another arrives in the order in which it was sent.
+    Messages from one rank to another arrive in the order of their sends.
     """
     group, peer = _lane(axis, axis.rank, target)
     x = x.detach().contiguous()
@@ -133,14 +134,14 @@ def send(x: Tensor, axis: Axis, *, target: int) -> Transfer:
 
 
 def receive(place: Tensor, axis: Axis, *, source: int) -> Transfer:
-    """Begins to receive what rank `source` of the axis sends next, of the shape and dtype of `place`, which must be
-    contiguous. No gradients."""
+    """Start to receive the next message from rank `source` of the axis, with the shape and dtype of the contiguous
+    `place`. No gradients."""
     group, peer = _lane(axis, source, axis.rank)
     return Transfer(place, dist.irecv(place, group=group, group_src=peer))
 
 
 def _lane(axis: Axis, source: int, target: int) -> tuple[Any, int]:
-    """The group of what goes from one rank to another, and the number of the other one in it."""
+    """The group for messages from one rank to another, and the other rank's index in it."""
     peer = target if axis.rank == source else source
     lane = axis.lanes.get((source, target))
     return (axis.group, peer) if lane is None else (lane, int(peer > axis.rank))
@@ -237,7 +238,7 @@ class _Broadcast(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """The sum of all ranks' `x` on the source, zeros on the others."""
+    """Sum all ranks' `x` on the source; zeros on the other ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, source: int) -> Tensor:

@@ -21,8 +21,8 @@ from fppo_kernels.padding import Lengths, make_lengths, sent
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.table import own
 
-BLOCKS = (1, 2, 4, 8)  # of a rank, that `deal` tries
-EVEN = 1.05  # the most work of a rank over the mean that it is content with
+BLOCKS = (1, 2, 4, 8)  # numbers of blocks per rank that `deal` tries
+EVEN = 1.05  # the most work of a rank relative to the mean with which it stops
 
 
 class Piece(NamedTuple):
@@ -38,16 +38,16 @@ class Piece(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """Which of the N tokens of a packed row each of c ranks has: runs of the row, in its order."""
+    """The tokens of each of c ranks, out of a packed row of N: runs of the row, in its order."""
 
-    runs: tuple[tuple[tuple[Piece, ...], ...], ...]  # by rank, each as the pieces of sequences that it is made of
-    places: tuple[Int[Tensor, " r"], ...]  # by rank, which tokens of the row these are [N / c]
-    back: Int[Tensor, " n"]  # where each token of the row is among all ranks' tokens, one rank after the other
-    work: tuple[int, ...]  # by rank, the pairs of a query and a key that it sees
+    runs: tuple[tuple[tuple[Piece, ...], ...], ...]  # by rank, each run as pieces of sequences
+    places: tuple[Int[Tensor, " r"], ...]  # by rank, the tokens' indices in the row [N / c]
+    back: Int[Tensor, " n"]  # for each token of the row, its index among all ranks' tokens, rank by rank
+    work: tuple[int, ...]  # by rank, the number of visible (query, key) pairs
 
     @property
     def uneven(self) -> float:
-        """The most work of a rank over the mean."""
+        """The most work of a rank relative to the mean."""
         return max(self.work) * len(self.work) / max(1, sum(self.work))
 
 
@@ -59,11 +59,11 @@ def deal(
     window: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Deal:
-    """Cuts a row of sequences of these lengths into `blocks` equal blocks for each rank, and deals them, those with
-    most work first, in a snake; of one sequence in two blocks that is the zig-zag of its two ends.
+    """Cut a row of sequences with these lengths into `blocks` equal blocks per rank, and deal them out, those with most
+    work first, in a snake. For one sequence and two blocks this is the zig-zag of its two ends.
 
-    Without `blocks` they are as few of 1, 2, 4 and 8 as make the work even. Raises ValueError if the row does not
-    divide.
+    Without `blocks`, the smallest of 1, 2, 4 and 8 that makes the work even. Raises ValueError if the row is not
+    divisible.
     """
     if blocks is None:
         for few in BLOCKS[:-1]:
@@ -92,13 +92,13 @@ def deal(
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The first of each run of successive numbers, and what comes after its last."""
+    """The first and the end of each run of consecutive numbers."""
     cuts = [0, *(i for i in range(1, len(numbers)) if numbers[i] > numbers[i - 1] + 1), len(numbers)]
     return [(numbers[a], numbers[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
 
 
 def _pieces(lengths: Sequence[int], first: int, last: int) -> tuple[Piece, ...]:
-    """Tokens `first` to `last` of the row, by sequence."""
+    """Tokens `first` to `last` of the row, split by sequence."""
     found, begin = [], 0
     for length in lengths:
         start, stop = max(first - begin, 0), min(last - begin, length)
@@ -109,7 +109,7 @@ def _pieces(lengths: Sequence[int], first: int, last: int) -> tuple[Piece, ...]:
 
 
 def _work(pieces: Sequence[Piece], window: int | None) -> int:
-    """Pairs of a query in these pieces and a key that it sees."""
+    """The number of visible (query, key) pairs with queries in these pieces."""
 
     def up_to(n: int) -> int:
         width = n if window is None else min(n, window)
@@ -128,7 +128,8 @@ class _Seen(NamedTuple):
 
 
 def _seen(run: Sequence[Piece], window: int | None, device: torch.device) -> _Seen:
-    """All pieces of a run but the first begin with their sequences, so their keys are a run of the row too."""
+    """The keys that a run sees. All its pieces but the first start with their sequences, so the keys are a run of the
+    row."""
     if not run:
         none = make_lengths([], device)
         return _Seen(none, 0, 0, none)
@@ -143,7 +144,7 @@ def _seen(run: Sequence[Piece], window: int | None, device: torch.device) -> _Se
 
 
 def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) -> Callable[..., Tensor]:
-    """The attention kernel for a rank's tokens [N / c, H, D] of a row that is dealt: one all-gather of keys and values.
+    """Adapt an attention kernel to a rank's tokens [N / c, H, D] of a dealt row, by one all-gather of keys and values.
 
     Its backward pass scatters their gradients. `kernel` is called once for each run of the rank's tokens. The result
     takes the lengths of the whole row. Raises ValueError for a kernel without `key_lengths`.
@@ -155,7 +156,7 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
             "the last tokens of the sequences whose keys they see"
         )
 
-    @functools.cache  # layers ask for one window or two
+    @functools.cache  # layers have one or two different windows
     def runs(window: int | None, device: torch.device) -> list[_Seen]:
         return [_seen(run, window, device) for run in deal.runs[axis.rank]]
 
@@ -195,7 +196,7 @@ def gathered_attention(kernel: Callable[..., Tensor], deal: Deal, axis: Axis) ->
 
 
 def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None:
-    """Raises ValueError if a rank's queries [N / c, H, D] and the lengths of the row are not those that were dealt."""
+    """Raise ValueError if a rank's queries [N / c, H, D] and the row's lengths are not those that were dealt."""
     total, dealt = sum(lengths.lengths), len(deal.back)
     if total != dealt or len(query) * axis.size != dealt:
         raise ValueError(

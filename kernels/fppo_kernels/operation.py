@@ -1,4 +1,5 @@
-"""Descriptions of operations, whoever computes them: one record of each, which laws, screening and ablations read."""
+"""Descriptions of operations, independent of their implementations: one record each, for laws, screening and
+ablations."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fppo_kernels import table
 
-TRANSFORMS = ("grad", "vmap", "jvp", "hessian")  # of torch.func; vjp and jacrev are as grad, jacfwd as jvp
+TRANSFORMS = ("grad", "vmap", "jvp", "hessian")  # of torch.func; vjp and jacrev count as grad, jacfwd as jvp
 FLOATS = (torch.float64, torch.float32, torch.bfloat16)
 Shape = Mapping[str, int]
 Kernel = Callable[..., Any]
@@ -19,9 +20,9 @@ Arguments = Mapping[str, Any]  # by name
 
 
 class Drawn(NamedTuple):
-    """Arguments of an operation: `inputs` by name, in their order, and `extras`, its keywords.
+    """Drawn arguments of an operation: `inputs` by name, in order, and `extras`, its keywords.
 
-    `weights` are cotangents: the gradient is that of sum(weights * output). Of several outputs they are stacked.
+    `weights` are cotangents: the gradient is that of sum(weights * output). For several outputs they are stacked.
     """
 
     inputs: dict[str, Any]
@@ -38,10 +39,10 @@ class Exact(NamedTuple):
 
 @attrs.frozen(kw_only=True)
 class OperationCost:
-    """The work that an operation requires at a shape, whatever the implementation, and how it is counted.
+    """The work that an operation requires at a shape, for any implementation, and a note on how it is counted.
 
-    Bytes it must read and write, and FLOPs (multiplications and additions; 0 where memory is the bound), forward and
-    with the backward pass; None without one.
+    Bytes to read and write, and FLOPs (multiplications and additions; 0 if memory is the bound): forward, and with the
+    backward pass (None without one).
     """
 
     bytes_forward: int
@@ -92,20 +93,20 @@ class Operation:
     transforms: tuple[str, ...] = TRANSFORMS
     bound: Literal["matmul", "copy"] = "copy"
     timed: tuple[str, ...] = attrs.field(default=attrs.Factory(lambda self: self.outputs, takes_self=True))
-    multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # of a size or a number, by size
+    multiples: Mapping[str, str | int] = attrs.field(factory=dict[str, str | int])  # a size or a number, by size
     ranks: int = 1
     exact: Callable[[Drawn], Exact] | None = None
     split: Callable[[Drawn], Sequence[Drawn]] = lambda drawn: [drawn]
     shared: tuple[str, ...] = ()
 
     def cotangents(self, weights: Tensor) -> dict[str, Tensor]:
-        """The weights of each output that has a gradient."""
+        """The weights of each output that has a gradient, by name."""
         parts = weights if len(self.sloped) > 1 else [weights] * len(self.sloped)
         return dict(zip(self.sloped, parts, strict=True))
 
 
 def operation_of(name: str) -> Operation:
-    """The record of an operation of `Kernels`. Raises ValueError if there is none of that name."""
+    """The record of an operation in `Kernels`. Raises ValueError for an unknown name."""
     places = {field.name: field.metadata["operation"] for field in attrs.fields(table.Kernels)}
     if name not in places:
         raise ValueError(f"no operation {name!r}; there are {sorted(places)}")
@@ -113,12 +114,12 @@ def operation_of(name: str) -> Operation:
 
 
 def normal(generator: torch.Generator, *shape: int, scale: float = 1.0) -> Tensor:
-    """Normal numbers in float32, on the CPU, so that they are the same for every device."""
+    """Draw normal numbers in float32 on the CPU, so that they are equal for every device."""
     return scale * torch.randn(shape, generator=generator)
 
 
 def normal64(generator: torch.Generator, *shape: int) -> Tensor:
-    """Standard normal numbers in float64."""
+    """Draw standard normal numbers in float64."""
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
@@ -129,7 +130,8 @@ def filled(
     extras: dict[str, Any],
     **inputs: tuple[int, ...],
 ) -> Drawn:
-    """Standard normal inputs of these shapes; a weight of two dimensions keeps the size of what it multiplies."""
+    """Draw standard normal inputs of these shapes; two-dimensional weights are scaled to keep the size of their
+    input."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: normal(generator, *shape, scale=shape[1] ** -0.5 if name == "weight" and len(shape) == 2 else 1.0)
@@ -140,7 +142,7 @@ def filled(
 
 
 def side_by_side(results: Any, *names: str) -> Tensor:
-    """Several results as one, side by side along the last dimension. Raises ValueError if there are not so many."""
+    """Concatenate several results along the last dimension. Raises ValueError for another number of results."""
     if isinstance(results, tuple | list) and len(cast(list[Tensor], results)) == len(names):
         return torch.cat(list(cast(list[Tensor], results)), -1)
     raise ValueError(f"the kernel returned a {type(cast(object, results)).__name__}, expected ({', '.join(names)})")

@@ -1,4 +1,4 @@
-"""Remove padding and put it back: rows of different lengths as one packed row."""
+"""Removal and insertion of padding: rows of different lengths as one packed row, and back."""
 
 from __future__ import annotations
 
@@ -11,53 +11,53 @@ from torch import Tensor
 from fppo_kernels.operation import Arguments, Drawn, Exact, Kernel, Operation, OperationCost, Shape, normal
 from fppo_kernels.shapes import Bool, Int, Shaped
 
-IGNORE = -100  # the label of a token that nothing follows
+IGNORE = -100  # the label of a token that no token follows
 
 
 class Lengths(NamedTuple):
-    """Where the sequences of a packed row begin and end."""
+    """The boundaries of the sequences in a packed row."""
 
-    cu_seqlens: Int[Tensor, " r"]  # int32: sequence r is cu_seqlens[r] : cu_seqlens[r + 1]
-    lengths: tuple[int, ...]  # the same on the host, each > 0
+    cu_seqlens: Int[Tensor, " r"]  # int32 [R + 1]: sequence r is cu_seqlens[r] : cu_seqlens[r + 1]
+    lengths: tuple[int, ...]  # the lengths on the host, each > 0
     max_length: int  # 0 without sequences
 
 
 class Places(NamedTuple):
-    """Where the M real tokens of rows [B, S] are, as the host knows it."""
+    """The indices of the M real tokens of rows [B, S], known on the host."""
 
     index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # in [B * S], on the rows' device
-    sizes: tuple[int, ...]  # of each row
+    sizes: tuple[int, ...]  # the number of tokens of each row
     lengths: Lengths | None = None  # of the rows, which fill the packed row, where they are known
 
 
 class Packed(NamedTuple):
-    """The M real tokens of a padded batch, one row after the other, and N - M more that fill a multiple."""
+    """The M real tokens of a padded batch, row by row, and N - M padding tokens, which fill up to a multiple."""
 
-    tokens: Int[Tensor, " n"]  # the fill is 0
-    positions: Int[Tensor, " n"]  # int64, from 0 in each row and in the fill
-    labels: Int[Tensor, " n"]  # the next token of the same row, IGNORE at the last token of each row and in the fill
-    lengths: Lengths  # rows without tokens are not in it; the fill is one sequence more, the last
+    tokens: Int[Tensor, " n"]  # 0 at padding
+    positions: Int[Tensor, " n"]  # int64, from 0 in each row and in the padding
+    labels: Int[Tensor, " n"]  # the next token of the same row; IGNORE at the last token of each row and at padding
+    lengths: Lengths  # without empty rows; padding is one more sequence, the last
     index: Int[Tensor, " m"]  # pyright: ignore[reportIncompatibleMethodOverride]  # each real token's place in [B * S]
-    columns: dict[str, Shaped[Tensor, "n ..."]]  # by name; the fill is 0
+    columns: dict[str, Shaped[Tensor, "n ..."]]  # by name; 0 at padding
 
 
 def sent(x: Tensor, device: torch.device | str) -> Tensor:
-    """A tensor of the host on a device, which the host does not wait for."""
+    """Copy a tensor from the host to a device asynchronously."""
     device = torch.device(device)
-    if device.type == "cuda":  # from other memory of the host, a copy may wait
+    if device.type == "cuda":  # copies from pageable memory may block
         x = x.pin_memory()
     return x.to(device, non_blocking=True)
 
 
 def make_lengths(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
-    """The record for sequences of these lengths, in order; empty sequences are left out."""
+    """Boundaries of sequences with these lengths, in order; empty sequences are left out."""
     sizes = tuple(int(n) for n in lengths if n)
     ends = torch.tensor([0, *sizes], dtype=torch.int64).cumsum(0).to(torch.int32)
     return Lengths(sent(ends, device), sizes, max(sizes, default=0))
 
 
 def find_places(attention_mask: Bool[Tensor, "b s"]) -> Places:
-    """Where `attention_mask` (bool [B, S]) is True. Waits for the device, if it is on one."""
+    """The indices at which `attention_mask` (bool [B, S]) is True. Waits for the device, if the mask is on one."""
     mask = attention_mask.bool()
     sizes: list[int] = mask.sum(1).tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     return Places(mask.flatten().nonzero().flatten(), tuple(sizes))
@@ -71,14 +71,13 @@ def unpad(
     multiple: int = 1,
     places: Places | None = None,
 ) -> Packed:
-    """The tokens [B, S] where `attention_mask` (bool [B, S]) is True, row by row, wherever the padding stands.
+    """Pack the tokens [B, S] at which `attention_mask` (bool [B, S]) is True, row by row, wherever the padding is.
 
-    Labels are the tokens shifted by one on the packed row, never across the end of a row. `columns`, [B, S, ...] each,
-    are packed like the tokens, and a gradient passes through them. The length is filled up to the next multiple of
-    `multiple`, for sequence parallelism and compiled shapes. `places` are those of the mask: without them it waits for
-    the device, to learn the lengths.
+    Labels are the tokens shifted by one within each row. `columns`, each [B, S, ...], are packed like the tokens,
+    differentiably. The length is padded to the next multiple of `multiple`, for sequence parallelism and compiled
+    shapes. `places` are those of the mask; without them the function waits for the device, to learn the lengths.
 
-    Raises ValueError for shapes that do not fit, or a multiple below 1.
+    Raises ValueError for shapes that do not match, and for a multiple below 1.
     """
     columns = {} if columns is None else columns
     for name, x in {"tokens": tokens, **columns}.items():
@@ -112,9 +111,9 @@ def _fill(x: Tensor, count: int) -> Tensor:
 
 
 def pad(x: Shaped[Tensor, " n *k"], index: Int[Tensor, " m"], shape: Sequence[int]) -> Shaped[Tensor, "b s *k"]:
-    """The [B, S, ...] tensor with row n of `x` [N, ...] at flat place index[n] and zero elsewhere; shape is (B, S).
+    """Unpack `x` [N, ...] to [B, S, ...]: row n at flat index index[n], zeros elsewhere; `shape` is (B, S).
 
-    Rows of `x` beyond the places of `index` [M] are the fill of `unpad`, and dropped. Raises ValueError if N < M.
+    Rows of `x` beyond the M entries of `index` are padding of `unpad`, and are dropped. Raises ValueError if N < M.
     """
     batch, width = shape
     if len(x) < len(index):
@@ -124,7 +123,7 @@ def pad(x: Shaped[Tensor, " n *k"], index: Int[Tensor, " m"], shape: Sequence[in
 
 
 def ragged(rows: int, width: int) -> Bool[Tensor, "b s"]:
-    """A mask [B, S] whose row i has its first S (i + 1) / B tokens."""
+    """A mask [B, S] in which row i has its first S (i + 1) / B tokens."""
     lengths = torch.arange(1, rows + 1)[:, None] * width // max(rows, 1)
     return torch.arange(width) < lengths
 

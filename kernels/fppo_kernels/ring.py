@@ -1,5 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Attention over a packed row that is dealt to the ranks of an axis: keys and values travel from rank to rank.
+"""Attention over a packed row that is dealt to the ranks of an axis, with keys and values that travel from rank to
+rank.
 
 A rank has those of one rank at a time (Ring Attention: Liu et al., 2023, arXiv:2310.01889).
 """
@@ -18,19 +19,19 @@ from fppo_kernels.context import Deal, Piece, check_dealt
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Float
 
-TILE = 1024  # queries, and keys, of the scores that there are at a time
+TILE = 1024  # queries, and keys, per tile of scores
 
 
 class _Tile(NamedTuple):
-    """Some of a rank's queries, and some keys that they see a part of."""
+    """A tile: some of a rank's queries, and keys of which they see at least a part."""
 
     queries: slice
     keys: slice
-    ahead: int  # how far the first query is from the first key
-    whole: bool  # every query sees every key
+    ahead: int  # the distance from the first key to the first query
+    whole: bool  # whether every query sees every key
 
     def mask(self, window: int | None, device: torch.device) -> Tensor:
-        """Which keys [K] each query [Q] sees."""
+        """The keys that each query sees, bool [Q, K]."""
         counts = (self.queries.stop - self.queries.start, self.keys.stop - self.keys.start)
         query, key = (torch.arange(count, device=device) for count in counts)
         distance = query[:, None] - key[None, :] + self.ahead
@@ -38,7 +39,7 @@ class _Tile(NamedTuple):
 
 
 def _cut(runs: Sequence[Sequence[Piece]], size: int) -> list[tuple[slice, Piece]]:
-    """A rank's tokens in pieces of at most `size`, each with its place among them."""
+    """Split a rank's tokens into pieces of at most `size`, each with its slice of the rank's tokens."""
     found, at = [], 0
     for piece in (piece for run in runs for piece in run):
         for start in range(piece.start, piece.stop, size):
@@ -49,7 +50,7 @@ def _cut(runs: Sequence[Sequence[Piece]], size: int) -> list[tuple[slice, Piece]
 
 
 def _tiles(deal: Deal, rank: int, source: int, window: int | None, size: int) -> list[_Tile]:
-    """The scores of a rank's queries and the keys of the rank `source`, without those that no query sees."""
+    """The tiles for a rank's queries and the keys of the rank `source`, without tiles in which nothing is seen."""
     found, keys = [], _cut(deal.runs[source], size)
     for own, query in _cut(deal.runs[rank], size):
         for other, key in keys:
@@ -62,20 +63,20 @@ def _tiles(deal: Deal, rank: int, source: int, window: int | None, size: int) ->
 
 
 class _How(NamedTuple):
-    """The arguments of a ring's computation, beside its tensors."""
+    """Arguments of a ring's computation besides tensors."""
 
-    tiles: Callable[[int], list[_Tile]]  # of this rank's queries and the keys of another
+    tiles: Callable[[int], list[_Tile]]  # for this rank's queries and another rank's keys
     axis: Axis
     scale: float
     window: int | None
     softcap: float | None
 
     def sources(self) -> list[int]:
-        """Whose keys are here, one step of the ring after the other."""
+        """The ranks whose keys are held at each step of the ring."""
         return [(self.axis.rank - step) % self.axis.size for step in range(self.axis.size)]
 
     def scores(self, tile: _Tile, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores [Hkv, G, Q, K] of a tile, least where nothing is seen, and the slope of the soft cap."""
+        """The scores [Hkv, G, Q, K] of a tile, minimal where nothing is seen, and the slope of the soft cap."""
         scores = (query.flatten(1, 2) @ key.transpose(1, 2) * self.scale).unflatten(1, query.shape[1:3])
         slope = None
         if self.softcap is not None:
@@ -88,19 +89,22 @@ class _How(NamedTuple):
 
 
 def _heads(x: Tensor, key_heads: int) -> Tensor:
-    """Query heads [n, Hq, D] as [Hkv, G, n, D], in float32 or wider."""
+    """Reshape query heads [n, Hq, D] to [Hkv, G, n, D], in float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x.to(wide).unflatten(1, (key_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[Hkv, G, n, D] as [n, Hq, D]."""
+    """Reshape [Hkv, G, n, D] to [n, Hq, D]."""
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class _Ring(torch.autograd.Function):
-    """Flash attention over the ring: parts of the softmax merged by their largest scores and sums. For the backward
-    pass it keeps its arguments, its result and the logarithm of each softmax's sum, and computes scores again."""
+    """Flash attention over the ring: partial softmaxes are merged by their maximal scores and sums.
+
+    Saved for the backward pass are the arguments, the result, and the logarithm of each softmax's sum; scores are
+    recomputed.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, how: _How) -> Tensor:
@@ -136,7 +140,7 @@ class _Ring(torch.autograd.Function):
         q, grad = (_heads(x, key.shape[1]) for x in (query, grads[0]))
         pull = (grad * _heads(result, key.shape[1])).sum(-1, keepdim=True)
         by_query, both = torch.zeros_like(q), torch.cat([key, value], -1)
-        by_both = torch.zeros_like(both, dtype=q.dtype)  # travels with the keys and values that it is of
+        by_both = torch.zeros_like(both, dtype=q.dtype)  # travels with its keys and values
         for step, source in enumerate(how.sources()):
             if step:
                 both, by_both = permute(both, how.axis), permute(by_both, how.axis)
@@ -162,13 +166,14 @@ class _Ring(torch.autograd.Function):
 
 
 def ring_attention(deal: Deal, axis: Axis, *, tile: int = TILE) -> Callable[..., Tensor]:
-    """Attention of a rank's tokens [N / c, H, D] of a row that is dealt: keys and values travel around the ring.
+    """Adapt attention to a rank's tokens [N / c, H, D] of a dealt row, with keys and values that travel around the
+    ring.
 
-    A rank has those of one rank at a time, and scores of at most `tile` queries and keys, of which it keeps none for
-    the backward pass: they are computed again there. The result takes the lengths of the whole row, as a kernel does.
+    A rank holds keys and values of one rank at a time, and scores of at most `tile` queries and keys, which are
+    recomputed in the backward pass. The result is called like a kernel, with the lengths of the whole row.
     """
 
-    @functools.cache  # layers ask for one window or two
+    @functools.cache  # layers have one or two different windows
     def tiles(source: int, window: int | None) -> list[_Tile]:
         return _tiles(deal, axis.rank, source, window, tile)
 

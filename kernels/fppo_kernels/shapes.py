@@ -1,8 +1,8 @@
-"""Kinds of numbers for annotations, `Float[Tensor, "n h"]`, and the letters that stand for sizes in them.
+"""Types of tensors for annotations, as `Float[Tensor, "n h"]`, and the letters for their sizes.
 
-b rows, s positions of a row, n tokens of a packed row, m those of them that are not fill, r sequences and 1, h width of
-the hidden states, v words of this rank's vocabulary, q query heads, k key heads, d width of a head, e that of a value.
-Nothing reads them where a program runs; the tests check them by jaxtyping's import hook (tests/conftest.py).
+b rows, s positions of a row, n tokens of a packed row, m those that are not padding, r sequences plus 1, h width of the
+hidden states, v words of this rank's vocabulary, q query heads, k key heads, d width of a head, e width of a value
+head. Programs do not check them; the tests do, by jaxtyping's import hook (tests/conftest.py).
 """
 
 from __future__ import annotations

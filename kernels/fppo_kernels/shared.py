@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Attention over a packed row that holds the beginnings of sequences once, however many sequences go on from them.
+"""Attention over a packed row that holds common prefixes of sequences once, for any number of continuations.
 
 The row is cut into pieces. A piece follows another one, its parent, or none; its tokens see those of all pieces on the
 way there, and their own. Prompts as parents of their responses are such a forest, and so are turns that share a
@@ -21,34 +21,34 @@ from fppo_kernels.transforms import active
 
 
 class Branch(NamedTuple):
-    """A run of tokens of a packed row, and the number of the one that it follows, -1 for none."""
+    """A run of tokens of a packed row, and the index of its parent run, -1 for none."""
 
     size: int
     parent: int = -1
 
 
 class Readings(NamedTuple):
-    """M readings of N tokens, of which some are read more than once, and some never."""
+    """M readings of N tokens; a token may be read several times, or never."""
 
     tokens: Int[Tensor, " m"]  # the token of each reading
     total: int  # N
-    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # tokens, none twice in a round, and a reading each
+    rounds: tuple[tuple[Int[Tensor, " r"], Int[Tensor, " r"]], ...]  # distinct tokens, and a reading of each
 
 
 class SharedKeys(NamedTuple):
     """The M keys that the pieces of a packed row of N tokens see; a token that several pieces see is several keys."""
 
-    lengths: Lengths  # of the pieces
-    key_lengths: Lengths  # of the keys that each piece sees; its own tokens are the last
+    lengths: Lengths  # lengths of the pieces
+    key_lengths: Lengths  # lengths of the keys that each piece sees, its own tokens last
     keys: Readings
 
 
 def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> SharedKeys:
-    """The keys of a row of these pieces, one after the other, by work on the host alone.
+    """The keys of a row of these pieces, in order, computed on the host.
 
     Raises ValueError for a piece without tokens, or one whose parent does not come before it.
     """
-    runs: list[list[tuple[int, int]]] = []  # of each piece, where what it sees begins and ends
+    runs: list[list[tuple[int, int]]] = []  # for each piece, the begin and end of what it sees
     total = 0
     for number, (size, parent) in enumerate(pieces):
         if size < 1 or not -1 <= parent < number:
@@ -67,9 +67,9 @@ def share(pieces: Sequence[Branch], device: torch.device | str = "cpu") -> Share
 
 
 def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str = "cpu") -> Readings:
-    """The readings of `tokens` (on the host) among so many, for a device."""
+    """The readings of `tokens` [M], on the host, among `count` tokens, for a device."""
     reads = tokens.bincount(minlength=count)
-    order = tokens.argsort(stable=True)  # those of one token stand together
+    order = tokens.argsort(stable=True)  # readings of one token are adjacent
     begins = reads.cumsum(0) - reads
     rounds: list[tuple[Tensor, Tensor]] = []
     for number in range(int(reads.max()) if count else 0):
@@ -79,7 +79,7 @@ def readings(tokens: Int[Tensor, " m"], count: int, device: torch.device | str =
 
 
 class _Read(torch.autograd.Function):
-    """x[tokens], whose gradient is added up in one order, in float32 or wider, on every device."""
+    """Index rows, x[tokens], with a gradient that is summed in a fixed order, in float32 or wider, on every device."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, reads: Readings) -> Tensor:
@@ -94,18 +94,19 @@ class _Read(torch.autograd.Function):
             total, rounds = grad.index_select(0, reads.rounds[0][1]).to(wide), reads.rounds[1:]
         else:
             total, rounds = grad.new_zeros((reads.total, *grad.shape[1:]), dtype=wide), reads.rounds
-        for tokens, places in rounds:  # no token twice, so nothing is added in an order that may change
+        for tokens, places in rounds:  # no token twice, so sums have a fixed order
             total.index_add_(0, tokens, grad.index_select(0, places).to(wide))
         return total.to(grad.dtype), None
 
 
 def read(x: Float[Tensor, " n *k"], reads: Readings) -> Float[Tensor, " m *k"]:
-    """x[tokens] of the readings, whose gradient is added up in one order, in float32 or wider, on every device."""
+    """Index rows, x[tokens] of the readings, with a gradient that is summed in a fixed order, in float32 or wider, on
+    every device."""
     return x.index_select(0, reads.tokens) if active() else _Read.apply(x, reads)  # type: ignore[return-value]
 
 
 def shared_attention(kernel: Callable[..., Tensor], shared: SharedKeys) -> Callable[..., Tensor]:
-    """The attention kernel for a packed row [N, H, D] of such pieces: one gather of keys and values, and one call.
+    """Adapt an attention kernel to a packed row [N, H, D] of pieces: one gather of keys and values, and one call.
 
     `kernel` gets N queries and M keys: the queries of a piece are the last tokens of the keys that it sees. The result
     takes the lengths of the pieces. Raises ValueError for a kernel without `key_lengths`.

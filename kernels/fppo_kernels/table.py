@@ -1,6 +1,6 @@
-"""Operations and their implementations, by name, and `Kernels`, one of each, chosen once and handed down.
+"""Operations and their implementations by name, and `Kernels`, one of each, chosen once and passed down.
 
-An operation takes a line of `BUILTIN` for each implementation, and a field of `Kernels`. No torch is loaded here.
+An operation takes a line of `BUILTIN` for each implementation, and a field of `Kernels`. No torch is imported here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _never() -> str | None:
 
 
 def _has_cuda() -> bool:
-    import torch  # in functions, here and below: settings read the names
+    import torch  # imported in functions, here and below, since settings read the names
 
     return torch.cuda.is_available()
 
@@ -52,7 +52,7 @@ def _needs_float8() -> str | None:
 
 
 def _lacks(module: str, extra: str) -> str | None:
-    """How to come by a module that an extra of fppo brings; None if it is there."""
+    """Instructions to install a module that an extra of fppo provides; None if it is installed."""
     there = importlib.util.find_spec(module) is not None
     return None if there else f"{module.replace('_', '-')} is not installed: pip install 'fppo[{extra}]'"
 
@@ -66,12 +66,12 @@ def _needs_flex() -> str | None:
 
 
 def needs_compiler() -> str | None:
-    """Why torch.compile cannot run here: it wants a C++ compiler for the CPU, and Triton for a GPU; or None."""
+    """The reason why torch.compile cannot run here (it needs a C++ compiler for the CPU, Triton for a GPU), or None."""
     return _lacks("triton", "triton") if _has_cuda() else needs_cpp()
 
 
 def needs_cpp() -> str | None:
-    """Why C++ cannot be compiled here, or None."""
+    """The reason why C++ cannot be compiled here, or None."""
     return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++ or clang++) is installed"
 
 
@@ -99,13 +99,13 @@ def _needs_triton() -> str | None:
 
 @attrs.frozen
 class Implementation:
-    """One way to compute an operation.
+    """One implementation of an operation.
 
-    `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` says why it
-    cannot run on this machine, or None. `lacks` names the keywords of the operation that it cannot honour, and the
-    dtypes that it does not compute in. An `opaque` one goes through no transform of torch.func; others go through those
-    of the operation's record. `reference` is what it computes, in float64, where that is not the operation
-    itself: a function or "module:function".
+    `fn` is the function, or "module:function", which is imported when the kernel is chosen. `refuse()` returns the
+    reason why it cannot run on this machine, or None. `lacks` names keywords of the operation and dtypes that it does
+    not support. An `opaque` implementation supports no transform of torch.func; others support those of the operation's
+    record. `reference` is its own float64 definition, if it does not compute the operation itself: a function or
+    "module:function".
     """
 
     fn: Callable[..., Any] | str
@@ -115,20 +115,20 @@ class Implementation:
     opaque: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """The function itself."""
+        """Import the function."""
         return found(self.fn)
 
     def is_of(self, fn: Callable[..., Any]) -> bool:
-        """Whether this is how a function computes the operation, which is not imported for that."""
+        """Whether `fn` is this implementation's function, which is not imported for the comparison."""
         return fn is self.fn or f"{getattr(fn, '__module__', '')}:{getattr(fn, '__name__', '')}" == self.fn
 
     def definition(self) -> Callable[..., Any] | None:
-        """The reference itself; None where it is that of the operation."""
+        """Import the implementation's own reference; None if the operation's applies."""
         return None if self.reference is None else found(self.reference)
 
 
 def found(fn: Any) -> Any:
-    """The object that "module:name" names, imported; anything else as it is."""
+    """Import the object that "module:name" names; return anything else as it is."""
     if not isinstance(fn, str):
         return fn
     module, _, name = fn.partition(":")
@@ -245,18 +245,19 @@ BUILTIN: Table = MappingProxyType(
 
 
 def takes_key_lengths(attention: Callable[..., Any]) -> bool:
-    """Whether an attention kernel names the keyword `key_lengths`, which a context axis and shared prompts need."""
+    """Whether an attention kernel has the keyword `key_lengths`, which a context axis and shared prompts need."""
     return "key_lengths" in inspect.signature(attention).parameters
 
 
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
-    """A user's function as an implementation of `op`: of attention, it lacks what its arguments do not name."""
+    """Wrap a user's function as an implementation of `op`; for attention, `lacks` has the keywords that it does not
+    name."""
     whole = op != "attention" or takes_key_lengths(fn)
     return Implementation(fn, lacks=frozenset() if whole else frozenset({"key_lengths"}))
 
 
 def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:
-    """A table with one more implementation; `table` itself stays as it is. Raises ValueError if the name is taken."""
+    """Return a copy of `table` with one more implementation. Raises ValueError if the name is taken."""
     if name in table.get(op, {}):
         raise ValueError(f"kernel {op}/{name} is in the table already: {table[op][name].fn}")
     return {**table, op: {**table.get(op, {}), name: implementation}}
@@ -267,7 +268,8 @@ def available(op: str, *, table: Table = BUILTIN) -> dict[str, str | None]: ...
 @overload
 def available(op: None = None, *, table: Table = BUILTIN) -> dict[str, dict[str, str | None]]: ...
 def available(op: str | None = None, *, table: Table = BUILTIN) -> Any:
-    """The implementations of `op` by name, with the reason why it cannot run here or None; without `op`, of all."""
+    """The implementations of `op` by name, each with the reason why it cannot run here, or None; without `op`, of
+    all."""
     if op is None:
         return {each: available(each, table=table) for each in table}
     return {name: implementation.refuse() for name, implementation in _implementations(op, table).items()}
@@ -280,9 +282,9 @@ def _implementations(op: str, table: Table) -> Mapping[str, Implementation]:
 
 
 def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILTIN) -> Callable[..., Any]:
-    """The implementation `name` of `op`.
+    """Look up the implementation `name` of `op`.
 
-    Raises ValueError if there is none, if it cannot run here, or if it lacks a keyword or dtype that `needs` names.
+    Raises ValueError if it does not exist, cannot run here, or lacks a keyword or dtype in `needs`.
     """
     implementations = _implementations(op, table)
     if name not in implementations:
@@ -298,14 +300,14 @@ def get(op: str, name: str, *, needs: Collection[str] = (), table: Table = BUILT
 
 
 def chosen(operation: str, default: str, *, inside: bool = False) -> Any:
-    """A field of `Kernels`: where the operation's record is, as "module:name", and the implementation where none is
-    named; `inside` the layers that is the model's own code."""
+    """A field of `Kernels`: the operation's record as "module:name", and its default implementation; `inside` the
+    layers that is the model's own code."""
     return attrs.field(metadata={"operation": f"fppo_kernels.{operation}", "default": default, "inside": inside})
 
 
 @attrs.frozen(kw_only=True)
 class Kernels:
-    """The functions that the steps call for the work on tensors. `attrs.evolve` swaps one for another."""
+    """The functions for tensor work that steps call, one for each operation. `attrs.evolve` replaces one."""
 
     log_probs: Callable[..., LogProbs] = chosen("log_probs:OPERATION", "chunked")
     attention: Callable[..., Tensor] = chosen("attention:OPERATION", "sdpa")
@@ -324,15 +326,16 @@ class Kernels:
 
     @classmethod
     def named(cls, *, table: Table = BUILTIN, **names: str) -> Kernels:
-        """The kernels of these names, by operation. Raises ValueError if one does not exist or cannot run here."""
+        """Look up kernels by operation and name. Raises ValueError for an unknown kernel, and for one that cannot run
+        here."""
         return cls(**{op: get(op, name, table=table) for op, name in {**DEFAULTS, **names}.items()})
 
 
 DEFAULTS: Mapping[str, str] = MappingProxyType(
     {field.name: field.metadata["default"] for field in attrs.fields(Kernels)}
 )
-# those that give a row the same bits whatever rows they work on together, and attention of one more token those of
-# attention over packed rows; where a model has no place for one of these, its own code has to
+# kernels that give a row the same bits whatever other rows they process, where decode attention gives the bits of
+# packed attention; models without a place for one of them must have that property in their own code
 EXACT: Mapping[str, str] = MappingProxyType(
     {
         "attention": "cpp",
@@ -345,4 +348,4 @@ EXACT: Mapping[str, str] = MappingProxyType(
         "glu": "cpp",
     }
 )
-INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # the layers of a model
+INSIDE = tuple(field.name for field in attrs.fields(Kernels) if field.metadata["inside"])  # inside layers

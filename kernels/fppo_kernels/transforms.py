@@ -1,6 +1,6 @@
-"""The transforms of torch.func as a kernel sees them, and operations of two hand-written passes that they go through.
+"""Queries about running transforms of torch.func, and operations of two hand-written passes that support them.
 
-torch offers no public way to see which transforms run: the few private functions that show it are called here alone.
+torch has no public way to query running transforms: the few private functions for it are called here alone.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def _forwards() -> bool:
 
 
 def stacked() -> bool:
-    """Whether more is running than one reverse pass: vmap, a forward-mode derivative, or transforms of transforms.
+    """Whether more than one reverse pass is running: vmap, a forward-mode derivative, or nested transforms.
 
-    Operations of torch that have first derivatives alone fail there.
+    torch's operations with only first derivatives fail there.
     """
     running: list[Any] = _levels.get_interpreter_stack() or []
     return _forwards() or len(running) > 1 or any("Vmap" in str(x.key()) for x in running)
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Whether a running vmap maps over `x`, so that no number of it can be read."""
+    """Whether a running vmap maps over `x`, so that its numbers cannot be read."""
     while _levels.is_functorch_wrapped_tensor(x):
         if _levels.is_batchedtensor(x):
             return True
@@ -52,7 +52,7 @@ def is_mapped(x: Tensor) -> bool:
 
 
 def bare(tree: T) -> T:
-    """The tree with the tensors that transforms have wrapped. Raises ValueError for one that vmap maps over."""
+    """Unwrap the tensors of a tree from transforms. Raises ValueError for a tensor that vmap maps over."""
 
     def unwrapped(x: Tensor) -> Tensor:
         if is_mapped(x):
@@ -68,7 +68,7 @@ def bare(tree: T) -> T:
 
 
 def outside(fn: Callable[..., T], *arguments: Any) -> T:
-    """`fn(*arguments)` outside all transforms, which see none of its work: for bookkeeping that has no gradient.
+    """Run `fn(*arguments)` outside all transforms, which do not see its work: for bookkeeping without gradients.
 
     Raises ValueError for arguments with a tensor that vmap maps over.
     """
@@ -104,7 +104,7 @@ class TwoPass:
 
 
 def run(passes: TwoPass, options: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-    """The outputs of an operation. `options` are its arguments that are no tensors."""
+    """Compute the outputs of an operation; `options` are its non-tensor arguments."""
     if active():
         return _Forward.apply(passes, options, *tensors)[: passes.outputs]  # pyright: ignore[reportReturnType]
     if torch.is_grad_enabled():
@@ -126,7 +126,7 @@ class _Forward(torch.autograd.Function):
         ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(output[number] for number in ctx.passes.reads), *kept)
-        if _forwards():  # at other times it would keep what hooks take away from the device
+        if _forwards():  # at other times it would hold tensors that hooks move off the device
             ctx.save_for_forward(*tensors)
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Plain(torch.autograd.Function):
-    """`_Forward` where no transform is running: torch looks at the signature of a function with a `setup_context` in
+    """`_Forward` for when no transform is running: torch inspects the signature of a function with a `setup_context` in
     every call, which takes longer than a small norm."""
 
     @staticmethod
@@ -167,7 +167,7 @@ class _Plain(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The pass back as an operation with derivatives of its own: the gradients that are needed, one after the other."""
+    """The backward pass as a differentiable operation: the needed gradients, in order."""
 
     @staticmethod
     def forward(passes: TwoPass, options: Any, needed: tuple[bool, ...], count: int, *saved: Any) -> tuple[Tensor, ...]:
@@ -210,8 +210,8 @@ class _Backward(torch.autograd.Function):
 
 
 def _gradients_of(ctx: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[bool, ...], tuple[bool, ...]]:
-    """The gradients by the definition, as a function of tensors and the gradients of outputs; and which of these
-    arguments, and of its results, have rows."""
+    """The gradients by the definition, as a function of tensors and outputs' gradients; and for each of its arguments
+    and results, whether it has rows."""
     passes, count, needed = ctx.passes, ctx.count, ctx.needed
 
     def gradients(*arguments: Tensor | None) -> tuple[Tensor, ...]:
@@ -222,7 +222,7 @@ def _gradients_of(ctx: Any) -> tuple[Callable[..., tuple[Tensor, ...]], tuple[bo
 
 
 def refuse(kernel: str, way_out: str) -> None:
-    """Raise ValueError for a kernel that no transform of torch.func goes through, if one is running."""
+    """Raise ValueError if a transform of torch.func is running, for a kernel that supports none."""
     if active():
         raise ValueError(f"{kernel} has no derivatives under torch.func: {way_out}")
 
@@ -234,7 +234,7 @@ def _places(flags: Sequence[bool]) -> list[int]:
 def _of_some(
     fn: Callable[..., tuple[Tensor, ...]], tensors: Sequence[Tensor | None], places: Sequence[int]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """`fn(*tensors)` as a function of the tensors at some places."""
+    """Turn `fn(*tensors)` into a function of the tensors at some indices."""
 
     def of(*some: Tensor) -> tuple[Tensor, ...]:
         arguments = list(tensors)
@@ -246,14 +246,14 @@ def _of_some(
 
 
 def _pushed(fn: Callable[..., tuple[Tensor, ...]], *arguments: Tensor | None) -> tuple[Tensor, ...]:
-    """The tangents of what `fn` makes of the first half of the arguments, whose tangents are the second half."""
+    """Compute tangents of `fn`: the first half of the arguments are its inputs, the second half their tangents."""
     tensors, tangents = arguments[: len(arguments) // 2], arguments[len(arguments) // 2 :]
     places = [number for number, x in enumerate(tangents) if x is not None]
     primals = tuple(_forward.unpack_dual(tensors[place]).primal for place in places)
     along, some = tuple(x for x in tangents if x is not None), _of_some(fn, tensors, places)
     if _levels.get_interpreter_stack():
         return jvp(some, primals, along)[1]
-    with _forward._set_fwd_grad_enabled(True):  # at torch's own level, of which there is one
+    with _forward._set_fwd_grad_enabled(True):  # at torch's own level, which exists once
         results = [_forward.unpack_dual(x) for x in some(*map(_forward.make_dual, primals, along))]
     return tuple(torch.zeros_like(x.primal) if x.tangent is None else x.tangent for x in results)
 
@@ -261,7 +261,8 @@ def _pushed(fn: Callable[..., tuple[Tensor, ...]], *arguments: Tensor | None) ->
 def _pulled(
     fn: Callable[..., tuple[Tensor, ...]], needed: Sequence[bool], *arguments: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """The gradients that are `needed` by the first arguments of `fn`; the others are the gradients of its results."""
+    """Compute the `needed` gradients by the first arguments of `fn`; the other arguments are the gradients of its
+    results."""
     tensors, grads = arguments[: len(needed)], arguments[len(needed) :]
     places, used = _places(needed), [number for number, x in enumerate(grads) if x is not None]
 
@@ -280,7 +281,7 @@ def _by_rows(
     cut: Sequence[bool],
     joined: Sequence[bool],
 ) -> tuple[Tensor, ...]:
-    """`fn(*tensors)` for some rows at a time, of the tensors that are `cut`; results without rows are summed."""
+    """Run `fn(*tensors)` for some rows at a time of the tensors that are `cut`; results without rows are summed."""
     if passes.rows is None:
         return fn(*tensors)
     count = next(len(x) for x, flag in zip(tensors, cut, strict=True) if flag and x is not None)
@@ -299,7 +300,7 @@ def _by_rows(
 def _one_by_one(
     function: type[torch.autograd.Function], count: int, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """A map's results, for one entry at a time: a program of its own takes no further dimension."""
+    """Map a function entry by entry, for programs that accept no further dimension."""
 
     def entry(number: int) -> list[Any]:
         pairs = zip(arguments, in_dims, strict=True)

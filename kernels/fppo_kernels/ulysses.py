@@ -21,9 +21,10 @@ from fppo_kernels.shapes import Float
 
 
 def slice_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """This rank's slice, of n equal ones along `dim`, of an `x` that all ranks hold.
+    """Take this rank's slice, one of n equal ones along `dim`, of an `x` that all ranks hold.
 
-    Its gradient is this rank's share: zero outside the slice. Raises ValueError if the dimension does not divide.
+    The gradient is this rank's share: zero outside the slice. Raises ValueError if the ranks do not divide the
+    dimension.
     """
     if x.shape[dim] % axis.size:
         raise ValueError(
@@ -33,10 +34,10 @@ def slice_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
 
 
 def gather_sequence(x: Tensor, axis: Axis, *, dim: int = 0) -> Tensor:
-    """All ranks' slices, concatenated along `dim`, on every rank: undoes `slice_sequence`.
+    """Concatenate all ranks' slices along `dim`, on every rank: the inverse of `slice_sequence`.
 
-    All ranks must go on to compute the same: the backward pass takes from the gradient, which each of them then holds
-    whole, its own slice, and communicates nothing.
+    All ranks must compute the same from the result: each then holds the whole gradient, and the backward pass takes its
+    own slice of it, without communication.
     """
     return x if axis.size == 1 else _Gather.apply(x, axis, dim % x.dim())  # type: ignore[return-value]
 
@@ -56,11 +57,11 @@ class _Gather(torch.autograd.Function):
 def ulysses(
     attention: Callable[..., Tensor], axis: Axis, all_to_all: Callable[..., Tensor] = collectives.all_to_all
 ) -> Callable[..., Tensor]:
-    """The attention kernel for slices [N / n, H, D] of a packed row whose tokens are sharded over `axis`.
+    """Adapt an attention kernel to slices [N / n, H, D] of a packed row whose tokens are sharded over `axis`.
 
-    It takes the lengths of the whole row, N tokens, and hands `attention` the whole row with Hq / n query heads. Key
-    heads that the query heads of more than one rank read are repeated. It raises ValueError if the query heads or the
-    tokens do not divide by the ranks. On an axis of one rank it is `attention` itself.
+    The result takes the lengths of the whole row of N tokens, and calls `attention` with the whole row and Hq / n query
+    heads. Key heads that several ranks' query heads need are repeated. It raises ValueError if the ranks do not divide
+    the query heads or the tokens. On an axis of one rank it is `attention` itself.
     """
     if axis.size == 1:
         return attention
@@ -78,7 +79,7 @@ def ulysses(
     ) -> Float[Tensor, "n q e"]:
         _check(query, key, lengths, axis)
         key, value = _repeated(key, query.shape[1], axis), _repeated(value, query.shape[1], axis)
-        # one collective for the three, each cut into the heads of each rank
+        # one collective for all three, each split into the ranks' heads
         slices = [x.reshape(len(x), axis.size, -1) for x in (query, key, value)]
         whole = all_to_all(torch.cat(slices, 2), axis, split_dim=1, concat_dim=0).squeeze(1)
         sizes = [(x.shape[1] // axis.size, x.shape[2]) for x in (query, key, value)]
@@ -109,9 +110,9 @@ def _check(query: Tensor, key: Tensor, lengths: Lengths, axis: Axis) -> None:
 
 
 def _repeated(x: Tensor, query_heads: int, axis: Axis) -> Tensor:
-    """`x` [N, Hkv, D] with heads repeated where needed, so that slice r of its heads serves slice r of the query heads.
+    """Repeat heads of `x` [N, Hkv, D] where needed, so that slice r of its heads serves slice r of the query heads.
 
-    A rank's query heads come in runs that read one key head; the longest run of one length for all is the new group.
+    A rank's query heads form runs that share a key head; the new group size is the longest run length that fits all.
     """
     group = query_heads // x.shape[1]
     run = math.gcd(group, query_heads // axis.size)

@@ -10,10 +10,10 @@ def test_gpus_are_dealt_from_the_first_on():
     gpus = Gpus(4)
     assert gpus.deal(2, 1) == [(0,), (1,)]
     assert [gpus.deal(1, 1 / 3) for _ in range(3)] == [[(2,)]] * 3
-    with pytest.raises(ValueError, match=r"2 ranks want 1 GPUs each, and of the 4 here there is free: 1 of GPU 3"):
+    with pytest.raises(ValueError, match=r"2 ranks need 1 GPUs each; free of the 4 here: 1 of GPU 3"):
         gpus.deal(2, 1)
     assert gpus.deal(1, 0.75) == [(3,)]  # what was refused took none
-    with pytest.raises(ValueError, match=r"1 ranks want 0.5 GPUs each, .* there is free: 0.25 of GPU 3"):
+    with pytest.raises(ValueError, match=r"1 ranks need 0.5 GPUs each; .*: 0.25 of GPU 3"):
         gpus.deal(1, 0.5)
     assert Gpus(4).deal(2, 2) == [(0, 1), (2, 3)]
 

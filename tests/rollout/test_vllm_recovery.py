@@ -513,7 +513,7 @@ def test_a_caller_that_fails_leaves_no_answers_to_the_next_question(host):
 
     with pytest.raises(ValueError, match="of the caller"):
         host.generate(None, on_answer)
-    with pytest.raises(EngineDied, match="generate was left half way"):
+    with pytest.raises(EngineDied, match="generate was interrupted"):
         host.call("names")
 
 

@@ -72,10 +72,10 @@ def test_ranks_meet_and_one_that_is_killed_is_named(there):
 
 
 def test_what_has_no_room_is_said(there):
-    words = r"'many' did not start: 9 ranks want 1 CPU each, and the cluster has .* of 4 CPU free"
+    words = r"'many' did not start: 9 ranks need 1 CPU each, and the cluster has .* of 4 CPU free"
     with pytest.raises(GroupDied, match=words), Group("many", there.ranks(RankSpec(count=9))):
         pass
-    with pytest.raises(GroupDied, match="1 ranks want 1 CPU, 1 GPU each"), Group("gpu", there.ranks(RankSpec(gpus=1))):
+    with pytest.raises(GroupDied, match="1 ranks need 1 CPU, 1 GPU each"), Group("gpu", there.ranks(RankSpec(gpus=1))):
         pass
 
 

@@ -1,4 +1,4 @@
-"""Adapters of other trainers: their functions, as released, in the signatures of our laws.
+"""Adapters that give functions of other trainers, as released, the signatures of fppo's laws.
 
 Each module has `adapters()`, which imports the trainer and returns a tuple of `Audited`. The packages of trainers bound
 each other's versions, so each trainer gets an environment of its own.
@@ -20,7 +20,7 @@ from fppo.audit.report import Audited
 
 @attrs.frozen
 class Peer:
-    """A trainer that we have adapters for: the module with them, its package, and the commands that install it."""
+    """A trainer with adapters: their module, its package, and the commands that install it."""
 
     module: str
     package: str
@@ -48,7 +48,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 
 
 def adapters_of(name: str) -> tuple[tuple[Audited, ...], tuple[str, ...]]:
-    """The adapters of a trainer, and the versions of it and of torch.
+    """The adapters of a trainer, and the versions of its package and of torch.
 
     Raises UsageError with the commands that install the trainer if it is not there, or does not import.
     """

@@ -15,14 +15,14 @@ from torch import Tensor
 from fppo import laws, losses
 from fppo.audit.report import Audited
 
-# packages whose __init__ imports flash-attn or vLLM, for which a machine without a GPU has no build
+# their __init__ imports flash-attn or vLLM, which have no build for machines without a GPU
 _HEAVY = ("models", "trainer", "trainer.ppo_utils", "trainer.ray", "utils")
 
 
 def _modules() -> tuple[Any, Any]:
-    """The modules of losses and of experience, imported without the __init__ of their packages.
+    """Import OpenRLHF's modules of losses and of experience without running the __init__ of their packages.
 
-    Nothing of the two is changed: empty packages with the same paths stand in for theirs, in this process alone.
+    Neither module is changed: empty packages with the same paths stand in for theirs, in this process alone.
     """
     spec = importlib.util.find_spec("openrlhf")
     if spec is None or not spec.submodule_search_locations:
@@ -32,7 +32,7 @@ def _modules() -> tuple[Any, Any]:
         package.__path__ = [f"{spec.submodule_search_locations[0]}/{name.replace('.', '/')}"]
         sys.modules.setdefault(package.__name__, package)
     launcher = ModuleType("openrlhf.trainer.ray.launcher")
-    launcher.__dict__["RayActorGroup"] = object  # its experience maker names it in annotations alone
+    launcher.__dict__["RayActorGroup"] = object  # the experience maker names it only in annotations
     sys.modules.setdefault(launcher.__name__, launcher)
     maker = importlib.import_module("openrlhf.trainer.ppo_utils.experience_maker")
     return importlib.import_module("openrlhf.models.loss"), maker
@@ -43,7 +43,7 @@ def _totals(whole: Tensor) -> dict[str, Any]:
 
 
 def policy(module: Any, **settings: Any) -> Callable[..., Tensor]:
-    """A `PolicyLoss`, with the totals of the global batch."""
+    """Adapt a `PolicyLoss` with the totals of the global batch."""
     fn = module.PolicyLoss(**settings)
 
     def loss(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def policy(module: Any, **settings: Any) -> Callable[..., Tensor]:
 
 
 def value(module: Any) -> Callable[..., Tensor]:
-    """A `ValueLoss`, with the totals of the global batch."""
+    """Adapt a `ValueLoss` with the totals of the global batch."""
 
     def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
         return module.ValueLoss(clip_eps=0.5)(values, old, returns, action_mask=mask.to(values), **_totals(whole))
@@ -62,13 +62,13 @@ def value(module: Any) -> Callable[..., Tensor]:
 
 
 def gae(maker: Any, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Any:
-    """GAE as its experience maker computes it, by a method that reads nothing of its object."""
+    """Compute GAE as OpenRLHF's experience maker does; the method reads nothing of its object."""
     makers = [x for x in vars(maker).values() if hasattr(x, "get_advantages_and_returns")]
     return makers[0].get_advantages_and_returns(None, values, rewards, mask, gamma, lam)
 
 
 def adapters() -> tuple[Audited, ...]:
-    """All of OpenRLHF's functions that have laws."""
+    """Adapters of all of OpenRLHF's functions that have laws."""
     loss, maker = _modules()
 
     def ours(mode: str, fn: Callable[..., Any] = losses.ppo_clip) -> Callable[..., Tensor]:

@@ -1,4 +1,4 @@
-"""Adapters of TRL: `GRPOTrainer._compute_loss` by its loss types, on a stand-in that has what the method reads."""
+"""Adapters of TRL: `GRPOTrainer._compute_loss` for each loss type, on a stand-in with what the method reads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 from fppo import laws, losses
 from fppo.audit.report import Audited
 
-LONGEST = 7  # its max_completion_length
+LONGEST = 7  # TRL's max_completion_length
 
 
 def whole(trainer: Any, kind: str, *, level: str = "token", entropy: float = 0.0) -> Callable[..., Tensor]:
-    """The loss of a micro-batch of `pieces`, all of one accumulation window, on one process."""
+    """Adapt the loss of one micro-batch out of `pieces` in an accumulation window, on one process."""
 
     def loss(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
         none = torch.zeros(len(mask), 0, dtype=torch.int64)
@@ -39,7 +39,7 @@ def whole(trainer: Any, kind: str, *, level: str = "token", entropy: float = 0.0
 
 
 def _stand_in(log_probs: Tensor, pieces: int, kind: str, level: str, entropy: float) -> SimpleNamespace:
-    """A trainer of default settings, in so far as `_compute_loss` reads it; minus the log-probs serve as entropies."""
+    """A stand-in for a trainer with default settings, as far as `_compute_loss` reads it. Entropies are -log_probs."""
     accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, **how: x)
     arguments = SimpleNamespace(
         delta=None,
@@ -73,16 +73,16 @@ def _stand_in(log_probs: Tensor, pieces: int, kind: str, level: str, entropy: fl
 
 
 def entropy_bonus(trainer: Any, *tensors: Tensor, pieces: int, whole_mask: Tensor) -> Tensor:
-    """The bonus alone: the loss with it less the loss without."""
+    """The entropy bonus alone: the loss with the bonus minus the loss without it."""
     with_it, without = (whole(trainer, "dapo", entropy=x) for x in (1.0, 0.0))
     return with_it(*tensors, pieces=pieces, whole=whole_mask) - without(*tensors, pieces=pieces, whole=whole_mask)
 
 
 def adapters() -> tuple[Audited, ...]:
-    """All of TRL's loss types that the laws of whole losses speak of."""
+    """Adapters of all of TRL's loss types that have laws for whole losses."""
     trainer = importlib.import_module("trl.trainer.grpo_trainer").GRPOTrainer
     plain = partial(losses.ppo_clip, dual_clip=None)
-    capped = partial(losses.cispo, clip_low=1.0, clip_high=4.0)  # it clamps the ratio from above alone, at 5
+    capped = partial(losses.cispo, clip_low=1.0, clip_high=4.0)  # TRL clamps the ratio only from above, at 5
     norm = laws.whole_loss(plain, "seq-mean-token-sum-norm", horizon=LONGEST)
     references = {
         "grpo": laws.whole_loss(plain, "seq-mean-token-mean"),
@@ -99,5 +99,5 @@ def adapters() -> tuple[Audited, ...]:
     def bonus(*tensors: Tensor, pieces: int, whole: Tensor) -> Tensor:
         return entropy_bonus(trainer, *tensors, pieces=pieces, whole_mask=whole)
 
-    no_gradient = ("REINFORCE", "constants")  # it is no policy gradient
+    no_gradient = ("REINFORCE", "constants")  # the term is no policy gradient
     return (*found, Audited("entropy bonus", "whole_loss", bonus, leave_out=no_gradient))

@@ -14,7 +14,7 @@ from fppo import advantages, laws, losses
 from fppo.audit.report import Audited
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-CLIP = 0.2  # its clip_ratio by default
+CLIP = 0.2  # verl's default clip_ratio
 ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
     *("grpo_passk", "reinforce_plus_plus_baseline"),
@@ -22,7 +22,7 @@ ESTIMATORS = (
 
 
 def policy(core: Any, config: Any, name: str, mode: str) -> Callable[..., Tensor]:
-    """A policy loss of a mini-batch as its `ppo_loss` computes it: with the totals of the global batch."""
+    """Adapt a policy loss of a mini-batch as verl's `ppo_loss` computes it: with the totals of the global batch."""
     fn = core.get_policy_loss_fn(name)
 
     def loss(log_probs: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def policy(core: Any, config: Any, name: str, mode: str) -> Callable[..., Tensor
 
 
 def value(core: Any, mode: str) -> Callable[..., Tensor]:
-    """The clipped value loss, with the totals of the global batch."""
+    """Adapt the clipped value loss, with the totals of the global batch."""
 
     def loss(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, pieces: int, whole: Tensor) -> Tensor:
         return core.compute_value_loss(
@@ -48,7 +48,8 @@ def value(core: Any, mode: str) -> Callable[..., Tensor]:
 
 
 def gae(core: Any, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """GAE before its whitening: returns - values. Two rows of ones are added, for whitening takes two tokens."""
+    """GAE before whitening, as returns - values. Two rows of ones are added, because verl's whitening needs two
+    tokens."""
     ones = torch.ones(2, mask.shape[1], dtype=rewards.dtype)
     more = [torch.cat([x, ones]) for x in (rewards, values, mask.to(rewards))]
     _, returns = core.compute_gae_advantage_return(*more, gamma, lam)
@@ -56,7 +57,7 @@ def gae(core: Any, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: floa
 
 
 def grouped(core: Any, config: Any, name: str, scores: Tensor, mask: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """A group estimator: the scores stand at each row's last token."""
+    """Adapt a group estimator; each row's score is placed at its last token."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     rewards = scores[:, None].where(last, 0.0)
     estimate = core.get_adv_estimator_fn(name)
@@ -64,7 +65,7 @@ def grouped(core: Any, config: Any, name: str, scores: Tensor, mask: Tensor, gro
 
 
 def _twin(name: str) -> Callable[..., Any] | None:
-    """Our loss of the same name, at its defaults."""
+    """fppo's loss of the same name with its default keywords, if there is one."""
     ours = {"vanilla": "ppo_clip", "geo_mean": "gmpo"}.get(name, name)
     settings = {"gspo": {"clip_low": CLIP, "clip_high": CLIP}, "dppo_tv": {"max_ratio": 3.0}}
     settings["dppo_kl"] = settings["dppo_tv"]
@@ -73,7 +74,7 @@ def _twin(name: str) -> Callable[..., Any] | None:
 
 
 def adapters() -> tuple[Audited, ...]:
-    """All of verl's functions that have laws."""
+    """Adapters of all of verl's functions that have laws."""
     core = importlib.import_module("verl.trainer.ppo.core_algos")
     workers = importlib.import_module("verl.workers.config")
     algorithm = importlib.import_module("verl.trainer.config").AlgoConfig()
@@ -98,7 +99,7 @@ def adapters() -> tuple[Audited, ...]:
     found.append(Audited("value loss, token-mean", "whole_value_loss", value(core, "token-mean"), ours))
     found.append(Audited("gae, before whitening", "gae", partial(gae, core)))
     for name in ESTIMATORS:
-        rows = 2 if name == "grpo_passk" else 1  # it says so in an error, as does whitening of a single token
+        rows = 2 if name == "grpo_passk" else 1  # verl raises an error for it, and for whitening a single token
         tokens = 2 if name == "reinforce_plus_plus_baseline" else 0
         ours = getattr(advantages, name.removesuffix("_vectorized"))
         found.append(

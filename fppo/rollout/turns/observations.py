@@ -170,7 +170,7 @@ def _in_place(template: ChatTemplate) -> ChatTemplate:
 
 
 def _check_shown(template: ChatTemplate, role: str) -> None:
-    """Raises ValueError for a role whose messages the template refuses, or does not show."""
+    """Raise ValueError for a role whose messages the template refuses, or does not show."""
     text = template.tail([{"role": role, "content": _SHOWN}])
     if _SHOWN not in text:
         raise ValueError(

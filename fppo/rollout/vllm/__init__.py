@@ -1,1 +1,1 @@
-"""vLLM as an engine: its processes, how weights reach it, and how its draws follow our keys."""
+"""vLLM as an engine: its processes, the transfer of weights, and draws by fppo's keys."""

@@ -1,4 +1,4 @@
-"""An adapter that vLLM holds beside the weights it adapts: these are sent once, and each version's factors alone."""
+"""An adapter in vLLM beside its base weights, which are sent once; later versions send only factors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fppo.rollout.vllm.host import EngineFailure, Host
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.runtime.mesh import Mesh
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest that vLLM makes room for
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest rank that vLLM supports
 
 
 def with_room(model: Model, options: VllmOptions) -> VllmOptions:
-    """The options, of a vLLM with room for the model's adapter if that goes alone.
+    """The options, with capacity for the model's adapter if adapters are sent alone.
 
-    Raises ValueError for a rank beyond vLLM's, and for adapters of what vLLM's do not know: embeddings, vocabulary
-    heads, and stacks of experts.
+    Raises ValueError for a rank beyond vLLM's maximum, and for adapters of weights that vLLM cannot adapt: embeddings,
+    vocabulary heads, and stacks of experts.
     """
     if model.frozen is None or options.adapter == "merged":
         return options
@@ -39,21 +39,21 @@ def with_room(model: Model, options: VllmOptions) -> VllmOptions:
 
 
 def weights_of(model: Model, params: Mapping[str, Tensor], mesh: Mesh, *, alone: bool = False) -> Mapping[str, Tensor]:
-    """The weights to send for parameters: with an adapter the merged ones, or for one that goes `alone` its base, which
-    is dequantised if it was quantised."""
+    """The weights to send: merged weights for a model with an adapter; for one that is sent `alone` its base,
+    dequantised."""
     if model.frozen is None:
         return params
     return base_weights(model, mesh=mesh) if alone else merged(model, params, mesh=mesh)
 
 
 def changes_something(factors: Mapping[str, Tensor]) -> bool:
-    """Whether any B is not 0, so that a lost adapter would be noticed."""
+    """Whether any B is not 0, so that a lost adapter would be detected."""
     return any(bool(x.any()) for name, x in factors.items() if ".lora_B." in name)
 
 
 def deliver(host: Host, number: int, model: Model, factors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Send vLLM an adapter under a new number. Returns the digest of each factor as it came to all workers, or theirs
-    joined if they differ. Raises SyncError for what vLLM does not take."""
+    """Send vLLM an adapter under a new number. Returns the digest of each factor as all workers received it, or their
+    joined digests if these differ. Raises SyncError if vLLM rejects the adapter."""
     spec = frozen_of(model).lora
     config = {"r": spec.rank, "lora_alpha": spec.scale * spec.rank, "target_modules": []}
     try:
@@ -66,7 +66,7 @@ def deliver(host: Host, number: int, model: Model, factors: Mapping[str, Tensor]
 
 
 def factors_of(model: Model, adapter: Mapping[str, Tensor], mesh: Mesh, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Whole factors by PEFT's names, in a dtype, on the host. Every rank of a mesh that cuts them must call."""
+    """Whole factors by PEFT's names, in `dtype`, on the host. Every rank of a mesh that cuts them must call."""
     return {name: x.to("cpu", dtype) for name, x in lora_files.stored(model, adapter, mesh).items()}
 
 
@@ -76,18 +76,18 @@ def lost_modules(
     came: Mapping[str, tuple[Tensor, Tensor]],
     slot: int,
 ) -> list[str]:
-    """The modules of a worker of vLLM that do not have the scaled factors that came, or have some where none came. Of
-    several workers each has the parts that the modules cut for it; `packed` names what a module fuses."""
+    """The modules of a vLLM worker that lack scaled factors that were sent, or hold some that were not. Several workers
+    each hold the parts that modules cut for them; `packed` names the parameters that a module fuses."""
     lost: list[str] = []
     for name, module in modules.items():
         parts = packed.get(name, [name])
         for factor in (0, 1):
             stacks = (module.lora_a_stacked, module.lora_b_stacked)[factor]
-            if not isinstance(stacks, tuple):  # of an embedding or a head, to which no factors go
+            if not isinstance(stacks, tuple):  # an embedding or a head, for which no factors are sent
                 continue
             sent = [came[part][factor] if part in came else None for part in parts]
             whole = sent[0]
-            if len(stacks) > len(parts) == 1 and whole is not None:  # one weight whose rows are several layers'
+            if len(stacks) > len(parts) == 1 and whole is not None:  # one weight with the rows of several layers
                 rows = list(module.base_layer.output_sizes)
                 sent = [*whole.split(rows)] if factor else [whole] * len(stacks)
             if module.tp_size > 1:
@@ -99,7 +99,7 @@ def lost_modules(
 
 
 def _holds(room: Tensor, x: Tensor | None) -> bool:
-    """Whether the corner of a room is a factor, and the rest of it is empty."""
+    """Whether the corner of a buffer equals a factor, and the rest of it is zero."""
     expected = torch.zeros_like(room)
     if x is not None:
         expected[: x.shape[0], : x.shape[1]] = x

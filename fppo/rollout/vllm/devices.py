@@ -1,4 +1,4 @@
-"""Which GPUs an engine runs on, and what of their memory it may take: arithmetic, without vLLM and without a GPU."""
+"""The choice of an engine's GPUs, and of the memory that it may take there; no vLLM and no GPU is needed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from fppo.rollout.vllm.options import VllmOptions
 
 GIB = 1 << 30
-KEPT_FREE = 0.05  # of what is free before vLLM starts: its workers make contexts, and NCCL buffers, before they look
-BESIDE = 0.5  # of the rest, for a vLLM that stays beside a trainer
+KEPT_FREE = 0.05  # of free memory before vLLM starts: its workers create contexts and NCCL buffers before they measure
+BESIDE = 0.5  # fraction of the rest, for a vLLM that stays beside a trainer
 
 
 class EngineGpus(NamedTuple):
-    """The GPUs that an engine runs on, and whether no rank trains on any of them."""
+    """The GPUs of an engine, and whether no rank trains on any of them."""
 
     numbers: tuple[int, ...]
     alone: bool
@@ -28,11 +28,12 @@ class GpuMemory(NamedTuple):
 
 
 def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 0, engines: int = 1) -> EngineGpus:
-    """The GPUs of one of the engines that a machine's ranks start, each its own, as this process counts its `count`.
+    """Choose the GPUs of one of the engines that a machine's ranks start, each its own, as this process numbers its
+    `count`.
 
-    `own` is the one it trains on. An engine without `devices` shares that; where it cannot, because NCCL joins no two
-    processes of one GPU, or because several engines would cut their models over the same ones, it takes those on which
-    no rank trains: rank i trains on GPU i. Raises ValueError if they do not suffice.
+    `own` is the GPU on which this rank trains. An engine without `devices` shares it. If it cannot (NCCL joins no two
+    processes of one GPU, and several engines cannot cut their models over the same GPUs), it gets GPUs on which no rank
+    trains; rank i trains on GPU i. Raises ValueError if there are too few.
     """
     trainers = {own} if engines == 1 else set(range(engines))
     spare = [gpu for gpu in range(count) if gpu not in trainers]
@@ -85,13 +86,13 @@ def _named(options: VllmOptions, own: int | None, count: int, engine: int, engin
 
 
 def memory_keywords(options: VllmOptions, memories: Sequence[GpuMemory], *, alone: bool) -> dict[str, Any]:
-    """vLLM's keywords for its memory on these GPUs; on none, those of a CPU.
+    """vLLM's keywords for its memory on these GPUs; without GPUs, on a CPU.
 
-    Where neither the cache's size nor a share is given, vLLM gets nearly all that is free if it is `alone` there, or
-    sleeps while the trainer works, else half: updates need the rest.
+    Without a cache size or a share, vLLM gets nearly all free memory if it is `alone` there or sleeps while the trainer
+    works, else half of it, since updates need the rest.
 
-    At its start vLLM asks of each GPU that `ceil(gpu_memory_utilization * total)` is free, 0.92 of all unless told
-    otherwise, also where the size of its cache is given. Raises ValueError for settings that ask for more than is free.
+    At its start vLLM requires that `ceil(gpu_memory_utilization * total)` bytes of each GPU are free, by default 0.92
+    of all memory, even if its cache size is given. Raises ValueError for settings that need more than is free.
     """
     share = options.memory_share
     cache = None if options.cache_gb is None else int(options.cache_gb * GIB)
@@ -112,10 +113,11 @@ def memory_keywords(options: VllmOptions, memories: Sequence[GpuMemory], *, alon
 
 
 def share_of_free(memory: GpuMemory) -> float:
-    """The share of all memory that vLLM may take of what is free now."""
+    """The share of all memory that vLLM may take, from what is free now."""
     return (1 - KEPT_FREE) * memory.free / memory.total
 
 
 def buffer_bytes(bucket: int, tensors: Sequence[int]) -> int:
-    """Bytes of a transfer's buffer: the larger of a bucket and the largest tensor, which no transport cuts."""
+    """Bytes of a transfer's buffer: a bucket or the largest tensor, whichever is larger, since transports cut no
+    tensor."""
     return max([bucket, *tensors])

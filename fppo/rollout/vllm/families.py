@@ -1,4 +1,4 @@
-"""Which models run on vLLM, as their configs say. No vllm here: what does not run is refused before any work."""
+"""Models that run on vLLM, by their configs. vLLM is not imported: unsupported models are refused before any work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 from fppo.models.vision import takes_images
 from fppo.rollout.vllm.vision import GRIDS, STACKS
 
-# layers that carry states, in vLLM 0.32
+# layers with recurrent states, in vLLM 0.32
 _NOWHERE = {
     "bamba": "it has no code for them any more",
     "granitemoehybrid": "it names their weights otherwise (mamba.A, block_sparse_moe.gate)",
@@ -28,8 +28,8 @@ _NOT_ON_CPU = {
 
 
 def check_family(config: PreTrainedConfig, *, tensor_parallel: int = 1, alone: bool = False) -> None:
-    """Raises ValueError for a model that fppo does not run on vLLM, over so many workers; `alone`: with an adapter that
-    goes alone."""
+    """Raise ValueError for a model that fppo does not run on vLLM over `tensor_parallel` workers; `alone`: with an
+    adapter that is sent alone."""
     kind = config.model_type
     if takes_images(config):
         _check_seeing(config, tensor_parallel, alone)
@@ -42,7 +42,7 @@ def check_family(config: PreTrainedConfig, *, tensor_parallel: int = 1, alone: b
 
 
 def _attends(config: Any) -> bool:
-    """Whether all its layers are attention and dense MLPs."""
+    """Whether all layers are attention and dense MLPs."""
     kinds = set(getattr(config, "layer_types", None) or ["unknown"])
     return kinds <= {"attention", "full_attention"} and not getattr(config, "num_local_experts", 0)
 

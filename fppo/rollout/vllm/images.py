@@ -1,4 +1,5 @@
-"""Images and videos for vLLM, as the trainer's processor made them: it gets token ids and pixels, and works on neither.
+"""Images and videos for vLLM, processed by the trainer's processor: vLLM gets token ids and pixels, and processes
+neither.
 
 Imports vllm.
 """
@@ -32,16 +33,16 @@ KEYWORDS: Mapping[str, Any] = {"skip_mm_profiling": True, "mm_processor_cache_gb
 
 
 def take_processed(config: PreTrainedConfig) -> None:
-    """From now on vLLM takes images for this kind of model that have been processed, and makes no processor of its own:
-    that may process otherwise than the trainer's, and needs files and packages beside the model's config."""
+    """Make vLLM accept processed images for this kind of model from now on, without creating a processor of its own,
+    which might differ from the trainer's, and needs files and packages besides the model's config."""
     name = (config.architectures or [type(config).__name__])[0]
     model_class = ModelRegistry.models[name].load_model_cls()
     MULTIMODAL_REGISTRY.register_processor(_NoProcessor, info=_Info, dummy_inputs=_NoDummies)(model_class)
 
 
 def with_images(config: PreTrainedConfig, dtype: torch.dtype, prompt: Sequence[int], inputs: RowInputs) -> Any:
-    """Input for vLLM: the prompt, whose ids it takes as they are, and its images and videos, each by the digest of the
-    row's pixels and its number."""
+    """vLLM's input: the prompt's token ids, which it uses unchanged, and its images and videos, each identified by the
+    digest of the row's pixels and its index."""
     placed = placed_images(config, prompt, inputs)
     kinds = {kind: [one for one in placed if one.kind == kind] for kind in ("image", "video")}
     kinds = {kind: own for kind, own in kinds.items() if own}
@@ -68,7 +69,7 @@ def _range(one: PlacedMedia) -> PlaceholderRange:
 
 
 def _field(name: str, sizes: Mapping[str, torch.Tensor], *, batched: bool) -> Any:
-    """How vLLM takes the part of a tensor that is of one image or video, and those of several together."""
+    """vLLM's description of how a tensor is split by image or video, and joined for several."""
     kind = "video" if name in (*VIDEOS, TIMES) else "image"
     if name in ("image_grid_thw", "video_grid_thw", TIMES, "num_patches"):
         return MultiModalFieldConfig.batched(kind, keep_on_cpu=True)

@@ -13,8 +13,8 @@ from fppo.rollout import sync
 class Names:
     """vLLM's names of parameters.
 
-    modules: the checkpoint names of what each module holds, which may be several fused.
-    places: of each name that is sent the name that it has in vLLM.
+    modules: the checkpoint names of each module's contents; several if it is fused.
+    places: the name in vLLM of each name that is sent.
     targets: the names under which each of the trainer's parameters is sent.
     """
 
@@ -23,16 +23,16 @@ class Names:
     targets: Mapping[str, Sequence[str]]
 
     def with_fused(self, changed: Collection[str]) -> list[str]:
-        """The parameters to send for changed ones: parameters that vLLM fuses are loaded together."""
+        """The parameters to send for changed ones, with those that vLLM fuses with them."""
         if not changed:
             return []
         together = {name: module for module, own in self.modules.items() for name in own}
-        # what it does not name (None), it may have fused
+        # parameters without a name in vLLM (None) may be fused
         modules = {None, *(together.get(new) for name in changed for new in self._places_of(name))}
         return [name for name in self.targets if any(together.get(new) in modules for new in self._places_of(name))]
 
     def check(self, only: Collection[str]) -> None:
-        """Raise SyncError unless these parameters fill vLLM's modules, each of them as a whole."""
+        """Raise SyncError unless these parameters completely fill vLLM's modules."""
         sent = {new for name in only for new in self._places_of(name)}
         modules = [set(own) for own in self.modules.values()]
         if len(only) < len(self.targets):

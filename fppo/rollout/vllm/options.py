@@ -1,4 +1,4 @@
-"""How vLLM runs: its options, which are settings too, and what is wrong with them. Nothing here imports torch."""
+"""vLLM's options, which are settings too, and checks of them. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -30,50 +30,50 @@ def _gpus(value: tuple[int, ...]) -> str | None:
 
 @attrs.frozen(kw_only=True)
 class VllmOptions:
-    """How vLLM runs. `extra` goes to `vllm.LLM` as it is, and wins over all else."""
+    """Options of vLLM. `extra` is passed to `vllm.LLM` unchanged, and overrides everything else."""
 
     max_model_len: int | None = setting(None, at_least(1))
-    """The longest prompt and response together, in tokens; None: the model's own limit."""
+    """Maximal length of prompt and response together, in tokens; None: the model's own limit."""
     max_rows: int = setting(256, at_least(1))
     """Rows that decode together."""
     cache_gb: float | None = setting(None, above(0))
-    """Memory for keys and values, in GiB; None: of half of what is free beside a trainer, else of all; 1 on a CPU."""
+    """Memory for keys and values, in GiB; None: from half of the free memory beside a trainer, else all; 1 on a CPU."""
     memory_share: float | None = setting(None, above(0), at_most(1))
-    """The share of the device's memory that vLLM may take in all, in place of cache_gb."""
+    """Share of the device's memory that vLLM may take in all, instead of cache_gb."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = setting(None)
-    """The dtype vLLM holds and computes in; None: the one training computes in."""
+    """dtype of vLLM's weights and computation; None: the compute dtype of training."""
     eager: Literal["auto"] | bool = setting("auto")
     """Run without compiling or capturing graphs: starts at once, decodes slower on a GPU; auto: on a CPU."""
     prefix_cache: bool = setting(True)
-    """Compute what prompts share once; samples of one prompt share it."""
+    """Compute common prefixes of prompts once; samples of one prompt always share it."""
     sleep: bool = setting(False)
-    """Give weights and cache back to the GPU between rollouts."""
+    """Release weights and cache on the GPU between rollouts."""
     host: Literal["local", "process", "ray"] = setting("local")
-    """Where it runs: in this process, in one of its own, or in a Ray actor; what dies or hangs there is replaced."""
+    """Place of the engine: this process, its own process, or a Ray actor; one that dies or hangs there is restarted."""
     cluster: str = setting("local", nonempty("give local, or the HOST:PORT of a Ray cluster that runs"))
-    """The Ray cluster of host = "ray": local, a new one on this machine, or the HOST:PORT of one that runs."""
+    """Ray cluster of host = "ray": local (a new one on this machine), or the HOST:PORT of a running one."""
     tensor_parallel: int = setting(1, at_least(1))
-    """Over how many devices it cuts the model; not with host = "local"."""
+    """Number of devices over which vLLM cuts the model; not with host = "local"."""
     devices: tuple[int, ...] = setting((), _gpus)
-    """GPUs it runs on, tensor_parallel of them for each rank; unset: its rank's, or as many more as it needs."""
+    """GPUs of the engine, tensor_parallel of them for each rank; unset: the rank's, or as many more as it needs."""
     transport: Literal["auto", "nccl", "ipc"] = setting("auto")
-    """How weights go: as the host has it (directly, shared memory, Ray's store), or by vLLM's own NCCL or CUDA IPC."""
+    """Transport of weights: that of the host (directly, shared memory, Ray's store), or vLLM's own NCCL or CUDA IPC."""
     restarts: int = setting(3, at_least(0))
-    """How often it is replaced in one rollout before the run ends."""
+    """Maximal number of restarts in one rollout, after which the run ends."""
     patience: float = setting(120.0, above(0), at_most(MOST_SECONDS))
-    """Seconds without a sign of life after which it counts as hung."""
+    """Seconds without a sign of life after which the engine counts as hung."""
     start_patience: float = setting(900.0, above(0), at_most(MOST_SECONDS))
-    """The same, while it starts or takes weights in."""
+    """Seconds without a sign of life while it starts or receives weights."""
     extra: Table = setting(dict)
     """Further keywords of vllm.LLM, as {max_num_batched_tokens = 8192}."""
     adapter: Literal["merged", "alone"] = kept("merged")
-    """How a model's adapter goes: in merged weights, or alone, beside weights that are sent once."""
+    """Transfer of a model's adapter: in merged weights, or alone, beside base weights that are sent once."""
     verbose: bool = kept(False)
-    """Let vLLM log what it does."""
+    """Show vLLM's own log."""
 
 
 def conflicts(options: VllmOptions) -> Problems:
-    """Options that do not go with the host."""
+    """Describe the options that conflict with the host."""
     if options.tensor_parallel > 1 and options.host == "local":
         text = 'its processes are not for the trainer to start; give host = "process" or "ray"'
         yield Problem("tensor_parallel", options.tensor_parallel, text)
@@ -86,7 +86,7 @@ def conflicts(options: VllmOptions) -> Problems:
 
 
 def check_options(options: VllmOptions) -> None:
-    """Raise ValueError for impossible values, and for those that do not go with the host."""
+    """Raise ValueError for invalid values, and for options that conflict with the host."""
     choices = {name: get_args(kind) for name, kind in kinds_of(VllmOptions).items() if get_origin(kind) is Literal}
     wrong = [
         Problem(name, value, f"must be one of {', '.join(choices[name])}")

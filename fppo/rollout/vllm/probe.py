@@ -1,4 +1,4 @@
-"""Whether vLLM runs the model that was sent: the log-probs of some tokens, its own and the model's."""
+"""A check that vLLM runs the model that it was sent: its log-probs of some tokens against the model's."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fppo.runtime.mesh import Mesh, device_of
 from fppo.runtime.parts import dtypes_of
 from fppo_kernels.table import Kernels
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of a log-prob, by vLLM's dtype
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.3, "float16": 0.1}  # mean difference of log-probs, by vLLM's dtype
 _TOKENS = 16
 _TABLE = Kernels.named(log_probs="reference")
 
 
 class ProbeRow(NamedTuple):
-    """A row, and the first of its tokens whose log-prob is compared."""
+    """A row, and the index of its first token whose log-prob is compared."""
 
     tokens: list[int]
     start: int
@@ -33,7 +33,7 @@ class ProbeRow(NamedTuple):
 
 
 def probes(model: Model, limit: int) -> list[ProbeRow]:
-    """Rows of at most `limit` tokens: one of text, and one with an image for a model that takes them."""
+    """Rows of at most `limit` tokens: one with text, and for a model that takes images one with an image."""
     count = min(_TOKENS, limit)
     uniforms = Key(0).fold("probe").uniform(torch.zeros(1, dtype=torch.int64), count)[0]
     tokens = (uniforms * model.config.vocab_size).long().tolist()
@@ -44,8 +44,8 @@ def probes(model: Model, limit: int) -> list[ProbeRow]:
 
 @torch.no_grad()
 def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe: ProbeRow) -> Tensor:
-    """The model's log-probs of the probe's tokens from its start on, float32 on the CPU. Every rank of a mesh that cuts
-    parameters calls; each runs the whole model, of which it has one layer at a time."""
+    """The model's log-probs of the probe's tokens from its start on, float32 [n] on the CPU. Every rank of a mesh that
+    cuts parameters calls; each runs the whole model, with one layer at a time in memory."""
     start, tokens = probe.start, torch.tensor(probe.tokens, device=device_of(params))
     attend = models.padded_attention(torch.ones(1, len(tokens), dtype=torch.bool, device=tokens.device))
     places = torch.arange(len(tokens), device=tokens.device)
@@ -77,7 +77,7 @@ def own_log_probs(model: Model, params: Mapping[str, Tensor], mesh: Mesh, probe:
 
 
 def compare_log_probs(ours: Tensor, theirs: Tensor, dtype: str) -> None:
-    """Raises SyncError if they differ by more, on average, than the dtype explains."""
+    """Raise SyncError if the mean difference of log-probs exceeds the dtype's tolerance."""
     gap = float((ours - theirs).abs().mean())
     tolerance = TOLERANCE[dtype]
     if not gap <= tolerance:

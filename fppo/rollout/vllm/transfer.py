@@ -1,7 +1,7 @@
-"""vLLM's own weight-transfer engine as the way of the weights: NCCL between GPUs, or CUDA's IPC on one.
+"""Transfer of weights by vLLM's own engine: NCCL between GPUs, or CUDA IPC on one.
 
-What goes over it is confirmed as on any other way: each of vLLM's workers digests what it got. The messages around it
-(names, begin and end) go through the host. The NCCL and IPC calls themselves need GPUs, and have not run in a test.
+As with other transports, each vLLM worker digests the tensors that it received. The messages around them (names, begin,
+end) go through the host. The NCCL and IPC calls themselves need GPUs, and no test has run them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fppo.rollout.vllm.host import EngineDied, EngineFailure, Host
 from fppo.rollout.vllm.options import VllmOptions
 
 T = TypeVar("T")
-MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, of some bytes at a time
+MakeInfo = Callable[[VllmOptions, int], Any]  # the trainer's side of a backend, for buckets of some bytes
 
 
 class Meta(NamedTuple):
-    """Name, dtype and shape of a tensor to come."""
+    """The name, dtype and shape of a tensor that will be sent."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ def metadata(
 
 
 def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
-    """The trainer's side of the transport that the options name, on a port that is free now."""
+    """The trainer's side of the chosen transport, on a free port."""
     if not torch.cuda.is_available():
         raise ValueError(f"transport = {options.transport!r} is between GPUs, and torch sees none here: give auto")
     sizes = {"packed": True, "packed_buffer_size_bytes": bucket_bytes}
@@ -75,7 +75,7 @@ def transfer_info(options: VllmOptions, bucket_bytes: int) -> Any:
 
 
 def place(options: VllmOptions) -> tuple[str, int]:
-    """An address that vLLM's workers reach in this process, and a port that is free now."""
+    """An address in this process that vLLM's workers can reach, and a free port."""
     address = "127.0.0.1"
     if options.host == "ray":
         from vllm.utils.network_utils import get_ip  # pyright: ignore[reportMissingImports]
@@ -87,14 +87,14 @@ def place(options: VllmOptions) -> tuple[str, int]:
 
 
 class WeightTransfer:
-    """The trainer's side of one host's transfer engine. Raises EngineFailure if the two sides do not meet."""
+    """The trainer's side of one host's transfer engine. Raises EngineFailure if the two sides cannot connect."""
 
     def __init__(self, host: Host, info: Any) -> None:
         from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
             WeightTransferTrainerFactory,
         )
 
-        # CUDA's IPC goes chunk by chunk, and after each all ranks wait for each other
+        # CUDA IPC sends chunk by chunk, and all ranks wait for each other after each
         self._source, self._client = _Source(), _Client(host, in_step=info.backend == "ipc")
         try:
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=self._client, source=self._source)
@@ -104,7 +104,7 @@ class WeightTransfer:
             raise EngineFailure(f"vLLM's weight transfer by {info.backend!r} did not start: {error}") from error
 
     def send(self, metas: list[Meta], buckets: Iterator[Bucket], how: How) -> tuple[dict[str, str], list[str]]:
-        """Send these tensors and return the result of `Host.end_load`."""
+        """Send these tensors; return the result of `Host.end_load`."""
         self._source.metas, self._source.buckets = metas, buckets
         self._client.how, self._client.died = how, None
         try:
@@ -118,12 +118,12 @@ class WeightTransfer:
         return self._client.result
 
     def close(self) -> None:
-        """Leave the group of the two sides."""
+        """Leave the group of both sides."""
         self._engine.shutdown()
 
 
 class _Source:
-    """Iterable of the weights for vLLM (its `WeightSource`), read once for each sync."""
+    """The weights for vLLM (its `WeightSource`), iterated once per sync."""
 
     def __init__(self) -> None:
         self.metas: list[Meta] = []
@@ -138,8 +138,9 @@ class _Source:
 
 
 class _Client:
-    """Client through which vLLM's trainer engine calls its workers (its `VLLMWeightSyncClient`). With `in_step` a death
-    is kept until all is sent: the other ranks go on, and wait for this one between chunks."""
+    """The client through which vLLM's trainer engine calls its workers (its `VLLMWeightSyncClient`). With `in_step` the
+    error of a dead engine is raised after all is sent: the other ranks continue, and wait for this one between
+    chunks."""
 
     def __init__(self, host: Host, *, in_step: bool) -> None:
         self._host, self._in_step = host, in_step

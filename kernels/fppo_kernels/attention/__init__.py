@@ -18,7 +18,7 @@ FEATURES = ("gqa", "window", "softcap", "sinks", "key_lengths")
 
 
 class AttentionCase(NamedTuple):
-    """One case of attention for the laws: heads, and the keywords of the call."""
+    """A case of attention for the laws: heads, and keywords of the call."""
 
     kv_heads: int = 1
     groups: int = 1
@@ -26,7 +26,7 @@ class AttentionCase(NamedTuple):
     softcap: float | None = None
     sinks: bool = False
     scale: float = 0.7
-    before: bool = False  # keys of tokens before the first query
+    before: bool = False  # numbers of keys before the first query
 
     @property
     def features(self) -> frozenset[str]:
@@ -57,7 +57,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Sequences of one length in one half of the cases, of different lengths in the other."""
+    """Draw sequences, of equal lengths in half of the cases and of different lengths in the other."""
     case, head_dim = CASES[number], wide or 2
     lengths = torch.full((rows,), width)
     if rows and (number + rows) % 2:
@@ -66,7 +66,7 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
     total, count, heads = int(lengths.sum()), int(keys.sum()), case.kv_heads * case.groups
     shapes = {"query": (total, heads), "key": (count, case.kv_heads), "value": (count, case.kv_heads)}
     inputs = {name: normal64(generator, *shape, head_dim) for name, shape in shapes.items()}
-    scale = case.scale * (2 / head_dim) ** 0.5  # scores are as far apart in wide heads as in narrow ones
+    scale = case.scale * (2 / head_dim) ** 0.5  # equal spread of scores in wide and in narrow heads
     extras = {"lengths": lengths, "scale": torch.tensor(scale, dtype=torch.float64)}
     if case.before:
         extras["key_lengths"] = keys
@@ -80,8 +80,8 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _slack(inputs: Arguments, extras: Arguments) -> float:
-    """The factor on tolerances for the error of a rounded result, in its product with a gradient: it grows with the
-    root of the number of terms."""
+    """The factor of tolerances for a rounded result's error times a gradient: it grows with the root of the number of
+    terms."""
     query, scale = inputs["query"], extras["scale"]
     return max(1.0, scale.item() * (query.shape[2] / 2) ** 0.5) if query.dtype == torch.bfloat16 else 1.0
 
@@ -101,7 +101,7 @@ def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
 
 
 def _split(drawn: Drawn) -> list[Drawn]:
-    """Sequence by sequence, so that no mask of all tokens is held."""
+    """Split packed inputs by sequence, so that no mask over all tokens is allocated."""
     lengths: Lengths = drawn.extras["lengths"]
     pieces: list[Drawn] = []
     for size, end in zip(lengths.lengths, itertools.accumulate(lengths.lengths), strict=True):

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Packed attention by a program in C++, sequence by sequence, without padding; CPUs."""
+"""Packed attention in C++, sequence by sequence, without padding; for CPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROGRAM = "attention/_sequences.cpp"
 
 
 class PackedOptions(NamedTuple):
-    """The arguments of the operation that are no tensors."""
+    """Non-tensor arguments of the operation."""
 
     numbers: tuple[int | float, ...]  # sequences, heads, heads of keys, widths, window, scale and soft cap
     lengths: Lengths
@@ -92,10 +92,10 @@ def cpp(
     sinks: Float[Tensor, " q"] | None = None,
     key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """`eager` in float32 or wider, rounded once. Derivatives other than the first are those of `sdpa`.
+    """Compute `eager` in float32 or wider, rounded once. Derivatives beyond the first are those of `sdpa`.
 
-    Threads share sequences and heads of keys out among themselves. Raises ValueError for float16, several dtypes, and
-    tensors that are not on the CPU.
+    Threads divide the sequences and key heads among them. Raises ValueError for float16, mixed dtypes, and tensors that
+    are not on the CPU.
     """
     kind_of(query, key, value)
     sizes = len(lengths.lengths), query.shape[1], *key.shape[1:], value.shape[2]

@@ -1,4 +1,4 @@
-"""The slow programs: dense masked attention, and packed attention as one block-diagonal mask."""
+"""Reference implementations: dense masked attention, and packed attention with one block-diagonal mask."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def masked_attention(
 
 
 def _places(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The number of each packed token's sequence [N], and how many tokens of the sequence come after it [N]."""
+    """For each packed token, the index of its sequence [N], and the number of tokens after it in the sequence [N]."""
     sizes = torch.tensor(lengths.lengths, dtype=torch.int64)
     sequence = torch.arange(len(sizes)).repeat_interleave(sizes)
     after = sizes.cumsum(0)[sequence] - 1 - torch.arange(len(sequence))

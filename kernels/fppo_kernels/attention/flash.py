@@ -38,7 +38,7 @@ def flash(
             f"{value.shape[-1]}; attention/sdpa takes any"
         )
     if not len(query):
-        return query + value.sum() * 0  # the kernel refuses no tokens
+        return query + value.sum() * 0  # the kernel fails for empty input
     left = -1 if window is None else window - 1
     keys = lengths if key_lengths is None else key_lengths
     return flash_attn_varlen_func(  # pyright: ignore[reportUnknownVariableType]

@@ -20,8 +20,8 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-@functools.lru_cache(maxsize=8)  # every layer of a model asks for the same one or two
-@torch.inference_mode(False)  # what rollouts have made, training may use
+@functools.lru_cache(maxsize=8)  # all layers of a model need the same one or two
+@torch.inference_mode(False)  # masks made during rollouts are reused in training
 def _mask(
     lengths: tuple[int, ...],
     key_lengths: tuple[int, ...],
@@ -29,11 +29,11 @@ def _mask(
     device: torch.device,
     block: int = 128,
 ) -> BlockMask:
-    """Which keys a token sees, and which blocks of keys a block of queries looks at, without an [N, M] tensor."""
+    """A mask by key ranges of tokens and blocks of keys for blocks of queries, without an [N, M] tensor."""
     total, count = sum(lengths), sum(key_lengths)
     sizes, keys = torch.tensor(lengths), torch.tensor(key_lengths)
-    own = torch.arange(total) + (keys.cumsum(0) - sizes.cumsum(0)).repeat_interleave(sizes)  # the last key each sees
-    first = (keys.cumsum(0) - keys).repeat_interleave(sizes)  # and the first; neither ever decreases
+    own = torch.arange(total) + (keys.cumsum(0) - sizes.cumsum(0)).repeat_interleave(sizes)  # each sees at last
+    first = (keys.cumsum(0) - keys).repeat_interleave(sizes)  # and at first; neither decreases
     if window is not None:
         first = first.maximum(own - window + 1)
     low, number = torch.arange(total)[::block], torch.arange(-(-count // block))
@@ -51,7 +51,8 @@ def _mask(
 
 
 def _counted(chosen: Bool[Tensor, "r c"]) -> tuple[Int[Tensor, "1 1 r"], Int[Tensor, "1 1 r c"]]:
-    """How many columns of `chosen` [R, C] each row has, int32 [1, 1, R], and which, first in int32 [1, 1, R, C]."""
+    """For each row of `chosen` [R, C], the number of chosen columns, int32 [1, 1, R], and their indices first in int32
+    [1, 1, R, C]."""
     order = chosen.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], order.to(torch.int32)[None, None]
 
@@ -68,7 +69,7 @@ def flex(
     sinks: Float[Tensor, " q"] | None = None,
     key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """`sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; its mask of blocks is made on the host.
+    """Compute `sdpa` by FlexAttention, in bfloat16, float16 and float32 on CUDA; the block mask is built on the host.
 
     On a CPU it runs uncompiled, and torch gives it no backward pass there: good for a look at the values. Raises
     ValueError for what torch has no program for.
@@ -83,7 +84,7 @@ def flex(
     dtype = torch.promote_types(query.dtype, torch.float32)
     limit = (
         None if softcap is None else torch.full((), softcap, dtype=dtype, device=query.device)
-    )  # 2.11 takes no float
+    )  # torch 2.11 takes no float
 
     def cap(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return limit * torch.tanh(score / limit)  # type: ignore[operator]
@@ -100,6 +101,6 @@ def flex(
         )
     except NotImplementedError as error:
         raise ValueError(f"attention/flex cannot do this here: {error} attention/sdpa can") from error
-    if sinks is not None:  # exp(sink) joins the sum of exponentials
+    if sinks is not None:  # exp(sink) is added to the sum of exponentials
         out = out * torch.sigmoid(aux.lse - sinks[:, None].to(aux.lse)).to(out.dtype)[..., None]  # type: ignore[operator]
     return out[0].transpose(0, 1)

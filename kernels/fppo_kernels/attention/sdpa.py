@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""Packed attention by torch's scaled_dot_product_attention, one call for all sequences of about one length that have as
-many keys before their first query."""
+"""Packed attention by torch's scaled_dot_product_attention, with one call for all sequences of similar length and
+equally many earlier keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from fppo_kernels.padding import Lengths, sent
 from fppo_kernels.shapes import Bool, Float
 from fppo_kernels.transforms import active, stacked
 
-FULL, SPARE = 0.95, 16  # a sequence joins longer ones if it is 0.95 of the longest, or at most 16 tokens short
+FULL, SPARE = 0.95, 16  # sequences join longer ones that they are at least 0.95 of, or at most 16 tokens short of
 
 
 def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
-    """Where scaled_dot_product_attention leaves out cuDNN's kernel, which plans every new shape for tenths of a second:
-    ragged rows nearly always have a new one. Nothing, where that kernel is off already."""
+    """A context in which scaled_dot_product_attention does not use cuDNN's kernel.
+
+    That kernel plans every new shape for tenths of a second, and ragged rows nearly always have a new shape. No-op if
+    it is disabled already.
+    """
     flags = torch.backends.cuda
     if device.type != "cuda" or not flags.cudnn_sdp_enabled():
         return nullcontext()
@@ -38,8 +41,8 @@ def for_any_shape(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Bool[Tensor, "l m"]:
-    """bool [L, M], True where a query (row), one of the last L of M tokens, may see a key (column): itself and at most
-    `window` - 1 before it."""
+    """A mask, bool [L, M]: True if a query (row), one of the last L of M tokens, may see a key (column): itself and at
+    most `window` - 1 tokens before it."""
     distance = torch.arange(keys - length, keys, device=device)[:, None] - torch.arange(keys, device=device)[None, :]
     mask = distance >= 0
     return mask if window is None else mask & (distance < window)
@@ -56,22 +59,22 @@ def batch_attention(
     sinks: Float[Tensor, " q"] | None = None,
     mask: Bool[Tensor, " ..."] | None = None,
 ) -> Float[Tensor, "b l q e"]:
-    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D], which are the last L of M tokens, key [B, M, Hkv, D] and
-    value [B, M, Hkv, Dv], no padding.
+    """Causal attention [B, L, Hq, Dv] of query [B, L, Hq, D] (the last L of M tokens), key [B, M, Hkv, D] and value [B,
+    M, Hkv, Dv], without padding.
 
     A `mask` (bool, broadcast to [B, Hq, L, M]) stands in for the causal one and its window. Under transforms of
     torch.func, one reverse pass excepted, it computes all scores at once.
     """
     length, keys = query.shape[1], key.shape[1]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    by_hand = softcap is not None or sinks is not None or stacked()  # torch's kernels have first derivatives only
+    by_hand = softcap is not None or sinks is not None or stacked()  # torch's kernels have only first derivatives
     if mask is None and (by_hand or (window is not None and window < keys)):
         mask = causal_mask(length, keys, window, query.device)
     if by_hand:
         assert mask is not None
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks).transpose(1, 2)
     if mask is None and length < keys:
-        # GPUs' kernels have it built in; no tensor can be made of that while operations are counted
+        # GPU kernels have it built in; no tensor can be made of it while operations are counted
         mask = causal_lower_right(length, keys) if query.is_cuda else causal_mask(length, keys, None, query.device)
     with for_any_shape(query.device):
         out = F.scaled_dot_product_attention(
@@ -115,14 +118,15 @@ def sdpa(
 
 
 def _gathered(x: Tensor, index: Tensor, back: Tensor, real: Tensor | None = None) -> Tensor:
-    """x[index]; see `_GatheredRows`."""
+    """Index rows: x[index]; see `_GatheredRows`."""
     return x.index_select(0, index) if active() else _GatheredRows.apply(x, index, back, real)
 
 
 class _GatheredRows(torch.autograd.Function):
-    """x[index], for an index that `back` undoes: the gradient is read from its places, where autograd would add it.
+    """Index rows, x[index], with an inverse index `back`: the gradient is gathered, where autograd would scatter and
+    add.
 
-    `real`, unless None, says which rows of `x` are read at all.
+    `real`, unless None, marks the rows of `x` that are used at all.
     """
 
     @staticmethod
@@ -138,12 +142,12 @@ class _GatheredRows(torch.autograd.Function):
 
 
 class _Plan(NamedTuple):
-    """N packed tokens as groups of rows, M tokens in all, with what fills the rows up."""
+    """N packed tokens as groups of equally long rows, M tokens in all with padding."""
 
-    shapes: list[tuple[int, int]]  # rows and tokens per row, of each group
-    places: Tensor  # [M]: where each comes from; what fills a row up is its first token
-    real: Tensor  # bool [M]: whether it is none that fills up
-    slots: Tensor  # [N]: where each token is among the M
+    shapes: list[tuple[int, int]]  # rows and tokens per row of each group
+    places: Tensor  # [M]: the index of each token; padding repeats its row's first token
+    real: Tensor  # bool [M]: False for padding
+    slots: Tensor  # [N]: the index of each token among the M
 
     @property
     def sizes(self) -> list[int]:
@@ -151,7 +155,7 @@ class _Plan(NamedTuple):
 
 
 def _plans(lengths: tuple[int, ...], seen: tuple[int, ...], device: torch.device) -> tuple[_Plan, _Plan]:
-    """The queries of sequences of these lengths, the last tokens of what they see, and the keys."""
+    """Plans for queries (the last tokens of their sequences) and for keys."""
     before = [count - size for size, count in zip(lengths, seen, strict=True)]
     groups = _groups(lengths, before)
     own = _plan(lengths, groups, device)
@@ -159,7 +163,7 @@ def _plans(lengths: tuple[int, ...], seen: tuple[int, ...], device: torch.device
 
 
 def _plan(lengths: Sequence[int], groups: Sequence[Sequence[int]], device: torch.device) -> _Plan:
-    """Sequences of these lengths in groups of their numbers."""
+    """Plan sequences of these lengths in groups of sequence indices."""
     begins = [0, *itertools.accumulate(lengths)]
     shapes: list[tuple[int, int]] = []
     places: list[Tensor] = []
@@ -168,7 +172,7 @@ def _plan(lengths: Sequence[int], groups: Sequence[Sequence[int]], device: torch
         sizes = [lengths[number] for number in group]
         begin, step = torch.tensor([begins[number] for number in group])[:, None], torch.arange(max(sizes))
         real = step < torch.tensor(sizes)[:, None]
-        places.append((begin + step.where(real, 0)).flatten())  # fill comes last in its row: no token looks that far
+        places.append((begin + step.where(real, 0)).flatten())  # no token attends to padding
         reals.append(real.flatten())
         shapes.append((len(group), max(sizes)))
     place, real = torch.cat(places), torch.cat(reals)
@@ -177,7 +181,7 @@ def _plan(lengths: Sequence[int], groups: Sequence[Sequence[int]], device: torch
 
 
 def _groups(lengths: Sequence[int], before: Sequence[int]) -> list[list[int]]:
-    """The numbers of sequences of about one length, with as many keys before each."""
+    """Group the indices of sequences with similar length and equally many earlier keys."""
     groups: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda i: (before[i], -lengths[i])):
         first = groups[-1][0] if groups else number

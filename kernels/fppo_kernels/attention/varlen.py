@@ -1,4 +1,4 @@
-"""Packed attention by torch's own flash attention for sequences of different lengths."""
+"""Packed attention by torch's own variable-length flash attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from fppo_kernels.padding import Lengths
 from fppo_kernels.shapes import Float
 
-GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may not have it
+GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 may lack it
 
 
 def varlen(
@@ -27,9 +27,9 @@ def varlen(
     sinks: Float[Tensor, " q"] | None = None,
     key_lengths: Lengths | None = None,
 ) -> Float[Tensor, "n q e"]:
-    """`sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError for anything else.
+    """Compute `sdpa` for float16 and bfloat16 on CUDA, without soft caps and sinks. Raises ValueError otherwise.
 
-    Its backward pass adds up in one order only under `torch.use_deterministic_algorithms`, as that of `sdpa` does.
+    Like `sdpa`, its backward pass sums in a fixed order only under `torch.use_deterministic_algorithms`.
     """
     if softcap is not None or sinks is not None:
         what = "soft cap" if softcap is not None else "sinks"
@@ -37,7 +37,7 @@ def varlen(
     if query.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"attention/varlen computes in float16 and bfloat16, not {query.dtype}; attention/sdpa does")
     if not len(query):
-        return query + value.sum() * 0  # the kernel refuses no tokens
+        return query + value.sum() * 0  # the kernel fails for empty input
     grouped: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if GROUPED:

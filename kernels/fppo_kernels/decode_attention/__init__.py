@@ -1,4 +1,4 @@
-"""Attention of one more token per row over the keys and values that a cache has of the row."""
+"""Attention of one new token per row over the row's keys and values in a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By a program in C++: each head of a row reads its keys and its values once."""
+"""Decode attention in C++: each head of a row reads its keys and values once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def cpp(
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
 ) -> Float[Tensor, "r q e"]:
-    """`eager` in float32 or wider, rounded once. It has no gradient.
+    """Compute `eager` in float32 or wider, rounded once, without a gradient.
 
-    Raises ValueError for float16, several dtypes, and tensors that are not on the CPU.
+    Raises ValueError for float16, mixed dtypes, and tensors that are not on the CPU.
     """
     query, keys, values = query.contiguous(), keys.contiguous(), values.contiguous()
     kind = kind_of(query, keys, values, *(() if bias is None else (bias,)))

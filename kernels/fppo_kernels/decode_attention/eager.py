@@ -1,4 +1,4 @@
-"""The slow program: masked attention over the columns that are read."""
+"""The reference implementation: masked attention over the columns that are read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def eager(
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
 ) -> Float[Tensor, "r q e"]:
-    """Attention [R, Hq, Dv] of one query per row [R, Hq, D] over the columns start to end of the row's keys
-    [R, Hkv, C, D] and values [R, Hkv, C, Dv].
+    """Attention [R, Hq, Dv] of one query per row [R, Hq, D] over columns start to end of the row's keys [R, Hkv, C, D]
+    and values [R, Hkv, C, Dv].
 
-    What other columns hold is not read. `bias` [R, C] in the dtype of the others is 0, or -inf at columns that the row
-    does not see; each row sees one at least. The other keywords are those of `masked_attention`.
+    Other columns are not read. `bias` [R, C], in the dtype of the other tensors, is 0, or -inf at columns that the row
+    does not see; each row sees at least one. The other keywords are those of `masked_attention`.
     """
     part = keys[:, :, start:end]
     seen = query.new_ones(1, dtype=torch.bool) if bias is None else bias[:, None, None, start:end] == 0

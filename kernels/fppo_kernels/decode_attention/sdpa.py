@@ -1,4 +1,4 @@
-"""By torch's scaled_dot_product_attention."""
+"""Decode attention by torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def sdpa(
     softcap: float | None = None,
     sinks: Float[Tensor, " q"] | None = None,
 ) -> Float[Tensor, "r q e"]:
-    """`eager` in one call of torch's, which knows no soft cap and no sinks: with these it is `eager` itself."""
+    """Compute `eager` in one call of torch's function; with soft cap or sinks, which torch lacks, call `eager`
+    itself."""
     if softcap is not None or sinks is not None:
         return eager(query, keys, values, bias, start=start, end=end, scale=scale, softcap=softcap, sinks=sinks)
-    # the heads of a group as so many queries: keys and values are then read once, and not repeated
+    # a group's heads as several queries: keys and values are read once, and not repeated
     folded = query.reshape(len(query), keys.shape[1], -1, query.shape[2])
     mask = None if bias is None else bias[:, None, None, start:end].expand(-1, -1, folded.shape[2], -1)
     part, of_part = keys.narrow(2, start, end - start), values.narrow(2, start, end - start)

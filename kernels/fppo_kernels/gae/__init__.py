@@ -17,7 +17,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Rows of which the last tokens are no responses, the first of them whole."""
+    """Draw rows whose last tokens are outside the mask, except for the first row."""
     mask = torch.arange(width) < torch.arange(width, width - rows, -1)[:, None]
     inputs = {"rewards": normal64(generator, rows, width), "values": normal64(generator, rows, width), "mask": mask}
     extras = {name: torch.tensor(x, dtype=torch.float64) for name, x in (("gamma", 0.9), ("lam", 0.7))}

@@ -1,4 +1,4 @@
-"""Generalised advantage estimates by a program in C++ that goes over the rows once."""
+"""Generalised advantage estimates in C++, in one pass over the rows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def cpp(
     gamma: float | Float[Tensor, ""] = 1.0,
     lam: float | Float[Tensor, ""] = 1.0,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Advantages and returns as of `fppo_kernels.gae.loop.loop`, on a CPU. Raises ValueError for tensors elsewhere.
+    """Compute advantages and returns as `fppo_kernels.gae.loop.loop` does, on a CPU. Raises ValueError for other
+    devices.
 
-    It is the reverse scan of `fppo_kernels.gae.scan`, by doubling within 16 tokens.
+    The algorithm is the reverse scan of `fppo_kernels.gae.scan`, with doubling within 16 tokens.
     """
     if rewards.device.type != "cpu":
         raise ValueError(f"gae/cpp runs on CPUs, got tensors on {rewards.device}; gae/scan runs anywhere")

@@ -1,4 +1,4 @@
-"""Generalised advantage estimates, the obvious way: a loop over time."""
+"""Generalised advantage estimates by a loop over time: the reference implementation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def loop(
     A_t = delta_t + gamma lam A_s with delta_t = r_t + gamma V_s - V_t, s the row's next token in the mask (after the
     last one V = A = 0); returns = A + V; both 0 outside the mask. Schulman et al., arXiv:1506.02438, equation 16.
 
-    Computed in the dtype of the arguments, at least float32. No gradient passes through it; whatever stands outside the
-    mask changes nothing. `gamma` and `lam` may be 0-d tensors, also under torch.func.vmap.
+    Computed in the arguments' dtype, at least float32. No gradient passes through. Values outside the mask have no
+    effect. `gamma` and `lam` may be 0-d tensors, also under torch.func.vmap.
     """
     dtype = torch.promote_types(rewards.dtype, values.dtype)
     wide = torch.promote_types(dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Reverse scans over time without a step per token, and generalised advantage estimates by one such scan."""
+"""Reverse scans over time without a step for each token, and generalised advantage estimates by one such scan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fppo_kernels.shapes import Bool, Float
 
-WINDOW = 128  # tokens that doubling adds up, in log2 steps; between windows there is a loop
+WINDOW = 128  # log2 of the tokens that doubling sums; a loop runs over windows of so many tokens
 CPU_CHUNK = 2**18  # numbers of the rows that are scanned together, so that the work stays in the cache
 
 _BITS = {4: torch.int32, 8: torch.int64}
@@ -18,8 +18,8 @@ _BITS = {4: torch.int32, 8: torch.int64}
 def reverse_scan(x: Float[Tensor, "b t"], decay: Float[Tensor, "b t"] | float) -> Float[Tensor, "b t"]:
     """y_t = x_t + decay_t * y_{t+1}, with y = 0 after the end; x [B, T] floating, decay [B, T] or a number in [-1, 1].
 
-    Nothing is divided by a power of the decay, so small decays neither overflow nor lose digits, and a row's result
-    depends on that row alone. The result is in the dtype of `x`, computed in at least float32, without gradient.
+    Nothing is divided by powers of the decay, so small decays neither overflow nor lose digits, and a row's result
+    depends on that row alone. The result has the dtype of `x`, is computed in at least float32, and has no gradient.
     """
     wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     factor = torch.as_tensor(decay, dtype=wide.dtype, device=x.device).detach().expand(x.shape)
@@ -39,10 +39,10 @@ def scan(
     gamma: float | Float[Tensor, ""] = 1.0,
     lam: float | Float[Tensor, ""] = 1.0,
 ) -> tuple[Float[Tensor, "b t"], Float[Tensor, "b t"]]:
-    """Advantages and returns as of `fppo_kernels.gae.loop.loop`, by one reverse scan.
+    """Compute advantages and returns as `fppo_kernels.gae.loop.loop` does, by one reverse scan.
 
     With s the row's next token in the mask, the returns are G_t = r_t + gamma ((1 - lam) V_s + lam G_s): a scan that
-    holes in the mask hand on as it is. A = G - V.
+    passes values unchanged over holes in the mask. A = G - V.
     """
     dtype, gamma, lam = torch.promote_types(rewards.dtype, values.dtype), float(gamma), float(lam)
     rewards, values = (x.detach().to(torch.promote_types(dtype, torch.float32)) for x in (rewards, values))
@@ -69,7 +69,8 @@ def _window(length: int) -> int:
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Rows of `x` [B, T] that are scanned together, with room for `_scan_`, which is 0 after the T columns."""
+    """Cut rows of `x` [B, T] into groups that are scanned together, each with a buffer for `_scan_` of zeros after
+    column T."""
     batch, length = x.shape
     if not x.numel():
         return

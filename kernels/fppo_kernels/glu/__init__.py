@@ -19,7 +19,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Gates of size 3, where activations bend, and some where they are flat."""
+    """Draw gates of size 3, where activations bend, and some where they are flat."""
     draw = partial(normal64, generator)
     gate = 3 * draw(rows, width) * torch.where(torch.arange(rows) % 5 == 4, 30.0, 1.0)[:, None]
     extras = {"activation": torch.tensor(number)}

@@ -1,8 +1,8 @@
 # pyright: basic, reportMissingTypeStubs=false
-"""The two Triton programs of `glu/triton`, BLOCK numbers an instance.
+"""The two Triton programs of `glu/triton`; each instance handles BLOCK numbers.
 
-Programs are not compiled for a count. A mask by such a number cuts loads into single numbers, so that only the last
-instance has one.
+Programs are not specialised on the number of elements. A mask by such a number splits loads into single elements, so
+only the last instance has one.
 """
 
 from __future__ import annotations

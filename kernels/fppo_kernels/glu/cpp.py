@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The gated activation by a program in C++: one pass over the numbers forward, and one back."""
+"""Gated activations in C++, in one pass over the numbers forward and one backward."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition)
 def cpp(
     gate: Float[Tensor, "*rows h"], up: Float[Tensor, "*rows h"], *, activation: str = "silu"
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` in one pass, in float32 or wider and rounded once. It keeps `gate` and `up` alone for the pass back.
+    """Compute `eager` in one pass, in float32 or wider, rounded once. Only `gate` and `up` are saved for the backward
+    pass.
 
-    Derivatives other than the first are those of `eager`. Raises ValueError for float16, two dtypes, tensors that are
-    not on the CPU, and an activation that is not known.
+    Derivatives beyond the first are those of `eager`. Raises ValueError for float16, mixed dtypes, tensors that are not
+    on the CPU, and an unknown activation.
     """
     kind_of(gate, up)
     if activation not in ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""The gated activation as its formula is written."""
+"""Gated activations as in their formula."""
 
 from __future__ import annotations
 
@@ -19,5 +19,6 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
 def eager(
     gate: Float[Tensor, "*rows h"], up: Float[Tensor, "*rows h"], *, activation: str = "silu"
 ) -> Float[Tensor, "*rows h"]:
-    """activation(gate) * up, for an activation of ACTIVATIONS. A model with this kernel computes it itself."""
+    """Compute activation(gate) * up [..., H], for an activation in ACTIVATIONS. Models with this kernel use their own
+    code."""
     return ACTIVATIONS[activation](gate) * up

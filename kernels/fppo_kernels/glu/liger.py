@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The gated activation by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
+"""Gated activations by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fppo_kernels.shapes import Float
 def liger(
     gate: Float[Tensor, "*rows h"], up: Float[Tensor, "*rows h"], *, activation: str = "silu"
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` for "silu" and "gelu_tanh"; "gelu" raises ValueError."""
+    """Compute `eager` for "silu" and "gelu_tanh"; "gelu" raises ValueError."""
     if activation == "gelu":
         raise ValueError("glu/liger has no gelu, only its approximation by tanh; glu/eager has")
     if not gate.numel():
         return gate * up
     function = LigerSiLUMulFunction if activation == "silu" else LigerGELUMulFunction
-    # copies, for Liger writes the gradients over what it was called with
+    # copies: Liger writes gradients over its arguments
     return function.apply(gate.clone(), up.clone())

@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The gated activation by one fused Triton program forward and one backward."""
+"""Gated activations by one fused Triton program forward and one backward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK = 1024
 
 
 def _cut(count: int, activation: str) -> tuple[tuple[int], dict[str, Any]]:
-    """The instances for so many numbers, and what they are compiled for."""
+    """The grid for `count` numbers, and the programs' compile-time constants."""
     return (_triton.cdiv(count, BLOCK),), {"KIND": activation, "BLOCK": BLOCK}
 
 
@@ -55,10 +55,10 @@ _PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition)
 def triton(
     gate: Float[Tensor, "*rows h"], up: Float[Tensor, "*rows h"], *, activation: str = "silu"
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` in one pass, in float32 and rounded once. It keeps `gate` and `up` alone for the pass back.
+    """Compute `eager` in one pass, in float32, rounded once. Only `gate` and `up` are saved for the backward pass.
 
-    Derivatives other than the first are those of `eager`. Raises ValueError for float64, two dtypes, and an activation
-    that is not known.
+    Derivatives beyond the first are those of `eager`. Raises ValueError for float64, mixed dtypes, and an unknown
+    activation.
     """
     if gate.dtype not in DTYPES or gate.dtype != up.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Normalisation of rows by their mean and variance (Ba et al., 2016, arXiv:1607.06450)."""
+"""Layer normalisation: rows normalised by mean and variance (Ba et al., 2016, arXiv:1607.06450)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fppo_kernels.shapes import Float
 def eager(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], bias: Float[Tensor, " h"] | None = None, *, eps: float
 ) -> Float[Tensor, "*rows h"]:
-    """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias, over the last dimension, in the dtype of `x`.
+    """Compute (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension, in the dtype of `x`.
 
-    It computes in float32 or wider, and rounds once. A model with this kernel calls its own norms.
+    The computation is in float32 or wider, rounded once. Models with this kernel call their own norms.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     centred = x.to(wide) - x.to(wide).mean(-1, keepdim=True)
@@ -28,7 +28,7 @@ def eager(
 def functional(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], bias: Float[Tensor, " h"] | None = None, *, eps: float
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` by torch.nn.functional.layer_norm: one program for each pass."""
+    """Compute `eager` by torch.nn.functional.layer_norm: one kernel for each pass."""
     if x.is_cpu and x.dtype.itemsize == 2:  # with a wide weight torch keeps mean and deviation in float32, as on GPUs
         weight, bias = weight.float(), None if bias is None else bias.float()
     return F.layer_norm(x, weight.shape, weight, bias, eps)
@@ -37,7 +37,7 @@ def functional(
 def liger(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], bias: Float[Tensor, " h"] | None = None, *, eps: float
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
+    """Compute `eager` by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction  # type: ignore[import-not-found]  # where it is
 
     if not x.numel():
@@ -51,14 +51,14 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Rows of size 1, of the size of the root of `eps` and large ones, off by their size, with and without a bias."""
+    """Draw rows of size 1, of size sqrt(eps) and large ones, shifted by their size, with and without a bias."""
     eps = (1e-6, 1e-2)[number % 2]
     sizes = torch.tensor([1.0, eps**0.5, 100.0], dtype=torch.float64)[torch.arange(rows) % 3, None]
     x = sizes * (normal64(generator, rows, width) + normal64(generator, rows, 1))
     extras = {"eps": torch.tensor(eps, dtype=torch.float64)}
     if number >= 2:
         extras["bias"] = normal64(generator, width)
-    # rows of a small size have a steep slope, and get so small a weight
+    # small rows have a steep slope, hence a small weight
     weights = sizes.clamp(max=1.0) * normal64(generator, rows, width)
     return Drawn({"x": x, "weight": normal64(generator, width)}, extras, weights)
 

@@ -1,4 +1,4 @@
-"""The product of a linear layer: x @ weight.T + bias."""
+"""Linear layers: x @ weight.T + bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Twice or half as many columns as there are, with and without a bias, one batch [rows, H] or [2, rows, H]."""
+    """Draw weights with twice or half as many outputs as inputs, with and without a bias, for inputs [rows, H] or [2,
+    rows, H]."""
     draw, out = partial(normal64, generator), 2 * width if number % 2 else (width + 1) // 2
     batch = (2, rows) if number >= 2 else (rows,)
     extras = {"bias": draw(out)} if number % 3 else {}

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""A linear layer by products of 8-bit floating-point numbers (e4m3), in which each row has a scale of its own.
+"""Linear layers by products of 8-bit floating-point numbers (e4m3), with a scale for each row.
 
 The recipe is torchao's `rowwise_with_gw_hp` (https://github.com/pytorch/ao, torchao/float8/config.py); its classes wrap
 modules and tensors, and its functions are not public, so that only the formula is from there. With Q(a), a rounded to
@@ -7,10 +7,10 @@ e4m3 row by row, and q(a), with one scale for all rows:
 
     y = Q(x) @ Q(W).T + bias      dx = Q(dy) @ q(W)      dW = dy.T @ x      dbias = sum of the rows of dy
 
-A token's numbers so depend on those of no other token, and neither do the gradients that it hands on: the gradient of
-the weights, which adds up tokens, is not rounded. A scale is the largest power of two by which no number of the row
-exceeds 448, e4m3's largest. It rounds nothing, and another one, as a rank has that holds a part of the row, changes
-only numbers under 2**-13 of the row's largest.
+So a token's result, and the gradient for its input, do not depend on other tokens. The gradient of the weight, which
+sums over tokens, is not rounded. A scale is the largest power of two that keeps the row within 448, e4m3's largest
+number. It rounds nothing. A rank with only a part of the row may have another scale, which changes only numbers below
+2**-13 of the row's largest.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fppo_kernels.transforms import refuse
 
 CODES = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_UNIT = 16  # what the sides of a product are a multiple of
-_BITS, _LARGEST = 23, 0x600000  # of a float32's fraction; that of 448 = 1.75 * 2**8
-_POWER = 262  # 448's exponent and that of 1 twice: 8 + 127 + 127
+_UNIT = 16  # sides of a product are multiples of this
+_BITS, _LARGEST = 23, 0x600000  # bits of a float32's fraction; the fraction of 448 = 1.75 * 2**8
+_POWER = 262  # 448's exponent plus the bias of 1 twice: 8 + 127 + 127
 _SMALLEST = 253  # the exponent of a scale whose inverse is a normal number
 
 
 class Coded(NamedTuple):
-    """Numbers [R, K] as codes in e4m3, and what a code of 1 stands for, [R, 1] or [1, 1] in float32."""
+    """Numbers [R, K] as e4m3 codes, and the value of a code of 1, float32 [R, 1] or [1, 1]."""
 
     codes: Tensor
     unit: Tensor
 
 
 def coded(x: Tensor, *, by_row: bool = True) -> Coded:
-    """A matrix [R, K] in e4m3. A row that has a number that is not finite has NaN as its unit."""
+    """Encode a matrix [R, K] in e4m3. A row with a number that is not finite gets NaN as its unit."""
     top = torch.linalg.vector_norm(x, float("inf"), dim=-1 if by_row else (0, 1), keepdim=True).float()
     bits = top.view(torch.int32)
     power = (_POWER - (bits >> _BITS) - (bits & ((1 << _BITS) - 1)).gt(_LARGEST).int()).clamp(max=_SMALLEST)
     scale = (power << _BITS).view(torch.float32)
     unit = (254 - power << _BITS).view(torch.float32).where(top.isfinite(), torch.nan)
-    # a power of two rounds nothing; float16 does not have all of them
+    # a power of two rounds nothing; float16 lacks some of them
     scaled = x.float() * scale if x.dtype == torch.float16 else x * scale.to(x.dtype)
     return Coded(scaled.to(CODES), unit)
 
@@ -55,8 +55,8 @@ def coded(x: Tensor, *, by_row: bool = True) -> Coded:
 def float8(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
-    """x @ weight.T + bias from operands of 8 bits, in the dtype of `x`; the gradient is that of the formula above. It
-    has first derivatives only.
+    """Compute x @ weight.T + bias from 8-bit operands, in the dtype of `x`, with the gradient of the formula above;
+    only first derivatives.
 
     On a GPU the sums of y are those of its fast accumulation. Raises ValueError for a dtype that is not float32,
     bfloat16 or float16.
@@ -96,21 +96,21 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _product(a: Coded, b: Coded, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """a @ b.T of [R, K] and [M, K], in `dtype`."""
+    """Compute a @ b.T for [R, K] and [M, K], in `dtype`."""
     own, other = a._replace(codes=_filled(a.codes)), b._replace(codes=_filled(b.codes, rows=True))
-    # GPUs have products whose rows have scales in bfloat16 alone, and slow ones without fast accumulation
+    # GPUs have products with row scales in bfloat16 only, and slow ones without fast accumulation
     scaled = fast and own.codes.is_cuda and dtype == torch.bfloat16
     return (_scaled if scaled else _scaled_after)(own, other, dtype)[:, : len(b.codes)]
 
 
 def _scaled(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
-    """The product in one kernel."""
+    """Compute the scaled product in one kernel."""
     unit = F.pad(b.unit, (0, 0, 0, len(b.codes) - len(b.unit)))
     return torch.ops.aten._scaled_mm(a.codes, b.codes.t(), a.unit, unit.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 def _scaled_after(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
-    """The product of the codes, and then the units, which round nothing; `b` may have one for all rows."""
+    """Compute the product of codes, then apply the units, which rounds nothing; `b` may have a single unit."""
     one = a.unit.new_ones(())
     wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     out = torch.ops.aten._scaled_mm(a.codes, b.codes.t(), one, one, out_dtype=wide)
@@ -119,7 +119,7 @@ def _scaled_after(a: Coded, b: Coded, dtype: torch.dtype) -> Tensor:
 
 
 def _filled(codes: Tensor, *, rows: bool = False) -> Tensor:
-    """The codes one row after the other in memory, filled up with zeros to sides that a product takes."""
+    """Lay out codes contiguously, padded with zeros to sides that a product supports."""
     more = -codes.shape[1] % _UNIT, -codes.shape[0] % _UNIT if rows else 0
     if any(more):
         codes = F.pad(codes.view(torch.uint8), (0, more[0], 0, more[1])).view(CODES)

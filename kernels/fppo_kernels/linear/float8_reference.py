@@ -1,4 +1,4 @@
-"""The layer of linear/float8 in float64, by the definition of its numbers and not by torch's casts."""
+"""The layer of linear/float8 in float64, from the definition of e4m3 instead of torch's casts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.autograd.function import once_differentiable
 
 from fppo_kernels.shapes import Float
 
-LARGEST, BITS, LEAST = 448.0, 3, -6  # of e4m3: its largest number, the bits after the first, its least exponent
+LARGEST, BITS, LEAST = 448.0, 3, -6  # e4m3: the largest number, the fraction's bits, the smallest exponent
 
 
 def rounded(x: Tensor, *, by_row: bool = True) -> Tensor:
-    """A matrix of float64 as its codes say it: each row, or all of it, is multiplied by the largest power of two with
-    which no number exceeds `LARGEST`, rounded to e4m3, ties to even, and divided by it."""
+    """Round a float64 matrix to e4m3: each row, or the whole matrix, is multiplied by the largest power of two that
+    keeps it within `LARGEST`, rounded with ties to even, and divided again."""
     top = x.abs().amax(-1, keepdim=True) if by_row else x.abs().amax()
     _, exponent = torch.frexp(LARGEST / top.where(top > 0, LARGEST))
     scale = torch.ldexp(torch.ones_like(top), exponent - 1)
@@ -27,7 +27,7 @@ def rounded(x: Tensor, *, by_row: bool = True) -> Tensor:
 def reference(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
-    """The layer and its gradient (see fppo_kernels.linear.float8) for finite numbers, in float64."""
+    """Compute the layer and its gradient (see fppo_kernels.linear.float8) for finite numbers, in float64."""
     return _ReferenceLinear.apply(x, weight, bias)  # type: ignore[return-value]
 
 

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""A linear layer by oneDNN's product, which on some CPUs is twice as fast as torch's (that of MKL)."""
+"""Linear layers by oneDNN's product, which is twice as fast as torch's (MKL's) on some CPUs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fppo_kernels.transforms import active
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b.T + bias of [*, H] and [M, H].
+    """Compute a @ b.T + bias for [*, H] and [M, H].
 
-    A single row gets a second one of zeros: oneDNN multiplies it by another program, which adds up in another order. So
-    a row's bits do not depend on how many there are.
+    A single row is extended by a row of zeros, because oneDNN has another kernel for one row, which sums in another
+    order. So a row's bits do not depend on the number of rows.
     """
     if a.numel() == a.shape[-1]:
         alone = a.reshape(1, -1)
@@ -29,7 +29,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
 
 
-# the compiler would take torch's own operation for one on a constant weight
+# the compiler would assume a constant weight for torch's own operation
 @torch.library.custom_op(
     "fppo_kernels::product", mutates_args=(), schema="(Tensor a, Tensor b, Tensor? bias) -> Tensor"
 )
@@ -62,7 +62,7 @@ class _OnednnLinear(torch.autograd.Function):
 
 
 def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
-    """grad.T @ x [M, H]. The narrower of the two is the first operand, which is copied."""
+    """Compute grad.T @ x [M, H], with the narrower one as first operand, which is copied."""
     if grad.shape[1] > x.shape[1]:
         return product(x.t(), grad.t()).t().contiguous()
     return product(grad.t(), x.t())
@@ -71,8 +71,8 @@ def _weight_gradient(x: Tensor, grad: Tensor) -> Tensor:
 def onednn(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
-    """x @ weight.T + bias by oneDNN, forward and backward, with first derivatives only; under transforms of torch.func
-    it is torch's.
+    """Compute x @ weight.T + bias by oneDNN, forward and backward, with first derivatives only; under transforms of
+    torch.func by torch.
 
     What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, this one on CPUs that do not
     have it (AVX-512), other devices, tensors without numbers (empty, on meta, fake) and `x` without rows.

@@ -1,4 +1,4 @@
-"""A linear layer by torch."""
+"""Linear layers by torch."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from fppo_kernels.shapes import Float
 def plain(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, "m h"], bias: Float[Tensor, " m"] | None = None
 ) -> Float[Tensor, "*rows m"]:
-    """x @ weight.T + bias. A model with this kernel calls its own linear layers."""
+    """Compute x @ weight.T + bias. Models with this kernel call their own linear layers."""
     return F.linear(x, weight, bias)

@@ -1,4 +1,4 @@
-"""Log-probs of labels, entropy and the sum of squared probabilities, from hidden states and a head."""
+"""Log-probs of labels, entropy, and the sum of squared probabilities, from hidden states and a head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fppo_kernels.log_probs import reference as definition
 from fppo_kernels.operation import Arguments, Drawn, Kernel, Operation, OperationCost, Shape, normal, normal64
 
 OUTPUTS = ("log_probs", "entropy", "sum_squared")
-CHUNK = 256  # tokens for which the float64 reference holds logits
+CHUNK = 256  # tokens of logits that the float64 reference holds
 
 
 class _LogProbsCase(NamedTuple):
@@ -44,7 +44,8 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Numbers that float32 holds; extreme logits are whole, so that float32 makes no error in them."""
+    """Draw numbers that float32 represents exactly; extreme logits are integers, so that float32 computes them
+    exactly."""
     case, hidden_size = _CASES[number], wide or 2
 
     def draw(*shape: int, step: float = 1.0) -> Tensor:
@@ -67,7 +68,7 @@ def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: 
 
 
 def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
-    """Logits are normal with a standard deviation of 3."""
+    """Draw inputs whose logits are normal with a standard deviation of 3."""
     rows, width, vocabulary = shape["N"], shape["H"], shape["V"]
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -79,7 +80,7 @@ def _sized(shape: Shape, dtype: torch.dtype, device: torch.device) -> Drawn:
 
 
 def _split(drawn: Drawn) -> list[Drawn]:
-    """Chunks of tokens."""
+    """Split inputs into chunks of tokens."""
     hidden, weight, labels = drawn.inputs.values()
     return [
         Drawn({"hidden": hidden[i], "weight": weight, "labels": labels[i]}, drawn.extras, drawn.weights[:, i])

@@ -1,4 +1,4 @@
-"""One matrix product, by the fastest of torch's that adds up in float32 or wider."""
+"""Matrix products by torch's fastest function that accumulates in float32 or wider."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def matmul(a: Float[Tensor, "n h"], b: Float[Tensor, "h m"], wide: torch.dtype) -> Float[Tensor, "n m"]:
-    """a @ b, each number added up in `wide`; rounded to bfloat16 for bfloat16 operands on a CPU.
+    """Compute a @ b, accumulated in `wide`; rounded to bfloat16 for bfloat16 operands on a CPU.
 
-    There, torch has no product of bfloat16 that hands out float32, and its float32 one takes two to four times as long.
+    There, torch has no bfloat16 product with float32 results, and its float32 product takes two to four times as long.
     """
     if a.dtype == b.dtype and a.is_cuda and a.dtype in HALVES and wide == torch.float32:
         return torch.mm(a, b, out_dtype=wide)
@@ -22,6 +22,6 @@ def matmul(a: Float[Tensor, "n h"], b: Float[Tensor, "h m"], wide: torch.dtype) 
         return torch.mm(a, b)
     a, b = a.to(wide), b.to(wide)
     if wide == torch.float32 and a.device.type == "cpu" and torch.backends.mkldnn.is_available() and a.numel():
-        # what torch.compile calls for linear layers: twice as fast as torch.mm on the AMD CPUs tried, as fast elsewhere
+        # torch.compile calls it for linear layers: twice as fast as torch.mm on the AMD CPUs tried, as fast elsewhere
         return product(a, b.T)
     return a @ b

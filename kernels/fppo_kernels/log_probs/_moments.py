@@ -1,4 +1,4 @@
-"""Moments of distributions over a vocabulary that is seen in splits."""
+"""Moments of distributions over a vocabulary that is processed in splits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fppo_kernels.collectives import Axis, all_gather
 
 
 class Moments(NamedTuple):
-    """Moments of the softmax over logits z: all [N], or [splits, N] for that over each split of the vocabulary."""
+    """Moments of the softmax over logits z, for the whole vocabulary [N] or for each split of it [splits, N]."""
 
     maximum: Tensor  # the largest z
     log_sum: Tensor  # log sum exp(z - maximum)
-    entropy: Tensor  # 0 if not asked for
-    sum_squared: Tensor  # 0 if not asked for
+    entropy: Tensor  # 0 if not requested
+    sum_squared: Tensor  # 0 if not requested
 
 
 def empty(splits: int, like: Tensor) -> Moments:
-    """Room for the moments of so many splits; `like` [N] gives tokens, dtype and device."""
+    """Allocate moments for `splits` splits; `like` [N] gives the number of tokens, the dtype and the device."""
     return Moments(*like.new_zeros(4, splits, len(like)))
 
 
 def put(moments: Moments, split: int, rows: slice, logits: Tensor, entropy: bool, sum_squared: bool) -> None:
-    """Write the moments of one split, from its logits [n, v], into their place."""
+    """Write the moments of one split, computed from its logits [n, v]."""
     probs = torch.softmax(logits, -1)
     maximum = logits.amax(-1)
     log_sum = -probs.amax(-1).log_()  # the largest probability is exp(0) / sum
@@ -37,7 +37,7 @@ def put(moments: Moments, split: int, rows: slice, logits: Tensor, entropy: bool
 
 
 def merge(splits: Moments) -> Moments:
-    """The moments of the distribution over all splits together."""
+    """Merge the moments of all splits."""
     maximum = splits.maximum.amax(0)
     log_sums = splits.maximum - maximum + splits.log_sum
     log_sum = torch.logsumexp(log_sums, 0)
@@ -48,13 +48,13 @@ def merge(splits: Moments) -> Moments:
 
 
 def merge_ranks(splits: Moments, axis: Axis) -> Moments:
-    """The moments over all splits of all ranks of an axis, of which each sends what its own come to."""
+    """Merge the moments of all splits on all ranks of an axis; each rank sends only its own merged moments."""
     total = merge(splits)
     return total if axis.size == 1 else merge(Moments(*all_gather(torch.stack(total)[None], axis).unbind(1)))
 
 
 def first_row(weight: Tensor, axis: Axis) -> Tensor | int:
-    """How many rows of the whole weight the ranks before this one have."""
+    """The number of rows of the whole weight on earlier ranks."""
     if axis.size == 1:
         return 0
     return all_gather(torch.full((1,), len(weight), device=weight.device), axis)[: axis.rank].sum()

@@ -11,12 +11,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e18)  # the logit of what is not there; finite, and so is its square, for 0 * inf is no number
+LOWEST = tl.constexpr(-1e18)  # the logit of absent entries; finite, as is its square, because 0 * inf is not a number
 
 
 @triton.jit
 def _tanh(x):
-    """tanh to a few units in the last place, also near 0."""
+    """Compute tanh to within a few units in the last place, also near 0."""
     square = x * x
     near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * (62 / 2835)))))
     shrunk = tl.exp(-2 * tl.abs(x))
@@ -26,7 +26,8 @@ def _tanh(x):
 
 @triton.jit
 def _find_tile(blocks, columns, GROUP: tl.constexpr):
-    """The block of tokens and the column of this instance: GROUP blocks side by side, so that they share the cache."""
+    """The block of tokens and the column of this instance: GROUP adjacent blocks run side by side and share the
+    cache."""
     index = tl.program_id(0)
     group = index // (GROUP * columns)
     first = group * GROUP
@@ -40,7 +41,7 @@ def _products(
     hidden, weight, row, column, tokens, stop, width,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TMA: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """hidden[row : row + BM] @ weight[column : column + BN].T in float32; zeros beyond `tokens` and `stop`."""
+    """Compute hidden[row : row + BM] @ weight[column : column + BN].T in float32; zeros beyond `tokens` and `stop`."""
     total = tl.zeros((BM, BN), tl.float32)
     if TMA:
         for k in range(0, width, BK):
@@ -66,7 +67,8 @@ def _products(
 
 @triton.jit
 def _finish(raw, bias, columns, vocab, inner, outer, BIAS: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Logits [BM, BN] from products: `inner` is the scale (over the softcap), `outer` [BM] all that comes after."""
+    """Turn products into logits [BM, BN]: `inner` is the scale (over the soft cap), `outer` [BM] the factors after
+    it."""
     if BIAS:
         raw += tl.maximum(tl.load(bias + columns, columns < vocab, other=0.0).to(tl.float32), LOWEST)[None, :]
     if SOFTCAP:
@@ -134,7 +136,7 @@ def log_probs_backward(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """The gradient by hidden @ weight[start:stop].T, [N, stop - start] in `slab`, one tile an instance.
+    """Compute the gradient by hidden @ weight[start:stop].T, [N, stop - start] in `slab`, one tile per instance.
 
     The rows of `slab` have room for whole tiles; what stands beyond `stop` means nothing.
     `rows_of` [8, N]: maximum, log_sum, entropy, sum_squared, the gradients of the three outputs, the label's logit.

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Compute `reference` without the [N, V] logits: slabs of them, computed again in the backward pass."""
+"""`reference` without logits [N, V]: slabs of logits are computed, and recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fppo_kernels.transforms import TwoPass, run
 
 
 class Tiles(NamedTuple):
-    """How much is worked on at once. A slab is a product of hidden states and a split of the weight."""
+    """Sizes of the work in one step. A slab is the product of hidden states and a split of the weight."""
 
-    tokens: int  # of a slab at most; the weight's gradient over more is added up in float32
+    tokens: int  # tokens of a slab at most; beyond that the weight's gradient is summed in float32
     slab: int  # bytes of a slab
-    block: int  # logits of a slab that are worked on element by element: what stays in a cache
+    block: int  # logits of a slab per elementwise step, so that they stay in a cache
 
 
 CPU_TILES = Tiles(8192, 6 << 20, 1 << 17)
@@ -32,17 +32,17 @@ CUDA_TILES = Tiles(8192, 256 << 20, 1 << 26)
 
 
 class SlabWork(NamedTuple):
-    """The work on the numbers of slabs of raw logits [n, v]."""
+    """Functions of slabs of raw logits [n, v]."""
 
-    # the logits of the labels [N], 0 for those of other ranks, and the moments of each split of the vocabulary
+    # the logits of labels [N], 0 for labels on other ranks, and the moments of each split of the vocabulary
     measure: Callable[[PassInputs], tuple[Tensor, Moments]]
-    # (inputs, slab, tokens, vocab, coefficients, share, total): writes the gradient by the raw logits in their place,
-    # but for what is added at the labels; `share()` [N] is the probability of the split, `total` the moments of all
+    # (inputs, slab, tokens, vocab, coefficients, share, total): overwrites raw logits by their gradient,
+    # without the terms at the labels; `share()` [N] is the probability of the split, `total` the moments of all
     differentiate: Callable[[PassInputs, Tensor, slice, slice, Coefficients, Callable[[], Tensor], Moments], None]
 
 
 class Rule(NamedTuple):
-    """The options of the outputs, besides the tensors, and how they are computed."""
+    """The options of the outputs besides tensors, and how they are computed."""
 
     softcap: float | None
     scale: float
@@ -54,13 +54,13 @@ class Rule(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """The inputs of both passes."""
+    """Inputs of both passes."""
 
     rule: Rule
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # wide [V]
-    labels: Tensor  # int64 [N], rows of `weight`, or none of them where another rank has the row
+    labels: Tensor  # int64 [N], row indices of `weight`; out of range if another rank has the row
     temperature: Tensor  # wide [N]
 
     @property
@@ -68,7 +68,7 @@ class PassInputs(NamedTuple):
         return self.temperature.dtype
 
     def finish(self, raw: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
-        """Logits from hidden @ weight.T, in place; bias and temperature broadcast to it."""
+        """Turn hidden @ weight.T into logits, in place; bias and temperature are broadcast."""
         if bias is not None:
             raw += bias
         if self.rule.scale != 1.0:
@@ -82,26 +82,26 @@ class PassInputs(NamedTuple):
         return self.finish(raw.to(self.wide), bias, self.temperature[tokens, None])
 
     def find(self, tokens: slice, vocab: slice) -> tuple[Tensor, Tensor]:
-        """Which labels are in this split of the vocabulary, bool [n, 1], and where, int64 [n, 1]."""
+        """Which labels are in this split of the vocabulary, bool [n, 1], and their indices in it, int64 [n, 1]."""
         places = self.labels[tokens, None] - vocab.start
         last = vocab.stop - vocab.start - 1
         return (places >= 0) & (places <= last), places.clamp(0, last)
 
 
 def split_range(length: int, size: int) -> list[slice]:
-    """Parts of so many things, of `size` each but the last."""
+    """Split a range into parts of `size`; the last may be smaller."""
     return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def _slabs(inputs: PassInputs) -> tuple[list[slice], list[slice]]:
-    """Parts of the vocabulary and of the tokens: a slab is one of each."""
+    """Parts of the vocabulary and of the tokens; a slab is one of each."""
     tokens = max(1, min(len(inputs.hidden), inputs.rule.tiles.tokens))
     width = max(1, inputs.rule.tiles.slab // (tokens * inputs.hidden.element_size()))
     return split_range(len(inputs.weight), width), split_range(len(inputs.hidden), tokens)
 
 
 def _blocks(slab: Tensor, tokens: slice, tiles: Tiles) -> Iterator[tuple[Tensor, slice]]:
-    """Some rows of a slab at a time, and the tokens that they are of."""
+    """Blocks of a slab's rows, with their tokens."""
     for block in split_range(len(slab), max(1, tiles.block // slab.shape[1])):
         yield slab[block], slice(tokens.start + block.start, tokens.start + block.stop)
 
@@ -124,15 +124,17 @@ def _measure(inputs: PassInputs) -> tuple[Tensor, Moments]:
 
 
 class Coefficients(NamedTuple):
-    """The gradient by raw = hidden @ weight.T is p * (constant + linear * (z - maximum) + squared * p); see `label`."""
+    """Coefficients of the gradient by raw = hidden @ weight.T: p * (constant + linear * (z - maximum) + squared * p),
+    plus `label` at the label."""
 
     constant: Tensor  # wide [N] each
     linear: Tensor | None
     squared: Tensor | None
-    label: Tensor  # what is added at the label
+    label: Tensor  # added at the label
 
     def at(self, rows: slice, share: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Columns of some tokens, [n, 1], where probabilities are those within a split that has probability `share`."""
+        """The coefficients of some tokens as columns [n, 1], for probabilities within a split of total probability
+        `share`."""
         linear = None if self.linear is None else (self.linear[rows] * share[rows])[:, None]
         squared = None if self.squared is None else (self.squared[rows] * share[rows].square())[:, None]
         return (self.constant[rows] * share[rows])[:, None], linear, squared
@@ -141,7 +143,8 @@ class Coefficients(NamedTuple):
 def _coefficients(
     inputs: PassInputs, label_logits: Tensor, total: Moments, grads: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Coefficients:
-    """With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) / dz = 2 p (p - sum p^2)."""
+    """Compute the coefficients. With z the logits: d log p_y / dz = 1_y - p; d H / dz = -p (log p + H); d (sum p^2) /
+    dz = 2 p (p - sum p^2)."""
     d_label, d_entropy, d_squared = grads
     slope = inputs.rule.scale / inputs.temperature
     constant = -d_label
@@ -169,7 +172,7 @@ def _write_d_raw(
     maximum: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the gradient by hidden @ weight.T of some tokens, but for what is added at the label. Uses up `logits`."""
+    """Write the gradient by hidden @ weight.T for some tokens, without the terms at labels. Overwrites `logits`."""
     constant, linear, squared = coefficients.at(rows, share)
     probs = torch.softmax(logits, -1)
     bend = None
@@ -202,7 +205,7 @@ BLOCKS = SlabWork(_measure, _differentiate)
 
 
 class ChunkedOptions(NamedTuple):
-    """The arguments of the operation that are no tensors."""
+    """Non-tensor arguments of the operation."""
 
     rule: Rule
     axis: Axis
@@ -234,7 +237,7 @@ def _gradients(
     assert weight is not None
     assert temperature is not None
     inputs = PassInputs(rule, hidden, weight, None if bias is None else bias.to(temperature), own, temperature)
-    shared = axis.size > 1  # then every rank gets the gradients of all outputs, used by it or not
+    shared = axis.size > 1  # all ranks get the gradients of all outputs, used there or not
     d_outputs = [torch.zeros_like(label_logits) if grad is None else grad for grad in grads]
     d_label, d_entropy, d_squared = (all_reduce(x, axis) for x in d_outputs)
     used = (
@@ -287,7 +290,7 @@ def _backward(
                 d_bias[vocab] += slab.sum(0, dtype=wide)
             slab = slab.to(weight.dtype) if slab.is_cuda else slab
             if d_hidden is not None:
-                d_hidden[tokens].add_(matmul(slab, weight[vocab], wide))  # += would also write the sum onto itself
+                d_hidden[tokens].add_(matmul(slab, weight[vocab], wide))  # += would also write the sum into itself
             if d_weight is not None:
                 product = _weight_gradient(slab, hidden[tokens], wide)
                 d_rows = product if d_rows is None else d_rows.to(wide) + product
@@ -297,7 +300,7 @@ def _backward(
 
 
 def _weight_gradient(slab: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
-    """slab.T @ hidden. On a CPU the first operand of a product is copied in its order: it is to be the narrower."""
+    """Compute slab.T @ hidden. On a CPU the first operand is copied, so it should be the narrower one."""
     if not slab.is_cuda and slab.shape[1] > 2 * hidden.shape[1]:
         return matmul(hidden.T, slab, wide).T
     return matmul(slab.T, hidden, wide)
@@ -318,7 +321,7 @@ def chunked(
     tiles: Tiles | None = None,
     work: SlabWork = BLOCKS,
 ) -> LogProbs:
-    """`reference` with memory for one slab of logits, in both passes; sums are added up in float32 or wider.
+    """Compute `reference` with memory for one slab of logits, in both passes, with sums in float32 or wider.
 
     On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). Derivatives
     other than the first are those of `reference`, some tokens at a time. `work` is done with each slab, here by torch's

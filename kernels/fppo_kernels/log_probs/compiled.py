@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""The obvious program, compiled by torch: it holds the logits, but makes few passes over them."""
+"""`reference` compiled by torch: it holds all logits, but reads and writes them few times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.transforms import refuse
 
-SPECIALISATIONS = 256  # programs for shapes, dtypes, outputs asked for; torch's own limit of 8 is soon reached
+SPECIALISATIONS = 256  # compiled variants by shape, dtype and outputs; torch's limit of 8 is soon reached
 
 
 def _program(
@@ -65,7 +65,7 @@ def compiled(
     sum_squared: bool = False,
     axis: Axis | None = None,
 ) -> LogProbs:
-    """`reference` under torch.compile, compiled at the first call of each kind. It holds [N, V] logits.
+    """Run `reference` under torch.compile, compiled at the first call of each kind. It holds logits [N, V].
 
     Logits of bfloat16 hidden states and weights are rounded to bfloat16. Raises ValueError for an `axis` of more than
     one rank, and under transforms of torch.func.

@@ -1,4 +1,4 @@
-"""`chunked` with one pass in C++ over each slab of logits: its exponentials, sums and gradients."""
+"""`chunked` with one C++ pass over each slab of logits, for exponentials, sums and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fppo_kernels.log_probs.reference import LogProbs
 from fppo_kernels.shapes import Float, Int
 
 _FILE = "log_probs/_epilogue.cpp"
-_WIDTH = 2048  # columns of a slab forward: whole parts of the program's, so that no bit depends on how many rows it has
+_WIDTH = 2048  # columns of a slab forward: multiples of the program's, so that bits do not depend on the number of rows
 
 
 def _rules(inputs: PassInputs, tokens: slice, vocab: slice) -> tuple[Tensor | None, Tensor | None, float, float]:
@@ -26,7 +26,7 @@ def _rules(inputs: PassInputs, tokens: slice, vocab: slice) -> tuple[Tensor | No
 
 
 def _measure(inputs: PassInputs) -> tuple[Tensor, Moments]:
-    """The logits of the labels, and the moments of the whole vocabulary as one split."""
+    """Compute the logits of labels, and the moments of the whole vocabulary as one split."""
     *moments, label = known = inputs.temperature.new_zeros(5, len(inputs.hidden)).unbind()
     vocabulary, labels = split_range(len(inputs.weight), _WIDTH), inputs.labels.contiguous()
     width = max(1, min(len(inputs.weight), _WIDTH) * inputs.hidden.element_size())
@@ -49,7 +49,7 @@ def _differentiate(
     share: Callable[[], Tensor],
     total: Moments,
 ) -> None:
-    del share  # of the split, but the moments of the whole give probabilities at once
+    del share  # of the split; the moments of the whole vocabulary give probabilities at once
     columns = total.maximum, total.log_sum, *coefficients[:3]
     given = *_rules(inputs, tokens, vocab), *(None if x is None else x[tokens] for x in columns)
     call(_FILE, f"differentiate_{kind_of(slab)}", slab, *slab.shape, *given)
@@ -71,7 +71,7 @@ def cpp(
     sum_squared: bool = False,
     axis: Axis | None = None,
 ) -> LogProbs:
-    """`chunked` on a CPU, where what follows the products takes less time. Raises ValueError for tensors elsewhere."""
+    """Compute `chunked` on a CPU, faster after the matrix products. Raises ValueError for other devices."""
     if hidden.device.type != "cpu":
         raise ValueError(f"log_probs/cpp runs on CPUs, got tensors on {hidden.device}; log_probs/chunked runs anywhere")
     return chunked(

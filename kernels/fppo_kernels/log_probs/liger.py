@@ -27,9 +27,9 @@ def liger(
     sum_squared: bool = False,
     axis: Axis | None = None,
 ) -> LogProbs:
-    """`reference` for one temperature, without bias, soft cap, sum of squares and axis: those raise ValueError.
+    """Compute `reference` for one temperature. A bias, soft cap, sum of squares or axis raises ValueError.
 
-    Its backward pass adds up the weight's gradient in the weight's dtype, 512 tokens at a time, where it runs on torch.
+    On torch's part of the backward pass, the weight's gradient is summed in the weight's dtype, 512 tokens at a time.
     """
     asked = {
         "bias": bias is not None,

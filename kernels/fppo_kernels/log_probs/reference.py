@@ -1,4 +1,4 @@
-"""The obvious program: all logits at once."""
+"""The reference implementation, with all logits at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.shapes import Float, Int
 
-PIECE = 256  # tokens whose logits are held for derivatives of kernels other than the first
+PIECE = 256  # tokens of logits held for higher derivatives of kernels
 
 
 class LogProbs(NamedTuple):
-    """Moments of the next-token distributions, float32 [N] (float64 from float64 inputs); None if not asked for."""
+    """Moments of the next-token distributions, float32 [N] (float64 for float64 inputs); None if not requested."""
 
     log_probs: Float[Tensor, " n"]
     entropy: Float[Tensor, " n"] | None = None
@@ -29,7 +29,8 @@ def compute_logits(
     softcap: float | None,
     scale: float,
 ) -> Float[Tensor, "n v"]:
-    """softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature, [N, V] in float32 or float64."""
+    """Compute softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature, [N, V] in float32 or
+    float64."""
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     logits = hidden.to(wide) @ weight.to(wide).T
     if bias is not None:
@@ -45,14 +46,15 @@ def compute_logits(
 def per_token(
     temperature: float | Float[Tensor, ""] | Float[Tensor, " n"], hidden: Float[Tensor, "n h"], dtype: torch.dtype
 ) -> Float[Tensor, " n"]:
-    """The temperature of each token, a constant. A number is written on the device of `hidden`, not sent there."""
+    """The temperature of each token [N], without gradient. A number is filled in on the device of `hidden`, not copied
+    there."""
     if not isinstance(temperature, Tensor):
         return hidden.new_full((), temperature, dtype=dtype).expand(len(hidden))
     return temperature.detach().to(hidden.device, dtype).expand(len(hidden))
 
 
 def _joined(x: Tensor, counts: list[int], axis: Axis) -> Tensor:
-    """All ranks' rows, of which each has its count."""
+    """Gather all ranks' rows, `counts` of them from each."""
     padded = torch.cat([x, x.new_zeros(max(counts) - len(x), *x.shape[1:])])
     return torch.cat([rows[:count] for rows, count in zip(all_gather(padded[None], axis), counts, strict=True)])
 
@@ -75,9 +77,9 @@ def reference(
     `temperature` is a number or one per token [N], a constant to the gradient. entropy is -sum p log p in nats,
     sum_squared is sum p^2.
 
-    With an `axis`, each of its ranks has the same hidden states and labels, and some rows of weight and bias, one or
-    more, in the order of the ranks. All get all outputs, and the gradient of the sum of what the ranks make of
-    them: by its own rows, and by hidden a share, which the sum over the ranks makes whole.
+    With an `axis`, all of its ranks have the same hidden states and labels, and each has one or more rows of weight and
+    bias, in rank order. All ranks get all outputs. The gradient is that of the sum of all ranks' losses: whole for a
+    rank's rows, and for hidden states a share, which must be summed over the ranks.
     """
     if axis is not None and axis.size > 1:
         counted: Tensor = all_gather(torch.full((1,), len(weight), device=weight.device), axis)
@@ -106,7 +108,7 @@ def every_output(
     scale: float,
     axis: Axis,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All outputs of `reference`, each [N], as kernels whose derivatives are taken of it need them."""
+    """Compute all outputs of `reference`, each [N], for kernels that take derivatives of it."""
     out = reference(
         hidden,
         weight,

@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Log-probs by one fused Triton program forward, and one fused program and torch's matrix products backward."""
+"""Log-probs by one fused Triton program forward, and another one with torch's matrix products backward."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ INTERPRETED = isinstance(log_probs_forward, InterpretedFunction)
 
 
 class Tiling(NamedTuple):
-    """How the work is cut. A tile is [tokens, vocab] logits, made `hidden` dimensions at a time."""
+    """Sizes of the work's parts. A tile is [tokens, vocab] logits, computed `hidden` dimensions at a time."""
 
     tokens: int
     vocab: int
     hidden: int
     warps: int
     stages: int
-    descriptors: bool = False  # read by the tensor memory accelerator, which is in Hopper and later
+    descriptors: bool = False  # whether the tensor memory accelerator reads inputs (Hopper and later)
     group: int = 16  # blocks of tokens that run side by side
-    tiles: int = 8  # of the vocabulary at most, one after the other in the forward program
-    instances: int = 2048  # of the forward program at least, by fewer tiles each
+    tiles: int = 8  # tiles of the vocabulary at most, one after the other in the forward program
+    instances: int = 2048  # instances of the forward program at least, with fewer tiles each
     slab: int = 512 << 20  # bytes of logit gradients at most
-    rows: int = 32768  # tokens of a slab at most; the weight's gradient over more is added up in float32
-    columns: int = 16384  # of a slab at most
+    rows: int = 32768  # tokens of a slab at most; beyond that the weight's gradient is summed in float32
+    columns: int = 16384  # columns of a slab at most
 
 
 class _Rule(NamedTuple):
-    """The options of the outputs, besides the tensors, and how the work is cut."""
+    """The options of the outputs besides tensors, and the tiling."""
 
     softcap: float | None
     scale: float
@@ -51,17 +51,17 @@ class _Rule(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The inputs of both passes."""
+    """Inputs of both passes."""
 
     rule: _Rule
     hidden: Tensor  # [N, H]
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    labels: Tensor  # int64 [N], rows of `weight`, or none of them where another rank has the row
+    labels: Tensor  # int64 [N], row indices of `weight`; out of range if another rank has the row
     temperature: Tensor  # float32 [N]
 
     def arguments(self, rows: slice, entropy: bool, sum_squared: bool) -> dict[str, Any]:
-        """The arguments of both kernels, for some of the tokens."""
+        """Arguments of both kernels, for some tokens."""
         hidden, weight, rule, tiling = self.hidden[rows], self.weight, self.rule, self.rule.tiling
         sizes = {"tokens": len(hidden), "vocab": len(weight), "width": hidden.shape[1]}
         if tiling.descriptors:
@@ -91,8 +91,8 @@ class _Inputs(NamedTuple):
 
 
 def choose_tiling(hidden: Tensor, weight: Tensor) -> Tiling:
-    """A tiling by dtype and device; equal arguments get the same one on equal devices."""
-    if not hidden.is_cuda:  # the interpreter: few and large steps
+    """A tiling by dtype and device; equal for equal arguments on equal devices."""
+    if not hidden.is_cuda:  # the interpreter: few large steps
         return Tiling(64, 512, 32, warps=4, stages=1)
     if hidden.dtype == torch.float32:
         return Tiling(64, 64, 32, warps=4, stages=3)
@@ -102,7 +102,7 @@ def choose_tiling(hidden: Tensor, weight: Tensor) -> Tiling:
 
 
 def can_describe(x: Tensor) -> bool:
-    """Whether a tensor descriptor can read x [n, H]: rows that start at multiples of 16 bytes."""
+    """Whether a tensor descriptor can read x [n, H]: its rows must start at multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.shape[1] * x.element_size() % 16 == 0
 
 
@@ -111,7 +111,7 @@ def _split(length: int, size: int) -> list[slice]:
 
 
 def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
-    """Logits of the labels [N] (0 where another rank has them), and the moments of each split of the vocabulary."""
+    """Logits of the labels [N] (0 for labels on other ranks), and the moments of each split of the vocabulary."""
     rule, tiling = inputs.rule, inputs.rule.tiling
     tokens, vocab = len(inputs.hidden), len(inputs.weight)
     own = torch.zeros_like(inputs.temperature)
@@ -129,7 +129,7 @@ def _forward(inputs: _Inputs) -> tuple[Tensor, Moments]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in float32."""
+    """Compute a @ b in float32."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -149,7 +149,8 @@ def _write_slab(
 def _backward(
     inputs: _Inputs, rows_of: Tensor, asked: tuple[bool, bool], needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Slabs of the logits' gradient, tokens by a split of the vocabulary in the weight's dtype, and their products."""
+    """Compute slabs of the logits' gradient (tokens by a split of the vocabulary, in the weight's dtype) and their
+    products."""
     hidden, weight, bias, tiling = inputs.hidden, inputs.weight, inputs.bias, inputs.rule.tiling
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needed[0] else None
     d_weight = torch.zeros_like(weight) if needed[1] else None
@@ -179,7 +180,7 @@ def _backward(
 
 
 class TritonOptions(NamedTuple):
-    """The arguments of the operation that are no tensors."""
+    """Non-tensor arguments of the operation."""
 
     rule: _Rule
     axis: Axis
@@ -209,7 +210,7 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     shifted, total, own = kept
     inputs = _whole(options, *tensors[:3], shifted, tensors[4])
-    # every rank of an axis gets the gradients of all outputs, used by it or not
+    # all ranks of an axis get the gradients of all outputs, used there or not
     if options.axis.size > 1:
         used = options.rule.entropy, options.rule.sum_squared
     else:
@@ -264,7 +265,7 @@ def triton(
     axis: Axis | None = None,
     tiling: Tiling | None = None,
 ) -> LogProbs:
-    """`reference` with no logits in memory forward, and one slab of their gradients backward.
+    """Compute `reference` without logits in memory forward, and with one slab of their gradients backward.
 
     Products add up in float32, from float32 inputs without TensorFloat-32. A slab is in the dtype of the weight; the
     products of slabs that give the gradients add up in float32. Derivatives other than the first are those of

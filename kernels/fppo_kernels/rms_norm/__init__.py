@@ -1,4 +1,4 @@
-"""Normalisation by the root of the mean square (Zhang and Sennrich, 2019, arXiv:1910.07467), also of a sum."""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467), also of a sum."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def _call_add(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequen
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None = None) -> Drawn:
-    """Rows of size 1, of the size of the root of `eps` and large ones, with and without an offset."""
+    """Draw rows of size 1, of size sqrt(eps) and large ones, with and without an offset."""
     eps = EPS[number % 2]
     sizes = torch.tensor([1.0, eps**0.5, 100.0], dtype=torch.float64)[torch.arange(rows) % 3, None]
     extras = {"eps": torch.tensor(eps, dtype=torch.float64), "offset": torch.tensor(float(number >= 2))}
     inputs = {"x": sizes * normal64(generator, rows, width), "weight": normal64(generator, width)}
-    # rows of a small size have a steep slope, and get so small a weight
+    # small rows have a steep slope, hence a small weight
     return Drawn(inputs, extras, sizes.clamp(max=1.0) * normal64(generator, rows, width))
 
 
 def _draw_add(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """Rows of a norm in two parts."""
+    """Draw rows as a sum of two parts."""
     inputs, extras, weights = _draw(generator, rows, width, number)
     residual = inputs["x"] * 0.5 + 0.1 * normal64(generator, rows, width)
     parts = {"x": inputs["x"] - residual, "residual": residual, "weight": inputs["weight"]}

@@ -13,8 +13,8 @@ import triton.language as tl
 def rms_norm_forward(
     x, residual, weight, out, total, scales, rows, width, eps, offset, BLOCK: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """One row an instance: the norm, and 1 / sqrt(mean(x^2) + eps) into `scales`. With ADD it is that of x + residual,
-    which goes to `total`."""
+    """Normalise one row per instance, and store 1 / sqrt(mean(x^2) + eps) in `scales`. With ADD the row is x +
+    residual, which is stored in `total`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -35,7 +35,8 @@ def rms_norm_backward(
     x, weight, grad, d_total, scales, d_x, d_weight, rows, width, offset,
     BLOCK: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
-    """Every so many rows, one after the other; the sum of their gradients by the weight is this instance's own.
+    """Differentiate a subset of the rows, one after the other; their summed gradient by the weight is this instance's
+    own.
 
     With n = x scale and h = grad (weight + offset): d_x = scale (h - n mean(h n)), and with ADD `d_total`, what reaches
     x itself; d_weight = sum(grad n).

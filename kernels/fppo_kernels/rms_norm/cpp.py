@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The root-mean-square norm by a program in C++: one pass over the rows forward, and one back."""
+"""Root-mean-square norms in C++, in one pass over the rows forward and one backward."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fppo_kernels.rms_norm.eager import NormNumbers, norm_of
 from fppo_kernels.shapes import Float
 from fppo_kernels.transforms import TwoPass, run
 
-PARTS = 16  # of the rows, whose gradients by the weight are added up apart: so the number of threads changes no bit
+PARTS = 16  # parts of the rows, each with its own sum of weight gradients: so the number of threads changes no bit
 _FILE = "rms_norm/_rows.cpp"
 
 
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm and, of a sum, the sum; and what its rows were multiplied by."""
+    """The norm (with a residual also the sum), and the factor of each row."""
     x, weight = x.contiguous(), weight.contiguous()
     residual = None if residual is None else residual.contiguous()
     scales = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
@@ -54,10 +54,10 @@ _ADDED = TwoPass(forward=_forward, backward=_backward, definition=norm_of, outpu
 def cpp(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` in one pass over `x`, which it keeps, with a number per row, for one pass back.
+    """Compute `eager` in one pass over `x`, which is saved with a number per row for a single backward pass.
 
-    Derivatives other than the first are those of `eager`. Raises ValueError for float16, two dtypes, and tensors that
-    are not on the CPU.
+    Derivatives beyond the first are those of `eager`. Raises ValueError for float16, mixed dtypes, and tensors that are
+    not on the CPU.
     """
     kind_of(x, weight)
     rows = x.reshape(-1, x.shape[-1])
@@ -72,7 +72,7 @@ def add_cpp(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """`add_eager` as `cpp` is `eager`."""
+    """Compute `add_eager`, as `cpp` computes `eager`."""
     kind_of(x, residual, weight)
     rows, others = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
     normed, total = run(_ADDED, NormNumbers(eps, offset), rows, others, weight)

@@ -1,4 +1,4 @@
-"""The root-mean-square norm as its formula is written."""
+"""Root-mean-square norms as in their formula."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fppo_kernels.shapes import Float
 def eager(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """x / sqrt(mean(x^2) + eps) * (weight + offset), the mean over the last dimension, in the dtype of `x`.
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset), with the mean over the last dimension, in the dtype of
+    `x`.
 
-    It computes in float32 or wider, and rounds once. A model with this kernel calls its own norms.
+    The computation is in float32 or wider, rounded once. Models with this kernel call their own norms.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     numbers = x.to(wide)
@@ -31,23 +32,24 @@ def add_eager(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """The norm of x + residual, and that sum, which is rounded before its norm is taken.
+    """Compute the norm of x + residual, and that sum, which is rounded before it is normalised.
 
-    A model with this kernel adds and calls its own norms.
+    Models with this kernel add and call their own norms.
     """
     total = x + residual
     return eager(total, weight, eps=eps, offset=offset), total
 
 
 class NormNumbers(NamedTuple):
-    """The numbers of a norm."""
+    """Numbers of a norm: its epsilon and its offset."""
 
     eps: float
     offset: float
 
 
 def norm_of(numbers: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
-    """The norm of `x`, or the norm of x + residual and that sum, as kernels whose derivatives are taken of it need."""
+    """The norm of `x`; with a residual the norm of x + residual, and that sum. For kernels that take derivatives of
+    it."""
     if residual is None:
         return (eager(x, weight, eps=numbers.eps, offset=numbers.offset),)
     return add_eager(x, residual, weight, eps=numbers.eps, offset=numbers.offset)

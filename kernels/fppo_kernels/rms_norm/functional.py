@@ -1,4 +1,4 @@
-"""The root-mean-square norm by torch's operation."""
+"""Root-mean-square norms by torch's function."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fppo_kernels.shapes import Float
 def functional(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` by torch.nn.functional.rms_norm."""
+    """Compute `eager` by torch.nn.functional.rms_norm."""
     if not offset:
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = torch.promote_types(x.dtype, torch.float32)  # 1 + weight would lose bits

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The root-mean-square norm by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
+"""Root-mean-square norms by Liger's Triton kernels (Hsu et al., 2024), for comparison."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fppo_kernels.shapes import Float
 def liger(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """`eager`, all of it in float32 where `offset` is not 0 (as in Gemma), else with the product rounded apart."""
+    """Compute `eager`, in float32 throughout if `offset` is not 0 (as in Gemma), else with a separately rounded
+    product."""
     if not x.numel():
         return x * weight
     casting = "gemma" if offset else "llama"
-    in_place = False  # of the gradient, which may be used elsewhere too
+    in_place = False  # copies the gradient, which others may use
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
 
@@ -29,7 +30,7 @@ def add_liger(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """`add_eager`, as `liger` is `eager`."""
+    """Compute `add_eager`, as `liger` computes `eager`."""
     if not x.numel():
         return (x + residual) * weight, x + residual
     casting = "gemma" if offset else "llama"

@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The root-mean-square norm by one fused Triton program forward and one backward."""
+"""Root-mean-square norms by one fused Triton program forward and one backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fppo_kernels.transforms import TwoPass, run
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 1 << 16  # numbers of a row that one instance can hold
-INSTANCES = 512  # of the backward program at most: each leaves a gradient of the weight
+INSTANCES = 512  # instances of the backward program at most, since each stores a gradient of the weight
 
 
 def _cut(width: int, **asked: bool) -> dict[str, Any]:
-    """How many numbers an instance holds, by how many warps, and what else a program is compiled for."""
+    """The numbers per instance, its warps, and the programs' other compile-time constants."""
     block = _triton.next_power_of_2(width)
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **asked}
 
@@ -28,7 +28,7 @@ def _cut(width: int, **asked: bool) -> dict[str, Any]:
 def _forward(
     options: NormNumbers, x: Tensor, residual: Tensor | None, weight: Tensor
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor]]:
-    """The norm and, of a sum, the sum; and what its rows were multiplied by."""
+    """The norm (with a residual also the sum), and the factor of each row."""
     x, weight, (rows, width) = x.contiguous(), weight.contiguous(), x.shape
     out, scales = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)
     total = x if residual is None else torch.empty_like(x)
@@ -70,10 +70,10 @@ _ADDED = TwoPass(forward=_forward, backward=_backward, definition=norm_of, outpu
 def triton(
     x: Float[Tensor, "*rows h"], weight: Float[Tensor, " h"], *, eps: float, offset: float = 0.0
 ) -> Float[Tensor, "*rows h"]:
-    """`eager` in one pass over `x`, which it keeps, with a number per row, for one pass back.
+    """Compute `eager` in one pass over `x`, which is saved with a number per row for a single backward pass.
 
-    Derivatives other than the first are those of `eager`. Raises ValueError for float64 and for rows of more than
-    65,536 numbers.
+    Derivatives beyond the first are those of `eager`. Raises ValueError for float64 and for rows of more than 65,536
+    numbers.
     """
     _check("rms_norm", x, weight)
     return run(_NORM, NormNumbers(eps, offset), x.reshape(-1, x.shape[-1]), None, weight)[0].view(x.shape)
@@ -87,7 +87,7 @@ def add_triton(
     eps: float,
     offset: float = 0.0,
 ) -> tuple[Float[Tensor, "*rows h"], Float[Tensor, "*rows h"]]:
-    """`add_eager` as `triton` is `eager`, with the same errors."""
+    """Compute `add_eager`, as `triton` computes `eager`, with the same errors."""
     _check("add_rms_norm", x, weight)
     rows = (each.reshape(-1, x.shape[-1]) for each in (x, residual))
     normed, total = run(_ADDED, NormNumbers(eps, offset), *rows, weight)

@@ -1,4 +1,4 @@
-"""Rotary positions: heads of queries and keys turned by the angles of their tokens."""
+"""Rotary positions: heads of queries and keys rotated by the angles of their tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _call(kernel: Kernel, x: Arguments, keywords: Arguments, outputs: Sequence[s
 
 
 def _draw(generator: torch.Generator, rows: int, width: int, number: int, wide: int | None) -> Drawn:
-    """One or three heads of queries, and one or two of keys, turned by any angle."""
+    """Draw one or three query heads and one or two key heads, with arbitrary angles."""
     draw, queries, keys = partial(normal64, generator), (1, 3)[number % 2], (1, 2)[number // 2]
     angle = 3 * draw(rows, width)
     extras = {name: fn(torch.cat([angle, angle], -1)) for name, fn in (("cos", torch.cos), ("sin", torch.sin))}

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingTypeStubs=false
-"""The Triton program of `rotary/triton`: two halves [HEADS, BLOCK] of a few heads are in registers at once."""
+"""The Triton program of `rotary/triton`, which holds both halves [HEADS, BLOCK] of a few heads in registers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["rows"])
 def rotary_turn(x, cos, sin, out, rows, heads, half, sign, HEADS: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One token an instance, whose heads are turned some at a time, the other way where `sign` is -1."""
+    """Rotate one token's heads per instance, a few at a time; with `sign` -1 in the inverse direction."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     within = columns < half

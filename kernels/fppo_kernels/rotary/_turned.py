@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Rotary positions as a function of query and key, whose gradient is the turn the other way."""
+"""Rotary positions as a function of query and key, whose gradient is the inverse rotation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from fppo_kernels.rotary.eager import eager
 from fppo_kernels.transforms import TwoPass, run
 
-Turn = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # of heads [..., H, D] by cos and sin [..., D], or back (-1)
+Turn = Callable[[Tensor, Tensor, Tensor, float], Tensor]  # (heads [..., H, D], cos, sin [..., D], 1 or -1)
 
 
 def _forward(
@@ -41,7 +41,7 @@ _PASSES = TwoPass(forward=_forward, backward=_backward, definition=_definition, 
 
 
 def turned(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, turn: Turn) -> tuple[Tensor, Tensor]:
-    """Query and key turned by `turn`, which gets contiguous tensors, with cos and sin of every row."""
+    """Rotate query and key by `turn`, which gets contiguous tensors, with cos and sin for every row."""
     shape = query.shape[:-2] + cos.shape[-1:]
     turns = (x.detach().expand(shape) for x in (cos, sin))
     return run(_PASSES, turn, query, key, *turns)  # type: ignore[return-value]

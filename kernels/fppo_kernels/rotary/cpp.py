@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Rotary positions by a program in C++: one pass over the heads forward, and one back."""
+"""Rotary positions in C++, in one pass over the heads forward and one backward."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def cpp(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """`eager` in one pass, in float32 or wider and rounded once. Derivatives other than the first are those of `eager`.
+    """Compute `eager` in one pass, in float32 or wider, rounded once. Derivatives beyond the first are those of
+    `eager`.
 
-    Raises ValueError for float16, several dtypes, and tensors that are not on the CPU.
+    Raises ValueError for float16, mixed dtypes, and tensors that are not on the CPU.
     """
     kind_of(query, key, cos, sin)
     return turned(query, key, cos, sin, _turn)

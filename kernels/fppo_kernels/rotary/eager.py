@@ -1,4 +1,4 @@
-"""Rotary positions as their formula is written."""
+"""Rotary positions as in their formula."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def eager(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """Each head (a, b) of a token, in halves, as (a cos - b sin, b cos + a sin), for queries and keys.
+    """Rotate each head of queries and keys, with halves (a, b), to (a cos - b sin, b cos + a sin).
 
-    `cos` and `sin`, constants, have each angle twice, once in each half. RoFormer (arXiv:2104.09864), with the halves
-    as in Llama. A model with this kernel turns its heads itself.
+    `cos` and `sin`, constants, have each angle twice, once per half. RoFormer (arXiv:2104.09864), with halves as in
+    Llama. Models with this kernel rotate heads by their own code.
     """
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     return query * cos + _turned(query) * sin, key * cos + _turned(key) * sin

@@ -15,10 +15,10 @@ def liger(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """`eager`, of one row of tokens."""
+    """Compute `eager` for one row of tokens."""
     if not query.numel():
         return query * cos.unsqueeze(-2), key * cos.unsqueeze(-2)
-    # copies, for Liger writes over what it is called with; it wants [1, heads, N, D]
+    # copies: Liger writes over its arguments, which it expects as [1, heads, N, D]
     rows = [x.clone().flatten(0, -3)[None].transpose(1, 2) for x in (query, key)]
     angles = [x.expand(*query.shape[:-2], -1).flatten(0, -2)[None] for x in (cos, sin)]
     turned = LigerRopeFunction.apply(*rows, *angles)

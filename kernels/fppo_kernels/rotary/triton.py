@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Rotary positions by one Triton program, which turns the other way in the pass back."""
+"""Rotary positions by one Triton program, which rotates inversely in the backward pass."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def triton(
     cos: Float[Tensor, "*rows d"],
     sin: Float[Tensor, "*rows d"],
 ) -> tuple[Float[Tensor, "*rows q d"], Float[Tensor, "*rows k d"]]:
-    """`eager` in one pass, in float32 and rounded once. Derivatives other than the first are those of `eager`.
+    """Compute `eager` in one pass, in float32, rounded once. Derivatives beyond the first are those of `eager`.
 
     Raises ValueError for float64.
     """
