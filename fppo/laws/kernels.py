@@ -1,4 +1,4 @@
-"""Laws of kernels: values and gradients equal the float64 reference, rows stay apart, arguments stay as they are."""
+"""Laws of kernels: values and gradients equal the float64 reference, rows are independent, arguments are unchanged."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _gradient_law(op: Operation, outputs: Sequence[str]) -> KernelLaw:
     return KernelLaw(name, statement, partial(_gradients, outputs))
 
 
-# what an operation must do beside the laws of all
+# further laws of single operations
 _OTHERS = MappingProxyType(
     {"log_probs": log_probs.LAWS, "attention": attention.LAWS, "decode_attention": attention.DECODING_LAWS}
 )
@@ -120,7 +120,7 @@ _FROZEN = KernelLaw("frozen", "a gradient does not depend on which arguments tak
 
 
 def laws_of(op: Operation) -> list[Law]:
-    """The laws of an operation; log-probs have others of large examples."""
+    """The laws of an operation; those of large examples for log-probs are separate (`check_large`)."""
     special = ((_APART,), (_FROZEN,)) if op.rows else (_OTHERS.get(op.name, ()), ())
     outputs = [*((name,) for name in op.sloped), *([op.sloped] if len(op.sloped) > 1 else [])]
     slopes = [_gradient_law(op, names) for names in outputs]
@@ -155,8 +155,8 @@ def check_kernel(
     reference: Kernel | None = None,
     wide: int | None = None,
 ) -> bool:
-    """Put a kernel through the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. LawViolation for the
-    first that fails.
+    """Check a kernel by the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. Raises LawViolation for
+    the first broken law.
 
     The operation is a name of `fppo_kernels.table.Kernels`, whose definition, as `fppo_kernels.log_probs.reference`,
     has the signature, or a record of your own. Values, and the gradient of every output by every input, are those of
