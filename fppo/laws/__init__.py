@@ -2,8 +2,8 @@
 counter-example.
 
 In: a loss, an estimator, a kernel, an update or a layout. Out: nothing, or a `LawViolation` with the law's name and the
-smallest inputs that break it, found by a seeded search in float64. Begin with `losses.check_policy_loss`; `screening`
-has the laws that take no time, for the start of a run.
+smallest inputs that break it, found by a seeded search in float64.
+Begin with `losses.check_policy_loss`; `screening` has the laws that take no time, for the start of a run.
 """
 
 from fppo.laws import references as references
