@@ -249,16 +249,17 @@ def check_advantages(
 ) -> None:
     """Check a group estimator: `laws.check_advantages(my_estimator)`. Raises LawViolation for the first broken law.
 
-    `estimator(scores [B], mask [B, T], groups [B])` returns Advantages, or advantages alone. Rows without tokens count
-    nowhere whatever their score, the result is 0 outside the mask, goes with the rows, and depends neither on padding
-    nor on the groups' ids. Three laws can be left out: equal rewards in a group of two or more give exactly 0
-    (`equal_rewards`), rewards that all differ give somebody an advantage (`unequal_rewards`), and of two rows of a
-    group that with the higher score has no lower advantage, each averaged over its tokens (`higher_scores`).
+    `estimator(scores [B], mask [B, T], groups [B])` returns Advantages, or advantages [B, T] alone. The laws: rows
+    without tokens have no effect, whatever their score; the result is 0 outside the mask, follows a permutation of
+    rows, and depends neither on padding nor on the ids of groups. Three laws can be turned off: equal rewards in a
+    group of two or more rows give exactly 0 (`equal_rewards`); rewards that all differ do not all give 0
+    (`unequal_rewards`); and of two rows of a group the one with the higher score has no lower advantage, averaged over
+    its tokens (`higher_scores`).
 
-    Factors and baselines are free under these laws: n - 1 or n in the standard deviation, RLOO's n / (n - 1), what
-    lengths weigh. They are held against a `reference`, a slow and plain estimator of the same signature, whose results
-    it must have on all batches. Every group has at least `group_rows` rows with tokens. `dtype` is that of the scores,
-    and the precision asked for (see `check_policy_loss`).
+    These laws leave factors and baselines free: n - 1 or n in the standard deviation, RLOO's n / (n - 1), weights by
+    length. A `reference`, a slow and plain estimator of the same signature, fixes them: results must equal its own on
+    all batches. Every group has at least `group_rows` rows with tokens. `dtype` is that of the scores, and determines
+    the tolerance (see `check_policy_loss`).
     """
     suite = advantages_suite(
         equal_rewards=equal_rewards,
@@ -357,10 +358,11 @@ def _constant(kind: _Whitening, fn: Callable, example: LawExample, generator: to
 def check_whiten(whiten: Callable, *, shift_mean: bool = True, eps: float = 0.0) -> None:
     """Check a whitening `whiten(x [B, T], mask)`. Raises LawViolation for the first broken law.
 
-    Mean 0 and (unbiased) variance 1 over the mask, shift and scale invariance, equal numbers give exactly 0, and the
-    laws of `check_advantages` about masked garbage, row order, padding and purity. `shift_mean=False` is for one that
-    keeps the mean of `x`: the laws then hold for what is left without it. `eps` is what it adds to the variance, as
-    1e-8 in (x - mean) * rsqrt(variance + 1e-8): the variance then is variance / (variance + eps).
+    The laws: mean 0 and (unbiased) variance 1 over the mask; shifting and scaling have no effect; equal numbers give
+    exactly 0; and the laws of `check_advantages` about values outside the mask, row order, padding and purity. With
+    `shift_mean=False`, for a whitening that keeps the mean of `x`, the laws hold for the result minus that mean. `eps`
+    is the number that the whitening adds to the variance, as 1e-8 in (x - mean) * rsqrt(variance + 1e-8); the result's
+    variance is then variance / (variance + eps).
     """
     check_suite(whiten, whiten_suite(shift_mean=shift_mean, eps=eps))
 

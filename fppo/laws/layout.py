@@ -294,14 +294,16 @@ def check_layout_fn(
 ) -> None:
     """Check a whole update by the laws of layouts: `laws.check_layout_fn(UpdateCritic, head="value")`.
 
-    `make` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
-    axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
-    recomputed, all but their attention, or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks
-    have all rows, ragged ones, some of one prompt, which passes compute once or not; the update shares them out, to
-    some ranks none, and cuts them into micro-batches anyhow. In every weight mode of `modes` the gradient tree, the new
-    state and the metrics on every rank must be those of one process, in float64, to 1e-10, of dense models and of one
-    with experts. Each example tries the next `each` layouts in an order drawn from `seed`; None: so many that all are
-    tried. LawViolation for the first law that fails, with the layout and the seed.
+    `make` is as in `check_update_fn`, on any mesh of at most `max_ranks` ranks: replicate, shard, expert, sequence,
+    context, tensor and pipeline axes of 1, 2 and 4 ranks, with whole parameters or every stage of sharding, with layers
+    kept, recomputed, or recomputed except for their attention, and with the stages of a pipeline of 2 ranks interleaved
+    or not. All ranks have all rows. These are ragged, and some share a prompt, which passes compute once or not. The
+    update distributes them over ranks, some of which may get none, and cuts them into any micro-batches.
+
+    In every weight mode of `modes`, gradients, new state and metrics on every rank must equal those of one process, in
+    float64, to 1e-10, for dense models and for one with experts. Each example tries the next `each` layouts in an order
+    drawn from `seed`; with None all layouts are tried. Raises LawViolation for the first broken law, with the layout
+    and the seed.
     """
     layouts: list[Settings] = [
         (axes, stage, RECOMPUTES[(number + place) % len(RECOMPUTES)], virtual)

@@ -338,19 +338,19 @@ def check_policy_loss(
     """Check a policy loss: `laws.check_policy_loss(my_loss)`. Raises LawViolation for the first broken law.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics; bind its
-    scalars with functools.partial. On small batches with ragged rows, holes and empty rows:
+    scalars with functools.partial. The laws, on small batches with ragged rows, holes and empty rows: values outside
+    the mask have no effect; loss and gradient are 0 there; only log_probs gets a gradient; the split into
+    micro-batches, the order of rows and the width of padding change neither sum(weights * loss) nor its gradient;
+    metrics of parts merge into those of the whole; arguments are unchanged; and at old == new the gradient is that of
+    REINFORCE, -weights * advantages.
 
-    masked garbage changes nothing, loss and gradient are 0 outside the mask, only log_probs gets a gradient,
-    micro-batch split, row order and padding width change neither sum(weights * loss) nor its gradient, metrics add,
-    arguments stay as they are, and at old == new the gradient is REINFORCE's, -weights * advantages.
+    Away from old == new these laws do not restrict a loss, for example its clip. A `reference`, a slow and plain loss
+    of the same signature, fixes it: loss and gradient must equal its own on all batches.
 
-    Away from old == new these laws leave a loss free: what it does there, such as its clip, is held against a
-    `reference`, a slow and plain loss of the same signature, whose loss and gradient it must have on all batches.
-
-    `reinforce="row"` holds the last law for advantages that are equal along a row (a loss that averages over the row),
-    None leaves it out. `extras(log_probs, old_log_probs, advantages, mask)` gives further keyword tensors [B, T] or
-    [B] of the loss, which go with their rows. `dtype` is that of the batches, and the precision that is asked for:
-    1e-9 in float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes or kinds of `reinforce`.
+    `reinforce="row"` restricts the last law to advantages that are equal along a row, for losses that average over the
+    row; None turns it off. `extras(log_probs, old_log_probs, advantages, mask)` returns further keyword tensors [B, T]
+    or [B] of the loss, which belong to its rows. `dtype` is that of the batches, and determines the tolerance: 1e-9 in
+    float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes, and for another `reinforce`.
     """
     check_suite(loss_fn, policy_suite(reinforce=reinforce, extras=extras, reference=reference, dtype=dtype))
 
@@ -387,11 +387,11 @@ def check_value_loss(
     """Check a value loss: `laws.check_value_loss(my_loss)`. Raises LawViolation for the first broken law.
 
     `loss_fn(values, old_values, returns, mask)` returns the loss per token [B, T] and metrics. The laws are those of
-    `check_policy_loss`, with its `reference` and `dtype`; the last one: at old == new the gradient is
-    weights * (values - returns), that of half the squared error (`squared=False` leaves it out).
+    `check_policy_loss`, with its `reference` and `dtype`, except for the last: at old == new the gradient is weights *
+    (values - returns), as for half the squared error (`squared=False` turns it off).
 
-    With `outputs` above 1 it is a loss of a head of so many numbers, `loss_fn(outputs, old_values, returns, mask)` with
-    outputs [B, T, K], to which that last law does not apply. Raises ValueError for a number below 1.
+    `outputs` above 1 is the number K of a head's outputs: `loss_fn(outputs, old_values, returns, mask)` then takes
+    outputs [B, T, K], and the last law does not apply. Raises ValueError for a number below 1.
     """
     check_suite(loss_fn, value_suite(squared=squared, outputs=outputs, reference=reference, dtype=dtype))
 

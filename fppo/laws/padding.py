@@ -180,14 +180,14 @@ def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, devi
     """Check a pair of functions by the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
 
     `unpad(tokens [B, S], mask [B, S], *, columns, multiple, places)` returns a record with tokens, positions, labels,
-    lengths, index and columns (see `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...]
-    with zeros elsewhere. `places`, of `find_places`, spare the host a wait for the mask.
+    lengths, index and columns (see `fppo_kernels.padding`); `pad(x [N, ...], index, (B, S))` returns a tensor [B, S,
+    ...] with zeros elsewhere. With `places`, of `find_places`, the host need not wait for the mask.
 
-    Tokens come row by row, with their positions and lengths; a label is the next token of the same row, never of the
-    next one; columns go with their tokens; a fill up to a multiple is one sequence at the end that `pad` drops; the
-    round trip is the identity on the mask, both ways, bit for bit; gradients select; arguments stay as they are. With
-    padding on the left, right, both sides, within rows or nowhere, rows without tokens, and no token at all.
-    LawViolation for the first that fails.
+    The laws: tokens are packed row by row, with their positions and lengths; a label is the next token of the same row;
+    columns are packed like tokens; padding up to a multiple is one sequence at the end, which `pad` drops; the round
+    trip is the identity on the mask, both ways, bit for bit; gradients are selected; arguments are unchanged. Masks
+    have padding on the left, on the right, on both sides, within rows or nowhere, rows without tokens, or no token at
+    all. Raises LawViolation for the first broken law.
     """
     name = f"{fn_name(unpad)} with {fn_name(pad)}"
     check(unpad, _laws(pad), partial(_example, device), sizes=SIZES, seeds=SEEDS, name=name)

@@ -112,12 +112,12 @@ def check_temporal(
 ) -> None:
     """Check an estimator along the tokens of a row: `laws.check_temporal(partial(my_td, steps=3))`.
 
-    `estimator(rewards, values, mask)`, tensors [B, T], returns Advantages, or advantages alone; `columns` names what it
-    takes before the mask, of which "weights" are at least 0. The laws are those of `check_advantages` about garbage
-    outside the mask, row order, padding and purity; that a row with masked steps equals the row without them
-    (`bridges=False` leaves that out, for estimators to which gaps mean something, as the ends of turns); and that it
-    equals a `reference`, a slow and plain estimator of the same signature. LawViolation for the first that fails.
-    `dtype` is that of the batches, and the precision asked for (see `check_policy_loss`).
+    `estimator(rewards, values, mask)`, with tensors [B, T], returns Advantages, or advantages [B, T] alone. `columns`
+    names its arguments before the mask; "weights" are at least 0. The laws are those of `check_advantages` about values
+    outside the mask, row order, padding and purity; and a row with masked steps equals the row without them.
+    `bridges=False` turns the latter off, for estimators in which gaps have a meaning, such as the ends of turns. With a
+    `reference`, a slow and plain estimator of the same signature, results must equal its own. Raises LawViolation for
+    the first broken law. `dtype` is that of the batches, and determines the tolerance (see `check_policy_loss`).
     """
     check_suite(estimator, temporal_suite(columns=columns, bridges=bridges, reference=reference, dtype=dtype))
 

@@ -31,16 +31,16 @@ def check_update_gradient(
 ) -> None:
     """Compare a whole update with transformers: `laws.check_update_gradient(partial(UpdateActor, loss_fn=my_loss))`.
 
-    `make(*, forward, loop, optimizer)` gives the update, and `update(state, batch)` returns (TrainState, Metrics), as
+    `make(*, forward, loop, optimizer)` returns the update, and `update(state, batch)` returns (TrainState, Metrics), as
     for `check_update_fn`; None is `UpdateActor` with `losses.ppo_clip`. Bind its terms, and give their `temperature`
-    and `kl_coef` here as well; the kind of that KL must be one with the gradient of KL(policy || reference).
+    and `kl_coef` here as well; the kind of the KL term must have the gradient of KL(policy || reference).
 
-    A tiny Qwen2 in float64 is updated on all responses of at most two tokens to two prompts, each weighed by its
-    probability (`correction_weights`). Whatever lies between, the shift of labels, packing, temperature, kernels,
-    micro-batches, weights and the sign, must give the gradient of -sum over responses of pi * score, which plain
-    autograd takes through transformers' module, prefix by prefix; with a KL, of + kl_coef * KL of every token's
-    distribution. Takes half a second. Raises LawViolation for log-probs that are not the module's, and for the first
-    parameter whose gradient is not.
+    A tiny Qwen2 in float64 is updated on all responses of at most two tokens to two prompts, each weighted by its
+    probability (`correction_weights`). The update's gradient must be that of -sum over responses of pi * score (with a
+    KL term, + kl_coef * the KL of every token's distribution), which autograd computes through transformers' module,
+    prefix by prefix. So the law covers the shift of labels, packing, temperature, kernels, micro-batches, weights and
+    the sign. It takes half a second. Raises LawViolation for log-probs that differ from the module's, and for the first
+    parameter whose gradient differs.
     """
     from functools import partial
 

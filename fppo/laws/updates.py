@@ -251,11 +251,11 @@ def check_update_fn(
 ) -> None:
     """Check a whole update: `laws.check_update_fn(UpdateCritic, head="value")`.
 
-    `make(*, forward, loop, optimizer)` gives the update, and `update(state, batch)` returns (TrainState, Metrics); bind
-    everything else with functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a
-    "value" head of so many `outputs`, on one mini-batch. For every weight mode in `modes` the whole gradient tree, the
-    new parameters and the metrics must be finite and the same for any split into micro-batches, order of rows and
-    padding width, packed or padded. LawViolation for the first law that fails.
+    `make(*, forward, loop, optimizer)` returns the update, and `update(state, batch)` returns (TrainState, Metrics);
+    bind everything else with functools.partial. It trains a tiny Qwen2 in float64 on one mini-batch, with a vocabulary
+    head ("lm") or a "value" head of `outputs` outputs. For every weight mode in `modes`, gradients, new parameters and
+    metrics must be finite, and equal for any split into micro-batches, order of rows and width of padding, packed or
+    padded. Raises LawViolation for the first broken law.
     """
     run = _remembered(_runner(make, head, outputs))
     examples = partial(_example, tuple(modes))

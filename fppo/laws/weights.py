@@ -108,10 +108,10 @@ def _as_reference(
 def check_correction(correct: Callable[..., Correction], *, reference: Callable[..., Correction] | None = None) -> None:
     """Check an off-policy correction: `laws.check_correction(my_correction)`.
 
-    `correct(old_log_probs, rollout_log_probs, mask)` gives a `losses.Correction`. What stands outside the mask changes
-    nothing, weights are 0 outside of what it keeps, and equal policies have weights of 1 and lose no token. Weights and
-    mask are held against a `reference`, as `references.losses.rollout_correction`, where one is given. Raises
-    LawViolation for the first that fails.
+    `correct(old_log_probs, rollout_log_probs, mask)`, with tensors [B, T], returns a `losses.Correction`. The laws:
+    values outside the mask have no effect; weights are 0 outside the corrected mask; equal policies have weights of 1
+    and lose no token. With a `reference`, as `references.losses.rollout_correction`, weights and mask must equal its
+    own. Raises LawViolation for the first broken law.
     """
     laws = (
         Law("masked garbage", "what stands where the mask is False changes nothing", _garbage),

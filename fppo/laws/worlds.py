@@ -115,7 +115,7 @@ def world(
 ) -> SmallWorld:
     """Draw a world: normal logits, a reference close to them, and normal scores, or scores of 0 and 1 (`binary`).
 
-    `lag` is how far the logits of the policy that samples lie from the policy's, and `critic_error` the deviation of a
+    `lag` is the standard deviation of the sampling policy's logits from the policy's, and `critic_error` that of a
     critic's values from the exact ones. With a `gap` an environment's token, outside the mask, follows the first token
     of longer responses. Raises ValueError for sizes below 1, and a vocabulary below 2.
     """

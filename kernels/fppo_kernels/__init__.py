@@ -1,4 +1,4 @@
-"""Tensor operations and their implementations, that depend on torch and attrs alone.
+"""Tensor operations and their implementations, which depend on torch and attrs alone.
 
 In: tensors, and the lengths of packed rows. Out: tensors, with gradients. All implementations of an operation have one
 signature; `reference` or `eager` is its definition, to which laws compare the others.
