@@ -1,8 +1,8 @@
 """One controller over groups of ranks: values stay where they were computed, and functions are sent to them.
 
-In: functions and trees, whose leaves may be handles (`Held`) of what a group computed earlier. Out: handles, or the
-values themselves where they are asked back; on processes of this machine or of a Ray cluster.
-Begin with `group.Group`; `rank` runs what is sent, `codec` packs trees.
+In: functions, and trees whose leaves may be handles (`Held`) to earlier results of a group. Out: handles, or the values
+themselves if these are requested; on processes of this machine or of a Ray cluster.
+Begin with `group.Group`; `rank` runs calls on a rank, `codec` packs trees.
 """
 
 from fppo.fleet.clusters import Cluster, cluster

@@ -212,11 +212,11 @@ class Group:
 
     def _check_held(self, lease: Lease, label: str) -> None:
         if lease.group != self.name:
-            only = f"a value on the ranks of group {lease.group!r}: only its own ranks have that"
-            raise ValueError(f"{label} runs on group {self.name!r}, and is given {only}")
+            only = f"a value on the ranks of group {lease.group!r}, which only those ranks hold"
+            raise ValueError(f"{label} runs on group {self.name!r}, but an argument is {only}")
         if lease.life != self.life:
             lost = f"is of start {lease.life} of group {self.name!r}, which has been started {self.life} times"
-            raise GroupDied(self.name, f"{label}: what it is given {lost}: that value is gone")
+            raise GroupDied(self.name, f"{label}: an argument {lost}: its value is lost")
 
     def _handles(self, call: int, stayed: Stayed) -> Any:
         """Replace values that stayed on the ranks by handles."""

@@ -85,8 +85,8 @@ class RayRanks:
     def start(self) -> Sequence[str]:
         """Start the actors. Raises RankLost if the cluster has no room for them within the group's patience.
 
-        Each attempt asks for room anew: on a node that has died room stays "ready" until the cluster notices, and
-        actors that are put there end as they begin.
+        Each attempt makes a new reservation: one on a dead node stays "ready" until the cluster notices the loss, and
+        actors that are placed there end at once.
         """
         deadline = time.monotonic() + self._spec.patience
         while True:

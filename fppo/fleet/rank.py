@@ -85,7 +85,7 @@ class RankReply:
 class RankSpec:
     """The ranks of a group: their number, their mesh, and the resources of each.
 
-    `sizes` are those of the mesh's axes, from the slowest; without them all ranks stand on the shard axis. Each rank
+    `sizes` are those of the mesh's axes, from the slowest; without them all ranks are on the shard axis. Each rank
     has so many `gpus`, or a share of one, and sees no others; "cuda" as its `device` is the first of them.
     Raises ValueError for ranks of one mesh that would share a GPU, which NCCL refuses, and for part of a second one.
     """

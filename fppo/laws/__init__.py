@@ -1,7 +1,8 @@
-"""Laws that users run on their own functions in one line; a failure shows the smallest counter-example.
+"""Laws: property checks that users run on their own functions in one line; a failure shows the smallest
+counter-example.
 
 In: a loss, an estimator, a kernel, an update or a layout. Out: nothing, or a `LawViolation` with the law's name and the
-smallest inputs on which it does not hold, found by Hypothesis in float64.
+smallest inputs that break it, found by a seeded search in float64.
 Begin with `losses.check_policy_loss`; `screening` has the laws that take no time, for the start of a run.
 """
 

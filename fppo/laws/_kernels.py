@@ -1,4 +1,4 @@
-"""Helpers of all laws of kernels: examples in a dtype, and the distance from a float64 reference."""
+"""Helpers of the laws of kernels: examples in a dtype, and distances from a float64 reference."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from fppo.laws._search import Law, LawExample, differ
 from fppo_kernels.operation import Kernel, Operation
 
-# A result may differ from the float64 reference by this, relative to the larger of 1 and the tensor's largest number.
-# In bfloat16, which keeps 8 bits, logits may be rounded on their way.
+# The allowed difference from the float64 reference, relative to the larger of 1 and the tensor's largest number.
+# bfloat16 keeps 8 bits, and intermediate logits may be rounded to it.
 TOLERANCES = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2})
-DTYPES = (torch.float64, torch.float32)  # of kernels that say no more
+DTYPES = (torch.float64, torch.float32)  # the default for kernels
 
 
 def words(dtype: torch.dtype) -> str:
@@ -25,37 +25,37 @@ def words(dtype: torch.dtype) -> str:
 
 
 def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """`differ` at `slack` times the tolerance of `dtype`."""
+    """Describe how two tensors `differ` by more than `slack` times the tolerance of `dtype`; None if they do not."""
     largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
     reason = differ(what, expected, actual, slack * TOLERANCES[dtype] * largest, relative=0.0)
     return reason and f"in {words(dtype)}, {reason}"
 
 
 def exact(example: LawExample) -> LawExample:
-    """The example in float64."""
+    """Cast the example to float64."""
     return example.map(lambda x: x.double() if x.is_floating_point() else x)
 
 
 def settings(example: LawExample) -> dict[str, Any]:
-    """The extras as keywords: numbers, and tensors of more dimensions."""
+    """The extras that are passed as keywords: numbers, and tensors with dimensions."""
     return {name: x.item() if x.dim() == 0 else x for name, x in example.extras.items()}
 
 
 def grads(total: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient of `total` by each leaf; zeros where it does not reach."""
+    """The gradient of `total` by each leaf; zeros for leaves that it does not depend on."""
     values = torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else [None] * len(leaves)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, values, strict=True)]
 
 
 def carry(example: LawExample, names: Sequence[str]) -> tuple[LawExample, dict[str, Tensor]]:
-    """The example with leaves that take a gradient under these names, and the leaves."""
+    """Make the inputs and extras of these names leaves with gradients; return the example and the leaves."""
     tensors = {**example.inputs, **example.extras}
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in names if name in tensors}
     return example.put(**leaves), leaves
 
 
 def place(example: LawExample, dtype: torch.dtype, device: torch.device | str) -> LawExample:
-    """The example on a device in a dtype; numbers (0-d) stay, and every number is one that float32 holds."""
+    """Move the example to a device and a dtype. 0-d tensors stay, and all numbers are rounded to float32."""
 
     def move(x: Tensor) -> Tensor:
         if x.dim() == 0:
@@ -66,28 +66,28 @@ def place(example: LawExample, dtype: torch.dtype, device: torch.device | str) -
 
 
 def checked(dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
-    """The dtypes. Raises ValueError for none, or one without a tolerance."""
+    """Check the dtypes, and return them as a tuple. Raises ValueError for none, and for one without a tolerance."""
     if not dtypes or not set(dtypes) <= set(TOLERANCES):
         raise ValueError(f"dtypes must be some of {[words(x) for x in TOLERANCES]}, got {[str(x) for x in dtypes]}")
     return tuple(dtypes)
 
 
 def named(output: str) -> str:
-    """An output in words."""
+    """An output's name for messages."""
     return "the result" if output == "result" else output
 
 
 def results(
     op: Operation, kernel: Kernel, example: LawExample, outputs: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """The outputs of a kernel on an example, by name: these, or all."""
+    """Run a kernel on an example; its outputs by name, all or `outputs`."""
     return op.call(kernel, example.inputs, settings(example), op.outputs if outputs is None else outputs)
 
 
 def gradients(
     op: Operation, kernel: Kernel, example: LawExample, by: Sequence[str] | None = None, of: Sequence[str] | None = None
 ) -> dict[str, Tensor]:
-    """The gradients by these leaves (all) of sum(weights * output), summed over the outputs `of` (all)."""
+    """Gradients of sum(weights * output) by the leaves `by` (all), summed over the outputs `of` (all)."""
     example, leaves = carry(example, op.leaves if by is None else by)
     values, weights = results(op, kernel, example), op.cotangents(example.weights)
     total = torch.stack([(weights[name] * values[name]).sum() for name in (op.sloped if of is None else of)]).sum()
@@ -104,7 +104,7 @@ def example_of(
     width: int,
     seed: int,
 ) -> LawExample:
-    """The example of one of these numbers in one of these dtypes, by the seed."""
+    """Draw an example of a number and a dtype that depend on the seed."""
     assert op.draw is not None
     number, dtype = numbers[seed // len(dtypes)], dtypes[seed % len(dtypes)]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + number)
@@ -112,7 +112,7 @@ def example_of(
 
 
 class KernelLaw(NamedTuple):
-    """A law of the kernels of some operations: `breach` takes the operation before what that of a law takes."""
+    """A law of the kernels of some operations; its `breach` takes the operation before a `Law`'s arguments."""
 
     name: str
     statement: str
@@ -120,5 +120,5 @@ class KernelLaw(NamedTuple):
 
 
 def bound(laws: Sequence[KernelLaw], op: Operation) -> list[Law]:
-    """The laws of an operation's kernels."""
+    """Bind laws to an operation."""
     return [Law(law.name, law.statement, partial(law.breach, op)) for law in laws]

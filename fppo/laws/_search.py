@@ -1,4 +1,4 @@
-"""Searching for the smallest counter-example: sizes ascending, a few seeds each, the same ones in every run."""
+"""The search for smallest counter-examples: ascending sizes, a few seeds each, equal in every run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GARBAGE = (float("nan"), float("inf"), float("-inf"), 1e300)
 
 
 class LawViolation(AssertionError):
-    """A function broke a law: `law` is its name, `example` the smallest inputs on which it does."""
+    """Error for a function that breaks a law: `law` is its name, `example` the smallest inputs that show it."""
 
     def __init__(self, message: str, law: str, example: dict[str, Tensor]) -> None:
         super().__init__(message)
@@ -30,10 +30,10 @@ class LawViolation(AssertionError):
 
 
 class Law(NamedTuple):
-    """A law: `breach(fn, example, generator)` says what is wrong on an example, or returns None.
+    """A law: `breach(fn, example, generator)` describes what is wrong on an example, or returns None.
 
-    `way_out` is what to write where the law is not meant to hold. `mild` is a weaker form of `breach`: where it holds
-    and the law does not, `verdicts` gives a note, which ends with the words `note`, in place of a fault.
+    `way_out` is an argument that turns the law off where it is not meant to hold. `mild` is a weaker form of `breach`:
+    if it holds and the law does not, `verdicts` gives a note, which ends with the text `note`, instead of a fault.
     """
 
     name: str
@@ -45,14 +45,14 @@ class Law(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """A violation of a law in words, and the example of the call, where the law has changed it."""
+    """A description of a law's violation, with the example if the law has changed it."""
 
     reason: str
     example: LawExample
 
 
 class LawExample(NamedTuple):
-    """Inputs of a function: `inputs` in the order of its arguments, `extras` its keywords, and `weights` [B, T].
+    """Inputs of a function: `inputs` in the order of its arguments, `extras` by keyword, and `weights` [B, T].
 
     `mode` is the weight mode of an update.
     """
@@ -68,7 +68,7 @@ class LawExample(NamedTuple):
 
     @property
     def size(self) -> str:
-        """The shape of the mask, or of the first input where there is no mask, in words."""
+        """The size of the example in words: the shape of the mask, or else of the first input."""
         return " x ".join(map(str, self.inputs.get("mask", next(iter(self.inputs.values()))).shape))
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> LawExample:
@@ -83,9 +83,9 @@ class LawExample(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """The laws of a kind of function: `example(rows, width, seed)` of all `sizes`, and lines of Python that show one.
+    """The laws of a kind of function, with `example(rows, width, seed)` for all `sizes`.
 
-    In the lines `see`, {} is the function.
+    `see` are lines of Python that show an example; {} in them is the function.
     """
 
     laws: tuple[Law, ...]
@@ -94,16 +94,16 @@ class Suite(NamedTuple):
     sizes: tuple[tuple[int, int], ...] = SIZES
 
     def examples(self) -> list[tuple[int, LawExample]]:
-        """All examples, the smallest first, each with its seed."""
+        """All examples with their seeds, the smallest first."""
         return [(seed, self.example(rows, width, seed)) for rows, width in self.sizes for seed in range(SEEDS)]
 
 
 def nothing(fn: Callable, example: Any, generator: torch.Generator) -> None:
-    """Find no breach: the weaker form of a law that a caller can keep instead of the function."""
+    """A breach that always holds: the weaker form of a law that callers can satisfy themselves."""
 
 
 def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> Tensor:
-    """A mask of one of three kinds, by the seed: full, ragged on the right, with holes and empty rows."""
+    """Draw a mask of one of three kinds, by the seed: full, ragged on the right, with holes and empty rows."""
     kind = seed % 3
     if kind == 0:
         return torch.ones(rows, width, dtype=torch.bool)
@@ -114,19 +114,19 @@ def draw_mask(rows: int, width: int, seed: int, generator: torch.Generator) -> T
 
 
 def short(x: Tensor) -> Tensor:
-    """The numbers with 3 decimals: what a message shows of them is all of them."""
+    """Round to 3 decimals, so that messages show the numbers exactly."""
     return x.mul(1000).round().div(1000)
 
 
 def normal(generator: torch.Generator, *shape: int) -> Tensor:
-    """Standard normal numbers in float64."""
+    """Draw standard normal numbers in float64."""
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mixed") -> Tensor:
-    """`x` with NaN (kind "nan"), or with infinities and huge numbers too, where `where` is True.
+    """Replace `x` by NaN (kind "nan"), or also by infinities and huge numbers, where `where` is True.
 
-    Some bools are flipped there; integers stay.
+    Some bools are flipped there; integers are unchanged.
     """
     if x.dtype == torch.bool:
         return x ^ (where & (torch.rand(x.shape, generator=generator) < 0.5))
@@ -139,8 +139,8 @@ def spoil(x: Tensor, where: Tensor, generator: torch.Generator, kind: str = "mix
 
 
 def stain(example: LawExample, generator: torch.Generator) -> LawExample:
-    """The example with finite numbers of up to some tens where the mask is False, as padding may hold; not in its
-    weights, nor in its mask."""
+    """Replace an example's numbers outside the mask by finite ones of up to some tens, as padding may hold; weights and
+    mask are unchanged."""
 
     def dirty(x: Tensor) -> Tensor:
         if not x.is_floating_point():
@@ -153,7 +153,7 @@ def stain(example: LawExample, generator: torch.Generator) -> LawExample:
 
 
 def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
-    """[B, T, ...] with columns of padding on the right: False in a mask, `fill` elsewhere; [B] unchanged."""
+    """Append columns of padding to [B, T, ...]: False in a mask, `fill` elsewhere; [B] is unchanged."""
     if x.dim() < 2:
         return x
     value = fill if x.is_floating_point() else 0
@@ -163,9 +163,9 @@ def widen(x: Tensor, columns: int, fill: float = torch.nan) -> Tensor:
 def differ(
     what: str, expected: Tensor, actual: Tensor, tolerance: float = 1e-9, relative: float | None = None
 ) -> str | None:
-    """The place where two tensors differ most, in words; None if they agree (NaN agrees with NaN).
+    """Describe where two tensors differ most; None if they agree (NaN agrees with NaN).
 
-    They may differ by `tolerance` plus `relative` (by default the same number) times the number expected.
+    They may differ by `tolerance` plus `relative` (by default the same number) times the expected number.
     """
     if expected.shape != actual.shape:
         return f"{what} has the shape {list(actual.shape)}, expected {list(expected.shape)}"
@@ -181,13 +181,13 @@ def differ(
 
 
 def _apart(a: float, b: float) -> tuple[str, str]:
-    """Two numbers in as few digits as tell them apart: 4, 9 or 17."""
+    """Format two numbers with the fewest digits that distinguish them: 4, 9 or 17."""
     texts = [(f"{a:.{digits}g}", f"{b:.{digits}g}") for digits in (4, 9, 17)]
     return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def unchanged(example: LawExample, copy: LawExample) -> str | None:
-    """The first argument in the example that differs from the one in `copy`, in words; None if none does."""
+    """Describe the first argument in the example that differs from `copy`; None if none does."""
     before = {**copy.inputs, **copy.extras}
     for name, x in {**example.inputs, **example.extras}.items():
         if not torch.equal(x, before[name]):
@@ -196,7 +196,7 @@ def unchanged(example: LawExample, copy: LawExample) -> str | None:
 
 
 def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, Any], str | None]) -> str | None:
-    """A side effect of a function, or how the results of two calls by `call` `differ`; None without either."""
+    """Describe a side effect of a function, or a difference between two calls by `call`; None without either."""
     copy, state = example.map(torch.clone), torch.get_rng_state()
     first = call()
     if not torch.equal(state, torch.get_rng_state()):
@@ -208,12 +208,12 @@ def impure(example: LawExample, call: Callable[[], Any], differ: Callable[[Any, 
 
 
 def changed(reason: str | None, words: str, example: LawExample) -> Breach | None:
-    """The breach of a law that called the function with an example of its own, `words` before what is wrong."""
+    """A breach for a law that called the function with a changed example; `words` precede the reason."""
     return None if reason is None else Breach(f"{words}{reason}", example)
 
 
 def fn_name(fn: Callable) -> str:
-    """The name of a function; of another callable how it is written, without addresses: partial(f, radius=0.1)."""
+    """The name of a function; for other callables their repr without addresses: partial(f, radius=0.1)."""
     if (name := getattr(fn, "__name__", None)) is not None:
         return name
     text = _FUNCTION.sub(r"\1", _OBJECT.sub(r"\1", repr(fn))).removeprefix("functools.")
@@ -221,7 +221,7 @@ def fn_name(fn: Callable) -> str:
 
 
 def _digits(x: Tensor) -> tuple[str, bool]:
-    """The numbers of a tensor to 4 digits, as nested lists, and whether these are all of their digits."""
+    """Format a tensor's numbers with 4 digits as nested lists; return the text, and whether it is exact."""
     if not x.is_floating_point():
         return str(x.tolist()), True
 
@@ -234,8 +234,8 @@ def _digits(x: Tensor) -> tuple[str, bool]:
 
 
 def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
-    """The example in 4 digits, as lines of Python that run where these are all of its digits and there are lines to
-    `see` what it shows."""
+    """Format the example with 4 digits, as lines of Python. They can be run, and end with the lines `see`, if 4 digits
+    are exact."""
     tensors = {**example.inputs, **example.extras}
     if any("weights" in line for line in see):
         tensors["weights"] = example.weights
@@ -253,7 +253,7 @@ def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
 
 
 def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
-    """The first example that breaks the law: its size, and the breach."""
+    """Find the first example that breaks the law: its size, and the breach."""
     for seed, example in examples:
         try:
             breach = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
@@ -274,11 +274,10 @@ def check(
     name: str | None = None,
     see: Sequence[str] = (),
 ) -> None:
-    """Put `fn` through every law on `make_example(rows, width, seed)`; LawViolation for the first that is broken.
+    """Check `fn` by every law on `make_example(rows, width, seed)`; raise LawViolation for the first broken law.
 
-    The message holds the function's name (or `name`), the smallest counter-example as the function was called with it,
-    and the names of the other laws that do not hold. `see` are lines of Python that show what went wrong, {} being the
-    function.
+    The message has the function's name (or `name`), the smallest counter-example as the function was called with it,
+    and the names of other broken laws. `see` are lines of Python that show what went wrong; {} in them is the function.
     """
     examples = [(seed, make_example(rows, width, seed)) for rows, width in sizes for seed in range(seeds)]
     broken = [(law, breach) for law in laws if (breach := first_breach(fn, law, examples)) is not None]
@@ -299,5 +298,5 @@ def check(
 
 
 def check_suite(fn: Callable, suite: Suite) -> None:
-    """Put `fn` through every law of a suite; LawViolation as by `check`."""
+    """Check `fn` by every law of a suite; raises LawViolation as `check` does."""
     check(fn, suite.laws, suite.example, sizes=suite.sizes, see=suite.see)

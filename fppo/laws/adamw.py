@@ -1,4 +1,4 @@
-"""Laws of AdamW kernels: the textbook's numbers over several steps, and a skipped step that changes no bit."""
+"""Laws of AdamW kernels: the textbook's numbers over several steps, and skipped steps that change no bit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STATE = ("parameter", "first moment", "second moment")
 
 
 class AdamWScalars(NamedTuple):
-    """The scalars of a step."""
+    """Scalars of a step."""
 
     lr: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_scale: float | None = None
-    found_inf: float | None = None  # 0: a flag that is not raised
+    found_inf: float | None = None  # 0: the flag is not raised
     lr_tensor: bool = False
 
 
@@ -41,7 +41,7 @@ _CASES = (
 
 
 class _State(NamedTuple):
-    """Lists with one tensor of each parameter."""
+    """Lists with one tensor for each parameter."""
 
     params: list[Tensor]
     exp_avgs: list[Tensor]
@@ -53,7 +53,7 @@ class _State(NamedTuple):
 
 
 def _start(example: LawExample) -> _State:
-    """Parameters, and moments as if steps had been made before."""
+    """Parameters, and moments as after earlier steps."""
     params = list(example.inputs.values())
     moments = [0.1 * p.flip(0) if p.dim() else 0.1 * p for p in params]
     steps = [torch.full((), 2.0, device=p.device) for p in params]
@@ -84,7 +84,7 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScala
 
 
 def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
-    """The first difference of some steps from the textbook's numbers, in words; None if there is none."""
+    """Describe the first difference from the textbook's numbers over some steps; None if there is none."""
     state, names = _start(example), list(example.inputs)
     expected = _State(*([x.double() for x in part] for part in state))
     for step in range(STEPS):
@@ -104,7 +104,7 @@ def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generato
 def keeps_skipped(
     kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars
 ) -> str | None:
-    """The first change by a step whose gradients were not finite, in words; None if there is none."""
+    """Describe the first change by a step with gradients that are not finite; None if there is none."""
     state, names = _start(example), list(example.inputs)
     before = state.copy()
     grads = [torch.full_like(g, torch.inf) for g in _grads(example, 0)]
@@ -128,7 +128,7 @@ def _alone(kernel: Callable, example: LawExample, generator: torch.Generator, *,
 
 
 def _law(name: str, statement: str, breach: Callable, seeds: int) -> Law:
-    """A law whose case goes with the example's seed."""
+    """A law whose case depends on the example's seed."""
 
     def with_case(kernel: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         return breach(kernel, example, generator, case=_CASES[generator.initial_seed() // seeds])
@@ -145,7 +145,7 @@ def _laws(num_dtypes: int) -> tuple[Law, ...]:
 
 
 def example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
-    """A matrix, a vector and a number as parameters, and gradients of each for some steps."""
+    """A matrix, a vector and a number as parameters, with gradients for some steps."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     dtype, shapes = dtypes[seed % len(dtypes)], {"matrix": (rows, width), "vector": (width,), "number": ()}
     inputs = {name: normal(generator, *shape) for name, shape in shapes.items()}
@@ -156,7 +156,7 @@ def example(dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int
 def check_adamw(
     kernel: Callable[..., None], *, dtypes: Sequence[torch.dtype] = DTYPES, device: torch.device | str = "cpu"
 ) -> None:
-    """Put an in-place AdamW through its laws: `laws.check_adamw(my_adamw_)`. LawViolation for the first that fails.
+    """Check an in-place AdamW kernel: `laws.check_adamw(my_adamw_)`. Raises LawViolation for the first broken law.
 
     `kernel(params, grads, exp_avgs, exp_avg_sqs, steps, *, lr, betas, eps, weight_decay, grad_scale, found_inf)` takes
     lists of tensors of one dtype and float32 0-d steps (see `fppo_kernels.adamw`).

@@ -1,4 +1,4 @@
-"""Laws of attention: later tokens, other sequences and columns that a row does not see change nothing."""
+"""Laws of attention: later tokens, other sequences, and columns that a row does not see have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fppo_kernels.operation import Kernel, Operation
 
 
 def _places(example: LawExample) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The number of its sequence, and its position there, of each query [N] and of each key [M]."""
+    """For each query [N] and each key [M], the index of its sequence, and its position there."""
     device, sizes = example.inputs["query"].device, example.extras["lengths"].cpu()
     keys = example.extras.get("key_lengths", sizes).cpu()
     places: list[tuple[Tensor, Tensor]] = []
@@ -25,8 +25,8 @@ def _places(example: LawExample) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 def _unseen(
     op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator, readers: Tensor, unseen: Tensor
 ) -> str | None:
-    """How the queries `readers` [N] depend on the other ones and on the keys `unseen` [M], in value or in gradient;
-    None if they do not."""
+    """Describe how the queries `readers` [N] depend on the other queries and on the keys `unseen` [M], in value or
+    gradient; None if they do not."""
     fresh = {name: normal(generator, *x.shape).to(x) for name, x in example.inputs.items()}
     others = {"query": ~readers, "key": unseen, "value": unseen}
     changed = example.put(**{k: fresh[k].where(others[k][:, None, None], x) for k, x in example.inputs.items()})
@@ -65,7 +65,8 @@ LAWS = (
 
 
 def _unseen_columns(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    """Hidden columns hold other numbers then, and those before `start` and from `end` on no numbers at all."""
+    """Describe a dependence on unseen columns: hidden ones get other numbers; those before `start` and from `end` on
+    NaN."""
     start, end = (int(example.extras[name].item()) for name in ("start", "end"))
     before = results(op, kernel, example)["result"]
     places = torch.arange(example.inputs["keys"].shape[2], device=before.device)

@@ -1,4 +1,5 @@
-"""Laws of collectives: each is its definition over the list of all ranks' tensors, its gradient the transpose."""
+"""Laws of collectives: each equals its definition over the list of all ranks' tensors, and its gradient the
+transpose."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _exchange(xs: Sequence[Tensor], table: Tensor) -> list[Tensor]:
 
 
 def _by_table(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An exchange by the number of rows that each rank (row of the table) sends to each (its columns)."""
+    """Adapt an exchange to a table of the number of rows that each rank (row) sends to each (column)."""
 
     def exchange(x: Tensor, axis: Axis, *, table: Tensor) -> Tensor:
         return kernel(x, axis, sent=table[axis.rank].tolist(), received=table[:, axis.rank].tolist())
@@ -63,7 +64,7 @@ def _by_table(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _table(ranks: int, case: int, rows: int) -> Tensor:
-    """Rows that each rank has, in runs of other sizes; some are empty, in the last cases all but one."""
+    """The rows of each rank in runs of different sizes; some are empty, in the last cases all but one."""
     generator = torch.Generator().manual_seed(case)
     to = torch.randint(max(1, ranks - case // 3), (ranks, rows), generator=generator)
     return torch.stack([torch.bincount(x, minlength=ranks) for x in to])
@@ -77,7 +78,7 @@ def _permute(xs: Sequence[Tensor], shift: int) -> list[Tensor]:
     return [xs[(rank - shift) % len(xs)] for rank in range(len(xs))]
 
 
-# what each collective gives to every rank, from the list of all ranks' tensors
+# the result of each collective on every rank, from the list of all ranks' tensors
 DEFINITIONS: Mapping[str, Callable[..., list[Tensor]]] = MappingProxyType(
     {
         "all_gather": _all_gather,
@@ -90,7 +91,7 @@ DEFINITIONS: Mapping[str, Callable[..., list[Tensor]]] = MappingProxyType(
     }
 )
 DIVIDED = MappingProxyType({"reduce_scatter": "dim", "all_to_all": "split_dim"})
-# keywords that undo a call with the example's keywords
+# keywords that invert a call with the example's keywords
 INVERSE: Mapping[str, Callable[[dict], dict]] = MappingProxyType(
     {
         "all_to_all": lambda k: {"split_dim": k["concat_dim"], "concat_dim": k["split_dim"]},
@@ -109,7 +110,7 @@ _KEYWORDS: Mapping[str, Callable[[int, int, int], dict[str, Any]]] = MappingProx
         "permute": lambda ranks, case, rows: {"shift": case % 5 - 2},
     }
 )
-CASES = 9  # of the keywords of each, in every dtype
+CASES = 9  # variants of each collective's keywords, in every dtype
 
 
 def _on_ranks(fn: Callable[..., Any], *per_rank: Sequence[Any]) -> list[Any]:
@@ -121,12 +122,12 @@ def _inputs(example: LawExample) -> list[Tensor]:
 
 
 def _cotangents(like: Sequence[Tensor]) -> list[Tensor]:
-    """Numbers -3 to 3 that differ between places and ranks."""
+    """Numbers from -3 to 3 that differ between elements and ranks."""
     return [(torch.arange(x.numel()).view(x.shape) * (3 + i) % 7 - 3).to(x.dtype) for i, x in enumerate(like)]
 
 
 def _first(what: str, expected: Sequence[Tensor], actual: Sequence[Tensor]) -> str | None:
-    """The first rank whose tensor is not the expected one, to the bit: the examples hold small whole numbers."""
+    """Describe the first rank whose tensor is not bit-equal to the expected one; examples hold small integers."""
     for rank, (a, b) in enumerate(zip(expected, actual, strict=True)):
         if a.dtype != b.dtype:
             return f"{what} on rank {rank} has the dtype {words(b.dtype)}, expected {words(a.dtype)}"
@@ -234,10 +235,7 @@ def _laws(name: str) -> list[Law]:
 
 
 def _example(name: str, ranks: int, width: int, seed: int) -> LawExample:
-    """Small whole numbers, of which every dtype holds any sum, in three dimensions that the ranks divide.
-
-    Half of the examples are not contiguous.
-    """
+    """Draw small integers, whose sums are exact in every dtype, in three dimensions that the ranks divide."""
     generator = torch.Generator().manual_seed(1000 * ranks + 100 * width + seed)
     case, dtype = divmod(seed, len(DTYPES))
     shape = (ranks, ranks * width, ranks * (1 + case % 2), ranks)
@@ -250,7 +248,7 @@ def _example(name: str, ranks: int, width: int, seed: int) -> LawExample:
 
 
 def check_collective(kernel: Callable[..., Tensor], name: str, *, ranks: Sequence[int] = RANKS) -> None:
-    """Put a collective through its laws on simulated meshes: `laws.check_collective(my_all_gather, "all_gather")`.
+    """Check a collective on simulated meshes: `laws.check_collective(my_all_gather, "all_gather")`.
 
     `name` is one of "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast" and "permute",
     and the signature that of `fppo_kernels.collectives`. In float64, float32, bfloat16 and int64: each rank's result is
@@ -265,11 +263,11 @@ def check_collective(kernel: Callable[..., Tensor], name: str, *, ranks: Sequenc
 
 
 def check_all_to_all(kernel: Callable[..., Tensor], *, ranks: Sequence[int] = RANKS) -> None:
-    """`check_collective` of an all-to-all `kernel(x, axis, *, split_dim, concat_dim)`."""
+    """Check an all-to-all `kernel(x, axis, *, split_dim, concat_dim)` by `check_collective`."""
     check_collective(kernel, "all_to_all", ranks=ranks)
 
 
 def check_collectives(kernels: Mapping[str, Callable[..., Tensor]] = BUILTIN, *, ranks: Sequence[int] = RANKS) -> None:
-    """`check_collective` of each function under its name."""
+    """Check each function under its name by `check_collective`."""
     for name, kernel in kernels.items():
         check_collective(kernel, name, ranks=ranks)

@@ -1,4 +1,5 @@
-"""Laws of attention over a row that is dealt to ranks: values and gradients are those of attention over all of it."""
+"""Laws of attention over a row that is dealt to ranks: values and gradients equal those of attention over the whole
+row."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ TOLERANCE = 1e-12  # float64, relative to the larger of 1 and the number
 
 
 def _on_ranks(attend: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """On every rank the gathered result, and the rank's share of the gradients."""
+    """The gathered result on every rank, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
     ranks, blocks = (int(example.extras[name]) for name in ("ranks", "blocks"))
     dealt = deal(lengths.lengths, ranks, blocks=blocks, window=keywords.get("window"))
@@ -38,7 +39,7 @@ def _on_ranks(attend: Callable, attention: Callable, example: LawExample) -> lis
 
 
 def _dealt(ranks: int, rows: int, width: int, seed: int) -> LawExample:
-    """Heads of which there may be fewer than ranks; a row that divides into the most blocks."""
+    """An example whose heads may be fewer than ranks, and whose row is divisible into the largest number of blocks."""
     example = _example(ranks, ranks * BLOCKS[-1], 2, rows, width, seed)
     return example._replace(extras=example.extras | {"blocks": torch.tensor(BLOCKS[(seed + rows) % len(BLOCKS)])})
 
@@ -49,7 +50,7 @@ def check_context(
     attention: Callable[..., Tensor] = sdpa,
     ranks: Sequence[int] = RANKS,
 ) -> None:
-    """Put attention over a dealt row through its laws on simulated meshes: `laws.check_context(ring_attention)`.
+    """Check attention over a dealt row on simulated meshes: `laws.check_context(ring_attention)`.
 
     `attend(deal, axis)` is an attention kernel for the tokens of a rank (see `fppo_kernels.context`); without one it is
     `gathered_attention` of `attention`. With ragged sequences that cross the blocks' borders, grouped heads, fewer of

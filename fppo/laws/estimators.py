@@ -35,19 +35,19 @@ GARBAGE_TEXT = "what stands where the mask is False changes no bit"
 PADDING_TEXT = "columns outside the mask change nothing"
 ZERO_TEXT = "the result is exactly 0 where the mask is False"
 FINITE_NOTE = "finite numbers there change nothing where the mask is True"
-NEAR = 1e-5  # how far a small number in a denominator may move an advantage from its reference
+NEAR = 1e-5  # the effect on an advantage of a small number in the reference's denominator
 LARGE = 16  # rows of the largest group of equal rewards in float32
-ROUNDING = 1e-3  # an advantage that is no longer the trace of a rounding
+ROUNDING = 1e-3  # advantages below this are rounding errors
 
 
 def call(fn: Callable, example: LawExample) -> Tensors:
-    """The results of `fn` for the example's inputs, as a tuple of [B, T]."""
+    """Run `fn` on the example; its results as a tuple of [B, T]."""
     result = fn(*example.inputs.values())
     return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def results_differ(expected: Tensors, actual: Tensors, tolerance: float | None = None) -> str | None:
-    """Where they differ, by more than the tolerance of their dtype or the one that is given."""
+    """Describe where results differ by more than the tolerance (by default that of their dtype)."""
     names = ("the advantages", "the returns") if len(expected) > 1 else ("the result",)
     for name, a, b in zip(names, expected, actual, strict=True):
         if reason := differ(name, a, b, TOLERANCES.get(a.dtype, 0.0) if tolerance is None else tolerance):
@@ -87,7 +87,7 @@ def _masked_garbage(fn: Callable, example: LawExample, generator: torch.Generato
 
 
 def _finite_garbage(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    """Whether numbers of up to some tens where the mask is False change a result where it is True."""
+    """Check that finite numbers of up to some tens outside the mask change no result inside."""
     spoiled = stain(example, generator)
     plain, stained = (tuple(y.where(example.mask, 0.0) for y in call(fn, x)) for x in (example, spoiled))
     return changed(results_differ(plain, stained), "with finite numbers where the mask is False, ", spoiled)
@@ -116,7 +116,7 @@ def _finite_padding(fn: Callable, example: LawExample, generator: torch.Generato
 
 
 def _padded(seen: Callable[[Tensor], Tensor], fill: float, fn: Callable, example: LawExample) -> Breach | None:
-    """Where what is `seen` of the results differs with more columns that hold `fill`."""
+    """Compare what is `seen` of the results with and without more columns that hold `fill`."""
     width = example.mask.shape[1]
     for columns in (1, 3):
         wide = example.map(partial(widen, columns=columns, fill=fill))
@@ -140,8 +140,8 @@ def _equal_rewards(fn: Callable, example: LawExample, generator: torch.Generator
     groups = torch.arange(len(example.mask)).div(2, rounding_mode="floor")
     if len(groups) < 2 or not example.mask.any(1).all():
         return None
-    groups = groups.clamp(max=len(groups) // 2 - 1)  # nobody alone
-    rounded = (6 * groups + 1).double() / 10  # the mean of three of these takes a rounding
+    groups = groups.clamp(max=len(groups) // 2 - 1)  # no group of one row
+    rounded = (6 * groups + 1).double() / 10  # the mean of three of these is rounded
     scores = rounded.to(example.inputs["scores"])
     example = example.put(scores=scores, groups=groups)
     advantages = call(fn, example)[0]
@@ -149,7 +149,7 @@ def _equal_rewards(fn: Callable, example: LawExample, generator: torch.Generator
 
 
 def _equal_in_float32(fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
-    """Whether equal rewards k / 10 in one group of up to `LARGE` rows give about 0 in float32."""
+    """Check that equal rewards k / 10 in one group of up to `LARGE` rows give about 0 in float32."""
     if len(example.mask) > 1:
         return None  # groups of every size are tried once for each width and seed
     width = example.mask.shape[1]
@@ -195,7 +195,7 @@ def _alone(fn: Callable, example: LawExample, generator: torch.Generator) -> str
     try:
         call(fn, example)
     except Exception as error:
-        with contextlib.suppress(Exception):  # where this raises too, groups of one are not why
+        with contextlib.suppress(Exception):  # if this raises too, groups of one row are not the reason
             call(fn, example.map(lambda x: torch.cat([x, x])))
             return f"it raised {type(error).__name__}: {error}"
     return None
@@ -208,15 +208,15 @@ def _group_names(fn: Callable, example: LawExample, generator: torch.Generator) 
 
 
 def as_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    """Where the results of `fn` are not those of the reference."""
+    """Compare the results of `fn` with those of the reference."""
     expected, actual = call(reference, example), call(fn, example)
-    both = min(len(expected), len(actual))  # one of them may give advantages alone
+    both = min(len(expected), len(actual))  # one of them may return advantages alone
     reason = results_differ(expected[:both], actual[:both])
     return reason and f"{reason}, as of {fn_name(reference)}"
 
 
 def _near_reference(reference: Callable, fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
-    """Where the advantages are not about the reference's, of groups of two rows or more that all have tokens."""
+    """Compare advantages with the reference's approximately, in groups of at least two rows that all have tokens."""
     _, counts = example.inputs["groups"].unique(return_counts=True)
     if not example.mask.any(1).all() or (counts < 2).any():
         return None
@@ -247,18 +247,19 @@ def check_advantages(
     reference: Callable | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Put a group estimator through its laws: `laws.check_advantages(my_estimator)`. LawViolation for the first.
+    """Check a group estimator: `laws.check_advantages(my_estimator)`. Raises LawViolation for the first broken law.
 
-    `estimator(scores [B], mask [B, T], groups [B])` returns Advantages, or advantages alone. Rows without tokens count
-    nowhere whatever their score, the result is 0 outside the mask, goes with the rows, and depends neither on padding
-    nor on the groups' ids. Three laws can be left out: equal rewards in a group of two or more give exactly 0
-    (`equal_rewards`), rewards that all differ give somebody an advantage (`unequal_rewards`), and of two rows of a
-    group that with the higher score has no lower advantage, each averaged over its tokens (`higher_scores`).
+    `estimator(scores [B], mask [B, T], groups [B])` returns Advantages, or advantages [B, T] alone. The laws: rows
+    without tokens have no effect, whatever their score; the result is 0 outside the mask, follows a permutation of
+    rows, and depends neither on padding nor on the ids of groups. Three laws can be turned off: equal rewards in a
+    group of two or more rows give exactly 0 (`equal_rewards`); rewards that all differ do not all give 0
+    (`unequal_rewards`); and of two rows of a group the one with the higher score has no lower advantage, averaged over
+    its tokens (`higher_scores`).
 
-    Factors and baselines are free under these laws: n - 1 or n in the standard deviation, RLOO's n / (n - 1), what
-    lengths weigh. They are held against a `reference`, a slow and plain estimator of the same signature, whose results
-    it must have on all batches. Every group has at least `group_rows` rows with tokens. `dtype` is that of the scores,
-    and the precision asked for (see `check_policy_loss`).
+    These laws leave factors and baselines free: n - 1 or n in the standard deviation, RLOO's n / (n - 1), weights by
+    length. A `reference`, a slow and plain estimator of the same signature, fixes them: results must equal its own on
+    all batches. Every group has at least `group_rows` rows with tokens. `dtype` is that of the scores, and determines
+    the tolerance (see `check_policy_loss`).
     """
     suite = advantages_suite(
         equal_rewards=equal_rewards,
@@ -305,7 +306,7 @@ def advantages_suite(
 def token_example(
     names: tuple[str, ...], rows: int, width: int, seed: int, dtype: torch.dtype = torch.float64
 ) -> LawExample:
-    """A batch of columns [B, T] by their names, of which "weights" are at least 0, with a mask by the seed."""
+    """Draw columns [B, T] by their names, with "weights" at least 0, and a mask by the seed."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed, generator)
     inputs = {name: short(normal(generator, rows, width)).to(dtype) for name in names}
@@ -314,13 +315,13 @@ def token_example(
 
 
 class _Whitening(NamedTuple):
-    """The specification of a whitening: keep the mean or make it 0, and a number to add to the variance."""
+    """The specification of a whitening: whether it keeps the mean, and the number that it adds to the variance."""
 
     shift_mean: bool
     eps: float
 
     def about_zero(self, fn: Callable, example: LawExample) -> tuple[Tensor, Tensor]:
-        """The result [N] on the mask with its mean as it should be taken off, and the variance it should have."""
+        """The result [N] on the mask without the mean that it should have, and the variance that it should have."""
         x, result = example.inputs["x"][example.mask], call(fn, example)[0][example.mask]
         variance = x.var() if len(x) > 1 else x.new_zeros(())
         return result if self.shift_mean else result - x.mean(), variance / (variance + self.eps)
@@ -350,17 +351,18 @@ def _shift_and_scale(kind: _Whitening, fn: Callable, example: LawExample, genera
 def _constant(kind: _Whitening, fn: Callable, example: LawExample, generator: torch.Generator) -> Breach | None:
     example = example.put(x=torch.full_like(example.inputs["x"], 0.1))
     result, _ = kind.about_zero(fn, example)
-    exact = kind.shift_mean and not kind.eps  # what is added to the variance bounds what roundings grow to
+    exact = kind.shift_mean and not kind.eps  # eps limits the growth of rounding errors
     return changed(differ("the result", torch.zeros_like(result), result, 0.0 if exact else 1e-9), "", example)
 
 
 def check_whiten(whiten: Callable, *, shift_mean: bool = True, eps: float = 0.0) -> None:
-    """Put a whitening `whiten(x [B, T], mask)` through its laws. LawViolation for the first that fails.
+    """Check a whitening `whiten(x [B, T], mask)`. Raises LawViolation for the first broken law.
 
-    Mean 0 and (unbiased) variance 1 over the mask, shift and scale invariance, equal numbers give exactly 0, and the
-    laws of `check_advantages` about masked garbage, row order, padding and purity. `shift_mean=False` is for one that
-    keeps the mean of `x`: the laws then hold for what is left without it. `eps` is what it adds to the variance, as
-    1e-8 in (x - mean) * rsqrt(variance + 1e-8): the variance then is variance / (variance + eps).
+    The laws: mean 0 and (unbiased) variance 1 over the mask; shifting and scaling have no effect; equal numbers give
+    exactly 0; and the laws of `check_advantages` about values outside the mask, row order, padding and purity. With
+    `shift_mean=False`, for a whitening that keeps the mean of `x`, the laws hold for the result minus that mean. `eps`
+    is the number that the whitening adds to the variance, as 1e-8 in (x - mean) * rsqrt(variance + 1e-8); the result's
+    variance is then variance / (variance + eps).
     """
     check_suite(whiten, whiten_suite(shift_mean=shift_mean, eps=eps))
 

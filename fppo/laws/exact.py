@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fppo.laws._search import Law, LawExample, check
 
-if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
+if TYPE_CHECKING:  # models import transformers, which the other laws do not need
     from fppo.batch import Rollout
     from fppo.rollout.embedded import EmbeddedEngine
     from fppo.rollout.engine import Ask
@@ -20,13 +20,13 @@ if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
 SIZES = ((1, 1), (1, 3), (2, 2), (3, 5), (5, 18))  # prompts, and the most tokens of each
 SEEDS = 4
 _LONGEST = 12  # tokens of a response
-# by the seed of an example: the temperature, whether it is greedy, the k of top-k, the responses to each prompt
+# by an example's seed: temperature, whether greedy, top-k, responses to each prompt
 _SAMPLINGS = ((1.0, False, 0, 2), (0.7, False, 4, 3), (1.0, True, 0, 1), (1.6, False, 0, 3))
 _PASSES = ((None, None), (1, None), (3, None), (None, 40))  # rows of a micro-batch, or tokens
 
 
 class ExactCase(NamedTuple):
-    """An engine with its parameters, which a law samples from in the place of a function."""
+    """An engine with its parameters, from which a law samples, in place of a function."""
 
     engine: EmbeddedEngine
     params: Mapping[str, Tensor]
@@ -55,7 +55,7 @@ def _ask(example: LawExample) -> Ask:
 
 
 def _differ(rows: Rollout, log_probs: Tensor) -> str | None:
-    """The first token of the rows whose log-prob has other bits in `log_probs` [B, T], in words."""
+    """Describe the first token whose log-prob is not bit-equal to `log_probs` [B, T]; None if all are."""
     own = rows.rollout_log_probs
     wrong = (own.to(log_probs.dtype) != log_probs) & rows.response_mask
     if not wrong.any():
@@ -69,7 +69,7 @@ def _differ(rows: Rollout, log_probs: Tensor) -> str | None:
 def _pass(
     case: ExactCase, rows: Rollout, ask: Ask, size: int | None, budget: int | None, *, share: bool = False
 ) -> Tensor:
-    """The log-probs [B, T] of a training pass over the rows, as it cuts them."""
+    """The log-probs [B, T] of a training pass over the rows, cut into micro-batches of `size` or `budget`."""
     from fppo.steps import Forward, MicroBatching, compute_log_probs
 
     engine = case.engine
@@ -131,7 +131,7 @@ _LAWS = (
 
 
 def _example(vocabulary: int, longest: int, rows: int, width: int, seed: int) -> LawExample:
-    """Left-padded prompts of tokens below `vocabulary`, of which those behind the first may be short."""
+    """Left-padded prompts of tokens below `vocabulary`; all but the first may be short."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     width = min(width, longest - _LONGEST)
     lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
@@ -148,11 +148,11 @@ def check_exact(
     sizes: Sequence[tuple[int, int]] = SIZES,
     seeds: int = SEEDS,
 ) -> None:
-    """The log-probs of an engine's rollouts have the bits of a training pass by its kernels, for any prompts, cache,
-    passes and order of rows, greedy and sampled.
+    """Check that log-probs of an engine's rollouts are bit-equal to a training pass with its kernels, for any prompts,
+    cache, passes and order of rows, greedy and sampled.
 
-    `params` are the model's; None: random ones. `sizes` are (prompts, tokens of each at most). The training pass is
-    that of `steps.compute_log_probs`, packed. Raises LawViolation with the prompts that show it.
+    `params` are the model's; None: random ones. `sizes` are (number of prompts, most tokens of each). The training pass
+    is that of `steps.compute_log_probs`, packed. Raises LawViolation with the prompts that show a difference.
     """
     from fppo import models
     from fppo.key import Key

@@ -1,8 +1,8 @@
-"""Laws in expectation: the exact mean and noise of the gradient that a step takes, over all batches that it can draw.
+"""Laws in expectation: the exact mean and noise of a step's gradient, over all batches that it can draw.
 
-The library's own functions are called on every batch of a small world at once: `advantages.experience.estimate`, the
-policy's objective with its loss, KL term and correction, and `losses.loss_weights`. The mean of their gradients is held
-against autograd of the objective, sum over responses of probability * (score - coef * divergence).
+The library's own functions run on every batch of a small world at once: `advantages.experience.estimate`, the policy's
+objective with its loss, KL term and correction, and `losses.loss_weights`. The mean of their gradients is compared with
+autograd's gradient of the objective, sum over responses of probability * (score - coef * divergence).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from fppo.laws.worlds import DIVERGENCES, OUTSIDE, Batches, Divergence, SmallWor
 from fppo.laws.worlds import worlds as small_worlds
 from fppo.losses import KLState, Totals
 
-if TYPE_CHECKING:  # the objective of an update needs transformers; the other laws do without it
+if TYPE_CHECKING:  # an update's objective imports transformers, which the other laws do not need
     from fppo.batch import Annotated, Experience
 
 EXACT = 1e-9
-PROBES = 12  # batches that say whether an estimator compares rows of different batches
+PROBES = 12  # number of batches that are tried to find out whether an estimator compares rows of different batches
 ZERO = 1e-12
-SCORE = "score"  # the name of the one score of a world's rows
+SCORE = "score"  # the name of a world's single score
 
 
 @attrs.frozen
 class KL:
-    """A KL estimate of a step: its kind, coefficient and place, and the divergence that it is to be the gradient of.
+    """A KL estimate of a step: its kind, coefficient and place, and the divergence whose gradient it should have.
 
     Raises ValueError for another place than "reward" or "loss", another kind, and an unknown divergence.
     """
@@ -45,7 +45,7 @@ class KL:
 
 @attrs.frozen(kw_only=True)
 class StepMath:
-    """The functions that turn the scores of a batch into a gradient: all of a step but the model."""
+    """The functions that turn a batch's scores into a gradient: everything in a step but the model."""
 
     estimator: Callable[..., Any]
     loss_fn: Callable[..., Any] = losses.ppo_clip
@@ -59,14 +59,14 @@ class StepMath:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Bias:
-    """The mean gradient of a step beside the gradient g of what is to be made smaller, -objective; and its noise."""
+    """The mean gradient of a step, compared with the gradient g of -objective, which is minimised; and its noise."""
 
     cosine: float
     """The cosine between the mean and g; nan where one of them is 0."""
     scale: float
-    """<mean, g> / <g, g>: a factor that a learning rate makes up for."""
+    """<mean, g> / <g, g>: a factor that a learning rate can compensate."""
     turned: float
-    """|mean - scale g| / |scale g|: what no learning rate makes up for."""
+    """|mean - scale g| / |scale g|: an error that no learning rate compensates."""
     deviation: float
     """The standard deviation of a batch's gradient."""
     noise: float
@@ -155,7 +155,7 @@ def check_gradient(
 
 
 def _breach(math: StepMath, world: SmallWorld, up_to: str) -> str | None:
-    """How the mean gradient on a world differs from the objective's, in words; None if it does not."""
+    """Describe how the mean gradient on a world differs from the objective's; None if it does not."""
     batches = all_batches(world, math.n)
     found = step_bias(math, world, batches)
     still = float(found.gradient.norm()) <= ZERO
@@ -188,7 +188,7 @@ def _violation(math: StepMath, world: SmallWorld, up_to: str, reason: str) -> La
         f"    world = {world.made}",
         f"    print(laws.bias({', '.join([name, 'world=world', *words])}))",
     ]
-    with contextlib.suppress(Exception):  # where the function raises on this batch, the rows have no advantages
+    with contextlib.suppress(Exception):  # if the function raises on this batch, its rows have no advantages
         lines += ["  Its likeliest batch of several responses, and what they get:", *_likeliest(math, world)]
     tensors = {"tokens": world.tokens, "mask": world.mask, "scores": world.scores, "logits": world.logits}
     return LawViolation("\n".join(lines), "expectation", tensors)
@@ -199,7 +199,7 @@ def _written(x: Any) -> str:
 
 
 def _likeliest(math: StepMath, world: SmallWorld) -> list[str]:
-    """The likeliest batch of several responses: a line for each row, with its tokens, score and advantages."""
+    """Describe the likeliest batch of several responses: a line for each row, with its tokens, score and advantages."""
     batches = all_batches(world, math.n)
     rows = batches.responses.view(batches.count, -1)
     number = int(batches.chances.where((rows != rows[:, :1]).any(1), -1.0).argmax())
@@ -215,7 +215,7 @@ def _likeliest(math: StepMath, world: SmallWorld) -> list[str]:
 
 
 def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None) -> Bias:
-    """Measure the bias of a step's math on a world; see `bias`."""
+    """Measure the bias of a step on a world; see `bias`."""
     _check_loss(math.loss_fn)
     batches = all_batches(world, math.n) if batches is None else batches
     experience = _experience(math, world, batches)
@@ -231,7 +231,8 @@ def step_bias(math: StepMath, world: SmallWorld, batches: Batches | None = None)
 
 
 def compared(mean: Tensor, gradient: Tensor, deviation: float) -> Bias:
-    """Compare a mean gradient with the objective's, both flat; `deviation` is that of a batch's gradient."""
+    """Compare a mean gradient with the objective's, both flat; `deviation` is the standard deviation of a batch's
+    gradient."""
     size, wanted = float(mean.norm()), float(gradient.norm())
     product = float(mean @ gradient)
     scale = product / wanted**2 if wanted > ZERO else 0.0
@@ -256,8 +257,8 @@ def _check_loss(loss_fn: Any) -> None:
 
 
 def _experience(math: StepMath, world: SmallWorld, batches: Batches) -> Experience:
-    """All batches with their advantages: by one call, or by one for each where an estimator compares rows of different
-    batches."""
+    """All batches with their advantages: from one call, or from one call each if an estimator compares rows of
+    different batches."""
     from fppo.batch import concat, rows
 
     every = torch.arange(len(batches.numbers))
@@ -281,7 +282,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _estimated(math: StepMath, world: SmallWorld, batches: Batches, index: Tensor) -> Experience:
-    """The rows at `index`, with the advantages that a step gives them together."""
+    """The rows at `index`, with the advantages that a step computes for them together."""
     from fppo.advantages.experience import estimate
 
     kl = math.kl
@@ -298,7 +299,7 @@ def _estimated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
 
 
 def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tensor) -> Annotated:
-    """The rows at `index` with all that models say of them; what stands outside of the mask is no number of theirs."""
+    """The rows at `index` with all columns from models; values outside the mask are invalid on purpose."""
     from fppo.batch import Annotated, Column
 
     p, s, n = batches.prompts[index], batches.responses[index], len(index)
@@ -338,7 +339,7 @@ def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
 def _objective_slope(
     math: StepMath, world: SmallWorld, batches: Batches, experience: Experience, weights: Tensor
 ) -> Tensor:
-    """The gradient of the library's objective by the policy's log-probs, [R, W]: each row's share of its batch's."""
+    """The gradient of the library's objective by the policy's log-probs, [R, W]: each row's share in its batch's."""
     from fppo.steps.actor import PolicyObjective, PolicyTerms
     from fppo.steps.outputs import TokenOutputs
 
@@ -347,7 +348,7 @@ def _objective_slope(
     leaf = policy.where(experience.response_mask, OUTSIDE).requires_grad_()
     if kl is None or kl.where == "reward":
         terms, more = PolicyTerms(), 0.0
-    elif kl.kind == "k1":  # refused in a run: it has an expected gradient of 0
+    elif kl.kind == "k1":  # refused in a run: its expected gradient is 0
         assert experience.ref_log_probs is not None
         term = losses.kl_estimate(leaf, experience.ref_log_probs, "k1", mask=experience.response_mask)
         terms, more = PolicyTerms(), kl.coef * (weights * term).sum()
@@ -359,7 +360,7 @@ def _objective_slope(
 
 
 def _weights(mask: Tensor, batches: Batches, mode: str, horizon: int) -> Tensor:
-    """`losses.loss_weights` of every batch [R, W], by one call for all that have the same totals."""
+    """Compute `losses.loss_weights` of every batch [R, W], in one call for all batches with equal totals."""
     counts = [mask.sum(1), mask.any(1)]
     totals = torch.stack(
         [torch.zeros(batches.count).double().index_add(0, batches.numbers, x.double()) for x in counts], 1

@@ -1,4 +1,4 @@
-"""The values that losses of critics settle on, where returns vary from one sample to the next."""
+"""Fixed points of critic losses: the values that minimise them where returns vary between samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fppo.losses import ValueHead
 
 ROUNDS = 40  # updates at most, each from the value of the one before
 STEADY = 1e-7
-# returns and their chances
+# returns and their probabilities
 SAMPLES = (
     ((0.0, 1.0), (0.95, 0.05)),
     ((0.0, 1.0), (0.4, 0.6)),
@@ -22,11 +22,11 @@ SAMPLES = (
 
 
 def fixed_point(head: ValueHead, returns: Sequence[float], chances: Sequence[float]) -> float:
-    """The value of a head's outputs where its expected loss over returns with these chances is least.
+    """The value of the outputs that minimise a head's expected loss, over returns with these probabilities.
 
-    `head` is one of `fppo.losses`, as `losses.mse_head()`. A loss that is clipped around the old value is made least
-    again and again, each time with the value before as the old one, until the value stays. The mean of the returns is
-    what a critic should say. Raises ValueError for chances that are no distribution.
+    `head` is one of `fppo.losses`, as `losses.mse_head()`. A loss that is clipped around the old value is minimised
+    repeatedly, each time with the previous value as the old one, until the value stays. A critic should predict the
+    mean of the returns. Raises ValueError for `chances` that are no distribution.
     """
     goals, weights = (torch.tensor(list(x), dtype=torch.float64) for x in (returns, chances))
     if goals.shape != weights.shape or bool((weights < 0).any()) or abs(float(weights.sum()) - 1) > 1e-9:
@@ -42,7 +42,7 @@ def fixed_point(head: ValueHead, returns: Sequence[float], chances: Sequence[flo
 
 
 def check_fixed_point(head: ValueHead, *, tolerance: float = 1e-3) -> None:
-    """Put a critic's head through the law of its fixed point: `laws.check_fixed_point(losses.two_hot_head())`.
+    """Check the fixed point of a critic's head: `laws.check_fixed_point(losses.two_hot_head())`.
 
     Where returns vary, between 0 and 1, the value of least expected loss must be their mean, to `tolerance`. Raises
     LawViolation with the returns and chances for which it is not.
@@ -64,7 +64,7 @@ def _read(head: ValueHead, outputs: Tensor) -> Tensor:
 
 
 def _expected_loss(head: ValueHead, old: Tensor, goals: Tensor, weights: Tensor, outputs: Tensor) -> Tensor:
-    """The expected loss of outputs [] or [K] over the returns, 0-d."""
+    """The expected loss, 0-d, of outputs [] or [K] over the returns."""
     rows = outputs.expand(len(goals), 1, *outputs.shape)
     mask = torch.ones(len(goals), 1, dtype=torch.bool)
     loss, _ = head.loss_fn(rows, old.expand(len(goals), 1), goals[:, None], mask)
@@ -72,7 +72,7 @@ def _expected_loss(head: ValueHead, old: Tensor, goals: Tensor, weights: Tensor,
 
 
 def _least(head: ValueHead, start: Tensor, old: Tensor, goals: Tensor, weights: Tensor) -> Tensor:
-    """The outputs of least expected loss, by L-BFGS from `start`."""
+    """Minimise the expected loss over outputs by L-BFGS from `start`."""
     leaf = start.clone().requires_grad_()
     of = partial(_expected_loss, head, old, goals, weights)
     search = torch.optim.LBFGS(

@@ -1,4 +1,4 @@
-"""Laws of kernels: values and gradients equal the float64 reference, rows stay apart, arguments stay as they are."""
+"""Laws of kernels: values and gradients equal the float64 reference, rows are independent, arguments are unchanged."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _gradient_law(op: Operation, outputs: Sequence[str]) -> KernelLaw:
     return KernelLaw(name, statement, partial(_gradients, outputs))
 
 
-# what an operation must do beside the laws of all
+# further laws of single operations
 _OTHERS = MappingProxyType(
     {"log_probs": log_probs.LAWS, "attention": attention.LAWS, "decode_attention": attention.DECODING_LAWS}
 )
@@ -120,7 +120,7 @@ _FROZEN = KernelLaw("frozen", "a gradient does not depend on which arguments tak
 
 
 def laws_of(op: Operation) -> list[Law]:
-    """The laws of an operation; log-probs have others of large examples."""
+    """The laws of an operation; those of large examples for log-probs are separate (`check_large`)."""
     special = ((_APART,), (_FROZEN,)) if op.rows else (_OTHERS.get(op.name, ()), ())
     outputs = [*((name,) for name in op.sloped), *([op.sloped] if len(op.sloped) > 1 else [])]
     slopes = [_gradient_law(op, names) for names in outputs]
@@ -155,25 +155,25 @@ def check_kernel(
     reference: Kernel | None = None,
     wide: int | None = None,
 ) -> bool:
-    """Put a kernel through the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. LawViolation for the
-    first that fails.
+    """Check a kernel by the laws of its operation: `laws.check_kernel("log_probs", my_kernel)`. Raises LawViolation for
+    the first broken law.
 
-    The operation is a name of `fppo_kernels.table.Kernels`, whose definition, as `fppo_kernels.log_probs.reference`,
-    has the signature, or a record of your own. Values, and the gradient of every output by every input, are those of
-    the definition in float64, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the larger of 1 and
-    the tensor's largest number; gradients of attention in bfloat16 to `scale` * sqrt(D / 2) times as much, where that
-    is above 1. What a row, a token or a sequence does not see changes no bit of its result, and gets no gradient;
-    arguments stay as they are, and equal arguments give equal bits. Examples are empty, small, steep, flat and large,
-    with and without each keyword.
+    `op` is a name of `fppo_kernels.table.Kernels`, whose definition, as `fppo_kernels.log_probs.reference`, has the
+    kernel's signature; or a record of your own. The laws: values, and the gradient of every output by every input,
+    equal those of the definition in float64, to 1e-9 in float64, 1e-4 in float32 and 2e-2 in bfloat16, relative to the
+    larger of 1 and the tensor's largest number. (For gradients of attention in bfloat16 the tolerance is multiplied by
+    `scale` * sqrt(D / 2) if that is above 1.) Whatever a row, a token or a sequence must not see changes no bit of its
+    result, and gets no gradient. Arguments are unchanged, and equal arguments give equal bits. Examples are empty,
+    small, steep, flat and large, with and without each keyword.
 
-    `dtypes` are all that the operation is for, unless given: a kernel that computes in float32 alone gives
-    `dtypes=(torch.float32,)`. `lacks` names keywords, features ("gqa") or activations that it does not have, without
-    which examples are drawn: none, but "key_lengths" for attention that does not name it. One that rounds its operands
-    gives the `reference` that it is held against, a differentiable function of the same arguments in float64, as
-    `fppo_kernels.linear.float8_reference.reference`. Heads and hidden states are `wide`, on GPUs 16.
+    `dtypes` are by default all of the operation's; a kernel for float32 alone gives `dtypes=(torch.float32,)`. `lacks`
+    names keywords, features ("gqa") or activations that the kernel does not support, and that examples leave out: by
+    default none, but "key_lengths" for attention without that keyword. A kernel that rounds its operands gives its own
+    `reference`, a differentiable function of the same arguments in float64, as
+    `fppo_kernels.linear.float8_reference.reference`. `wide` is the width of heads and hidden states, on GPUs 16.
 
-    Returns whether there were laws to try: there are none for a kernel that lacks what all examples have, nor for
-    "gae" on a GPU. Raises ValueError for another operation or dtype.
+    Returns whether any law applied: none does for a kernel that lacks what all examples have, or for "gae" on a GPU.
+    Raises ValueError for another operation or dtype.
     """
     op, device = operation_of(op) if isinstance(op, str) else op, torch.device(device)
     dtypes = checked(op.dtypes if dtypes is None else dtypes)

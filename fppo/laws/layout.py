@@ -1,6 +1,6 @@
-"""The layout law: an update on many ranks, its rows and parameters spread over them in any way, is that of one process.
+"""The layout law: an update on many ranks equals that of one process, however its rows and parameters are distributed.
 
-The ranks are those of a mesh simulated in this process, so the law needs no launcher.
+The ranks form a mesh simulated in this process, so the law needs no launcher.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fppo.laws.updates import HORIZON, PROMPT, VOCAB, _actor_update, _batch, _ex
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
-if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
+if TYPE_CHECKING:  # models import transformers, which the other laws do not need
     from fppo.models.model import HeadKind
     from fppo.steps.actor import PolicyTerms, SelectiveLoss
 
@@ -39,7 +39,7 @@ TOLERANCE = 1e-10
 
 @attrs.frozen
 class MeshCase:
-    """A mesh, what is sharded on it, how many layers the model has, and how a batch is spread over it and cut."""
+    """A mesh, with what is sharded on it, the model's number of layers, and the distribution and cut of a batch."""
 
     axes: Mapping[str, int]
     stage: int | None = None
@@ -65,14 +65,14 @@ class MeshCase:
         return words + extras + f", {self.virtual_stages} stages on each rank" * (self.virtual_stages > 1)
 
 
-# of a layout: axes, stage of the sharding, how layers are recomputed, stages of a pipeline on each rank
+# a layout: axes, stage of the sharding, recomputation of layers, pipeline stages on each rank
 Settings = tuple[Mapping[str, int], int | None, Recompute, int]
-# (example, layout, number of the model) -> what the update gave on every rank
+# (example, layout, number of the model) -> the update's result on every rank
 Run = Callable[[LawExample, MeshCase, int], list[_UpdateOutcome]]
 
 
 def meshes(max_ranks: int) -> list[dict[str, int]]:
-    """All meshes of axes of 1, 2 or 4 ranks that have at most `max_ranks`, and more than one; the small ones first.
+    """All meshes of axes of 1, 2 or 4 ranks with at most `max_ranks` ranks, and more than one; small ones first.
 
     The sequence and tensor axes divide the heads between them, the pipeline has a layer for each rank, and one of the
     sequence and context axes is one rank wide.
@@ -89,13 +89,13 @@ def _ranks(axes: Mapping[str, int]) -> int:
 
 
 def _shards(axes: Mapping[str, int]) -> int:
-    """Ranks over which dense parameters can be sharded."""
+    """The number of ranks over which dense parameters can be sharded."""
     return axes["shard"] * axes["expert"]
 
 
 def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[str, Tensor]]]:
-    """A Qwen2 with tied embeddings, a Llama without, and a GLM-4-MoE, which has experts from the second layer on and
-    biases of their routers, in float64, with sizes that the meshes do not all divide."""
+    """Three models in float64, with sizes that not all meshes divide: a Qwen2 with tied embeddings, a Llama without,
+    and a GLM-4-MoE with experts from the second layer on, and biases of their routers."""
     from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config
 
     from fppo import models
@@ -109,7 +109,7 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
         "num_attention_heads": HEADS,
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
-        "initializer_range": 0.3,  # so that probabilities are far from uniform
+        "initializer_range": 0.3,  # far from uniform probabilities
         "pad_token_id": 0,
         "bos_token_id": None,
         "eos_token_id": 1,
@@ -131,7 +131,7 @@ def _models(head: HeadKind, outputs: int, layers: int) -> list[tuple[Any, dict[s
 
 
 def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """The update on the ranks of a layout, as a function of the batch; the state comes back whole.
+    """The update on the ranks of a layout, as a function of the batch; it returns the whole state.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -157,7 +157,7 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
         model = attrs.evolve(model, checkpoint_layers=layout.checkpoint_layers)
         sharding = None if layout.stage is None else Sharding(stage=layout.stage)
         mesh = attrs.evolve(mesh, sharding=sharding, virtual_stages=layout.virtual_stages, ring=layout.ring)
-        cut = prepared(number, layout.layers, mesh["tensor"].size, mesh["expert"].size)  # once, and not on every rank
+        cut = prepared(number, layout.layers, mesh["tensor"].size, mesh["expert"].size)  # once, not on every rank
         model = cut.like(model).on(mesh)
         loop = Loop(
             mini_batch_size=min(MINI, len(example.mask)),
@@ -174,7 +174,7 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
         return _UpdateOutcome(grads, params, metrics)
 
     def run(example: LawExample, layout: MeshCase, number: int) -> list[_UpdateOutcome]:
-        prepared(number, layout.layers, layout.axes["tensor"], layout.axes["expert"])  # before there are threads
+        prepared(number, layout.layers, layout.axes["tensor"], layout.axes["expert"])  # before threads start
         return simulate(layout.axes, partial(on_rank, example, layout, number))
 
     return run
@@ -188,7 +188,7 @@ def _draw(
     example: LawExample,
     generator: torch.Generator,
 ) -> MeshCase:
-    """A split into micro-batches, and packed rows or, where no axis cuts them, any."""
+    """Draw a cut into micro-batches, and packed rows, or any if no axis cuts them."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
@@ -210,7 +210,7 @@ def _draw(
 
 
 def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
-    """Ragged rows, of which up to three have one prompt."""
+    """Ragged rows, up to three of which share a prompt."""
     example = _example(modes, rows, width, seed)
     first = torch.arange(rows) // 3 * 3
     tokens, attention = (example.inputs[name].clone() for name in ("tokens", "attention_mask"))
@@ -220,7 +220,7 @@ def _of_prompts(modes: Sequence[str], rows: int, width: int, seed: int) -> LawEx
 
 
 def _turns(layouts: Sequence[Settings], each: int):
-    """The next `each` of the layouts at every call, and the number of the call; round and round."""
+    """A function that returns the next `each` layouts, cyclically, and the number of its call."""
     count = 0
 
     def turn() -> tuple[int, list[Settings]]:
@@ -237,7 +237,7 @@ def _one_process(run: Run, example: LawExample, number: int, layers: int = 2) ->
 
 
 def _number(axes: Mapping[str, int], count: int) -> int:
-    """The model that a layout is tried with: that of experts where these are cut, else they take turns."""
+    """The index of the model for a layout: the one with experts if these are cut, else in turn."""
     return 2 if axes["expert"] > 1 else count % 3
 
 
@@ -261,7 +261,7 @@ def _laws(layouts: Sequence[Settings], each: int, seed: int) -> tuple[Law, ...]:
 
     def same_bits(run: Run, example: LawExample, generator: torch.Generator) -> str | None:
         count, (settings,) = again()
-        if count % 4:  # each is run twice
+        if count % 4:  # each runs twice
             return None
         layout, number = _draw(*settings, example, generator), _number(settings[0], count)
         first, second = ([tree.digest(outcome) for outcome in run(example, layout, number)] for _ in range(2))
@@ -292,16 +292,18 @@ def check_layout_fn(
     seed: int = 0,
     name: str | None = None,
 ) -> None:
-    """Put a whole update through the laws of layouts: `laws.check_layout_fn(UpdateCritic, head="value")`.
+    """Check a whole update by the laws of layouts: `laws.check_layout_fn(UpdateCritic, head="value")`.
 
-    `make` is as in `check_update_fn`, on any mesh: replicate, shard, expert, sequence, context, tensor and pipeline
-    axes of 1, 2 and 4 ranks, `max_ranks` at most, with whole parameters or sharded ones of every stage, the layers
-    recomputed, all but their attention, or not, and the stages of a pipeline of 2 ranks interleaved or not. All ranks
-    have all rows, ragged ones, some of one prompt, which passes compute once or not; the update shares them out, to
-    some ranks none, and cuts them into micro-batches anyhow. In every weight mode of `modes` the gradient tree, the new
-    state and the metrics on every rank must be those of one process, in float64, to 1e-10, of dense models and of one
-    with experts. Each example tries the next `each` layouts in an order drawn from `seed`; None: so many that all are
-    tried. LawViolation for the first law that fails, with the layout and the seed.
+    `make` is as in `check_update_fn`, on any mesh of at most `max_ranks` ranks: replicate, shard, expert, sequence,
+    context, tensor and pipeline axes of 1, 2 and 4 ranks, with whole parameters or every stage of sharding, with layers
+    kept, recomputed, or recomputed except for their attention, and with the stages of a pipeline of 2 ranks interleaved
+    or not. All ranks have all rows. These are ragged, and some share a prompt, which passes compute once or not. The
+    update distributes them over ranks, some of which may get none, and cuts them into any micro-batches.
+
+    In every weight mode of `modes`, gradients, new state and metrics on every rank must equal those of one process, in
+    float64, to 1e-10, for dense models and for one with experts. Each example tries the next `each` layouts in an order
+    drawn from `seed`; with None all layouts are tried. Raises LawViolation for the first broken law, with the layout
+    and the seed.
     """
     layouts: list[Settings] = [
         (axes, stage, RECOMPUTES[(number + place) % len(RECOMPUTES)], virtual)
@@ -333,7 +335,7 @@ def check_layout(
     seed: int = 0,
     terms: PolicyTerms | None = None,
 ) -> None:
-    """Put `UpdateActor` with a policy loss through the laws of layouts: `laws.check_layout(my_loss)`.
+    """Check `UpdateActor` with a policy loss by the laws of layouts: `laws.check_layout(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
     bound; or it is a `SelectiveLoss`. `terms` None are of each kind, those of routers with choices replayed or not.

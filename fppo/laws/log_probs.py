@@ -1,4 +1,4 @@
-"""Laws of log-probs beside those of all kernels: outputs that are asked for, their ranges, and large examples."""
+"""Laws of log-probs besides those of all kernels: independence of requested outputs, ranges, and large examples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _outputs_requested(op: Operation, kernel: Kernel, example: LawExample, gener
 
 def _range(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
     found, vocab = results(op, kernel, example), len(example.inputs["weight"])
-    slack = TOLERANCES[found["log_probs"].dtype]  # moments are sums, and round
+    slack = TOLERANCES[found["log_probs"].dtype]  # moments are rounded sums
     for name, low, high in (
         ("log_probs", -math.inf, 0.0),
         ("entropy", -slack, math.log(vocab) + slack),
@@ -61,7 +61,7 @@ SUM_TOLERANCES = MappingProxyType({**TOLERANCES, torch.bfloat16: 2**-8})
 def sums_example(
     dtypes: Sequence[torch.dtype], device: torch.device | str, rows: int, width: int, seed: int
 ) -> LawExample:
-    """Every logit is 0, so that a term of a sum takes no rounding: hidden states are 0, or weights are."""
+    """An example whose logits are all 0, so that no term of a sum is rounded: hidden states or weights are 0."""
     dtype, of_hidden = dtypes[seed // 2], seed % 2 == 0
     generator = torch.Generator().manual_seed(seed)
     rows, width = (1, rows) if of_hidden else (rows, width)
@@ -85,19 +85,19 @@ def _long_sums(op: Operation, kernel: Kernel, example: LawExample, generator: to
 SUM_LAWS = (KernelLaw("long sums", "gradients over many tokens and a large vocabulary are rounded once", _long_sums),)
 
 
-BITS = 14  # of the codes that tell columns apart: 2**14 is more than the columns
-LARGE = (1100, 8300)  # tokens, vocabulary: more than 1,024 and 8,192, and no multiple of a block
-PIECE = 100  # tokens that the reference is asked about at a time: its logits of all would take 70 MB, several times
+BITS = 14  # codes that distinguish columns; more than the number of columns
+LARGE = (1100, 8300)  # tokens and vocabulary: more than 1,024 and 8,192, and no multiple of a block
+PIECE = 100  # tokens per call of the reference, whose logits for all would take several times 70 MB
 
 
 def large_example(
     dtypes: Sequence[torch.dtype], device: torch.device | str, hidden_size: int, rows: int, width: int, seed: int
 ) -> LawExample:
-    """Every token's probability lies on one column and those whose code differs from it in a bit or two.
+    """An example in which each token's probability is on one column, and on columns whose codes differ in a bit or two.
 
-    These columns are the borders of blocks of 64, and others by chance; so a label or a logit at the wrong place shows.
-    Labels of tokens that are a power of two apart differ from their columns in different numbers of bits. Logits are
-    small whole numbers, which no dtype rounds.
+    These columns are the borders of blocks of 64, and random ones, so that a misplaced label or logit is detected.
+    Labels of tokens at a distance of a power of two differ from their columns in different numbers of bits. Logits are
+    small integers, which are exact in every dtype.
     """
     generator = torch.Generator().manual_seed(seed)
     columns = torch.arange(width)
@@ -144,7 +144,7 @@ LARGE_LAWS = (
 def check_large(
     op: Operation, kernel: Kernel, dtypes: Sequence[torch.dtype], device: torch.device | str, wide: int | None
 ) -> None:
-    """Laws of large examples: LawViolation for the first that fails."""
+    """Check large examples; raises LawViolation for the first broken law."""
     check(kernel, bound(SUM_LAWS, op), partial(sums_example, dtypes, device), sizes=((4096, 4),), seeds=2 * len(dtypes))
-    middle = torch.float32 if torch.float32 in dtypes else dtypes[0]  # what is wrong here is so in every dtype
+    middle = torch.float32 if torch.float32 in dtypes else dtypes[0]  # errors are equal in all dtypes
     check(kernel, bound(LARGE_LAWS, op), partial(large_example, (middle,), device, wide or 2), sizes=(LARGE,), seeds=1)

@@ -1,4 +1,4 @@
-"""Laws of losses per token: what makes (weights * loss).sum() independent of how a batch is cut, padded and ordered."""
+"""Laws of token losses: (weights * loss).sum() must not depend on how a batch is cut, padded and ordered."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ GARBAGE_TEXT = "what stands where the mask is False changes no bit"
 PADDING_TEXT = "columns outside the mask change nothing"
 FINITE_NOTE = "finite numbers there change nothing"
 DETACHED_NOTE = "callers that detach it see no difference"
-TOKENS = 6  # that an example must have where single tokens may be clipped or equal by chance
+TOKENS = 6  # numbers of an example, where single tokens may be clipped or equal by chance
 
 
 class _LossOutcome(NamedTuple):
     loss: Tensor  # [B, T]
-    grad: Tensor  # of (weights * loss).sum() by the first input, [B, T]
+    grad: Tensor  # the gradient of (weights * loss).sum() by the first input, [B, T]
     metrics: Mapping[str, Metric]
 
 
@@ -62,7 +62,7 @@ def _evaluate(fn: LossFn, example: LawExample) -> _LossOutcome:
 
 
 def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric], tolerance: float = 1e-9) -> str | None:
-    """The first metric that is not as expected, in words; None if all are."""
+    """Describe the first metric that is not as expected; None if all are."""
     if expected.keys() != actual.keys():
         return f"metrics are {sorted(actual)}, expected {sorted(expected)}"
     for name, metric in expected.items():
@@ -73,7 +73,7 @@ def metrics_differ(expected: Mapping[str, Metric], actual: Mapping[str, Metric],
 
 
 def _outcomes_differ(expected: _LossOutcome, actual: _LossOutcome, tolerance: float | None = None) -> str | None:
-    """Where they differ, by more than the tolerance of their dtype or the one that is given."""
+    """Describe where outcomes differ by more than the tolerance (by default that of their dtype)."""
     within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
     return (
         differ("the loss", expected.loss, actual.loss, within)
@@ -111,7 +111,7 @@ def _precision(fn: LossFn, example: LawExample, generator: torch.Generator) -> s
     if dtype != torch.float64 or example.mask.sum() < TOKENS or not outcome.grad.any():
         return None
     rounded = _evaluate(fn, example.map(lambda x: x.float().double() if x.is_floating_point() else x))
-    if torch.equal(outcome.loss, rounded.loss):  # the weights are rounded too: the gradient differs in any case
+    if torch.equal(outcome.loss, rounded.loss):  # the weights are rounded too, so the gradient differs in any case
         return "float64 arguments gave the same loss, to the bit, as their float32 roundings: it computes in float32"
     return None
 
@@ -140,7 +140,7 @@ def _masked_garbage(fn: LossFn, example: LawExample, generator: torch.Generator)
 
 
 def _finite_garbage(fn: LossFn, example: LawExample, generator: torch.Generator) -> Breach | None:
-    """Whether numbers of up to some tens where the mask is False change loss or gradient where it is True."""
+    """Check that finite numbers of up to some tens outside the mask change neither loss nor gradient inside."""
     mask = example.mask
     spoiled = stain(example, generator)
     plain, stained = (
@@ -160,7 +160,7 @@ def _zero_outside(fn: LossFn, example: LawExample, generator: torch.Generator) -
 
 
 def _along(mask: Tensor, x: Tensor) -> Tensor:
-    """The mask [B, T], to spread over `x` [B, T, ...]."""
+    """Reshape the mask [B, T] so that it broadcasts to `x` [B, T, ...]."""
     return mask.view(*mask.shape, *[1] * (x.dim() - 2))
 
 
@@ -284,8 +284,8 @@ def make_example(
     *,
     outputs: int = 1,
 ) -> LawExample:
-    """A batch of log-probs or values in a dtype, old ones a little or much apart, with a mask by the seed; the first
-    are [B, T, outputs] where there are several."""
+    """Draw a batch of log-probs or values in a dtype, with old ones slightly or very different, and a mask by the seed.
+    The first column is [B, T], or [B, T, outputs] for several outputs."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     mask = draw_mask(rows, width, seed, generator)
     first = -normal(generator, rows, width).abs() - 0.05
@@ -307,7 +307,8 @@ def _suite(
     dtype: torch.dtype = torch.float64,
     outputs: int = 1,
 ) -> Suite:
-    """The laws of all losses, then `own`, then the comparison with a reference, on batches of these names."""
+    """A suite of the laws of all losses, then `own`, then the comparison with a reference, on batches of these
+    columns."""
     checked((dtype,))
     if reference is not None:
         text = "loss and gradient are those of the reference"
@@ -334,22 +335,22 @@ def check_policy_loss(
     reference: LossFn | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Put a policy loss through its laws: `laws.check_policy_loss(my_loss)`. LawViolation for the first that fails.
+    """Check a policy loss: `laws.check_policy_loss(my_loss)`. Raises LawViolation for the first broken law.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics; bind its
-    scalars with functools.partial. On small batches with ragged rows, holes and empty rows:
+    scalars with functools.partial. The laws, on small batches with ragged rows, holes and empty rows: values outside
+    the mask have no effect; loss and gradient are 0 there; only log_probs gets a gradient; the split into
+    micro-batches, the order of rows and the width of padding change neither sum(weights * loss) nor its gradient;
+    metrics of parts merge into those of the whole; arguments are unchanged; and at old == new the gradient is that of
+    REINFORCE, -weights * advantages.
 
-    masked garbage changes nothing, loss and gradient are 0 outside the mask, only log_probs gets a gradient,
-    micro-batch split, row order and padding width change neither sum(weights * loss) nor its gradient, metrics add,
-    arguments stay as they are, and at old == new the gradient is REINFORCE's, -weights * advantages.
+    Away from old == new these laws do not restrict a loss, for example its clip. A `reference`, a slow and plain loss
+    of the same signature, fixes it: loss and gradient must equal its own on all batches.
 
-    Away from old == new these laws leave a loss free: what it does there, such as its clip, is held against a
-    `reference`, a slow and plain loss of the same signature, whose loss and gradient it must have on all batches.
-
-    `reinforce="row"` holds the last law for advantages that are equal along a row (a loss that averages over the row),
-    None leaves it out. `extras(log_probs, old_log_probs, advantages, mask)` gives further keyword tensors [B, T] or
-    [B] of the loss, which go with their rows. `dtype` is that of the batches, and the precision that is asked for:
-    1e-9 in float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes or kinds of `reinforce`.
+    `reinforce="row"` restricts the last law to advantages that are equal along a row, for losses that average over the
+    row; None turns it off. `extras(log_probs, old_log_probs, advantages, mask)` returns further keyword tensors [B, T]
+    or [B] of the loss, which belong to its rows. `dtype` is that of the batches, and determines the tolerance: 1e-9 in
+    float64, 1e-4 in float32, 2e-2 in bfloat16. Raises ValueError for other dtypes, and for another `reinforce`.
     """
     check_suite(loss_fn, policy_suite(reinforce=reinforce, extras=extras, reference=reference, dtype=dtype))
 
@@ -383,14 +384,14 @@ def check_value_loss(
     reference: LossFn | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Put a value loss through its laws: `laws.check_value_loss(my_loss)`. LawViolation for the first that fails.
+    """Check a value loss: `laws.check_value_loss(my_loss)`. Raises LawViolation for the first broken law.
 
     `loss_fn(values, old_values, returns, mask)` returns the loss per token [B, T] and metrics. The laws are those of
-    `check_policy_loss`, with its `reference` and `dtype`; the last one: at old == new the gradient is
-    weights * (values - returns), that of half the squared error (`squared=False` leaves it out).
+    `check_policy_loss`, with its `reference` and `dtype`, except for the last: at old == new the gradient is weights *
+    (values - returns), as for half the squared error (`squared=False` turns it off).
 
-    With `outputs` above 1 it is a loss of a head of so many numbers, `loss_fn(outputs, old_values, returns, mask)` with
-    outputs [B, T, K], to which that last law does not apply. Raises ValueError for a number below 1.
+    `outputs` above 1 is the number K of a head's outputs: `loss_fn(outputs, old_values, returns, mask)` then takes
+    outputs [B, T, K], and the last law does not apply. Raises ValueError for a number below 1.
     """
     check_suite(loss_fn, value_suite(squared=squared, outputs=outputs, reference=reference, dtype=dtype))
 

@@ -1,4 +1,4 @@
-"""Laws of padding: it goes and comes back, labels stay in their row, columns and a fill go along."""
+"""Laws of padding: `pad` inverts `unpad`, labels stay in their row, and columns and padding follow the tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _round_trip(unpad: Callable, example: LawExample, generator: torch.Generator
 
 
 def _columns(unpad: Callable, example: LawExample, generator: torch.Generator, *, pad: Callable) -> str | None:
-    """Numbers [B, S, 2] and [B, S]: where they stand, and their gradient, both ways."""
+    """Check the places of columns [B, S, 2] and [B, S], and of their gradients, both ways."""
     tokens, mask, weights = example.inputs["tokens"], example.inputs["mask"], example.weights
     wide = weights.clone().requires_grad_()
     packed = unpad(tokens, mask, columns={"wide": wide, "flat": weights[..., 0], "mask": mask})
@@ -148,7 +148,8 @@ def _purity(unpad: Callable, example: LawExample, generator: torch.Generator, *,
 
 
 def _example(device: torch.device | str, rows: int, width: int, seed: int) -> LawExample:
-    """By the seed: no padding, on the right, left, both sides, in both with empty rows, with holes, padding alone."""
+    """Draw a mask by the seed: no padding, on the right, left, both sides, both with empty rows, with holes, only
+    padding."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     sizes = torch.randint(1, width + 1, (rows, 1), generator=generator)
     free = width - sizes
@@ -176,17 +177,17 @@ def _laws(pad: Callable) -> tuple[Law, ...]:
 
 
 def check_padding(unpad: Callable[..., Any], pad: Callable[..., Tensor], *, device: torch.device | str = "cpu") -> None:
-    """Put a pair of functions through the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
+    """Check a pair of functions by the laws of padding: `laws.check_padding(my_unpad, my_pad)`.
 
     `unpad(tokens [B, S], mask [B, S], *, columns, multiple, places)` returns a record with tokens, positions, labels,
-    lengths, index and columns (see `fppo_kernels.padding`), `pad(x [N, ...], index, (B, S))` the tensor [B, S, ...]
-    with zeros elsewhere. `places`, of `find_places`, spare the host a wait for the mask.
+    lengths, index and columns (see `fppo_kernels.padding`); `pad(x [N, ...], index, (B, S))` returns a tensor [B, S,
+    ...] with zeros elsewhere. With `places`, of `find_places`, the host need not wait for the mask.
 
-    Tokens come row by row, with their positions and lengths; a label is the next token of the same row, never of the
-    next one; columns go with their tokens; a fill up to a multiple is one sequence at the end that `pad` drops; the
-    round trip is the identity on the mask, both ways, bit for bit; gradients select; arguments stay as they are. With
-    padding on the left, right, both sides, within rows or nowhere, rows without tokens, and no token at all.
-    LawViolation for the first that fails.
+    The laws: tokens are packed row by row, with their positions and lengths; a label is the next token of the same row;
+    columns are packed like tokens; padding up to a multiple is one sequence at the end, which `pad` drops; the round
+    trip is the identity on the mask, both ways, bit for bit; gradients are selected; arguments are unchanged. Masks
+    have padding on the left, on the right, on both sides, within rows or nowhere, rows without tokens, or no token at
+    all. Raises LawViolation for the first broken law.
     """
     name = f"{fn_name(unpad)} with {fn_name(pad)}"
     check(unpad, _laws(pad), partial(_example, device), sizes=SIZES, seeds=SEEDS, name=name)

@@ -1,4 +1,4 @@
-"""Laws of the schedules of pipelines, one's own among them."""
+"""Laws of pipeline schedules, also of the user's own."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _LAWS: Mapping[str, tuple[str, Callable[[Schedule], str | None]]] = MappingProxy
 
 
 def check_schedule(schedule: Schedule, *, backward: float = 2.0) -> Clocked:
-    """Put a schedule through its laws: `laws.check_schedule(my_schedule(4, 8))`. LawViolation for the first that fails.
+    """Check a schedule: `laws.check_schedule(my_schedule(4, 8))`. Raises LawViolation for the first broken law.
 
     Every rank runs its own stages, each of them once on every micro-batch, forward before backward, or forward alone;
     and none waits for what cannot come. Then what each rank receives is what the others send, in their order. Returns

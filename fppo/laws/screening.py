@@ -1,4 +1,4 @@
-"""The laws that take no time, for a function that a run is about to begin with: one small batch each, in its dtype."""
+"""The laws that take no time, for functions that a run is about to use: one small batch each, in the run's dtype."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from fppo.laws._search import Law, LawExample, check, short
 from fppo_kernels.operation import Kernel, Operation, operation_of
 from fppo_kernels.table import DEFAULTS, own
 
-SIZES = ((1, 2), (2, 2), (4, 5))  # a small one where that shows what is wrong
-SLACK = 10.0  # of the tolerances, for kernels that multiply in TF32 or the like
+SIZES = ((1, 2), (2, 2), (4, 5))  # a small number of rows, if that shows the error
+SLACK = 10.0  # factor of tolerances, for kernels that multiply in TF32 or the like
 _LOSS = ("per token", "gradient", "empty mask", "masked garbage")
 
 
 def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) -> None:
-    """Some laws of `check_policy_loss` on a few batches in float32: LawViolation for the first that fails.
+    """Check a policy loss by some laws of `check_policy_loss` on a few batches in float32; raises LawViolation for the
+    first broken one.
 
     The loss is [B, T] and has a gradient, metrics add up, what is masked changes nothing, and an empty mask gives 0. A
     `selective` loss takes the tokens `selected`, bool [B, T], too.
@@ -37,7 +38,7 @@ def screen_policy_loss(loss_fn: Callable[..., Any], *, selective: bool = False) 
 
 
 def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
-    """The example as annotated rows. Of scores by name there are `names`; without names, all that are asked for."""
+    """Convert the example to annotated rows. Scores by name have `names`; without names, any requested one."""
     x, rows = example.inputs, len(example.mask)
     named: dict[str, Tensor] = {name: x["scores"] for name in names} if names else defaultdict(lambda: x["scores"])
     prompt = torch.ones(rows, 1, dtype=torch.int64)
@@ -69,7 +70,7 @@ def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
 def _estimates(names: Sequence[str], fn: Callable, example: LawExample, generator: torch.Generator) -> str | None:
     try:
         result = fn(_rows(example, names), example.inputs["rewards"])
-    except LookupError:  # a column of the user's data, which rows that are made up have not
+    except LookupError:  # a column of the user's data, which synthetic rows lack
         return None
     for name in ("advantages", "returns"):
         x = getattr(result, name, None)
@@ -84,7 +85,8 @@ def _estimates(names: Sequence[str], fn: Callable, example: LawExample, generato
 
 
 def _estimator_example(group: int, rows: int, width: int, seed: int) -> LawExample:
-    """Three groups: of equal scores, of scores that differ, of one that does; zeros outside the mask, as in a run."""
+    """Three groups: with equal scores, with different scores, with a single different score; zeros outside the mask, as
+    in a run."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.arange(width) < torch.randint(1, width + 1, (3 * group, 1), generator=generator)
     steps = torch.arange(group, dtype=torch.float32)
@@ -103,12 +105,12 @@ def _estimator_example(group: int, rows: int, width: int, seed: int) -> LawExamp
 def screen_estimator(
     estimator: Callable[..., Any], *, group: int = 4, names: Sequence[str] = (), name: str | None = None
 ) -> None:
-    """Whether an estimator (annotated rows, token rewards [B, T]) -> Advantages gives finite [B, T].
+    """Check that an estimator (annotated rows, token rewards [B, T]) -> Advantages gives finite [B, T].
 
-    The rows are made up, in groups of `group`: one of equal scores, one of scores that differ, one with a single other
-    score. `names` are those of the scores by name; without them there is any. An estimator that looks for what is not
-    in these rows, as a field of one's data, is not judged. LawViolation for what else is wrong; `name` is what its
-    message calls the estimator, if not by its own name.
+    Rows are synthetic, in groups of `group`: one with equal scores, one with different scores, one with a single
+    different score. `names` are those of the scores by name; without them every name exists. An estimator that needs
+    anything that these rows lack, such as a field of the user's data, is not judged. Raises LawViolation for other
+    errors; `name` is the estimator's name in the message, by default its own.
     """
     text = "it takes (rows, rewards [B, T]) and gives Advantages, both finite [B, T]"
     law = Law("estimates", text, partial(_estimates, tuple(names)))
@@ -143,12 +145,11 @@ def _screen_adamw(kernel: Kernel, device: torch.device | str) -> None:
 def screen_kernel(
     op: str | Operation, kernel: Kernel, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> None:
-    """Whether a kernel for an operation with laws gives the values, and where it has them the gradients, of the float64
-    reference, about within the tolerance of its laws, on one batch on a device, called as a run calls it. Those for
-    "gae" and "adamw" are called in float32, the others in `dtype`; heads have 64 numbers, for kernels that know no
-    narrow ones.
+    """Check a kernel on one batch on a device, called as a run calls it: its values and gradients must be about within
+    the laws' tolerances of the float64 reference.
 
-    LawViolation if not; ValueError for another operation.
+    Kernels of "gae" and "adamw" run in float32, others in `dtype`. Heads have 64 numbers, since some kernels support no
+    smaller ones. Raises LawViolation if they differ, and ValueError for an unknown operation.
     """
     op = operation_of(op) if isinstance(op, str) else op
     if op.name == "adamw":

@@ -1,4 +1,4 @@
-"""Laws of attention over a row whose pieces sequences share: values and gradients of the sequences written out."""
+"""Laws of attention over a row whose sequences share pieces: values and gradients equal those of separate sequences."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.shared import Branch, SharedKeys, share, shared_attention
 
-SIZES = ((0, 0), (1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (3, 3), (5, 4), (8, 6))  # pieces, tokens of each at most
+SIZES = ((0, 0), (1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (3, 3), (5, 4), (8, 6))  # pieces, most tokens of each
 LEAVES = ("query", "key", "value", "sinks")
 _SHARED_CASES = tuple(case for case in CASES if not case.before and case.scale < 1.0)
 
@@ -36,7 +36,7 @@ def _of_pieces(attend: Callable, example: LawExample) -> Tensor:
 
 
 def _of_sequences(attention: Callable, example: LawExample) -> Tensor:
-    """The result for the tokens of each piece [N, Hq, Dv], by `attention` over its whole sequence so far."""
+    """The result for the tokens of each piece [N, Hq, Dv], by `attention` over its whole sequence up to there."""
     pieces, begin, paths = _pieces(example), 0, list[list[int]]()
     for size, parent in pieces:
         paths.append([*(paths[parent] if parent >= 0 else []), *range(begin, begin + size)])
@@ -94,7 +94,7 @@ def _example(
     width: int,
     seed: int,
 ) -> LawExample:
-    """A forest of so many pieces: of one prompt's responses in one half of the cases, of any shape in the other."""
+    """Draw a forest of pieces: one prompt with its responses in half of the cases, of any shape in the other."""
     case, generator = cases[seed], torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     sizes = [int(torch.randint(1, width + 1, (), generator=generator)) for _ in range(rows)]
     parents = [
@@ -124,7 +124,7 @@ def check_shared(
     device: torch.device | str = "cpu",
     head_dim: int = 4,
 ) -> None:
-    """Put attention over a row of shared pieces through its laws: `laws.check_shared(attention=mine)`.
+    """Check attention over a row of shared pieces: `laws.check_shared(attention=mine)`.
 
     `attend(shared)` is an attention kernel for the tokens of the row (see `fppo_kernels.shared`); without one it is
     `shared_attention` of `attention`. For forests of pieces, a prompt and its responses and deeper ones, with grouped

@@ -1,4 +1,4 @@
-"""Laws of steps from state to state: they resume, they donate, they are pure."""
+"""Laws of functions from state to state: resuming, donation, purity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ H = TypeVar("H")
 
 
 def _first_difference(expected: dict[str, str], actual: dict[str, str]) -> str | None:
-    """The first leaf, in the tree's order, that two digests of trees do not share."""
+    """The first leaf, in the tree's order, in which two digests of trees differ, described; None if they are equal."""
     for path in (*expected, *(path for path in actual if path not in expected)):
         name = path or "the result"
         if path not in actual:
@@ -39,7 +39,7 @@ def _violation(fn: Callable[..., Any], law: str, statement: str, reason: str, **
 def check_resume(
     step: Callable[[S], S], state: S, *, save: Callable[[S], H], load: Callable[[H], S], steps: int = 3
 ) -> None:
-    """run(n + m) equals run(m) after load(save(run(n))), bit for bit, for all n and m with n + m <= `steps`.
+    """Check that run(n + m) equals run(m) after load(save(run(n))), bit for bit, for all n and m with n + m <= `steps`.
 
     `step` takes a state (any tree) and returns the next one; `save(state)` returns a handle, such as a path, and
     `load(handle)` the state. LawViolation names the smallest n and m, and the first leaf that differs: what the state
@@ -62,7 +62,8 @@ def check_resume(
 
 
 def check_donation(step: Callable[..., Any], state: Any) -> None:
-    """`step(state, donate=True)` gives the bits of `step(state, donate=False)`, and no old leaf is left overwritten.
+    """Check that `step(state, donate=True)` gives the bits of `step(state, donate=False)`, and leaves no old leaf
+    overwritten.
 
     `step` takes a state (any tree) and the keyword `donate`, and returns any tree. Without donation the old state keeps
     every bit. With it each of its tensors is either emptied, so that a later use fails loudly, or still as it was.
@@ -81,8 +82,8 @@ def check_donation(step: Callable[..., Any], state: Any) -> None:
 
 
 def check_purity(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """`fn(*args, **kwargs)` gives equal bits when called again, changes no argument, and draws from no global
-    generator (torch's, Python's). Arguments and result are any trees."""
+    """Check that `fn(*args, **kwargs)` gives equal bits when called again, changes no argument, and draws from no
+    global generator (torch's, Python's). Arguments and result are any trees."""
     law, statement = "purity", "arguments stay as they are, and equal arguments give equal bits"
     before, states = tree.digest((args, kwargs)), (torch.get_rng_state(), random.getstate())
     first = tree.digest(fn(*args, **kwargs))

@@ -15,11 +15,11 @@ from fppo.laws.estimators import COMMON, as_reference, call, results_differ, tok
 
 _DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
 _GAE_TEXT = "advantages are sums of (gamma lam)^l delta, returns = advantages + values"
-_LONG = ((1, 63), (1, 65), (2, 127), (2, 128), (2, 129), (1, 300))  # about the blocks in which a scan may work
+_LONG = ((1, 63), (1, 65), (2, 127), (2, 128), (2, 129), (1, 300))  # lengths around the blocks of scans
 
 
 def _definition(rewards: Tensor, values: Tensor, row: Tensor, gamma: float, lam: float) -> Tensor:
-    """sum_l (gamma lam)^l delta_{t + l} over the tokens of one row's mask, in O(T^2), float64."""
+    """Compute sum_l (gamma lam)^l delta_{t + l} over the tokens of one row's mask, in O(T^2), float64."""
     r, v = rewards[row].double(), values[row].double()
     following = torch.cat([v[1:], v.new_zeros(1)])[: len(v)]
     steps = torch.arange(len(v))
@@ -74,7 +74,7 @@ def _discounted(breach: Callable, fn: Callable, example: LawExample, generator: 
 
 
 def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> None:
-    """Put a GAE estimator or kernel through its laws: `laws.check_gae(my_gae)`. LawViolation for the first that fails.
+    """Check a GAE estimator or kernel: `laws.check_gae(my_gae)`. Raises LawViolation for the first broken law.
 
     `estimator(rewards, values, mask, *, gamma, lam)`, tensors [B, T], returns advantages and returns (see
     `fppo_kernels.gae.loop`). It equals the O(T^2) definition in float64, in every one of `dtypes` and on long rows
@@ -110,14 +110,14 @@ def check_temporal(
     reference: Callable[..., Any] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Put an estimator along the tokens of a row through its laws: `laws.check_temporal(partial(my_td, steps=3))`.
+    """Check an estimator along the tokens of a row: `laws.check_temporal(partial(my_td, steps=3))`.
 
-    `estimator(rewards, values, mask)`, tensors [B, T], returns Advantages, or advantages alone; `columns` names what it
-    takes before the mask, of which "weights" are at least 0. The laws are those of `check_advantages` about garbage
-    outside the mask, row order, padding and purity; that a row with masked steps equals the row without them
-    (`bridges=False` leaves that out, for estimators to which gaps mean something, as the ends of turns); and that it
-    equals a `reference`, a slow and plain estimator of the same signature. LawViolation for the first that fails.
-    `dtype` is that of the batches, and the precision asked for (see `check_policy_loss`).
+    `estimator(rewards, values, mask)`, with tensors [B, T], returns Advantages, or advantages [B, T] alone. `columns`
+    names its arguments before the mask; "weights" are at least 0. The laws are those of `check_advantages` about values
+    outside the mask, row order, padding and purity; and a row with masked steps equals the row without them.
+    `bridges=False` turns the latter off, for estimators in which gaps have a meaning, such as the ends of turns. With a
+    `reference`, a slow and plain estimator of the same signature, results must equal its own. Raises LawViolation for
+    the first broken law. `dtype` is that of the batches, and determines the tolerance (see `check_policy_loss`).
     """
     check_suite(estimator, temporal_suite(columns=columns, bridges=bridges, reference=reference, dtype=dtype))
 

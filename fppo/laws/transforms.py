@@ -1,4 +1,4 @@
-"""Laws of kernels under torch.func: every transform gives what plain passes give, one by one."""
+"""Laws of kernels under torch.func: every transform gives the results of separate plain passes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fppo.laws._search import LawExample, check, normal
 from fppo_kernels.operation import TRANSFORMS, Kernel, Operation, operation_of
 from fppo_kernels.table import own
 
-STEP, COARSE = 1e-5, 1e-5  # of differences, and the relative error that they may have
-CALM = 20.0  # the largest number of an example on which differences are taken
-COPIES = 3  # that are mapped over
+STEP, COARSE = 1e-5, 1e-5  # step of differences, and their allowed relative error
+CALM = 20.0  # the most numbers of an example for differences
+COPIES = 3  # number of mapped examples
 
-Outcome = Callable[..., Tensor]  # of the tensors that take a gradient
+Outcome = Callable[..., Tensor]  # of the tensors with gradients
 
 
 def _function(op: Operation, kernel: Kernel, example: LawExample) -> tuple[Outcome, tuple[Tensor, ...]]:
-    """sum(weights * outputs), 0-d, as a function of the leaves; and these."""
+    """Make sum(weights * outputs), 0-d, a function of the leaves; return both."""
     tensors = {**example.inputs, **example.extras}
     names = [name for name in op.leaves if name in tensors]
 
@@ -48,7 +48,7 @@ def _dot(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensor:
 
 
 def _first(xs: Sequence[tuple[str, Tensor, Tensor]], dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """The first two of these pairs that differ, in words."""
+    """Describe the first pair of tensors that differ."""
     return next((reason for what, x, y in xs if (reason := apart(what, x, y, dtype, slack))), None)
 
 
@@ -85,7 +85,7 @@ def _jvp(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Ge
 
 
 def _hessian(op: Operation, kernel: Kernel, example: LawExample, generator: torch.Generator) -> str | None:
-    """Hessian-vector products, by either order of the two derivatives."""
+    """Check Hessian-vector products, with the two derivatives in either order."""
     outcome, leaves = _function(op, kernel, example)
     along = _directions(leaves, generator)
 
@@ -112,7 +112,7 @@ def _difference(
     along: Sequence[Tensor],
     tangents: Sequence[Tensor],
 ) -> str | None:
-    """The first of the tangents that central differences in float64 do not have, in words."""
+    """Describe the first tangent that differs from central differences in float64."""
     if any(x.dtype != torch.float64 or (x.numel() and x.abs().max() > CALM) for x in leaves):
         return None
     ends = [fn(*(x + sign * STEP * v for x, v in zip(leaves, along, strict=True))) for sign in (1, -1)]
@@ -145,8 +145,8 @@ def check_func(
     dtypes: Sequence[torch.dtype] = (torch.float64,),
     lacks: Collection[str] | None = None,
 ) -> bool:
-    """Put a kernel through the laws of torch.func: `laws.check_func("log_probs", my_kernel)`. LawViolation for the
-    first that fails.
+    """Check a kernel by the laws of torch.func: `laws.check_func("log_probs", my_kernel)`. Raises LawViolation for the
+    first broken law.
 
     "grad": torch.func.grad and vjp give the gradient of a plain backward pass. "vmap": a map gives values and gradients
     of calls one by one, of all leaves mapped over or of one. "jvp": forward-mode derivatives are those of the gradient,

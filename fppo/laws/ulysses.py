@@ -1,4 +1,4 @@
-"""Laws of attention over a sequence-sharded row: values and gradients are those of attention over the whole row."""
+"""Laws of attention over a sequence-sharded row: values and gradients equal those of attention over the whole row."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _gradients(out: Tensor, example: LawExample, leaves: Leaves) -> Leaves:
 
 
 def _on_ranks(wrap: Callable, attention: Callable, example: LawExample) -> list[tuple[Tensor, Leaves]]:
-    """On every rank the gathered result, and the rank's share of the gradients."""
+    """The gathered result on every rank, and the rank's share of the gradients."""
     lengths, keywords = _keywords(example)
 
     def run(mesh) -> tuple[Tensor, Leaves]:
@@ -83,12 +83,13 @@ def _on_ranks(wrap: Callable, attention: Callable, example: LawExample) -> list[
     return simulate({"sequence": int(example.extras["ranks"])}, run)
 
 
-# (what is under test, an attention kernel, example) -> on every rank the whole result and its share of the gradients
+# (function under test, attention kernel, example) -> on every rank the whole result and its share of the gradients
 OnRanks = Callable[[Callable, Callable, LawExample], list[tuple[Tensor, Leaves]]]
 
 
 def laws_of_ranks(attention: Callable, on_ranks: OnRanks, tolerance: float) -> list[Law]:
-    """The laws by which ranks with parts of a row have the result and the gradients of `attention` over all of it."""
+    """The laws of ranks with parts of a row: they have the result and the gradients of `attention` over the whole
+    row."""
 
     def values(subject: Callable, example: LawExample, generator: torch.Generator) -> str | None:
         expected, _ = _whole(attention, example)
@@ -123,7 +124,8 @@ def _laws(attention: Callable) -> list[Law]:
 
 
 def _example(ranks: int, multiple: int, times: int, rows: int, width: int, seed: int) -> LawExample:
-    """Sequences of 1 to `width` tokens, the last as long as makes the row a multiple; a case's heads so many times."""
+    """Draw sequences of 1 to `width` tokens, the last padded so that the row is a multiple; a case's heads are
+    repeated."""
     case = _CASES[seed]
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
     lengths = torch.randint(1, width + 1, (rows,), generator=generator)
@@ -151,7 +153,7 @@ def check_ulysses(
     attention: Callable[..., Tensor] = sdpa,
     ranks: Sequence[int] = RANKS,
 ) -> None:
-    """Put a sequence-sharded attention through its laws on simulated meshes: `laws.check_ulysses(attention=mine)`.
+    """Check a sequence-sharded attention on simulated meshes: `laws.check_ulysses(attention=mine)`.
 
     `wrap(attention, axis)` is an attention kernel over slices of the packed row (see `fppo_kernels.ulysses`). With
     ragged sequences that cross the ranks' borders, grouped heads, key heads fewer than ranks, windows, soft caps and

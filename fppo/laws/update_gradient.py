@@ -1,4 +1,5 @@
-"""The law that ties a whole update to transformers: its gradient is that of the expected reward, by another way."""
+"""The law that compares a whole update with transformers: its gradient is that of the expected reward, computed
+separately."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from fppo.laws._search import LawViolation, fn_name
 
-if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
+if TYPE_CHECKING:  # models import transformers, which the other laws do not need
     from fppo.batch import Experience
     from fppo.steps.outputs import Forward
 
@@ -28,18 +29,18 @@ def check_update_gradient(
     kl_coef: float = 0.0,
     name: str | None = None,
 ) -> None:
-    """Hold a whole update against transformers: `laws.check_update_gradient(partial(UpdateActor, loss_fn=my_loss))`.
+    """Compare a whole update with transformers: `laws.check_update_gradient(partial(UpdateActor, loss_fn=my_loss))`.
 
-    `make(*, forward, loop, optimizer)` gives the update, and `update(state, batch)` returns (TrainState, Metrics), as
+    `make(*, forward, loop, optimizer)` returns the update, and `update(state, batch)` returns (TrainState, Metrics), as
     for `check_update_fn`; None is `UpdateActor` with `losses.ppo_clip`. Bind its terms, and give their `temperature`
-    and `kl_coef` here as well; the kind of that KL must be one with the gradient of KL(policy || reference).
+    and `kl_coef` here as well; the kind of the KL term must have the gradient of KL(policy || reference).
 
-    A tiny Qwen2 in float64 is updated on all responses of at most two tokens to two prompts, each weighed by its
-    probability (`correction_weights`). Whatever lies between, the shift of labels, packing, temperature, kernels,
-    micro-batches, weights and the sign, must give the gradient of -sum over responses of pi * score, which plain
-    autograd takes through transformers' module, prefix by prefix; with a KL, of + kl_coef * KL of every token's
-    distribution. Takes half a second. Raises LawViolation for log-probs that are not the module's, and for the first
-    parameter whose gradient is not.
+    A tiny Qwen2 in float64 is updated on all responses of at most two tokens to two prompts, each weighted by its
+    probability (`correction_weights`). The update's gradient must be that of -sum over responses of pi * score (with a
+    KL term, + kl_coef * the KL of every token's distribution), which autograd computes through transformers' module,
+    prefix by prefix. So the law covers the shift of labels, packing, temperature, kernels, micro-batches, weights and
+    the sign. It takes half a second. Raises LawViolation for log-probs that differ from the module's, and for the first
+    parameter whose gradient differs.
     """
     from functools import partial
 
@@ -73,7 +74,7 @@ def _check_cut(
     size: int,
     temperature: float,
 ) -> None:
-    """Raise LawViolation for log-probs or gradients, in micro-batches of a size, that are not the module's."""
+    """Raise LawViolation if log-probs or gradients, in micro-batches of `size` rows, differ from the module's."""
     import attrs
 
     from fppo.steps.forward import compute_log_probs
@@ -103,7 +104,7 @@ def _check_cut(
 
 
 def _worst(found: Tensor, wanted: Tensor) -> tuple[list[int], float, float] | None:
-    """The place where two tensors differ most, and both numbers; None where they agree."""
+    """The index at which two tensors differ most, and both numbers; None if they agree."""
     gap = (found.detach() - wanted).abs().nan_to_num(nan=torch.inf)
     if gap.max() <= CLOSE * (1 + wanted.abs().max()):
         return None
@@ -129,7 +130,7 @@ def responses() -> Iterator[tuple[int, ...]]:
 
 
 def _tiny() -> tuple[Any, Forward, dict[str, Tensor]]:
-    """A tiny Qwen2 in float64: its config, the model of this library, and parameters far from uniform."""
+    """A tiny Qwen2 in float64: its config, fppo's model, and parameters far from uniform."""
     from transformers import Qwen2Config
 
     from fppo import models
@@ -153,7 +154,7 @@ def _tiny() -> tuple[Any, Forward, dict[str, Tensor]]:
 
 
 class _PlainModule:
-    """The distributions of transformers' own module, without anything of this library."""
+    """The distributions of transformers' own module, without any code of fppo."""
 
     def __init__(self, config: Any, temperature: float) -> None:
         from transformers import Qwen2ForCausalLM
@@ -162,8 +163,8 @@ class _PlainModule:
         self.temperature = temperature
 
     def distributions(self, params: dict[str, Tensor]) -> Tensor:
-        """The log-probs of every token at each place of all responses, [P, S, HORIZON, V], prefix by prefix; 0 behind
-        a response's end."""
+        """Log-probs of all tokens at each position of all responses, [P, S, HORIZON, V], prefix by prefix; 0 after a
+        response's end."""
         prefixes = sorted({y[:t] for y in responses() for t in range(len(y))})
         rows: list[Tensor] = []
         for prompt in PROMPTS:
@@ -183,7 +184,7 @@ def _scores() -> Tensor:
 
 
 def _taken(log_p: Tensor) -> Tensor:
-    """The log-probs of the responses' own tokens, [P, S, HORIZON]."""
+    """Log-probs of the responses' own tokens, [P, S, HORIZON]."""
     every = list(responses())
     return torch.stack(
         [
@@ -195,15 +196,15 @@ def _taken(log_p: Tensor) -> Tensor:
 
 
 def _objective(log_p: Tensor, log_ref: Tensor, kl_coef: float) -> tuple[Tensor, Tensor]:
-    """Sum over prompts and responses of pi * score, less kl_coef * the KL at every place, whose places are held
-    constant; and pi, [P, S]."""
+    """The sum over prompts and responses of pi * score, minus kl_coef * the KL at every position, with constant weights
+    of positions; and pi, [P, S]."""
     chances = _taken(log_p).sum(-1).exp()
-    at_place = (log_p.exp() * (log_p - log_ref)).sum(-1)  # 0 behind the end
+    at_place = (log_p.exp() * (log_p - log_ref)).sum(-1)  # 0 after the end
     return (chances * _scores()).sum() - kl_coef * (chances.detach()[..., None] * at_place).sum(), chances
 
 
 def _batch(log_p: Tensor, log_ref: Tensor, chances: Tensor) -> Experience:
-    """All responses as rows of one batch, weighed by their probabilities."""
+    """All responses as rows of one batch, weighted by their probabilities."""
     from fppo.batch import Column, Experience
 
     rows = [(prompt, y) for prompt in PROMPTS for y in responses()]

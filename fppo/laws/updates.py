@@ -1,4 +1,4 @@
-"""Laws of whole updates: the gradient tree does not depend on how a batch is cut, ordered, padded or packed."""
+"""Laws of whole updates: gradients do not depend on how a batch is cut, ordered, padded or packed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fppo.laws.losses import metrics_differ
 from fppo.losses import MODES
 from fppo.metrics import Metrics
 
-if TYPE_CHECKING:  # a model needs transformers; the other laws do without it
+if TYPE_CHECKING:  # models import transformers, which the other laws do not need
     from fppo.batch import Experience
     from fppo.models.model import HeadKind
     from fppo.steps.actor import PolicyTerms, SelectiveLoss
@@ -36,12 +36,12 @@ class _UpdateOutcome(NamedTuple):
     metrics: Metrics
 
 
-# (batch, mode, micro-batch size or None, token budget or None, remove_padding) -> what the update gave
+# (batch, mode, micro-batch size or None, token budget or None, remove_padding) -> the update's result
 Run = Callable[["Experience", str, int | None, int | None, bool], _UpdateOutcome]
 
 
 def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
-    """The update of one tiny Qwen2 in float64, as a function of the batch and of how it is cut.
+    """The update of a tiny Qwen2 in float64, as a function of the batch and its cut.
 
     With beta_1 = 0 the first moment is the gradient; with eps = 1 the step is smooth where a gradient is near 0.
     """
@@ -63,7 +63,7 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
-        initializer_range=0.3,  # so that its probabilities are far from uniform
+        initializer_range=0.3,  # far from uniform probabilities
         tie_word_embeddings=False,
         pad_token_id=0,
     )
@@ -87,7 +87,7 @@ def _runner(make: Callable[..., Any], head: HeadKind, outputs: int = 1) -> Run:
 
 
 def _remembered(run: Run) -> Run:
-    """`run`, but a batch that is cut as before gives what it gave: all laws compare with the same run."""
+    """Cache the results of `run` by batch and cut, since all laws compare with the same run."""
     known: dict[object, _UpdateOutcome] = {}
 
     def remembered(batch: Experience, *cut: Any) -> _UpdateOutcome:
@@ -100,7 +100,7 @@ def _remembered(run: Run) -> Run:
 
 
 def _batch(example: LawExample) -> Experience:
-    """The example as an Experience."""
+    """Convert the example to an Experience."""
     from fppo.batch import Column, Experience
 
     x, rows = example.inputs, len(example.mask)
@@ -132,9 +132,9 @@ def _batch(example: LawExample) -> Experience:
 
 
 def _example(modes: Sequence[str], rows: int, width: int, seed: int) -> LawExample:
-    """Ragged prompts and responses, holes and empty rows in the mask; the weight modes take turns."""
+    """Draw ragged prompts and responses, with holes and empty rows in the mask; weight modes take turns."""
     generator = torch.Generator().manual_seed(1000 * rows + 100 * width + seed)
-    mask = draw_mask(rows, width, seed + 2 * rows + width, generator)  # so that every mode meets every kind of mask
+    mask = draw_mask(rows, width, seed + 2 * rows + width, generator)  # every mode meets every kind of mask
     last = (mask * torch.arange(1, width + 1)).amax(1, keepdim=True)
     first = torch.randint(PROMPT, (rows, 1), generator=generator)
     columns = torch.arange(PROMPT + width)
@@ -171,7 +171,7 @@ def _outcomes_differ(expected: _UpdateOutcome, actual: _UpdateOutcome, tolerance
 
 
 def _of_function(metrics: Metrics) -> Metrics:
-    """The metrics without what passes saved, which depends on the split into micro-batches."""
+    """Metrics without what passes saved, which depends on the cut into micro-batches."""
     return {name: x for name, x in metrics.items() if not name.startswith("perf/")}
 
 
@@ -181,7 +181,7 @@ def _finite(run: Run, example: LawExample, generator: torch.Generator) -> str | 
         if not grad.isfinite().all():
             return f"the gradient of {name} is not finite"
     for name, metric in outcome.metrics.items():
-        if name.endswith("grad_norm") and not metric[0].isfinite():  # its update was skipped: the moments are as before
+        if name.endswith("grad_norm") and not metric[0].isfinite():  # the update was skipped: moments are unchanged
             return "the norm of the gradient is not finite"
     return None
 
@@ -207,7 +207,7 @@ def _row_order(run: Run, example: LawExample, generator: torch.Generator) -> Bre
 
 
 def _wide(example: LawExample, left: int, right: int) -> LawExample:
-    """More padding on both sides, NaN where there are numbers."""
+    """Add padding on both sides, NaN in numbers."""
     wide = example.map(partial(widen, columns=right))
     prompts = {name: torch.nn.functional.pad(wide.inputs[name], (left, 0)) for name in ("tokens", "attention_mask")}
     return wide.put(**prompts)
@@ -249,13 +249,13 @@ def check_update_fn(
     modes: Sequence[str] = MODES,
     name: str | None = None,
 ) -> None:
-    """Put a whole update through its laws: `laws.check_update_fn(UpdateCritic, head="value")`.
+    """Check a whole update: `laws.check_update_fn(UpdateCritic, head="value")`.
 
-    `make(*, forward, loop, optimizer)` gives the update, and `update(state, batch)` returns (TrainState, Metrics); bind
-    everything else with functools.partial. It trains a tiny Qwen2 in float64, with a vocabulary head ("lm") or a
-    "value" head of so many `outputs`, on one mini-batch. For every weight mode in `modes` the whole gradient tree, the
-    new parameters and the metrics must be finite and the same for any split into micro-batches, order of rows and
-    padding width, packed or padded. LawViolation for the first law that fails.
+    `make(*, forward, loop, optimizer)` returns the update, and `update(state, batch)` returns (TrainState, Metrics);
+    bind everything else with functools.partial. It trains a tiny Qwen2 in float64 on one mini-batch, with a vocabulary
+    head ("lm") or a "value" head of `outputs` outputs. For every weight mode in `modes`, gradients, new parameters and
+    metrics must be finite, and equal for any split into micro-batches, order of rows and width of padding, packed or
+    padded. Raises LawViolation for the first broken law.
     """
     run = _remembered(_runner(make, head, outputs))
     examples = partial(_example, tuple(modes))
@@ -268,7 +268,7 @@ def check_update(
     modes: Sequence[str] = MODES,
     terms: PolicyTerms | None = None,
 ) -> None:
-    """Put `UpdateActor` with a policy loss through the laws of updates: `laws.check_update(my_loss)`.
+    """Check `UpdateActor` with a policy loss by the laws of updates: `laws.check_update(my_loss)`.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` returns the loss per token [B, T] and metrics, its scalars
     bound; or it is a `SelectiveLoss`. `terms` None are of each kind. See `check_update_fn` for what must hold;
@@ -281,8 +281,8 @@ def check_update(
 def _actor_update(
     loss_fn: Callable[..., tuple[Tensor, Metrics]] | SelectiveLoss, terms: PolicyTerms | None
 ) -> tuple[Callable[..., Any], str]:
-    """`UpdateActor` with the loss, and what messages call it. `terms` None have the losses of routers where a model
-    has any, and choices that are replayed if there is an even number of rows."""
+    """`UpdateActor` with the loss, and its name in messages. By default (`terms` None) routers' losses are included for
+    a model with routers, and choices are replayed if the number of rows is even."""
     from fppo import tree
     from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
 

@@ -1,4 +1,5 @@
-"""Verdicts of all laws on a function: none stops the others, and a convention is told from a fault."""
+"""Verdicts of all laws on a function: a broken law does not hide others, and conventions are distinguished from
+faults."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _MAKERS: Mapping[str, Callable[..., Suite]] = MappingProxyType(
     }
 )
 KINDS = tuple(_MAKERS)
-_PLAIN = ("gae", "whiten")  # their definition is a law: no reference
+_PLAIN = ("gae", "whiten")  # their laws include their definition: no reference
 
 
 def _frozen(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -68,7 +69,7 @@ def verdicts(
     name: str | None = None,
     only: Sequence[str] | None = None,
 ) -> tuple[Verdict, ...]:
-    """Put `fn` through all laws of a kind, and say of each whether it holds.
+    """Check `fn` by all laws of a kind, and return a verdict for each.
 
     `laws.verdicts(my_loss, kind="whole_loss")` returns a `Verdict` for each law, in the order of the laws.
 

@@ -1,4 +1,4 @@
-"""Laws of the weights of tokens: those that make one loss of a mini-batch, and those of an off-policy correction."""
+"""Laws of token weights: those of a mini-batch's loss, and those of an off-policy correction."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _definition(mode: str, fn: Callable[..., Tensor], example: LawExample, gener
 
 
 def check_weights(loss_weights: Callable[..., Tensor], *, modes: tuple[str, ...] = MODES) -> None:
-    """Put a function like `losses.loss_weights` through its law: `laws.check_weights(my_weights)`.
+    """Check a function like `losses.loss_weights`: `laws.check_weights(my_weights)`.
 
     `loss_weights(mask, mode, *, totals, horizon)` gives the weights [B, T] of some rows of a mini-batch. For each of
     the `modes`, in any split of the rows, sum(weights * per_token) must be the mode's definition over the whole
@@ -67,7 +67,7 @@ def _correction_example(rows: int, width: int, seed: int) -> LawExample:
 
 
 def _corrected(fn: Callable[..., Correction], example: LawExample) -> tuple[Tensor, Tensor]:
-    """The weights, 1 in the mask where there are none, and the mask as numbers."""
+    """The weights (1 in the mask if there are none) and the mask, both as numbers."""
     found = fn(*example.inputs.values())
     return found.mask.double() if found.weights is None else found.weights, found.mask.double()
 
@@ -106,12 +106,12 @@ def _as_reference(
 
 
 def check_correction(correct: Callable[..., Correction], *, reference: Callable[..., Correction] | None = None) -> None:
-    """Put an off-policy correction through its laws: `laws.check_correction(my_correction)`.
+    """Check an off-policy correction: `laws.check_correction(my_correction)`.
 
-    `correct(old_log_probs, rollout_log_probs, mask)` gives a `losses.Correction`. What stands outside the mask changes
-    nothing, weights are 0 outside of what it keeps, and equal policies have weights of 1 and lose no token. Weights and
-    mask are held against a `reference`, as `references.losses.rollout_correction`, where one is given. Raises
-    LawViolation for the first that fails.
+    `correct(old_log_probs, rollout_log_probs, mask)`, with tensors [B, T], returns a `losses.Correction`. The laws:
+    values outside the mask have no effect; weights are 0 outside the corrected mask; equal policies have weights of 1
+    and lose no token. With a `reference`, as `references.losses.rollout_correction`, weights and mask must equal its
+    own. Raises LawViolation for the first broken law.
     """
     laws = (
         Law("masked garbage", "what stands where the mask is False changes nothing", _garbage),

@@ -1,4 +1,4 @@
-"""Laws of whole losses, one number for a micro-batch, whose sum over the micro-batches is that of the mini-batch.
+"""Laws of whole losses: one number for each micro-batch, whose sum is the loss of the mini-batch.
 
 Faults of normalisation live here: a loss per token has none, since its weights are counted before the rows are cut.
 """
@@ -41,18 +41,18 @@ from fppo.laws.losses import (
 from fppo.losses import count_totals, loss_weights
 from fppo.shapes import Mask, Scalar, Tokens
 
-NEAR = 1e-6  # how far a small number in a denominator may move a loss from its reference
+NEAR = 1e-6  # the effect on a loss of a small number in the reference's denominator
 WholeLoss = Callable[..., Tensor]
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3), (4, 5), (6, 7))
 
 
 class _Whole(NamedTuple):
     loss: Tensor  # 0-d
-    grad: Tensor  # of the loss by the first input, [B, T]
+    grad: Tensor  # the gradient by the first input, [B, T]
 
 
 def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> WholeLoss:
-    """Make a whole loss of a loss per token: the sum of its weights in a mode times the loss, float 0-d.
+    """Make a whole loss, 0-d, of a token loss: the sum of a mode's weights times the loss.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask)` is a policy loss of `fppo.losses` or one's own, or a value
     loss of values, old values, returns and a mask. `mode` and
@@ -69,8 +69,8 @@ def whole_loss(loss_fn: LossFn, mode: str, *, horizon: Scalar | None = None) -> 
 
 
 def _in_pieces(fn: WholeLoss, example: LawExample, cuts: Sequence[Tensor], *, trim: bool = False) -> _Whole:
-    """The losses of the micro-batches added up, and their gradients, each in its place; `trim` cuts the columns that no
-    row of the micro-batch has in its mask."""
+    """Sum the losses of micro-batches, and place their gradients; `trim` removes columns that are outside the mask in
+    all rows of a micro-batch."""
     mask, total = example.mask, example.weights.new_zeros(())
     grad = torch.zeros_like(next(iter(example.inputs.values())))
     for rows in cuts:
@@ -90,7 +90,7 @@ def _evaluate(fn: WholeLoss, example: LawExample) -> _Whole:
 
 
 def _differ(expected: _Whole, actual: _Whole, tolerance: float | None = None) -> str | None:
-    """Where the gradients or the losses differ, by more than the tolerance of their dtype or the one that is given."""
+    """Describe where gradients or losses differ by more than the tolerance (by default that of their dtype)."""
     within = TOLERANCES[expected.grad.dtype] if tolerance is None else tolerance
     return differ("the gradient", expected.grad, actual.grad, within) or differ(
         "the loss", expected.loss.to(expected.grad), actual.loss.to(actual.grad), within
@@ -98,7 +98,7 @@ def _differ(expected: _Whole, actual: _Whole, tolerance: float | None = None) ->
 
 
 def _filled(example: LawExample) -> bool:
-    """Whether every row has a token: what rows without any count for is a law of its own."""
+    """Whether every row has a token in the mask; rows without tokens have a law of their own."""
     return bool(example.mask.any(1).all())
 
 
@@ -213,7 +213,7 @@ def _empty_rows(fn: WholeLoss, example: LawExample, generator: torch.Generator) 
 def _reinforce(
     fn: WholeLoss, example: LawExample, generator: torch.Generator, *, by_row: bool = False
 ) -> Breach | None:
-    """Whether at old == new the gradient is minus a positive weight times the advantage, whatever the advantages."""
+    """Check that at old == new the gradient is minus a positive weight times the advantage, for any advantages."""
     log_probs, _, advantages, mask = example.inputs.values()
     if by_row:
         advantages = advantages[:, :1].expand_as(advantages).clone()
@@ -226,7 +226,7 @@ def _reinforce(
 
 
 def _squared_error(fn: WholeLoss, example: LawExample, generator: torch.Generator) -> Breach | None:
-    """Whether at old == new the gradient is a positive weight times the error, whatever the returns."""
+    """Check that at old == new the gradient is a positive weight times the error, for any returns."""
     values, _, returns, mask = example.inputs.values()
     example = example.put(old_values=values.clone())
     weights = _evaluate(fn, example.put(returns=values - 1.0)).grad.where(mask, 0.0)
@@ -313,7 +313,7 @@ def check_whole_loss(
     dtype: torch.dtype = torch.float64,
     values: bool = False,
 ) -> None:
-    """Put a whole loss through its laws: `laws.check_whole_loss(my_loss)`. LawViolation for the first that fails.
+    """Check a whole loss: `laws.check_whole_loss(my_loss)`. Raises LawViolation for the first broken law.
 
     `loss_fn(log_probs, old_log_probs, advantages, mask, *, pieces, whole)` takes a micro-batch, tensors [B, T], and
     returns its share of the loss, 0-d. A trainer adds up losses and gradients of its micro-batches: `pieces` is how

@@ -1,4 +1,4 @@
-"""Small worlds: a tabular policy, all responses that it can give, their scores and exact values."""
+"""Small worlds: a tabular policy, all of its responses, their scores and exact values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 END = 0  # the token that ends a response
-OUTSIDE = 7.0  # what stands outside of masks, where nothing may be read
+OUTSIDE = 7.0  # the value outside masks, which nothing may read
 
 Divergence = Literal["sequence", "token", "reverse", "variation"]
 DIVERGENCES: tuple[Divergence, ...] = ("sequence", "token", "reverse", "variation")
@@ -19,17 +19,17 @@ DIVERGENCES: tuple[Divergence, ...] = ("sequence", "token", "reverse", "variatio
 
 @attrs.frozen(kw_only=True, eq=False)
 class SmallWorld:
-    """A policy, a reference, the policy that samples, and a score for every response; all float64.
+    """A policy, a reference, a sampling policy, and a score for every response; all float64.
 
-    A response [W] is tokens up to the first `END`, or `horizon` of them. Each token is drawn from the logits [V] of the
-    place (the prompt and the tokens before) that it follows. P prompts, S responses to each, N places.
+    A response [W] is tokens up to the first `END`, or `horizon` of them. Each token is drawn from logits [V] that
+    depend on the prompt and the tokens before it, its place. There are P prompts, S responses to each, and N places.
     """
 
     logits: Tensor  # [P, N, V]
     ref_logits: Tensor  # [P, N, V]
-    sampler_logits: Tensor  # [P, N, V], the policy's own unless it lags
+    sampler_logits: Tensor  # [P, N, V], equal to the policy's unless it lags
     scores: Tensor  # [P, S]
-    value_errors: Tensor  # [P, N], of a critic
+    value_errors: Tensor  # [P, N], the critic's errors
     tokens: Tensor  # [S, W] int64
     places: Tensor  # [S, W] int64
     mask: Tensor  # [S, W] bool
@@ -42,8 +42,8 @@ class SmallWorld:
         return every.gather(3, self.tokens.expand(len(logits), -1, -1)[..., None])[..., 0].where(self.mask, 0.0)
 
     def values(self, kl_coef: float = 0.0) -> Tensor:
-        """The critic's value before each token, [P, S, W]: the expected score, less kl_coef * the KL estimate k1 of the
-        tokens to come, plus the error of the place; 0 outside the mask."""
+        """The critic's value before each token, [P, S, W]: the expected score, minus kl_coef * the KL estimate k1 of
+        later tokens, plus the place's error; 0 outside the mask."""
         log_p = self.log_probs(self.logits)
         away = (log_p - self.log_probs(self.ref_logits)).flip(-1).cumsum(-1).flip(-1)
         to_go = self.scores[..., None] - kl_coef * away
@@ -62,11 +62,11 @@ class SmallWorld:
         return (chosen * self.scores).sum(-1)
 
     def squares(self) -> Tensor:
-        """The sum of squared probabilities at the place of each token, [P, S, W]."""
+        """The sum of squared probabilities at each token's place, [P, S, W]."""
         return self.logits.softmax(-1).square().sum(-1)[:, self.places]
 
     def slopes(self) -> Tensor:
-        """The gradient of each token's log-prob by all logits, [P, S, W, P * N * V]: 1 at its own logit, less the
+        """The gradient of each token's log-prob by all logits, [P, S, W, P * N * V]: 1 at its own logit, minus the
         probabilities of its place; 0 outside the mask."""
         p, (prompts, places, words) = self.logits.softmax(-1), self.logits.shape
         ones = torch.eye(words, dtype=p.dtype)
@@ -76,7 +76,7 @@ class SmallWorld:
         return torch.einsum("pswnv,pq->pswqnv", inner, torch.eye(prompts, dtype=p.dtype)).flatten(3)
 
     def objective(self, logits: Tensor, kl_coef: float = 0.0, of: Divergence = "sequence") -> Tensor:
-        """The mean over prompts of E[score] - kl_coef * a divergence from the reference, 0-d; to be made larger.
+        """The mean over prompts of E[score] - kl_coef * a divergence from the reference, 0-d; it is maximised.
 
         "sequence" is KL(policy || reference) of whole responses. The others are sums over tokens of a divergence
         between the distributions at the token's place, under the places that the policy visits, held constant: "token"
@@ -97,7 +97,7 @@ class SmallWorld:
         return (reward - kl_coef * (visited * at_place[:, self.places]).sum((1, 2))).mean()
 
     def gradient(self, kl_coef: float = 0.0, of: Divergence = "sequence") -> Tensor:
-        """The gradient by all logits, flat, of what a step makes smaller: -objective."""
+        """The gradient of -objective, which a step minimises, by all logits, flat."""
         leaf = self.logits.clone().requires_grad_()
         return torch.autograd.grad(-self.objective(leaf, kl_coef, of), leaf)[0].flatten()
 
@@ -113,9 +113,9 @@ def world(
     critic_error: float = 0.0,
     gap: bool = False,
 ) -> SmallWorld:
-    """Draw a world: normal logits, a reference near by, and normal scores, or of 0 and 1 (`binary`).
+    """Draw a world: normal logits, a reference close to them, and normal scores, or scores of 0 and 1 (`binary`).
 
-    `lag` is how far the logits of the policy that samples lie from the policy's, and `critic_error` the deviation of a
+    `lag` is the standard deviation of the sampling policy's logits from the policy's, and `critic_error` that of a
     critic's values from the exact ones. With a `gap` an environment's token, outside the mask, follows the first token
     of longer responses. Raises ValueError for sizes below 1, and a vocabulary below 2.
     """
@@ -162,7 +162,8 @@ def world(
 
 
 def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0) -> tuple[SmallWorld, ...]:
-    """Worlds of growing sizes, from one prompt and one step to three steps with a gap: what `check_gradient` takes."""
+    """Worlds of growing sizes, from one prompt and one step to three steps with a gap; the default of
+    `check_gradient`."""
     sizes = ((1, 2, 1, False), (1, 2, 2, False), (1, 3, 2, False), (2, 2, 2, True), (1, 3, 3, True))
     return tuple(
         world(
@@ -181,7 +182,7 @@ def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0)
 
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
-    """All batches of n responses to each prompt, as R stacked rows with the number of their batch."""
+    """All batches of n responses to each prompt, as R stacked rows, each with the index of its batch."""
 
     prompts: Tensor  # [R] int64
     responses: Tensor  # [R] int64
@@ -191,12 +192,12 @@ class Batches:
 
     @property
     def rows(self) -> int:
-        """The rows of each batch."""
+        """The number of rows in each batch."""
         return len(self.numbers) // self.count
 
 
 def all_batches(of: SmallWorld, n: int) -> Batches:
-    """List the batches that the world's sampling policy can draw: for each prompt every multiset of n responses."""
+    """List the batches that a world's sampling policy can draw: for each prompt all multisets of n responses."""
     log_p = of.log_probs(of.sampler_logits).sum(-1)
     every = list(itertools.combinations_with_replacement(range(len(of.tokens)), n))
     orders = [math.factorial(n) / math.prod(math.factorial(s.count(x)) for x in set(s)) for s in every]

@@ -126,7 +126,7 @@ def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., 
     else:
         out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     inner = rows @ a.t()
-    if linear is F.linear and not active():  # fresh memory, which no backward pass reads
+    if linear is F.linear and not active():  # in new memory, which no backward pass reads
         out = out.addmm_(inner, b.t(), alpha=scale)
     else:
         out = torch.addmm(out, inner, b.t(), alpha=scale)

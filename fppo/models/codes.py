@@ -17,7 +17,7 @@ _NAMED = 3  # weights that an error lists at most
 
 
 def weight_of(name: str) -> str:
-    """The name of the weight that a parameter is, or is codes or scales of."""
+    """The name of the weight behind a parameter: its own name, or that of the weight whose codes or scales it is."""
     return name.removesuffix(CODES).removesuffix(SCALES)
 
 

@@ -103,7 +103,7 @@ class NormSeam(nn.Module):
 
 
 class LayerNormSeam(nn.Module):
-    """Stands in the place of a norm by mean and variance, and hands its numbers to a kernel."""
+    """Replaces a norm by mean and variance and calls a kernel for it."""
 
     def __init__(self, module: nn.Module, form: LayerNormForm, kernel: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Length of a row beyond which a model's positions change for all tokens."""
+"""The row length beyond which a model's positions change for all tokens."""
 
 from __future__ import annotations
 

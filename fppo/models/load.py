@@ -65,8 +65,8 @@ def load(
     (`v_head.summary`), in float32 or wider; `outputs` is its number of outputs, or a range of the outputs to take. A
     checkpoint without one gets a head drawn from `key`, or zeros without a key. `config` overrides fields of the
     model's own config. Only safetensors files are read.
-    Raises ValueError that lists every missing or unknown parameter and every one of another shape or dtype, for a
-    quantised checkpoint that transformers does not dequantise, and for a model that fppo would compute differently from
+    Raises ValueError with a list of missing and unknown parameters, and of those with another shape or dtype; for a
+    quantised checkpoint that transformers cannot dequantise; and for a model that fppo would compute differently from
     transformers (`check_model`).
     """
     directory = find_directory(path)

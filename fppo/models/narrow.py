@@ -1,4 +1,4 @@
-"""The narrower model that one rank of a tensor axis runs, of the same family, found without a sharding plan.
+"""The narrower model of the same family that one rank of a tensor axis runs, found without a sharding plan.
 
 Heads and inner widths are divided in the config. A parameter is cut along the dimension in which the narrower model's
 is smaller.

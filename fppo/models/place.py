@@ -147,8 +147,8 @@ def place(model: Model, mesh: Mesh) -> Model:
     axis the layers of its stages, on an expert axis some of the experts, which the tensor axis does not cut.
     `own_params` selects its parameters from whole ones. Place a model once.
 
-    Raises ValueError that names every size that the tensor or expert axis does not divide, for a model that cannot be
-    cut or is adapted, and for fewer layers than stages.
+    Raises ValueError with all sizes that the tensor or expert axis does not divide; for a model that cannot be cut, or
+    is adapted; and for fewer layers than stages.
     """
     return prepare(model, mesh).on(mesh)
 

@@ -1,4 +1,4 @@
-"""Passes in float64 throughout."""
+"""A context in which passes stay in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CHANGED = frozenset({Tensor.float, Tensor.to, Tensor.type, F.softmax, torch.sof
 
 
 class KeepDouble(TorchFunctionMode):
-    """Within this context conversions of float64 tensors to float32 keep float64.
+    """A context in which conversions of float64 tensors to float32 keep float64.
 
     transformers' norms and softmax go through float32 whatever the parameters are, which would round a float64 pass to
     float32's precision; float64 is for checks of invariance, which need more. torch's grouped product of experts lacks

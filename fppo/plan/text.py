@@ -20,39 +20,39 @@ from fppo.runtime.mesh import DENSE
 
 MIB = 1 << 20
 MEMORY = (
-    "Memory is that of the real steps, run on tensors without data on the rank that holds most; gathered are "
-    "parameters in use, whole or from the host, and gradients before they are added up. What is outside of tensors, "
-    "and all seconds, are estimates from constants (fppo/plan/case.py, estimate.py)."
+    "Memory is counted by running the real steps on tensors without data, on the fullest rank. Gathered are parameters "
+    "in use (whole, or fetched from the host) and gradients before their sum. Memory outside tensors, and all seconds, "
+    "are estimates from constants (fppo/plan/case.py, estimate.py)."
 )
 HEAP = (
-    " A process on a CPU takes that with MALLOC_MMAP_THRESHOLD_=65536 in its environment; else glibc's heap keeps "
-    "freed memory, up to 1.8 times as much where it was measured."
+    " This holds for a process on a CPU with MALLOC_MMAP_THRESHOLD_=65536 in its environment; without it glibc's heap "
+    "keeps freed memory, up to 1.8 times as much in measurements."
 )
 LAUNCHES = (
-    "These passes have so few tokens that the host launches operations more slowly than the GPU runs them. Give passes "
-    "of more tokens, or, on one GPU and where layers are kept, model.graphs."
+    "These passes have so few tokens that the GPU waits for the host to launch operations. Give passes of more tokens; "
+    "or, on one GPU without recomputed layers, model.graphs."
 )
 GRAPHS = (
-    "Recorded as CUDA graphs (model.graphs): the passes of {stages}. Their memory is planned as if they were not; what "
-    "was measured was less."
+    "Recorded as CUDA graphs (model.graphs): the passes of {stages}. Their memory is planned as if they were not; "
+    "measured memory was less."
 )
 JUDGE, NO_ROLLOUT = "A judge is not planned.", "Neither the rollout is planned (--no-sampling) nor a judge."
 ROLLOUT = (
-    "All responses are as long as they may be, each step is launched at once, and decoding reads weights, keys and "
-    "values at the memory's rate: estimates."
+    "Estimates for responses of maximal length, steps that are launched at once, and decoding at the rate at which "
+    "memory delivers weights, keys and values."
 )
 HOST = (
-    "Weights on their way and copies for the checkpoint may be there together. The process itself is a usual size; a "
-    "node has as many as it has GPUs, and its controller a batch of columns more."
+    "Weights in transfer and copies for the checkpoint may exist at the same time. The process itself is a usual size. "
+    "A node has a process for each GPU; its controller holds the columns of a batch as well."
 )
 COLUMNS = (
-    "Columns are as wide as prompts and responses may become, and counted once, however many ranks read them; "
-    "`fppo trace` says of a run what went there and came back. Images, objects of rows, metrics and weights are not in "
-    "it, nor held-out prompts, nor those that are drawn again."
+    "Columns have their maximal width, and count once, however many ranks read them; `fppo trace` shows what a run "
+    "sent and got back. Images, objects of rows, metrics and weights are not counted, nor are held-out prompts and "
+    "prompts that are drawn again."
 )
 ROUGH = (
-    "Of every mesh a formula estimates time and memory (fppo/plan/estimate.py); those with the shortest steps that may "
-    "fit are planned as `fppo plan` plans a mesh."
+    "A formula estimates time and memory of every mesh (fppo/plan/estimate.py). The fastest that may fit are then "
+    "planned as by `fppo plan` for a single mesh."
 )
 RECOMPUTED = {False: "layers kept", True: "layers recomputed", "selective": "layers recomputed but for attention"}
 
@@ -205,7 +205,10 @@ def _verdict(plan: Plan, helping: Sequence[Remedy] | None) -> Section:
     if helping is None:
         return [said]
     if not helping:
-        return [said, "None of the settings tried makes it fit, together neither, on up to 64 times as many GPUs."]
+        return [
+            said,
+            "None of the settings that were tried makes it fit, alone or together, on up to 64 times as many GPUs.",
+        ]
     base = seconds_per_token(plan)
     rows = [
         (remedy.words, [f"{remedy.seconds_per_token / base:.2f}x", f"{remedy.plan.peak.total / GIB:,.1f}"])

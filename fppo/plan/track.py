@@ -301,9 +301,9 @@ class _Block:
 class Tracker(TorchDispatchMode):
     """A context in which every operation of this thread is recorded.
 
-    `hold` names what is there before; `scoped` marks functions whose storages are of a kind; `begin_pass` says that the
-    next forward pass begins; `sent` counts collectives. `phases` is what there was, in order. With `on_gpu` the
-    workspace of a GPU's attention kernels counts, which no operation shows.
+    `hold` declares tensors that exist before; `scoped` marks functions whose storages are of a kind; `begin_pass` marks
+    the start of a forward pass; `sent` counts collectives. `phases` are the recorded phases, in order. With `on_gpu`
+    the workspace of a GPU's attention kernels counts, which no operation shows.
     """
 
     def __init__(self, *, on_gpu: bool = False) -> None:

@@ -2,8 +2,8 @@
 
 In: parameters and an `Ask` (prompts, sampling settings, a key). Out: a `Rollout` with tokens, masks and log-probs. A
 draw is a function of the key, the row and the position, whatever the order of rows. Names are imported at their first
-use, so that worker processes and `--help` load no torch. Begin with `embedded.EmbeddedEngine`; `vllm` runs vLLM,
-`turns` conversations with tools and games.
+use, so that worker processes and `--help` load no torch.
+Begin with `embedded.EmbeddedEngine`; `vllm` runs vLLM, `turns` conversations with tools and games.
 """
 
 from typing import TYPE_CHECKING

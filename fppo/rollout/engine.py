@@ -79,8 +79,8 @@ class Ask:
 
     `version` is the version of the sampling policy. `limits` [B] are maximal lengths of each prompt's responses, if
     smaller than `sampling.max_tokens`. `on_finished` is called when a row of the rollout is finished, once for each, in
-    any order; on several ranks, for the rows that this rank samples. If prompts end with
-    `offset` tokens of their responses, draws are those of the positions after these. Only an `InterruptibleEngine` reads `newer`.
+    any order; on several ranks, for the rows that this rank samples. If prompts end with `offset` tokens
+    of their responses, draws are those of the positions after these. Only an `InterruptibleEngine` reads `newer`.
     """
 
     prompts: Prompts

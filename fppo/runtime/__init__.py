@@ -2,8 +2,8 @@
 
 In: trees of tensors and a `Mesh` of axes. Out: the same functions over many ranks: sums, gathers and scatters that
 gradients pass through, checkpoints that any mesh can read, errors that name the rank. Names are imported at their first
-use, so that worker processes and `--help` load no torch. Begin with `mesh.Mesh`; `fsdp` shards parameters, `checkpoint`
-saves, `simulate` runs ranks as threads.
+use, so that worker processes and `--help` load no torch.
+Begin with `mesh.Mesh`; `fsdp` shards parameters, `checkpoint` saves, `simulate` runs ranks as threads.
 """
 
 from typing import TYPE_CHECKING

@@ -112,7 +112,7 @@ class Attempt:
         """Wait until this rank sees the directory that rank 0 created."""
         self._wait(
             lambda: self.draft.is_dir() or None,
-            lambda: f"{self.draft}, which rank 0 has made, is not to be seen on rank {self.rank}: {self._shared()}",
+            lambda: f"rank {self.rank} cannot see {self.draft}, which rank 0 has made: {self._shared()}",
         )
 
     def await_shards(self, writers: Sequence[str]) -> None:
@@ -128,7 +128,7 @@ class Attempt:
             silent = [rank for rank in missing if not files.data_file(self.draft, rank).exists()]
             if silent:
                 names = "; ".join(writers[rank] for rank in silent)
-                return f"the ranks at {names} have written nothing that rank 0 can see: {self._shared()}"
+                return f"rank 0 can see nothing written by the ranks at {names}: {self._shared()}"
             names = "; ".join(writers[rank] for rank in missing)
             return f"the ranks at {names} have not finished writing: are they alive?"
 

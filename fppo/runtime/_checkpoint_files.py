@@ -6,9 +6,9 @@
                              other JSONs
 
 The file of rank s of a shard axis of n ranks, t of a tensor axis of m, e of an expert axis of k, and p of the pipeline
-axis, has the number ((p * k + e) * m + t) * n + s; of a leaf whose rows `experts` ranks of the expert axis share it has
-the rows of rank s * experts + e. Where parts of a state are on meshes of their own, the files of each have their own
-numbers: a leaf says the first, and its grid.
+axis, has the number ((p * k + e) * m + t) * n + s; of a leaf whose rows are sharded over `experts` ranks of the
+expert axis as well, it has the rows of rank s * experts + e. Parts of a state on meshes of their own have separate
+file numbers; a leaf records the first of them, and its grid.
 
 torch.distributed.checkpoint's own files are not used: their metadata is a pickle, and nothing here is ever unpickled.
 """

@@ -372,7 +372,7 @@ def _check_structure(node: Mapping[str, Any]) -> None:
     plain = kind in (None, "builtins.tuple", "builtins.dict") or kind.startswith("fppo.")
     metric = kind == "collections.namedtuple" and context.startswith("fppo.")
     if not (plain or metric) or "__enum__" in context:
-        raise DamagedError(f"{files.MANIFEST}: the structure of a {kind} is none that a run saves")
+        raise DamagedError(f"{files.MANIFEST}: a run saves no structure of the kind {kind}")
     for child in node["children_spec"]:
         _check_structure(child)
 

@@ -18,7 +18,7 @@ class ProcessClock:
 
 
 def sleep(seconds: float) -> None:
-    """Sleep for so many seconds of running time, during which other processes could run too."""
+    """Sleep for `seconds` of running time, in which other processes can run."""
     clock = ProcessClock(0.2)
     while clock.now() < seconds:
         time.sleep(0.1)

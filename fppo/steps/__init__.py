@@ -1,8 +1,8 @@
 """Steps: functions from state to state, composed of models, losses, kernels and a mesh.
 
 In: a `TrainState` (parameters, optimizer state, number of updates) and an `Experience`. Out: the next state and
-metrics; or, without gradients, log-probs, values and scores. Micro-batches, packing and meshes change no result. Begin
-with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` the updates of
+metrics; or, without gradients, log-probs, values and scores. Micro-batches, packing and meshes change no result.
+Begin with `actor.UpdateActor`; `loop` has mini-batches and gradients, `forward` passes, `optimizers` the updates of
 parameters.
 """
 

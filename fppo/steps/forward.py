@@ -77,7 +77,7 @@ def forward_micro_batch(
     """
     check_outputs(forward.model, outputs)
     if goes_on(forward.model):
-        raise ValueError("this rank has no head, but stages of a pipeline before it: call compute_outputs on all ranks")
+        raise ValueError("this rank has a pipeline stage without the head: call compute_outputs on all ranks")
     mask, tensor, padded = rows.response_mask, forward.mesh["tensor"], _maps_over(rows)
     check_transforms(forward)
     if padded:

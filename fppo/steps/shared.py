@@ -42,7 +42,7 @@ class SortedRows(NamedTuple):
         return sum(self.depths) / max(sum(self.lengths), 1)
 
     def apart(self) -> SortedRows:
-        """The same rows without sharing."""
+        """These rows, without sharing."""
         return self._replace(depths=[0] * len(self.depths))
 
     def part(self, rows: Sequence[int]) -> SortedRows:

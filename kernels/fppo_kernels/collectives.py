@@ -85,7 +85,7 @@ def exchange(x: Tensor, axis: Axis, *, sent: Sequence[int], received: Sequence[i
     if axis.size == 1:
         return x
     if sum(sent) != x.shape[0]:
-        raise ValueError(f"exchange: {x.shape[0]} rows, of which {list(sent)} are to be sent, {sum(sent)} in all")
+        raise ValueError(f"exchange: x has {x.shape[0]} rows, but sent = {list(sent)} has {sum(sent)}")
     return _Exchange.apply(x, axis, tuple(sent), tuple(received))  # type: ignore[return-value]
 
 

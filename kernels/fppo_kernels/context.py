@@ -200,6 +200,6 @@ def check_dealt(query: Tensor, lengths: Lengths, deal: Deal, axis: Axis) -> None
     total, dealt = sum(lengths.lengths), len(deal.back)
     if total != dealt or len(query) * axis.size != dealt:
         raise ValueError(
-            f"lengths are those of {total} tokens, and {axis.size} ranks of {len(query)} tokens each have another row "
-            f"than the {dealt} that were dealt"
+            f"the row that was dealt has {dealt} tokens, but lengths have {total} tokens, and {axis.size} ranks hold "
+            f"{len(query)} each"
         )

@@ -83,12 +83,11 @@ def outside(fn: Callable[..., T], *arguments: Any) -> T:
 class TwoPass:
     """An operation computed by two hand-written passes, with its definition in torch's operations.
 
-    `forward(options, *tensors)` gives the outputs, so many, and new tensors that are kept for the pass back, none of
-    them an output. `backward(options, tensors, kept, grads, needed)` gives the gradients by the tensors, None where one
-    is not needed; before what was kept it gets the outputs whose numbers `reads` has.
-    `definition(options, *tensors)` gives the outputs. Forward-mode derivatives and those of higher order are those of
-    the definition. Tensors may be None, and the gradients of outputs that are not used are None. Tensors come in any
-    layout, gradients too.
+    `forward(options, *tensors)` returns the outputs, and new tensors to save for the backward pass, none of them an
+    output. `backward(options, tensors, kept, grads, needed)` returns the gradients by the tensors, None for those not
+    needed; `kept` has the outputs with indices in `reads`, then the saved tensors. `definition(options, *tensors)`
+    returns the outputs; forward-mode and higher derivatives are taken of it. Tensors may be None, and gradients of
+    unused outputs are None. Tensors and gradients have any layout.
 
     Where `rows` says which tensors have one entry for each row of the outputs, derivatives of the definition are
     computed for `piece` rows at a time, which bounds their memory.

@@ -163,11 +163,11 @@ def test_a_handle_is_no_value_here(one, read):
 def test_handles_of_others_and_of_earlier_starts_are_refused(one, two):
     state, _ = one.call(make, HERE, 1.0, stays=(0,))
     with pytest.raises(
-        ValueError, match="double runs on group 'two', and is given a value on the ranks of group 'one'"
+        ValueError, match="double runs on group 'two', but an argument is a value on the ranks of group 'one'"
     ):
         two.call(double, state)
     one.start()
-    with pytest.raises(GroupDied, match=r"double: what it is given is of start 1 of group 'one'.*that value is gone"):
+    with pytest.raises(GroupDied, match=r"double: an argument is of start 1 of group 'one'.*its value is lost"):
         one.call(double, state)
     assert one.call(make, HERE, 1.0)[1] == {"rank": 0}
     with pytest.raises(ValueError, match="make returned 2 results: there is no result 2 to keep"):

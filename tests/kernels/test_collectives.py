@@ -63,7 +63,7 @@ def test_sizes_that_do_not_divide_are_named():
         collectives.reduce_scatter(x, Axis(2, 0), dim=1)
     with pytest.raises(ValueError, match=r"all_to_all: dimension 0 .* size 3, .* pad it to a multiple of 2"):
         collectives.all_to_all(x, Axis(2, 0), split_dim=0, concat_dim=1)
-    with pytest.raises(ValueError, match=r"exchange: 3 rows, of which \[2, 2\] are to be sent, 4 in all"):
+    with pytest.raises(ValueError, match=r"exchange: x has 3 rows, but sent = \[2, 2\] has 4"):
         collectives.exchange(x, Axis(2, 0), sent=[2, 2], received=[1, 1])
 
 

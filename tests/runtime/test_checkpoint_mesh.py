@@ -419,8 +419,8 @@ def test_ranks_that_see_another_directory_are_named(tmp_path):
             return str(error)
 
     said = simulate({"shard": 3}, run)
-    assert "the ranks at shard 1; shard 2 have written nothing that rank 0 can see" in said[0]
-    assert "is not to be seen on rank 2" in said[2]
+    assert "rank 0 can see nothing written by the ranks at shard 1; shard 2" in said[0]
+    assert "rank 2 cannot see" in said[2]
     for rank, text in enumerate(said):
         assert f"is {tmp_path / str(rank)} one directory for all nodes?" in text
 

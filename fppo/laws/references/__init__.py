@@ -1,7 +1,7 @@
-"""Plain definitions of all losses and estimators, as loops over rows and tokens, to compare one's own with.
+"""Reference implementations of all losses and estimators, as loops over rows and tokens, to compare one's own with.
 
-In: the arguments of the library's function of that name. Out: its results, without metrics, in float64 as slowly as it
-takes; autograd of a loss is its gradient.
+In: the arguments of the library's function of that name. Out: its results in float64, without metrics, and slowly;
+autograd gives a loss's gradient.
 Begin with `losses.ppo_clip` and `advantages.grpo`; `laws.check_policy_loss(mine, reference=...)` compares with one.
 """
 

@@ -16,8 +16,8 @@ Numbers = list[float]
 
 
 def _grouped(of_row: Callable[[Tensor, Tensor, int], Tensor | float], scores: Tensor, mask: Tensor, groups: Tensor):
-    """The advantages of a function of a group's scores [n], its lengths [n] and a row's place among them, spread over
-    the row's tokens; rows without tokens are in no group. Returns are the scores."""
+    """Advantages by group, from a function of a group's scores [n], its lengths [n], and a row's index in it. They are
+    spread over the row's tokens; rows without tokens are in no group. Returns are the scores."""
     members: dict[int, list[int]] = {}
     for b, group in enumerate(groups.tolist()):
         if mask[b].any():
@@ -31,7 +31,7 @@ def _grouped(of_row: Callable[[Tensor, Tensor, int], Tensor | float], scores: Te
 
 
 def _deviation(s: Tensor, i: int) -> Tensor:
-    """A score less its group's mean, taken from the first, so that equal scores give exactly 0."""
+    """A score minus its group's mean, computed relative to the first score, so that equal scores give exactly 0."""
     return s[i] if len(s) == 1 else (s[i] - s[0]) - (s - s[0]).mean()
 
 
@@ -55,7 +55,7 @@ def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 
 
 def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S less the mean of the group's other rows."""
+    """S minus the mean of the group's other rows."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
         others = [s[j] for j in range(len(s)) if j != i]
@@ -65,7 +65,7 @@ def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 
 
 def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Advantages:
-    """S less the mean of the group, or of its other rows, weighted by their lengths."""
+    """S minus the length-weighted mean of the group, or of its other rows."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
         rows = [j for j in range(len(s)) if j != i or not leave_one_out]
@@ -104,7 +104,7 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S less the mean of the group, whitened over the batch's tokens."""
+    """S minus the mean of the group, whitened over the batch's tokens."""
     plain = _grouped(lambda s, n, i: _deviation(s, i), scores, mask, groups)
     return plain._replace(advantages=whiten(plain.advantages, mask))
 
@@ -128,7 +128,8 @@ def gdpo(
 
 
 def along_rows(of_row: Callable[..., tuple[Numbers, Numbers]], mask: Tensor, *columns: Tensor) -> Advantages:
-    """The advantages and returns of a function of each row's tokens in the mask: a list [n] of every column [B, T]."""
+    """Advantages and returns from a function of each row's tokens in the mask, which gets a list [n] for each column
+    [B, T]."""
     results = [torch.zeros_like(columns[0]) for _ in range(2)]
     for b, row in enumerate(mask):
         if row.any():
@@ -161,7 +162,7 @@ def _gae(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers
 
 
 def token_rewards(scores: Tensor, mask: Tensor, *, kl: Tensor | None = None, kl_coef: float = 0.0) -> Tensor:
-    """The score at the last token of each row, less kl_coef * kl at every token."""
+    """The score at the last token of each row, minus kl_coef * kl at every token."""
 
     def of_row(score: Numbers, penalty: Numbers) -> tuple[Numbers, Numbers]:
         last = len(score) - 1
@@ -203,7 +204,7 @@ def gae(
 
 
 def td(rewards: Tensor, values: Tensor, mask: Tensor, *, steps: int, gamma: float = 1.0) -> Advantages:
-    """The sum of the next `steps` rewards, discounted, and the value after them, less the value."""
+    """The discounted sum of the next `steps` rewards and the value after them, minus the value."""
 
     def of_row(r: Numbers, v: Numbers) -> tuple[Numbers, Numbers]:
         goals: Numbers = []
@@ -228,7 +229,7 @@ def vtrace(
     """Remark 1 of the paper, backwards over each row."""
 
     def of_row(r: Numbers, v: Numbers, w: Numbers) -> tuple[Numbers, Numbers]:
-        following = goal = 0.0  # the value of the next state, and its target
+        following = goal = 0.0  # the next state's value and target
         advantages, goals = [], []
         for reward, value, weight in zip(reversed(r), reversed(v), reversed(w), strict=True):
             delta = weight * (reward + gamma * following - value)
@@ -242,7 +243,7 @@ def vtrace(
 
 
 def _turns(row: Sequence[bool]) -> list[list[int]]:
-    """The places of each run of tokens in the mask."""
+    """The indices of each run of tokens in the mask."""
     turns: list[list[int]] = []
     for t, inside in enumerate(row):
         if inside and (t == 0 or not row[t - 1]):
@@ -253,8 +254,8 @@ def _turns(row: Sequence[bool]) -> list[list[int]]:
 
 
 def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 1.0) -> Advantages:
-    """GAE whose steps are turns, at every token of a turn; a token's target is its turn's rewards from it on, and what
-    follows."""
+    """GAE with turns as steps, at every token of a turn. A token's target is the sum of its turn's rewards from it on
+    and of the discounted rest."""
     advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
     for b, row in enumerate(mask.tolist()):
         turns = _turns(row)
@@ -271,7 +272,7 @@ def turn_gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.
 
 
 def remax(rewards: Tensor, baselines: Tensor, mask: Tensor) -> Advantages:
-    """The reward to go less the baseline of the row."""
+    """The reward to go minus the row's baseline."""
 
     def of_row(r: Numbers, baseline: Numbers) -> tuple[Numbers, Numbers]:
         return _less(_returns(r, 1.0), baseline), _returns(r, 1.0)

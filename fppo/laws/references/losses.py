@@ -19,8 +19,8 @@ Result = tuple[Tensor, Metrics]
 
 
 def by_row(of_row: Callable[..., Sequence[Tensor]], mask: Tensor, *columns: Tensor) -> Tensor:
-    """The results [B, T] of a function of each row's tokens in the mask, 0 elsewhere; it takes a list [n] of every
-    column [B, T] and returns a list [n]."""
+    """Results [B, T] of a function of each row's tokens in the mask, 0 elsewhere. The function gets a list [n] for each
+    column [B, T], and returns a list [n]."""
     zero = columns[0].new_zeros(())
     rows = [[zero] * mask.shape[1] for _ in mask]
     for b, kept in enumerate(mask.tolist()):
@@ -298,8 +298,8 @@ def select_clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Tensor:
-    """The max(1, ratio * tokens) tokens of least noise whose covariance is in (low, high) and whose loss is not
-    clipped; bool [B, T]."""
+    """The max(1, ratio * tokens) tokens with the smallest noise among those with a covariance in (low, high) and an
+    unclipped loss; bool [B, T]."""
     places, found = _places(log_probs, old_log_probs, advantages, mask), list[tuple[float, int, int]]()
     for (i, t, x, y, a), cov in zip(places, _covariances(places) if places else (), strict=True):
         r = math.exp(x - y)
@@ -318,7 +318,7 @@ def select_kl_cov(
     noise: Tensor,
     ratio: float = 0.0002,
 ) -> Tensor:
-    """The max(1, ratio * tokens) tokens of greatest covariance, of equal ones those of least noise; bool [B, T]."""
+    """The max(1, ratio * tokens) tokens with the largest covariance, ties broken by the smallest noise; bool [B, T]."""
     places = _places(log_probs, old_log_probs, advantages, mask)
     covariances = _covariances(places) if places else []
     ranked = sorted((-cov, noise[i, t].item(), i, t) for (i, t, *_), cov in zip(places, covariances, strict=True))
@@ -326,7 +326,7 @@ def select_kl_cov(
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Tensor | None = None) -> Tensor:
-    """The KL estimate of each token; of kinds with "+" the gradient is that of half the squared log-ratio."""
+    """The KL estimate of each token; kinds with "+" have the gradient of half the squared log-ratio."""
 
     def of_row(x: Row, y: Row) -> Row:
         estimates: Row = []
@@ -343,7 +343,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str, *, mask: Te
 
 
 def mini_batch_loss(per_token: Tensor, mask: Tensor, mode: str, *, horizon: float | None = None) -> Tensor:
-    """The loss of a whole mini-batch, 0-d: what sum(loss_weights * per_token) is to be, over all its rows."""
+    """The loss of a whole mini-batch, 0-d, which sum(loss_weights * per_token) must equal."""
     rows = [per_token[b][mask[b]] for b in range(len(mask)) if mask[b].any()]
     if not rows:
         return per_token.new_zeros(())
@@ -372,8 +372,8 @@ def rollout_correction(
     reject: str | None = None,
     reject_bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Correction:
-    """The weights training / rollout, cut above a threshold or 0 outside of two, and the mask without what one option
-    rejects: tokens whose statistic (`rejection_statistic`) is outside of `reject_bounds`, both included."""
+    """The weights training / rollout, truncated above one threshold or 0 outside two, and the mask without rejected
+    tokens: those whose statistic (`rejection_statistic`) is outside `reject_bounds`, whose ends are included."""
     ratios = [x[kept].tolist() for x, kept in zip((old_log_probs - rollout_log_probs).detach(), mask, strict=True)]
     low, high = threshold if isinstance(threshold, tuple) else (None, threshold)
     weights: list[list[float]] = []

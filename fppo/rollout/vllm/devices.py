@@ -43,8 +43,8 @@ def gpus_of(options: VllmOptions, *, own: int | None, count: int, engine: int = 
         chosen = _unnamed(options, own, spare, engine, engines)
     if options.transport == "ipc" and not trainers.issuperset(chosen):
         raise ValueError(
-            f"transport = 'ipc': it is between processes of one GPU, and of {list(chosen)}, vLLM's, not all train a "
-            "rank; give transport = 'nccl' or 'auto'"
+            f"transport = 'ipc' connects processes of one GPU, but not all of vLLM's GPUs {list(chosen)} train a rank; "
+            "give transport = 'nccl' or 'auto'"
         )
     return EngineGpus(chosen, trainers.isdisjoint(chosen))
 

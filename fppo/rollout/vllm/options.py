@@ -75,10 +75,10 @@ class VllmOptions:
 def conflicts(options: VllmOptions) -> Problems:
     """Describe the options that conflict with the host."""
     if options.tensor_parallel > 1 and options.host == "local":
-        text = 'its processes are not for the trainer to start; give host = "process" or "ray"'
+        text = 'the trainer\'s process cannot start its workers; give host = "process" or "ray"'
         yield Problem("tensor_parallel", options.tensor_parallel, text)
     if options.devices and options.host != "process":
-        text = f'with host = "{options.host}" they are not for us to choose; give host = "process"'
+        text = f'with host = "{options.host}" they cannot be chosen; give host = "process"'
         yield Problem("devices", options.devices, f"{text}, or set CUDA_VISIBLE_DEVICES")
     if options.transport != "auto" and options.host == "local":
         text = 'one process needs none; give auto, or host = "process" or "ray"'

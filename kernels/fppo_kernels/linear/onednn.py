@@ -74,8 +74,8 @@ def onednn(
     """Compute x @ weight.T + bias by oneDNN, forward and backward, with first derivatives only; under transforms of
     torch.func by torch.
 
-    What oneDNN has no product for goes to torch: dtypes other than float32 and bfloat16, this one on CPUs that do not
-    have it (AVX-512), other devices, tensors without numbers (empty, on meta, fake) and `x` without rows.
+    torch computes the products that oneDNN lacks: dtypes other than float32 and bfloat16, bfloat16 on CPUs without
+    AVX-512, other devices, tensors without data (empty, on meta, fake), and `x` without rows.
     """
     operands = [x, weight] if bias is None else [x, weight, bias]
     fits = _multiplies(x.dtype) and x.dim() > 1 and x.numel() and weight.numel()
