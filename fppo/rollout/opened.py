@@ -228,7 +228,7 @@ class EmbeddedRequests:
         self._live += rows
 
     def _stepped(self) -> Next:
-        """What comes after one more token of each row that has a place."""
+        """Runs one more token of each row that has a place, and returns what comes after."""
         after = self._places.step([row.pending for row in self._live])
         for place, row in enumerate(self._live):
             row.fed += 1
@@ -278,7 +278,7 @@ class EmbeddedRequests:
         kinds = {row.kind for row in rows}
         if len(kinds) == 1:
             draws = self._drawn(logits, numbers, hidden, kinds.pop())
-            return rows, *(x.tolist() for x in draws)
+            return rows, draws.tokens.tolist(), draws.log_probs.tolist(), draws.sampling_log_probs.tolist()
         found: list[tuple[int, int, float, float]] = []
         for kind in sorted(kinds):
             places = [place for place, row in enumerate(rows) if row.kind == kind]
@@ -317,8 +317,8 @@ class EmbeddedRequests:
         """Gives rows their tokens, and takes out those that end."""
         version = self._version
         ends: dict[int, End] = {}
-        for row, *new in zip(rows, tokens, log_probs, others, strict=True):
-            end = row.take(*new, version)
+        for row, token, log_prob, other in zip(rows, tokens, log_probs, others, strict=True):
+            end = row.take(token, log_prob, other, version)
             if end is not None:
                 ends[id(row)] = end
         drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, version)

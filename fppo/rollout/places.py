@@ -120,7 +120,7 @@ class RowPlaces:
                 after = advance(new, column)
         else:
             after = self._bound(lambda _: advance(new, column))
-        return after if rows == len(tokens) else Next(*(None if x is None else x[: len(tokens)] for x in after))
+        return after if rows == len(tokens) else after.each(lambda x: x[: len(tokens)])
 
     def _changed(self) -> None:
         """Notes that rows came or went."""

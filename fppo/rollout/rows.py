@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
-from fppo.rollout.reading import ReadRow, RowContext
+from fppo.rollout.reading import RowRead, RowContext
 from fppo.rollout.records import check_stops
 from fppo.rollout.requests import End, FinishedRequest, Request
 
@@ -21,10 +21,10 @@ class SharedPrompt:
     """A prompt that several requests have, which is read once."""
 
     missing: int  # rows that have not begun to draw
-    read: ReadRow | None = None  # once it has been
+    read: RowRead | None = None  # once it has been
 
-    def taken(self, new: ReadRow | None) -> ReadRow:
-        """What a row draws on from, `new` where it was read just now."""
+    def taken(self, new: RowRead | None) -> RowRead:
+        """Gives a row what it draws on from, `new` where it was read just now."""
         self.read = new if self.read is None else self.read
         assert self.read is not None
         self.missing -= 1

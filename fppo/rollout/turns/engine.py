@@ -191,7 +191,7 @@ class TurnsEngine:
         return Reply(text, tuple(ids), "" if cut else end if stop_text is None else stop_text)
 
     def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
-        """What a row's extras get more."""
+        """The extras that a row gets more."""
         more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
         if self.tools.judges:
             more[INFO] = chain.info

@@ -96,7 +96,7 @@ class Play:
             begin()
 
     def _heard(self, *, wait: bool) -> Heard:
-        """What the player has answered, in the order of rows."""
+        """The answers of the player since the last look, in the order of rows."""
         if not self._called:
             return []
         heard = self._calls.taken(wait=wait and self._called_here > 0)

@@ -24,7 +24,7 @@ from fppo.rollout.rows import check_names, check_tokens
 from fppo.rollout.vllm.host import EngineDied, HostDraws, HostRow
 
 
-class Turns(Protocol):
+class VllmTurns(Protocol):
     """Protocol of a vLLM that takes rows and ends them, and the weights that it holds."""
 
     @property
@@ -79,7 +79,7 @@ class VllmRequests:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: VllmTurns,
         params: Mapping[str, Tensor],
         version: int,
         *,
