@@ -14,6 +14,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -91,9 +92,13 @@ class Bench:
         """A rollout of these rows, or all, and its seconds."""
         prompts = self.prompts if rows is None else batches.rows(self.prompts, rows)
         sampling = Sampling(max_tokens=200, stop_token_ids=(3, 4))
-        make = lambda: Sleepy(delay=delay, slow=slow)
         with EnvironmentRunner(
-            make, name="sleepy", asynchronous=True, inline=True, concurrency=10_000, time_limit=60.0
+            partial(Sleepy, delay=delay, slow=slow),
+            name="sleepy",
+            asynchronous=True,
+            inline=True,
+            concurrency=10_000,
+            time_limit=60.0,
         ) as player:
             engine = TurnsEngine(
                 engine=self.engine,

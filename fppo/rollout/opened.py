@@ -34,7 +34,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
 
-_FEW = 1  # tokens that are read by steps, in which others draw, in place of a pass of their own
+_FEW = 8  # tokens that are read by steps, in which others draw, in place of a pass of their own
 
 
 class LoadedPolicy(NamedTuple):
@@ -172,7 +172,8 @@ class EmbeddedRequests:
     def _take_in(self, params: Mapping[str, Tensor], version: int) -> None:
         self._version = version
         self._loaded = loaded = self._load(params)
-        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit)
+        spare = 2 if loaded.budget is None else 8
+        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit, spare)
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
         self._scores: dict[float, HeadLogProbs] = {}
 

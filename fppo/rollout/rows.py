@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
-from fppo.rollout.reading import RowRead, RowContext
+from fppo.rollout.reading import RowContext, RowRead
 from fppo.rollout.records import check_stops
 from fppo.rollout.requests import End, FinishedRequest, Request
 
