@@ -131,9 +131,11 @@ def check_names(requests: Sequence[Request], kept: Container[str], used: Contain
         seen.add(request.name)
 
 
-def check_tokens(request: Request, before: int, *, size: int, limit: int | None) -> None:
+def check_tokens(
+    request: Request, before: int, *, size: int, limit: int | None, why: str = "a row of the model has at most"
+) -> None:
     """Raises ValueError for tokens that a vocabulary of `size` tokens does not have, and for a row, with so many tokens
-    before the request, that may outgrow an engine's limit."""
+    before the request, that may outgrow an engine's limit; `why` is that."""
     check_stops(request.sampling, size)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
         text = f"tokens that the model's vocabulary of {size} tokens does not have"
@@ -142,5 +144,5 @@ def check_tokens(request: Request, before: int, *, size: int, limit: int | None)
     if limit is not None and given + most > limit:
         raise ValueError(
             f"request {request.name!r} has {given} tokens; with max_tokens = {most} its row may reach {given + most}, "
-            f"and the model's rows have at most {limit}"
+            f"but {why} {limit}: lower max_tokens or leave long prompts out"
         )

@@ -155,7 +155,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once(whole):
     ("changes", "text"),
     [
         ({"ids": (3, 31)}, "'b': tokens that the model's vocabulary of 31 tokens"),
-        ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64"),
+        ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64:"),
         ({"sampling": Sampling(stop_token_ids=(40,))}, r"stop_token_ids \[40\]"),
     ],
 )
