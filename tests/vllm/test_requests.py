@@ -83,7 +83,9 @@ def test_requests_are_cancelled_and_gone_on_after():
     inner, _ = start()
     prompt, long = tuple(range(3, 61)), Sampling(max_tokens=20)
     with inner, opened(inner, params) as requests:
-        with pytest.raises(ValueError, match="'a' has 58 tokens; .* reach 158, but vLLM was started for max_model_len"):
+        with pytest.raises(
+            ValueError, match=r"'a' has 58 tokens; .* reach 158, but vLLM was started for max_model_len"
+        ):
             requests.add([Request(name="a", ids=prompt, sampling=Sampling(max_tokens=100), key=Key(0))])
         requests.add([Request(name="a", ids=prompt, sampling=long, key=Key(0), keep=True)])
         for _ in range(4):
