@@ -49,14 +49,17 @@ class TurnsEngine:
 
     An environment rewards each turn, also the last one and one that was cut; `turn_rewards` are these. It may give
     prompts, which `prompt` encodes in at most `prompt_tokens`: they replace the row's own. Rewards need whole episodes,
-    so that no row is reported early. What it is begun with depends on the key and the prompt alone. An episode that
-    fails ends with a reward of nan; so does one whose prompt is too long, or another than that of its group.
+    so that no row is reported early. What it is begun with depends on the key and the prompt alone. An episode fails
+    where a call of its environment does, and where its prompt is too long, or another than that of its group: with
+    `failure = "drop"` its reward is nan, with "score" it ends with its rewards so far, "raise" ends the run.
 
-    Rows wait for each other at the end of a turn, so many short turns take more steps of decoding than one long one.
+    No row waits for another's environment: an engine that can be open for requests (`RequestEngine`) decodes those that
+    have been answered, and reads no token twice; of any other, rows that have been answered are asked together. Rows of
+    a prompt begin together.
 
-    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. On a mesh all
-    ranks hold all rows, as the engine gives them; each asks about some, and all get all results. Where a call failed,
-    `extras` count it as "tool_failures".
+    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. So ids do not
+    depend on when anything is answered. On a mesh each rank plays some of the rows, and all get all results. Where a
+    call failed, `extras` count it as "tool_failures".
 
     With `draws` a response is an episode of a game: the prompt's last message has as many uniform numbers of the
     response's own for tools, as "draws", and `extras` hold the text of that message, these numbers and the texts of the
