@@ -41,11 +41,10 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
                 searched = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2, 3)))
                 seen = [name for name in searched if word in files[name].split()]
                 shown = {name: "here" if name in seen else "nothing" for name in searched}
-                texts = (
-                    f"search {name}<eos><user>{shown[name]}<policy>" for name in searched
-                )  # as the template has it
-                name = draw.choice(seen if seen and draw.random() < 0.4 else NAMES)
-                guess = f"{draw.choice(('answer', 'search'))} {name}"
+                texts = (f"search {name}<eos><user>{shown[name]}<policy>" for name in searched)
+                left = [name for name in NAMES if name not in searched]
+                name = draw.choice(NAMES if draw.random() < 0.7 else seen or left)
+                guess = f"{'answer' if seen or draw.random() < 0.15 else 'search'} {name}"
                 prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
                 answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
             yield demonstrations(prompts, answers, pad_token_id=0)
