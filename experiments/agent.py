@@ -1,7 +1,7 @@
 """An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
 
 It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
-guesses. A wrong answer costs a point, and each file that is searched a twentieth.
+guesses. Each file that is searched costs a fiftieth.
 """
 
 import random
@@ -34,16 +34,16 @@ def play(row, base_url, api_key):
         said = answer.choices[0].message.content or ""
         command, _, name = said.partition(" ")
         if name not in files or command not in ("search", "answer"):
-            return {"score": -1, "found": 0, "searches": searches}
+            return {"score": 0.0, "found": 0, "searches": searches}
         found = word in files[name].split()
         if command == "answer":
-            return {"score": (1 if found else -1) - 0.05 * searches, "found": found, "searches": searches}
+            return {"score": found - 0.02 * searches, "found": found, "searches": searches}
         shown = "here" if found else "nothing"
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
-    return {"score": -1, "found": 0, "searches": searches}
+    return {"score": 0.0, "found": 0, "searches": searches}
 
 
-def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 400, more: tuple[str, ...] = ()) -> int:
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 200, more: tuple[str, ...] = ()) -> int:
     from search_tasks import warm_up
 
     from fppo.commands.cli import main as fppo

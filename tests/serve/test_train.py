@@ -78,5 +78,5 @@ def test_settings_that_an_agent_does_not_go_with_are_named(tmp_path, changes, na
 def test_an_agent_needs_its_name(tmp_path):
     whole = settings(tmp_path)
     bare = attrs.evolve(whole, rollout=attrs.evolve(whole.rollout, environment=EnvironmentSettings(name="agent")))
-    with pytest.raises(files.SettingsError, match="rollout.environment.play"):
+    with pytest.raises(files.SettingsError, match="play"):
         files.check(bare)
