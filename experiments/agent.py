@@ -1,7 +1,7 @@
 """An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
 
 It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
-guesses. A wrong answer costs a point, and each file that is read a twentieth.
+guesses. Each file that is searched costs a fiftieth.
 """
 
 import random
@@ -12,36 +12,38 @@ from typing import Any
 import openai  # pyright: ignore[reportMissingImports]
 import tyro
 
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b", "c", "d")
 WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail")
 CLIENT = openai.OpenAI(base_url="http://unused", api_key="unused", max_retries=0)
 
 
 def task(seed: int) -> tuple[dict[str, str], str]:
-    """Three files, and the word of one of them."""
-    words = random.Random(seed).sample(WORDS, len(NAMES))
-    return dict(zip(NAMES, words)), random.Random(~seed).choice(words)
+    """Four files of two words each, and a word of one of them."""
+    words = random.Random(seed).sample(WORDS, 2 * len(NAMES))
+    files = {name: " ".join(words[2 * i : 2 * i + 2]) for i, name in enumerate(NAMES)}
+    return files, random.Random(~seed).choice(words)
 
 
 def play(row, base_url, api_key):
-    """One episode: the policy reads files until it says which one holds the word."""
+    """One episode: the policy searches files until it says which one holds the word."""
     client = CLIENT.with_options(base_url=base_url, api_key=api_key)
     files, word = task(row["seed"])
     messages: list[Any] = [{"role": "user", "content": f"find {word}"}]
-    for reads in range(len(NAMES) + 1):
+    for searches in range(len(NAMES) + 1):
         answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=4)
         said = answer.choices[0].message.content or ""
         command, _, name = said.partition(" ")
-        if name not in files or command not in ("read", "answer"):
-            return {"score": -0.5, "found": 0, "reads": reads}
+        if name not in files or command not in ("search", "answer"):
+            return {"score": 0.0, "found": 0, "searches": searches}
+        found = word in files[name].split()
         if command == "answer":
-            found = files[name] == word
-            return {"score": (1 if found else -1) - 0.05 * reads, "found": found, "reads": reads}
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": files[name]}]
-    return {"score": -0.5, "found": 0, "reads": reads}
+            return {"score": found - 0.02 * searches, "found": found, "searches": searches}
+        shown = "here" if found else "nothing"
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
+    return {"score": 0.0, "found": 0, "searches": searches}
 
 
-def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 400, more: tuple[str, ...] = ()) -> int:
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 200, more: tuple[str, ...] = ()) -> int:
     from search_tasks import warm_up
 
     from fppo.commands.cli import main as fppo

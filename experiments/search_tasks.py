@@ -20,9 +20,9 @@ CHAT = (
 
 def tokenizer_of_words() -> PreTrainedTokenizerFast:
     """A tokenizer that knows the words of the task."""
-    says = [f"{command} {name}" for command in ("read", "answer") for name in NAMES]
-    texts = [*(f"find {word} {word}" for word in WORDS), *(f"{one} {other}" for one in WORDS for other in WORDS)]
-    tokenizer = quickstart.bpe_tokenizer([*says * 20, *texts], size=400)
+    says = [f"{command} {name}" for command in ("search", "answer") for name in NAMES]
+    texts = [*says, "here nothing", *(f"find {word}" for word in WORDS)]
+    tokenizer = quickstart.bpe_tokenizer(texts * 20, size=400)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<policy>"]})
     tokenizer.chat_template = CHAT
     return tokenizer
@@ -38,11 +38,13 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
             for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
-                read = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2)))
-                texts = (f"read {name}<eos><user>{files[name]}<policy>" for name in read)  # as the template has it
-                seen = [name for name in read if files[name] == word]
-                name = draw.choice(seen if seen and draw.random() < 0.6 else NAMES)
-                guess = f"{'answer' if seen or draw.random() < 0.3 else 'read'} {name}"
+                searched = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2, 3)))
+                seen = [name for name in searched if word in files[name].split()]
+                shown = {name: "here" if name in seen else "nothing" for name in searched}
+                texts = (f"search {name}<eos><user>{shown[name]}<policy>" for name in searched)
+                left = [name for name in NAMES if name not in searched]
+                name = draw.choice(NAMES if draw.random() < 0.7 else seen or left)
+                guess = f"{'answer' if seen or draw.random() < 0.15 else 'search'} {name}"
                 prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
                 answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
             yield demonstrations(prompts, answers, pad_token_id=0)

@@ -65,17 +65,17 @@ class Key:
         """
         if isinstance(columns, int):
             columns = torch.arange(columns, device=rows.device)
-        return _uniform(rows ^ _signed(self._mixed), columns)
-
-    @property
-    def _mixed(self) -> int:
-        return _mix(self.seed & _MASK)  # or keys 0 and 1 would hold the same numbers in other rows
+        return _uniform(rows ^ _signed(_mixed(self)), columns)
 
 
 def uniforms(keys: Sequence[Key], rows: Sequence[int], columns: Tensor) -> Tensor:
     """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T])."""
-    mixed = [_signed((row & _MASK) ^ key._mixed) for key, row in zip(keys, rows, strict=True)]
+    mixed = [_signed((row & _MASK) ^ _mixed(key)) for key, row in zip(keys, rows, strict=True)]
     return _uniform(torch.tensor(mixed, dtype=torch.int64), columns)
+
+
+def _mixed(key: Key) -> int:
+    return _mix(key.seed & _MASK)  # or keys 0 and 1 would hold the same numbers in other rows
 
 
 def _uniform(rows: Tensor, columns: Tensor) -> Tensor:

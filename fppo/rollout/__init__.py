@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
     from fppo.rollout.interrupt import InterruptibleEngine
     from fppo.rollout.pool import EnginePool, PlacedEngine, Policy
+    from fppo.rollout.requests import FinishedRequest, QueueFull, Request, RequestEngine, Requests
     from fppo.rollout.spread import FetchingEngine, SpreadEngine
     from fppo.rollout.sync import SyncError, reshard
     from fppo.rollout.turns.engine import TurnsEngine
@@ -34,12 +35,17 @@ __all__ = [
     "EngineFailure",
     "EnginePool",
     "FetchingEngine",
+    "FinishedRequest",
     "Game",
     "InterruptibleEngine",
     "OnFinished",
     "PlacedEngine",
     "PlainText",
     "Policy",
+    "QueueFull",
+    "Request",
+    "RequestEngine",
+    "Requests",
     "Sampling",
     "SpreadEngine",
     "SyncError",

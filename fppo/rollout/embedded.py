@@ -180,7 +180,7 @@ class EmbeddedEngine:
         )
 
     def _loaded(self, params: Mapping[str, Tensor]) -> LoadedPolicy:
-        """What an open engine answers with, on every rank of a mesh at once."""
+        """Prepare what an open engine answers with, on every rank of a mesh at once."""
         model, params = self._prepared(params)
         bound = models.Bound.of(model, params, kernels=self.kernels)
         with torch.inference_mode():
@@ -191,13 +191,13 @@ class EmbeddedEngine:
         layout = BankLayout.of(kept, policy.head.weight.device)
         return LoadedPolicy(bound, policy, layout, calls, state_bytes, budget, scores)
 
-    def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, Mapping[str, Tensor]]:
+    def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
         """The model that runs and its parameters, gathered where they are cut along other axes than its own."""
         model, params = lora.decoded(self.model, params, mesh=self.mesh, merges=self.merges)
         params = models.in_compute_dtype(model, params)  # before they are gathered: fewer bytes, and no wide copies
         return models.tensor_parts(model, params, self.mesh)
 
-    def _policy(self, model: Model, params: Mapping[str, Tensor], skeleton: PreTrainedModel) -> DecodingPolicy:
+    def _policy(self, model: Model, params: dict[str, Tensor], skeleton: PreTrainedModel) -> DecodingPolicy:
         """The policy of these parameters, inside `bind`."""
         own = models.output_head(model, params)
         head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
@@ -207,7 +207,7 @@ class EmbeddedEngine:
         routers, budget = model.routers if self.routed else (), self.prefill_tokens
         return DecodingPolicy(model, skeleton, decoder, head, product, columns, self.kernels, budget, record, routers)
 
-    def _scores(self, model: Model, params: Mapping[str, Tensor], temperature: float) -> HeadLogProbs:
+    def _scores(self, model: Model, params: dict[str, Tensor], temperature: float) -> HeadLogProbs:
         return head_log_probs(models.output_head(model, params), self.kernels.log_probs, temperature)
 
     def _record(self, device: torch.device, decoder: Decoder | None, axis: Axis) -> Record | None:

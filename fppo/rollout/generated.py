@@ -48,7 +48,7 @@ def generated(
     yield GeneratedRequests(engine, params, version, most_waiting, together)
 
 
-class _Row:
+class _Continued:
     """A row's tokens, its images, and how many of its tokens an engine has run."""
 
     def __init__(self, ids: Sequence[int], inputs: RowInputs | None, ran: int) -> None:
@@ -69,8 +69,8 @@ class GeneratedRequests:
     ) -> None:
         self._engine, self._params, self._version = engine, params, version
         self._most_waiting, self._together = most_waiting, together
-        self._waiting: dict[str, tuple[Request, _Row]] = {}
-        self._kept: dict[str, _Row] = {}
+        self._waiting: dict[str, tuple[Request, _Continued]] = {}
+        self._kept: dict[str, _Continued] = {}
         self._cancelled: list[FinishedRequest] = []
 
     @property
@@ -95,14 +95,14 @@ class GeneratedRequests:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
         check_names(requests, self._kept, self._waiting)
         for request in requests:
-            had = _Row((), request.inputs, 0) if request.after is None else self._kept[request.after]
-            self._waiting[request.name] = request, _Row([*had.ids, *request.ids], had.inputs, had.ran)
+            had = _Continued((), request.inputs, 0) if request.after is None else self._kept[request.after]
+            self._waiting[request.name] = request, _Continued([*had.ids, *request.ids], had.inputs, had.ran)
 
     def step(self) -> StepResult:
         """Implement `Requests.step`."""
         finished, self._cancelled = self._cancelled, []
         waiting, self._waiting = [*self._waiting.values()], {}
-        alike: dict[Any, list[tuple[Request, _Row]]] = {}
+        alike: dict[Any, list[tuple[Request, _Continued]]] = {}
         for request, row in waiting:
             how = request.sampling
             drawn = how.temperature, how.top_k, how.top_p, how.greedy, request.key, request.position
@@ -116,7 +116,7 @@ class GeneratedRequests:
         columns = [[*column] for column in zip(*drawn, strict=True)] if drawn else [[], [], [], []]
         return StepResult(DrawnTokens(*columns, version=self._version), [*finished, *done])
 
-    def _answered(self, group: Sequence[tuple[Request, _Row]]) -> list[FinishedRequest]:
+    def _answered(self, group: Sequence[tuple[Request, _Continued]]) -> list[FinishedRequest]:
         group, n = _samples(group)
         first, rows = group[0][0], [row for _, row in group[::n]]
         limits = torch.tensor([request.sampling.max_tokens for request, _ in group[::n]])
@@ -131,7 +131,7 @@ class GeneratedRequests:
         rollout = self._engine.generate(self._params, ask)
         return [self._finished(request, row, rollout, place) for place, (request, row) in enumerate(group)]
 
-    def _finished(self, request: Request, row: _Row, rollout: Rollout, place: int) -> FinishedRequest:
+    def _finished(self, request: Request, row: _Continued, rollout: Rollout, place: int) -> FinishedRequest:
         width = rollout.response_mask.shape[1]
         mask = rollout.response_mask[place]
         tokens = rollout.tokens[place, -width:][mask].cpu()
@@ -143,7 +143,7 @@ class GeneratedRequests:
         if rollout.routed is not None:
             experts = rollout.routed[place][rollout.attention_mask[place].bool()][row.ran : ran].cpu()
         if request.keep:
-            self._kept[request.name] = _Row(row.ids, row.inputs, ran)
+            self._kept[request.name] = _Continued(row.ids, row.inputs, ran)
         return FinishedRequest(
             name=request.name,
             tokens=tokens,
@@ -187,7 +187,7 @@ class GeneratedRequests:
         self._params, self._version = params, version
 
 
-def _samples(group: Sequence[tuple[Request, _Row]]) -> tuple[list[tuple[Request, _Row]], int]:
+def _samples(group: Sequence[tuple[Request, _Continued]]) -> tuple[list[tuple[Request, _Continued]], int]:
     """The requests in the order of their rows, and how many of them, next to each other, are samples of a prompt."""
     group = sorted(group, key=lambda each: each[0].row)
     first = group[0]
@@ -202,13 +202,13 @@ def _samples(group: Sequence[tuple[Request, _Row]]) -> tuple[list[tuple[Request,
     return group, n if whole else 1
 
 
-def _same_prompt(a: tuple[Request, _Row], b: tuple[Request, _Row]) -> bool:
+def _same_prompt(a: tuple[Request, _Continued], b: tuple[Request, _Continued]) -> bool:
     most = a[0].sampling.max_tokens == b[0].sampling.max_tokens
     return most and a[1].ids == b[1].ids and a[1].inputs is b[1].inputs
 
 
-def _prompts(rows: Sequence[_Row], numbers: Sequence[int]) -> Prompts:
-    """What rows hold so far, padded on the left."""
+def _prompts(rows: Sequence[_Continued], numbers: Sequence[int]) -> Prompts:
+    """Rows so far as prompts, padded on the left."""
     tokens = [torch.tensor(row.ids) for row in rows]
     there = [torch.ones(len(row.ids), dtype=torch.bool) for row in rows]
     nothing, inputs = Column([None] * len(rows)), [row.inputs for row in rows]

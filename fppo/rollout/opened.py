@@ -34,7 +34,7 @@ from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
 
-_FEW = 1  # tokens that are read by steps, in which others draw, in place of a pass of their own
+_FEW = 8  # tokens that are read by steps, in which others draw, in place of a pass of their own
 
 
 class LoadedPolicy(NamedTuple):
@@ -172,7 +172,8 @@ class EmbeddedRequests:
     def _take_in(self, params: Mapping[str, Tensor], version: int) -> None:
         self._version = version
         self._loaded = loaded = self._load(params)
-        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit)
+        spare = 2 if loaded.budget is None else 8
+        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit, spare)
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
         self._scores: dict[float, HeadLogProbs] = {}
 
@@ -228,7 +229,7 @@ class EmbeddedRequests:
         self._live += rows
 
     def _stepped(self) -> Next:
-        """What comes after one more token of each row that has a place."""
+        """Runs one more token of each row that has a place, and returns what comes after."""
         after = self._places.step([row.pending for row in self._live])
         for place, row in enumerate(self._live):
             row.fed += 1
@@ -278,7 +279,7 @@ class EmbeddedRequests:
         kinds = {row.kind for row in rows}
         if len(kinds) == 1:
             draws = self._drawn(logits, numbers, hidden, kinds.pop())
-            return rows, *(x.tolist() for x in draws)
+            return rows, draws.tokens.tolist(), draws.log_probs.tolist(), draws.sampling_log_probs.tolist()
         found: list[tuple[int, int, float, float]] = []
         for kind in sorted(kinds):
             places = [place for place, row in enumerate(rows) if row.kind == kind]
@@ -317,8 +318,8 @@ class EmbeddedRequests:
         """Gives rows their tokens, and takes out those that end."""
         version = self._version
         ends: dict[int, End] = {}
-        for row, *new in zip(rows, tokens, log_probs, others, strict=True):
-            end = row.take(*new, version)
+        for row, token, log_prob, other in zip(rows, tokens, log_probs, others, strict=True):
+            end = row.take(token, log_prob, other, version)
             if end is not None:
                 ends[id(row)] = end
         drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, version)

@@ -38,9 +38,11 @@ class RowPlaces:
         layout: BankLayout,
         calls: Sequence[AttentionLayer],
         limit: int | None,
+        spare: int,
     ) -> None:
         self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
         self._limit = limit  # of a row's tokens
+        self._spare = spare  # there may be one place more for so many rows
         self._pads: list[int] = []  # columns before each row's tokens
         self._shifts: list[int] = []  # as `RowContext.shift`
         self._most: list[int] = []  # tokens that each row may come to have
@@ -120,7 +122,7 @@ class RowPlaces:
                 after = advance(new, column)
         else:
             after = self._bound(lambda _: advance(new, column))
-        return after if rows == len(tokens) else Next(*(None if x is None else x[: len(tokens)] for x in after))
+        return after if rows == len(tokens) else after.each(lambda x: x[: len(tokens)])
 
     def _changed(self) -> None:
         """Notes that rows came or went."""
@@ -162,7 +164,7 @@ class RowPlaces:
         if not len(self):
             self._column = longest  # nothing stands where it would be written over
         if rows > room[0]:
-            room = max(rows + rows // 8, _FEWEST), room[1]
+            room = max(rows + rows // self._spare, _FEWEST), room[1]
         if column > room[1]:
             room = room[0], max(room[1], self.columns(column, max(most, self.longest)))
         if room != self._room or column != self._column:

@@ -27,7 +27,7 @@ from fppo_kernels.padding import Lengths, make_lengths, sent
 
 
 class RowContext(NamedTuple):
-    """What a row has read: n tokens, with their keys and values, and the states after them."""
+    """The n tokens that a row has read: their keys and values, and the states after them."""
 
     length: int
     banks: Banks  # [K, H, n, D]
@@ -37,7 +37,7 @@ class RowContext(NamedTuple):
 
     def apart(self) -> RowContext:
         """The context with memory of its own."""
-        after = self.after and Next(*(None if x is None else x.clone() for x in self.after))
+        after = self.after and self.after.each(Tensor.clone)
         return self._replace(banks=tuple(x.clone() for x in self.banks), after=after)
 
 
@@ -59,14 +59,14 @@ class Reading(NamedTuple):
         return self.before + len(self.ids)
 
 
-class ReadRow(NamedTuple):
+class RowRead(NamedTuple):
     """The context of a row after a reading, in memory that rows of one pass share, and the experts of its tokens."""
 
     context: RowContext
     experts: Tensor | None  # [m, L, k]
 
 
-def read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[ReadRow]:
+def read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[RowRead]:
     """Reads, in passes of at most `policy.prefill_tokens` tokens together; call it inside `bind`.
 
     A model with carried states reads whole prompts alone: transformers goes on from states by one token at a time.
@@ -86,7 +86,7 @@ def groups_within(sizes: Sequence[int], most: int) -> Iterator[slice]:
     yield slice(start, len(sizes))
 
 
-def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[ReadRow]:
+def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[RowRead]:
     axis, device = policy.columns.axis, layout.device
     sizes, rows = [len(reading.ids) for reading in readings], len(readings)
     fill = -sum(sizes) % axis.size
@@ -103,14 +103,14 @@ def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading
     experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)
     states = carried.states_(rows, 1)
     ends, starts = list(accumulate(reading.length for reading in readings)), [0, *accumulate(sizes)]
-    found: list[ReadRow] = []
+    found: list[RowRead] = []
     for row, (reading, end) in enumerate(zip(readings, ends, strict=True)):
         own = tuple(x[:, :, end - reading.length : end] for x in whole)
         shift = shift_of(policy.model, reading.inputs) if reading.context is None else reading.context.shift
         after = Next(logits[row : row + 1], last[row : row + 1])
         context = RowContext(reading.length, own, states.picked([row]), shift, after)
         part = None if experts is None else experts[starts[row] : starts[row + 1]]
-        found.append(ReadRow(context, part))
+        found.append(RowRead(context, part))
     return found
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
-from fppo.rollout.reading import ReadRow, RowContext
+from fppo.rollout.reading import RowContext, RowRead
 from fppo.rollout.records import check_stops
 from fppo.rollout.requests import End, FinishedRequest, Request
 
@@ -21,10 +21,10 @@ class SharedPrompt:
     """A prompt that several requests have, which is read once."""
 
     missing: int  # rows that have not begun to draw
-    read: ReadRow | None = None  # once it has been
+    read: RowRead | None = None  # once it has been
 
-    def taken(self, new: ReadRow | None) -> ReadRow:
-        """What a row draws on from, `new` where it was read just now."""
+    def taken(self, new: RowRead | None) -> RowRead:
+        """Gives a row what it draws on from, `new` where it was read just now."""
         self.read = new if self.read is None else self.read
         assert self.read is not None
         self.missing -= 1
@@ -131,9 +131,11 @@ def check_names(requests: Sequence[Request], kept: Container[str], used: Contain
         seen.add(request.name)
 
 
-def check_tokens(request: Request, before: int, *, size: int, limit: int | None) -> None:
+def check_tokens(
+    request: Request, before: int, *, size: int, limit: int | None, why: str = "a row of the model has at most"
+) -> None:
     """Raises ValueError for tokens that a vocabulary of `size` tokens does not have, and for a row, with so many tokens
-    before the request, that may outgrow an engine's limit."""
+    before the request, that may outgrow an engine's limit; `why` is that."""
     check_stops(request.sampling, size)
     if request.ids and not 0 <= min(request.ids) <= max(request.ids) < size:
         text = f"tokens that the model's vocabulary of {size} tokens does not have"
@@ -142,5 +144,5 @@ def check_tokens(request: Request, before: int, *, size: int, limit: int | None)
     if limit is not None and given + most > limit:
         raise ValueError(
             f"request {request.name!r} has {given} tokens; with max_tokens = {most} its row may reach {given + most}, "
-            f"and the model's rows have at most {limit}"
+            f"but {why} {limit}: lower max_tokens or leave long prompts out"
         )

@@ -18,7 +18,7 @@ from fppo import batch as batches
 from fppo.batch import Column, Rollout, extend, repeat
 from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.generated import generated, opened
-from fppo.rollout.requests import Requests
+from fppo.rollout.requests import Request, RequestCounts, Requests, StepResult
 from fppo.runtime.mesh import AXES, Mesh, gather_objects, place_on, ranks_on
 from fppo.runtime.offload import Lane, to_device
 from fppo.steps.ranks import collect, deal
@@ -140,4 +140,47 @@ class FetchingEngine:
         """The engine, open for requests."""
         there = to_device(dict(params), self.lane)
         with opened(self.engine, there, version=version, most_waiting=most_waiting) as requests:
-            yield requests
+            yield FetchingRequests(requests, self.lane)
+
+
+@attrs.frozen
+class FetchingRequests:
+    """Requests of an engine whose newer parameters are on the host."""
+
+    inner: Requests
+    lane: Lane
+
+    @property
+    def together(self) -> tuple[str, ...]:
+        """The engine's."""
+        return self.inner.together
+
+    @property
+    def limit(self) -> int | None:
+        """The engine's."""
+        return self.inner.limit
+
+    @property
+    def counts(self) -> RequestCounts:
+        """The engine's."""
+        return self.inner.counts
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Implement `Requests.add`."""
+        self.inner.add(requests)
+
+    def step(self) -> StepResult:
+        """Implement `Requests.step`."""
+        return self.inner.step()
+
+    def cancel(self, names: Sequence[str]) -> None:
+        """Implement `Requests.cancel`."""
+        self.inner.cancel(names)
+
+    def release(self, names: Sequence[str]) -> None:
+        """Implement `Requests.release`."""
+        self.inner.release(names)
+
+    def update(self, params: Mapping[str, Tensor], version: int) -> None:
+        """Implement `Requests.update`."""
+        self.inner.update(to_device(dict(params), self.lane), version)

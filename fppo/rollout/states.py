@@ -32,7 +32,9 @@ class States:
         return self
 
     def picked(self, index: Sequence[int]) -> States:
-        """A copy of the states of some rows."""
+        """A copy of the states of some rows; without states themselves."""
+        if not self._cache.layers:
+            return self
         other, cache = States.__new__(States), copy.copy(self._cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         other._cache = cache

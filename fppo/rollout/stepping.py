@@ -38,6 +38,11 @@ class Next(NamedTuple):
     hidden: Tensor | None = None  # [R, H]
     experts: Tensor | None = None  # [R, L, k]
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Next:
+        """All tensors, changed in one way."""
+        hidden, experts = (None if x is None else change(x) for x in (self.hidden, self.experts))
+        return Next(change(self.logits), hidden, experts)
+
 
 # the log-probs [N] of tokens [N] by the hidden states [N, H] before them
 HeadLogProbs = Callable[[Tensor, Tensor], Tensor]

@@ -85,8 +85,9 @@ def _agent(s: TrainSettings) -> Problems:
     name = "rollout.environment.name"
     if s.mesh.least_ranks > 1:
         yield wrong(s, name, "an agent is played on one rank; leave the mesh out")
-    others = ("rollout.turns.max_turns", "rollout.turns.time_limit")
-    yield from unread(s, others, "an environment; an agent has rollout.environment.time_limit")
+    others = ("max_turns", "time_limit", "concurrency", "retries")
+    names = [f"rollout.turns.{each}" for each in others] + ["rollout.environment.failure"]
+    yield from unread(s, names, "an environment; an agent has a time_limit and a concurrency of its own")
 
 
 def _turns(s: TrainSettings) -> Problems:

@@ -163,7 +163,8 @@ class CoroutineCalls:
     async def done(self) -> None:
         """Waits until no call is open."""
         while self._open:
-            ended, self._open = await asyncio.wait(self._open, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({*self._open}, return_when=asyncio.FIRST_COMPLETED)
+            self._open -= ended  # others may have come meanwhile
             for task in ended:
                 task.result()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 from fppo._errors import of_exit, words_of
 from fppo.runtime.parent import end_with
@@ -30,17 +30,23 @@ def main(descriptor: str, secret: str, parent: str) -> None:
         return
     channel.send(pickle.dumps(("ready",)))
     with asyncio.Runner() as loop:
+        task = None
         while True:
             try:
-                function, mode, samples = _task(channel)
-                _answer(channel, functions[function], mode, samples, loop)
+                task = _answer(channel, functions, _task(channel) if task is None else task, loop)
             except EOFError:
                 return
 
 
-def _task(channel: WorkerChannel) -> tuple[int, Mode, list[tuple[int, Sample]]]:
+class _Task(NamedTuple):
+    function: int
+    mode: Mode
+    samples: list[tuple[int, Sample]]
+
+
+def _task(channel: WorkerChannel) -> _Task:
     function, mode, samples = pickle.loads(channel.receive())
-    return function, Mode(*mode), [(number, Sample(*sample)) for number, sample in samples]
+    return _Task(function, Mode(*mode), [(number, Sample(*sample)) for number, sample in samples])
 
 
 def _load(data: bytes) -> Any:
@@ -51,15 +57,15 @@ def _load(data: bytes) -> Any:
     return fn
 
 
-def _answer(
-    channel: WorkerChannel, fn: Any, mode: Mode, samples: list[tuple[int, Sample]], loop: asyncio.Runner
-) -> None:
+def _answer(channel: WorkerChannel, functions: list[Any], task: _Task, loop: asyncio.Runner) -> _Task | None:
+    """Answers a task. Returns one of another function that came meanwhile, if any."""
+    fn, (_, mode, samples) = functions[task.function], task
+
     def on_outcome(number: int, outcome: Outcome) -> None:
         channel.send(pickle.dumps((number, tuple(outcome))))
 
     if mode.asynchronous and mode.kind == "sample":
-        loop.run(_coroutines(channel, fn, mode, samples, on_outcome))
-        return
+        return loop.run(_coroutines(channel, fn, task, on_outcome))
     numbers, plain = zip(*samples, strict=True)
     call(
         fn,
@@ -69,31 +75,38 @@ def _answer(
         lambda place, outcome: on_outcome(numbers[place], outcome),
         lambda: channel.send(pickle.dumps(("tick",))),
     )
+    return None
 
 
-async def _coroutines(
-    channel: WorkerChannel, fn: Any, mode: Mode, samples: list[tuple[int, Sample]], on_outcome: OnOutcome
-) -> None:
-    """Runs coroutines, and those of tasks that come meanwhile. Raises EOFError once the pool has closed the channel."""
-    calls, ended = CoroutineCalls(fn, mode, on_outcome), list[EOFError]()
-
-    def add(samples: list[tuple[int, Sample]]) -> None:
-        for number, sample in samples:
-            calls.add(number, sample)
+async def _coroutines(channel: WorkerChannel, fn: Any, task: _Task, on_outcome: OnOutcome) -> _Task | None:
+    """Runs coroutines, and those of tasks of the same function that come meanwhile. Returns another task, after which
+    none is taken. Raises EOFError once the pool has closed the channel."""
+    calls, loop = CoroutineCalls(fn, task.mode, on_outcome), asyncio.get_running_loop()
+    last: list[_Task | EOFError] = []
 
     def receive() -> None:
         try:
-            add(_task(channel)[2])
+            new = _task(channel)
         except EOFError as error:
-            ended.append(error)
+            new = error
+        if isinstance(new, EOFError) or new[:2] != task[:2]:
+            last.append(new)
             loop.remove_reader(channel.fileno())
+            return
+        add(new)
 
-    loop = asyncio.get_running_loop()
+    def add(new: _Task) -> None:
+        for number, sample in new.samples:
+            calls.add(number, sample)
+
     loop.add_reader(channel.fileno(), receive)
     try:
-        add(samples)
+        add(task)
         await calls.done()
     finally:
         loop.remove_reader(channel.fileno())
-    if ended:
-        raise ended[0]
+    for other in last:
+        if isinstance(other, EOFError):
+            raise other
+        return other
+    return None

@@ -104,6 +104,7 @@ class CoroutinesHere:
     def __init__(self, fn: UserFn, mode: Mode) -> None:
         self._outcomes: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
         self._loop, self._open = asyncio.new_event_loop(), 0
+        self._new: list[tuple[int, Sample]] = []
         self._thread = threading.Thread(target=self._loop.run_forever, name="coroutines", daemon=True)
         self._thread.start()
         made = asyncio.run_coroutine_threadsafe(self._made(fn, mode), self._loop)
@@ -115,11 +116,18 @@ class CoroutinesHere:
     def put(self, number: int, sample: Sample) -> None:
         """Implement `CallSource.put`."""
         self._open += 1
-        self._loop.call_soon_threadsafe(self._calls.add, number, sample)
+        self._new.append((number, sample))
+
+    def _add(self, new: Sequence[tuple[int, Sample]]) -> None:
+        for number, sample in new:
+            self._calls.add(number, sample)
 
     def taken(self, *, wait: bool) -> Mapping[int, Outcome]:
         """Implement `CallSource.taken`."""
         found: dict[int, Outcome] = {}
+        if self._new:
+            new, self._new = self._new, []
+            self._loop.call_soon_threadsafe(self._add, new)  # together, as each wakes the thread
         while self._open:
             try:
                 number, outcome = self._outcomes.get(block=wait and not found)

@@ -1,5 +1,6 @@
 """Environments of ours that worker processes import by name; so nothing here is slow to import."""
 
+import asyncio
 import time
 
 from fppo.environments import Begin, Step
@@ -80,4 +81,57 @@ class Restless:
         return Begin((), [{"role": "user", "content": f"1+{self.times}"}])
 
     def step(self, state, reply):
+        return Step((), reward=1.0, done=True)
+
+
+class Slow(Count):
+    """Answers after `delays[seed % len(delays)]` turns of the event loop, so in another order than the calls came."""
+
+    def __init__(self, *, delays=(0,)):
+        super().__init__()
+        self.delays = delays
+
+    async def reset(self, row, seed):
+        return super().reset(row, seed)
+
+    async def step(self, state, reply):
+        for _ in range(self.delays[(7 * state[0] + len(reply.ids) + len(state)) % len(self.delays)]):
+            await asyncio.sleep(0)
+        return super().step(state, reply)
+
+
+class Held:
+    """The first row's turn is answered once the other rows are done with theirs."""
+
+    def __init__(self):
+        self.left, self.others = 3, asyncio.Event()
+
+    async def reset(self, row, seed):
+        return Begin((row["number"], 0))
+
+    async def step(self, state, reply):
+        row, turn = state
+        if row == 0 and turn == 0:
+            await self.others.wait()
+        done = turn == 3
+        if row and done:
+            self.left -= 1
+            if not self.left:
+                self.others.set()
+        return Step((row, turn + 1), [{"role": "user", "content": "1"}], 1.0, done)
+
+
+class Flaky:
+    """Fails its first call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def reset(self, row, seed):
+        return Begin(())
+
+    def step(self, state, reply):
+        self.calls += 1
+        if self.calls == 1:
+            raise RuntimeError("try again")
         return Step((), reward=1.0, done=True)

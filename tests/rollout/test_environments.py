@@ -146,7 +146,7 @@ def test_failures_end_an_episode_without_a_score(caplog):
         rollout = sampled(runner(environments.Moody), ask)
     score = rollout.turn_rewards.sum(1)
     assert score.isnan().tolist() == [False, True, True, False]
-    assert "failed on 1 of 4 episodes; number 2: RuntimeError: no" in caplog.text
+    assert "failed on 2 of 7 calls: RuntimeError: no" in caplog.text
     assert metrics.report(turn_metrics(rollout))["environment/failures"] == 2
     assert all(rollout.response_mask.any(1))
 

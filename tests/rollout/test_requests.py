@@ -17,10 +17,13 @@ from fppo.rollout.generated import opened
 from fppo.rollout.requests import QueueFull, Request
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
+from fppo_kernels.table import needs_cpp
+from tests.models import vision
 from tests.models.families import make, plain
 from tests.models.hybrids import HYBRIDS
 from tests.rollout.talks import only_generate, same, talks, told, with_samplings
 from tests.rollout.test_embedded import STOPS, engine_of
+from tests.rollout.test_exact import engine_of as exact_engine_of
 
 CUT = Sampling(temperature=0.7, top_k=9, top_p=0.8, max_tokens=4, stop_token_ids=STOPS)
 
@@ -155,7 +158,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once(whole):
     ("changes", "text"),
     [
         ({"ids": (3, 31)}, "'b': tokens that the model's vocabulary of 31 tokens"),
-        ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64"),
+        ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64:"),
         ({"sampling": Sampling(stop_token_ids=(40,))}, r"stop_token_ids \[40\]"),
     ],
 )
@@ -233,6 +236,33 @@ def test_ranks_that_cut_the_model_answer_as_one(axes):
 
     for found in simulate(axes, on_rank):
         same(found, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
+def test_images_stay_with_their_rows(name):
+    """Positions of three axes go on behind them, also where a row comes back at another column."""
+    _, model, params = vision.make(name)
+    g = torch.Generator().manual_seed(5)
+    plain = talks(4, 3, seed=2, size=20)
+    shown = [vision.prompt(name, count, g, 3 + i) for i, count in enumerate((1, 0, 2, 1))]
+    rows = [row._replace(prompt=tuple(ids), inputs=inputs) for row, (ids, inputs) in zip(plain, shown, strict=True)]
+    # a response that holds what stands for an image cannot be read as a prompt
+    rows = with_samplings(rows, Sampling(greedy=True, max_tokens=3))
+    expected, _ = told(only_generate(engine_of(model)), params, rows)
+    found, fed = told(engine_of(model), params, rows, delay=lambda row, turn: (5 * row + turn) % 4)
+    same(found, expected, atol=1e-10)
+    assert fed == read_once(rows, found)
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("longest", [3, 14])
+def test_exact_log_probs_stay_exact(longest):
+    """Bit for bit, whether an observation is read by steps or in a pass, and whoever shares it."""
+    engine, params = exact_engine_of("qwen3")
+    rows = with_samplings(talks(6, 3, longest=longest, seed=4), Sampling(max_tokens=6, temperature=0.7))
+    expected, _ = told(only_generate(engine), params, rows)
+    found, _ = told(engine, params, rows, delay=lambda row, turn: (5 * row + turn) % 4)
+    same(found, expected, atol=0)
 
 
 def test_experts_are_those_of_whole_contexts():

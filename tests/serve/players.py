@@ -45,3 +45,12 @@ def moody(row, base_url, api_key):
     if mood == "edit":
         ask(base_url, api_key, [{"role": "user", "content": "list"}], max_tokens=9)
     return "much" if mood == "wrong" else 1.0 + 0.0 * len(first)
+
+
+def adding(row, base_url, api_key):
+    """A sum of one digit each, in two turns; the score is how many digits the policy says."""
+    messages = [{"role": "user", "content": f"{row['seed'] % 10}+{row['seed'] // 10 % 10}="}]
+    first = ask(base_url, api_key, messages, max_tokens=3)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "+1="}]
+    second = ask(base_url, api_key, messages, max_tokens=3)
+    return {"score": sum(map(str.isdigit, first + second)) / 6, "first": float(len(first))}

@@ -46,7 +46,7 @@ class Chain:
     requests: int = 0  # made so far
     finish: str = ""
     done: bool = False
-    said: list[str] = attrs.field(factory=list)  # the turns before
+    turns: list[list[int]] = attrs.field(factory=list)  # the tokens of those before
     rewards: dict[int, float] = attrs.field(factory=dict)  # by column
     info: dict[str, float] = attrs.field(factory=dict)
     experts: list[tuple[int, Tensor]] = attrs.field(factory=list)  # of the tokens up to a place, the prompt's first

@@ -21,7 +21,7 @@ from fppo.rollout.spread import requested_together
 from fppo.rollout.turns.chains import Chain
 from fppo.rollout.turns.games import DRAWS, EPISODE
 from fppo.rollout.turns.observations import Encode
-from fppo.rollout.turns.play import Agreement, Failure, Heard, Play, Rules
+from fppo.rollout.turns.play import Agreement, Failure, Heard, Play, ReplyOf, Rules
 from fppo.rollout.turns.record import Records
 from fppo.rollout.turns.runner import player_of
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks_on
@@ -49,14 +49,17 @@ class TurnsEngine:
 
     An environment rewards each turn, also the last one and one that was cut; `turn_rewards` are these. It may give
     prompts, which `prompt` encodes in at most `prompt_tokens`: they replace the row's own. Rewards need whole episodes,
-    so that no row is reported early. What it is begun with depends on the key and the prompt alone. An episode that
-    fails ends with a reward of nan; so does one whose prompt is too long, or another than that of its group.
+    so that no row is reported early. What it is begun with depends on the key and the prompt alone. An episode fails
+    where a call of its environment does, and where its prompt is too long, or another than that of its group: with
+    `failure = "drop"` its reward is nan, with "score" it ends with its rewards so far, "raise" ends the run.
 
-    Rows wait for each other at the end of a turn, so many short turns take more steps of decoding than one long one.
+    No row waits for another's environment: an engine that can be open for requests (`RequestEngine`) decodes those that
+    have been answered, and reads no token twice; of any other, rows that have been answered are asked together. Rows of
+    a prompt begin together.
 
-    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. On a mesh all
-    ranks hold all rows, as the engine gives them; each asks about some, and all get all results. Where a call failed,
-    `extras` count it as "tool_failures".
+    Draws depend on key, row, turn and position in the turn; those of the first turn are the engine's own. So ids do not
+    depend on when anything is answered. On a mesh each rank plays some of the rows, and all get all results. Where a
+    call failed, `extras` count it as "tool_failures".
 
     With `draws` a response is an episode of a game: the prompt's last message has as many uniform numbers of the
     response's own for tools, as "draws", and `extras` hold the text of that message, these numbers and the texts of the
@@ -116,7 +119,7 @@ class TurnsEngine:
             max_turns=self.max_turns,
             turn_tokens=min(self.turn_tokens or most, most),
             encode=self.encode,
-            reply=self._reply,
+            reply=self._replies(ask.sampling),
             prompt=self.prompt,
             prompt_tokens=self.prompt_tokens,
             failure=self.failure,
@@ -180,24 +183,32 @@ class TurnsEngine:
         text = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [{"role": "user", "content": text}]
 
-    def _reply(self, ids: list[int], sampling: Sampling, *, cut: bool) -> Reply:
-        """The policy's turn: special tokens stand in its text, but for one that ended it."""
-        stop_text = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
-        content = ids[:-1] if ids[-1] in self.tokenizer.all_special_ids and not cut else ids
-        text, end = (
-            self.tokenizer.decode(part, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-            for part in (content, ids[-1:])
-        )
-        return Reply(text, tuple(ids), "" if cut else end if stop_text is None else stop_text)
+    def _replies(self, sampling: Sampling) -> ReplyOf:
+        """A function of a turn's tokens to the policy's turn: special tokens stand in its text, but for one that ended
+        it."""
+        tokenizer, special, ends = self.tokenizer, frozenset(self.tokenizer.all_special_ids), dict[int, str]()
+
+        def text_of(ids: list[int]) -> str:
+            return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+        def reply(ids: list[int], *, cut: bool) -> Reply:
+            stop_text = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
+            content = ids[:-1] if ids[-1] in special and not cut else ids
+            if ids[-1] not in ends:
+                ends[ids[-1]] = text_of(ids[-1:])
+            return Reply(text_of(content), tuple(ids), "" if cut else ends[ids[-1]] if stop_text is None else stop_text)
+
+        return reply
 
     def _extras(self, chain: Chain, opening: Sequence[Message], sampling: Sampling) -> dict[str, Any]:
-        """What a row's extras get more."""
+        """The extras that a row gets more."""
         more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
         if self.tools.judges:
             more[INFO] = chain.info
         if self.draws is not None:
-            ids = chain.reply_ids  # none where there was no room after a turn
-            last = [self._reply(ids, sampling, cut=chain.finish != "stop").text] if ids else []
+            reply, ids = self._replies(sampling), chain.reply_ids  # none where there was no room after a turn
+            said = [reply(own, cut=False).text for own in chain.turns]
+            last = [reply(ids, cut=chain.finish != "stop").text] if ids else []
             shown = opening[-1]
-            more[EPISODE] = {"opening": shown["content"], "draws": shown[DRAWS], "turns": [*chain.said, *last]}
+            more[EPISODE] = {"opening": shown["content"], "draws": shown[DRAWS], "turns": [*said, *last]}
         return more

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import attrs
 import torch
+from torch import Tensor
 
 from fppo._errors import RunFailed
 from fppo.environments.calls import PlayedStep
@@ -24,7 +25,7 @@ Failure = Literal["drop", "score", "raise"]
 class ReplyOf(Protocol):
     """A turn's tokens as an environment reads them."""
 
-    def __call__(self, ids: list[int], sampling: Sampling, *, cut: bool) -> Reply: ...
+    def __call__(self, ids: list[int], *, cut: bool) -> Reply: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -74,6 +75,8 @@ class Play:
         self._called = 0  # calls under way, on all ranks that answer together
         self._called_here = 0
         self._samplings: dict[int, Sampling] = {}
+        self._keys: dict[int, Key] = {}
+        self._nothing: dict[int, tuple[Tensor, Tensor]] = {}  # log-probs and versions of observations, by length
         self._groups: dict[int, list[Chain]] = {}
         for chain in chains:
             self._groups.setdefault(chain.group, []).append(chain)
@@ -96,7 +99,7 @@ class Play:
             begin()
 
     def _heard(self, *, wait: bool) -> Heard:
-        """What the player has answered, in the order of rows."""
+        """The answers of the player since the last look, in the order of rows."""
         if not self._called:
             return []
         heard = self._calls.taken(wait=wait and self._called_here > 0)
@@ -167,7 +170,7 @@ class Play:
             return self._over(chain)
         observation = rules.encode(played.messages, chain.ids[-1])
         if played.messages:  # else the turn goes on
-            chain.said.append(rules.reply(chain.reply_ids, rules.sampling, cut=False).text)
+            chain.turns.append(chain.reply_ids)
             chain.since = used + len(observation)
         chain.turn += bool(played.messages) or rules.judges
         if chain.requests == rules.max_turns:
@@ -185,9 +188,10 @@ class Play:
 
     def _add(self, chain: Chain, observation: Sequence[int]) -> None:
         like, count = chain.sections[-1], len(observation)
-        zero, versions = like.log_probs.new_zeros(count), like.versions.new_zeros(count)
-        tokens = torch.tensor(observation, dtype=torch.int64)
-        chain.sections.append(Section(tokens, zero, zero, versions, 0))
+        if count not in self._nothing:
+            self._nothing[count] = like.log_probs.new_zeros(count), like.versions.new_zeros(count)
+        zero, versions = self._nothing[count]
+        chain.sections.append(Section(torch.tensor(observation, dtype=torch.int64), zero, zero, versions, 0))
         chain.ids += observation
 
     def _request(self, chain: Chain, ids: Sequence[int], left: int) -> Request:
@@ -199,13 +203,19 @@ class Play:
             name=chain.name,
             ids=chain.prompt if first else ids,  # type: ignore[arg-type]
             sampling=self._sampling(min(left, rules.turn_tokens)),
-            key=rules.key if first else rules.key.fold("turn", chain.requests),
+            key=self._key(chain.requests),
             row=chain.row_id,
             position=rules.offset if first else 0,
             after=None if first else before,
             keep=chain.requests < rules.max_turns and not chain.lost,
             inputs=chain.inputs if first else None,
         )
+
+    def _key(self, number: int) -> Key:
+        """The key of the draws of a row's request of this number."""
+        if number not in self._keys:
+            self._keys[number] = self._rules.key if number == 1 else self._rules.key.fold("turn", number)
+        return self._keys[number]
 
     def _sampling(self, most: int) -> Sampling:
         if most not in self._samplings:
@@ -231,5 +241,5 @@ class Play:
         cut = finished.end != "stop"
         self._call(
             chain,
-            lambda: self._calls.step(chain.row, chain.state, rules.reply(chain.reply_ids, rules.sampling, cut=cut)),
+            lambda: self._calls.step(chain.row, chain.state, rules.reply(chain.reply_ids, cut=cut)),
         )

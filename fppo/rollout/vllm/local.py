@@ -147,7 +147,7 @@ class LocalHost:
         end."""
         if self._rows:
             self._llm.llm_engine.abort_request([str(number) for number in self._rows])
-        self._rows, self._adapter = {}, adapter
+        self._rows, self._had, self._adapter = {}, {}, adapter
         self._begin(None, images=True)
 
     def turn(self, new: Sequence[HostRow], ended: Sequence[int]) -> list[HostDraws]:
@@ -155,6 +155,7 @@ class LocalHost:
         engine = self._llm.llm_engine
         if gone := [number for number in ended if self._rows.pop(number, None) is not None]:
             engine.abort_request([str(number) for number in gone])
+            self._had = {number: had for number, had in self._had.items() if number in self._rows}
         for row in new:
             self._rows[row.number] = row
             engine.add_request(str(row.number), *self._added(row), lora_request=_adapter(self._adapter))

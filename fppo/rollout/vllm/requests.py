@@ -23,8 +23,10 @@ from fppo.rollout.requests import (
 from fppo.rollout.rows import check_names, check_tokens
 from fppo.rollout.vllm.host import EngineDied, HostDraws, HostRow
 
+_WHY = "vLLM was started for max_model_len ="
 
-class Turns(Protocol):
+
+class VllmTurns(Protocol):
     """Protocol of a vLLM that takes rows and ends them, and the weights that it holds."""
 
     @property
@@ -55,7 +57,7 @@ class _VllmRow:
         request, drawn = self.request, len(self.tokens)
         sampling = attrs.evolve(request.sampling, max_tokens=request.sampling.max_tokens - drawn, stop_texts=None)
         position = request.position + drawn
-        return HostRow(self.number, self.ids, sampling, request.key, request.row, position, self.inputs)
+        return HostRow(self.number, tuple(self.ids), sampling, request.key, request.row, position, self.inputs)
 
     def finished(self, end: End) -> FinishedRequest:
         return FinishedRequest(
@@ -79,7 +81,7 @@ class VllmRequests:
 
     def __init__(
         self,
-        turns: Turns,
+        turns: VllmTurns,
         params: Mapping[str, Tensor],
         version: int,
         *,
@@ -120,7 +122,7 @@ class VllmRequests:
         check_names(requests, self._kept, self._open)
         for request in requests:
             before = 0 if request.after is None else len(self._kept[request.after][0])
-            check_tokens(request, before, size=self._size, limit=self.limit)
+            check_tokens(request, before, size=self._size, limit=self.limit, why=_WHY)
             self._check_inputs(request)
         for request in requests:
             ids, inputs = ([], request.inputs) if request.after is None else self._kept[request.after]
