@@ -29,8 +29,8 @@ def view(options: ViewOptions) -> int:
         running = view_server.server(served, options.port)
     except (OSError, OverflowError) as error:
         raise UsageError(f"--port {options.port}: {error}; give another, or 0 for any free one") from error
-    print(f"{view_server.address_of(served, running)}\n\nOpen it in a browser; ctrl-C ends it.", flush=True)
     try:
+        print(f"{view_server.address_of(served, running)}\n\nOpen it in a browser; ctrl-C ends it.", flush=True)
         running.serve_forever()
     except KeyboardInterrupt:
         print()

@@ -248,6 +248,20 @@ def test_the_command_exports_a_page(tmp_path, capsys):
     assert "rows-0-2" in Scripts(page.read_text()).scripts
 
 
+def test_ctrl_c_is_the_regular_end_of_the_command(tmp_path, capsys, monkeypatch):
+    def interrupted(self: view_server.ThreadingHTTPServer) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(view_server.ThreadingHTTPServer, "serve_forever", interrupted)
+    run = view_runs.write_run(tmp_path / "run", steps=1)
+    keys = set()
+    for _ in range(2):
+        assert cli.main(["view", str(run)]) == 0
+        address = capsys.readouterr().out.split()[0]
+        keys |= {re.fullmatch(r"http://127\.0\.0\.1:\d+/([\w-]{24})/", address)[1]}
+    assert len(keys) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
