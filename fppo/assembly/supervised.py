@@ -45,7 +45,7 @@ from fppo.steps.train_state import whole_shapes
 from fppo.workers.imports import search
 from fppo_kernels.table import Kernels
 
-MADE_BY = "fppo sft"
+COMMAND = "fppo sft"
 
 
 @attrs.frozen(kw_only=True)
@@ -204,7 +204,7 @@ def assemble_supervised(
         device=device,
         shapes={f".actor{path}": extent for path, extent in whole_shapes(state, model.extents).items()},
         drawn=DrawnPrompts(
-            sets, may_change=settings.data.may_change, digests_of=digest_of_demonstrations, made_by=MADE_BY
+            sets, may_change=settings.data.may_change, digests_of=digest_of_demonstrations, made_by=COMMAND
         ),
     )
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -18,12 +19,15 @@ from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly, assemble, assemble_evaluation
+from fppo.assembly.supervised import COMMAND as SFT
 from fppo.assembly.supervised import assemble_supervised
 from fppo.commands import push
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
+from fppo.pipeline.supervised import imitate_steps
+from fppo.pipeline.train import StepsOf, iterate
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
@@ -197,7 +201,7 @@ def beginning(directory: Path, step: int) -> int:
     return at or 0
 
 
-def restored(assembly: Assembly, directory: Path, step: int) -> RunState:
+def restored(assembly: session.AnyAssembly, directory: Path, step: int) -> RunState:
     """The state of a run at or before `step`: the newest checkpoint's, or the initial one."""
     at = saved.newest(directory, step)
     return assembly.run if at is None else session.load(assembly, directory / session.CHECKPOINTS, at)
@@ -256,8 +260,6 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
 
     Each step is computed with the settings that made it. Only the mesh of the run gives its bits.
     """
-    if (command := saved.made_by(directory)) is not None:
-        raise UsageError(f"{directory} was made by {command}, whose steps fppo replay does not compute again")
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
     run = None
@@ -265,14 +267,12 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     begin = beginning(directory, step)
     say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
     for settings, until in starts.spans(directory, begin + 1, step):
-        with _assemble(files.replace(settings, {"rollout.save": False}), here) as assembly:
+        with _steps_again(settings, starts.made_by(directory), here) as (assembly, steps_of):
             steps = replays.replay(
                 run or restored(assembly, directory, begin),
-                program=assembly.program,
-                draw=assembly.draw,
+                begin=steps_of,
                 recorded=recorded,
                 until=until,
-                ahead=settings.rollout.ahead,
                 mesh=here.mesh,
                 shapes=assembly.shapes,
                 device=assembly.device,
@@ -293,6 +293,20 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
     from fppo.commands import serve as command  # here: other commands do without
 
     return command.serve(options, environment)
+
+
+@contextlib.contextmanager
+def _steps_again(
+    settings: TrainSettings, made_by: str | None, here: CommandRank
+) -> Iterator[tuple[session.AnyAssembly, Callable[[RunState], StepsOf]]]:
+    """A run of the command that made it, and the iterator over its steps, which give up each state to the next."""
+    if made_by == SFT:
+        _, supervised = assemble_supervised(settings, mesh=here.mesh, device=here.device)
+        yield supervised, partial(imitate_steps, imitation=supervised.imitation, mesh=here.mesh, donate=True)
+        return
+    with _assemble(files.replace(settings, {"rollout.save": False}), here) as assembly:
+        how = {"program": assembly.program, "draw": assembly.draw, "ahead": settings.rollout.ahead}
+        yield assembly, partial(iterate, **how, donate=True)
 
 
 def diff(first: Path, second: Path) -> int:

@@ -13,8 +13,8 @@ import torch
 from fppo import batch as batches
 from fppo import tree
 from fppo.batch import Experience
-from fppo.pipeline.program import Draw, Program, RunState
-from fppo.pipeline.train import StepRecord, iterate
+from fppo.pipeline.program import RunState
+from fppo.pipeline.train import StepRecord, StepsOf
 from fppo.runtime import digests
 from fppo.runtime.digests import Kind, Shapes
 from fppo.runtime.mesh import LOCAL, Mesh, device_of
@@ -85,11 +85,9 @@ def kind_recorded(line: Mapping[str, Any]) -> Kind:
 def replay(
     run: RunState,
     *,
-    program: Program,
-    draw: Draw,
+    begin: Callable[[RunState], StepsOf],
     recorded: dict[int, dict],
     until: int,
-    ahead: int = 0,
     mesh: Mesh = LOCAL,
     shapes: Shapes | None = None,
     device: torch.device | None = None,
@@ -97,7 +95,8 @@ def replay(
 ) -> Iterator[tuple[RunState, Difference | None]]:
     """Recomputes the steps after `run.step` up to `until`: the run after each, and where it first differs or None.
 
-    The memory of `run` is given up. Steps whose digests were not recorded are computed, and compared with nothing;
+    `begin(run)` iterates over the steps, as `train.iterate` does; the memory of `run` is given up. Steps whose digests
+    were not recorded are computed, and compared with nothing;
     `shapes`, `device` and `of_state` are `digests_of`'s.
 
     Batch leaves come before result leaves, so a difference in the rollout is named before what follows from it. Raises
@@ -107,7 +106,7 @@ def replay(
         last = max(recorded, default=0)
         missing = until if last > until else max(last, run.step) + 1
         raise ValueError(f"no record of step {missing}; the recorded steps are {_spans(sorted(recorded))}")
-    for after, experience, _ in iterate(run, program=program, draw=draw, ahead=ahead, donate=True):
+    for after, experience, _ in begin(run):
         difference = None
         if (old := recorded.get(after.step)) is not None:
             kind = kind_recorded(old)

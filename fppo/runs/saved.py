@@ -11,7 +11,6 @@ import torch
 from fppo import models
 from fppo.assembly.adapters import adapted_critic, base_of_role, bases_of, load_policy
 from fppo.assembly.parts import bare_model, device_of
-from fppo.assembly.run import MADE_BY
 from fppo.assembly.texts import load_tokenizer, policy_generation
 from fppo.key import Key
 from fppo.models import lora_files
@@ -33,14 +32,6 @@ def newest(directory: Path, step: int | None = None) -> int | None:
     """The step of the newest checkpoint, at or before `step` if given; None without one."""
     steps = [s for s in checkpoint.steps(directory / CHECKPOINTS) if step is None or s <= step]
     return steps[-1] if steps else None
-
-
-def made_by(directory: Path) -> str | None:
-    """The command that made the run's checkpoints, if it is not fppo train; None without any."""
-    step = newest(directory)
-    return (
-        None if step is None else checkpoint.notes_of(checkpoint.place_of(directory / CHECKPOINTS, step)).get(MADE_BY)
-    )
 
 
 def bare(settings: TrainSettings) -> TrainSettings:

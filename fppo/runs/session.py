@@ -30,7 +30,7 @@ from fppo.runs.jsonl import JsonLines
 from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
 from fppo.runs.sample_files import SAMPLES, SampleFiles
-from fppo.runs.starts import SETTINGS
+from fppo.runs.starts import CHECKPOINTS, SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
 from fppo.runtime import checkpoint, digests
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, place_on, ranks_on
@@ -39,7 +39,7 @@ from fppo.settings import files, places
 from fppo.settings.train import TrainSettings
 
 AnyAssembly = Assembly | SupervisedAssembly
-CHECKPOINTS, MODEL, CONFIGS = "checkpoints", places.MODEL, "configs"
+MODEL, CONFIGS = places.MODEL, "configs"
 STOPPING = "finishing this step; ctrl-C again abandons it, and all since the last checkpoint"
 
 

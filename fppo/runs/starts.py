@@ -17,11 +17,14 @@ from typing import Any
 
 import attrs
 
+from fppo.assembly.run import MADE_BY
+from fppo.runtime import checkpoint
 from fppo.runtime.exports import write_whole
 from fppo.settings import files
+from fppo.settings.sft import is_read
 from fppo.settings.train import TrainSettings
 
-SETTINGS = files.SETTINGS
+SETTINGS, CHECKPOINTS = files.SETTINGS, "checkpoints"
 KEPT = f"{SETTINGS}.kept"  # copy of a user's own file of that name from before the run's first start
 _DIGEST = "# digest of what follows: "
 NAME = re.compile(r"step_(\d{8})\.toml")
@@ -38,7 +41,18 @@ def load(directory: Path, step: int | None = None) -> TrainSettings:
         raise ValueError(f"{path} is damaged: the settings that made step {step} are unknown")
     if not path.exists():
         raise ValueError(f"{path}: no such file; give the output_dir of a run")
-    return files.load(path, run=directory)
+    settings, problems = files.examined(path, run=directory)
+    if made_by(directory) is not None:
+        problems = [problem for problem in problems if is_read(problem)]
+    if problems:
+        raise files.SettingsError(problems, where=str(path))
+    return settings
+
+
+def made_by(directory: Path) -> str | None:
+    """The command that made the run's checkpoints, if it is not fppo train; None without any checkpoint."""
+    steps = checkpoint.steps(directory / CHECKPOINTS)
+    return checkpoint.notes_of(checkpoint.place_of(directory / CHECKPOINTS, steps[-1])).get(MADE_BY) if steps else None
 
 
 def spans(directory: Path, first: int, last: int) -> list[tuple[TrainSettings, int]]:
