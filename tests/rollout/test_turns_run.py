@@ -82,6 +82,16 @@ def test_settings_that_conflict(tmp_path, changes, text):
     assert text in str(problem)
 
 
+def test_a_turn_may_be_as_long_as_the_response(tmp_path):
+    good = tiny_run.settings(tmp_path)
+    most = good.rollout.max_tokens
+    turns = attrs.evolve(good.rollout.turns, respond="my.tools:f", turn_tokens=most)
+    assert list(checks.problems(attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=turns)))) == []
+    longer = attrs.evolve(turns, turn_tokens=most + 1)
+    (problem,) = checks.problems(attrs.evolve(good, rollout=attrs.evolve(good.rollout, turns=longer)))
+    assert problem.path == "rollout.turns.turn_tokens"
+
+
 def test_a_tool_that_is_not_there(tmp_path):
     tiny_run.write_task(tmp_path)
     settings = tiny_run.settings(tmp_path, rollout__turns__respond="no.such:tool")

@@ -2,12 +2,16 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.key import Key
 from fppo.runtime.simulate import simulate
+from fppo.steps.forward import Forward
+from fppo.steps.loop import Loop, _mini_batches
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.ranks import collect, imbalance, mini_batches
 from fppo.steps.shared import SortedRows
 from tests import tiny
@@ -70,3 +74,16 @@ def test_imbalance_is_the_most_work_over_the_mean():
     rows = SortedRows(order=[0, 1, 2], lengths=[4, 4, 4], depths=[0, 0, 0])
     assert imbalance(model, rows, [[0], [1], [2]]) == 1.0
     assert imbalance(model, rows, [[0, 1, 2], [], []]) == 3.0
+
+
+def test_the_weights_of_all_ranks_are_those_of_one_token_mean():
+    model, _ = tiny.model_and_params("lm")
+    batch, loop = tiny.experience(3, 5), Loop(mini_batch_size=5, micro_batching=MicroBatching(size=2))
+
+    def on_rank(mesh):
+        (mini,) = _mini_batches(batch, loop, Forward(model, mesh=mesh), None)
+        return mini.weights.sum().item()
+
+    shares = simulate({"replicate": 2}, on_rank)
+    assert 0 < min(shares) < max(shares)
+    assert sum(shares) == pytest.approx(1.0)
