@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from logging import Logger
 from typing import Protocol, Self
 
@@ -109,9 +111,24 @@ class FunctionRunner:
             with self._one_at_a_time:
                 return self._pool.run(self._numbers[function.name], mode, samples, patience or self.patience())
         outcomes: dict[int, Outcome] = {}
-        with asyncio.Runner() as loop:
-            call(function.fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+
+        def inline() -> None:
+            with asyncio.Runner() as loop:
+                call(function.fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+
+        _outside_loops(inline)
         return [outcomes[number] for number in range(len(samples))]
+
+
+def _outside_loops(fn: Callable[[], None]) -> None:
+    """Call a function that runs an event loop: here, or in a thread where one runs here already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        fn()
+        return
+    with ThreadPoolExecutor(1, "inline calls") as thread:
+        thread.submit(contextvars.copy_context().run, fn).result()
 
 
 def _nothing() -> None:
