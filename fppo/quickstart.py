@@ -178,9 +178,11 @@ def prompt_sets(tokenizer: PreTrainedTokenizerFast) -> tuple[PromptSet, PromptSe
     return train, test
 
 
-def prepare(directory: Path, seed: int, *, on_step: Callable[[int, float], None] = lambda step, loss: None) -> None:
-    """Writes the warmed-up model, with its tokenizer, and the prompts to `directory`."""
-    tokenizer, model, params = warmed_up(Key(seed).fold("quickstart"), on_step=on_step)
+def prepare(
+    directory: Path, seed: int, *, steps: int = 600, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> None:
+    """Writes the model after `steps` of warm-up, with its tokenizer, and the prompts to `directory`."""
+    tokenizer, model, params = warmed_up(Key(seed).fold("quickstart"), steps=steps, on_step=on_step)
     directory.mkdir(parents=True, exist_ok=True)
     for name, rows in zip((TRAIN, TEST), sums(), strict=True):
         lines = [json.dumps({"prompt": s.prompt, "answer": s.answer, "source": "addition"}) for s in rows]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from fppo._errors import did_you_mean
 from fppo.models.adapted import Lora
@@ -122,6 +122,11 @@ def _qwen(*sizes: int, tied: bool = False) -> PreTrainedConfig:
     return _config(Qwen2Config, sizes, 32_768, 1e6, rms_norm_eps=1e-6, tie_word_embeddings=tied)
 
 
+def _qwen3(*sizes: int, tied: bool = False) -> PreTrainedConfig:
+    more = {"head_dim": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": tied}
+    return _config(Qwen3Config, (*sizes, 8, 151_936), 40_960, 1e6, **more)
+
+
 def _llama(*sizes: int) -> PreTrainedConfig:
     return _config(LlamaConfig, (*sizes, 8, 128_256), 131_072, 5e5, tie_word_embeddings=False)
 
@@ -149,6 +154,12 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
         "llama-3.1-8b": lambda: _llama(4096, 14_336, 32, 32),
         "llama-3.1-70b": lambda: _llama(8192, 28_672, 80, 64),
         "llama-3.1-405b": lambda: _llama(16_384, 53_248, 126, 128),
+        "qwen3-0.6b": lambda: _qwen3(1024, 3072, 28, 16, tied=True),
+        "qwen3-1.7b": lambda: _qwen3(2048, 6144, 28, 16, tied=True),
+        "qwen3-4b": lambda: _qwen3(2560, 9728, 36, 32, tied=True),
+        "qwen3-8b": lambda: _qwen3(4096, 12_288, 36, 32),
+        "qwen3-14b": lambda: _qwen3(5120, 17_408, 40, 40),
+        "qwen3-32b": lambda: _qwen3(5120, 25_600, 64, 64),
         "qwen3-30b-a3b": lambda: _qwen_of_experts(2048, 768, 48, 32),
         "qwen3-235b-a22b": lambda: _qwen_of_experts(4096, 1536, 94, 64),
         "quickstart": _quickstart,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from fppo.workers.calls import CoroutineCalls, Mode, Patience, call
@@ -146,11 +148,26 @@ class CoroutinesHere:
 
 
 def called_here(fn: UserFn, samples: Sequence[Sample], mode: Mode) -> list[Outcome]:
-    """The outcomes of calls in this thread."""
+    """The outcomes of calls in this process."""
     outcomes: dict[int, Outcome] = {}
-    with asyncio.Runner() as loop:
-        call(fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+
+    def inline() -> None:
+        with asyncio.Runner() as loop:
+            call(fn, samples, mode, loop, outcomes.__setitem__, _nothing)
+
+    _outside_loops(inline)
     return [outcomes[number] for number in range(len(samples))]
+
+
+def _outside_loops(fn: Callable[[], None]) -> None:
+    """Call a function that runs an event loop: here, or in a thread where one runs here already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        fn()
+        return
+    with ThreadPoolExecutor(1, "inline calls") as thread:
+        thread.submit(contextvars.copy_context().run, fn).result()
 
 
 def _nothing() -> None:

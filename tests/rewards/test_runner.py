@@ -242,6 +242,25 @@ def test_async_functions_of_the_batch():
     assert run(functions.async_batch, samples("a", "bb")).scores == {"async_batch": [1.0, 2.0]}
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_inline_functions_run_where_an_event_loop_runs_too(asynchronous):
+    """As in the cells of a notebook."""
+
+    @inline_reward
+    def plain(sample):
+        return float(len(sample.response))
+
+    @inline_reward
+    async def awaited(sample):
+        await asyncio.sleep(0)
+        return float(len(sample.response))
+
+    async def cell():
+        return run(awaited if asynchronous else plain, samples("", "abc"))
+
+    assert list(asyncio.run(cell()).scores.values()) == [[0.0, 3.0]]
+
+
 def test_inline_functions_run_here():
     results = run(functions.inline, samples("", "raise"))
     assert results.scores["inline"] == [1.0 + os.getpid(), NONE]

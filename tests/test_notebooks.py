@@ -1,0 +1,49 @@
+"""The notebooks run from top to bottom, show progress and pictures, and are kept without outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NOTEBOOKS = Path(__file__).parent.parent / "experiments" / "notebooks"
+ORDER = ("quickstart", "own_loss", "look")  # the last reads the run of the first
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
+
+
+def test_notebooks_are_small_and_without_outputs():
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == set(ORDER)
+    for name in ORDER:
+        code = [cell for cell in read(name)["cells"] if cell["cell_type"] == "code"]
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code), name
+        assert sum(len(cell["source"]) for cell in code) < 80, name
+
+
+@pytest.mark.slow
+def test_notebooks_run_and_show_what_they_are_for(tmp_path, monkeypatch):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parents[1]), os.environ.get("PYTHONPATH", "")]))
+    for name in ORDER:
+        book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+        for cell in book.cells:
+            cell.source = re.sub(r"^warm_up, steps = .*$", "warm_up, steps = 8, 2", cell.source, flags=re.MULTILINE)
+        nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+        outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
+        assert any("image/png" in output.get("data", {}) for output in outputs), name
+        said = "".join(output.get("text", "") for output in outputs)
+        if name != "look":
+            assert re.search(r"step 2/2 .*reward", said), name
+        if name == "own_loss":
+            assert "spo keeps the laws" in said
+            assert "averaged" in said
+        if name == "look":
+            assert any("<span" in output.get("data", {}).get("text/html", "") for output in outputs)
