@@ -93,9 +93,10 @@ def move_(banks: Banks, source: int, target: int, start: int, end: int) -> None:
 
 
 def shift_(banks: Banks, others: Banks, rows: int, start: int, end: int, by: int) -> None:
-    """Writes some columns of the first rows into other banks, `by` columns further on."""
+    """Writes some columns of the first rows into other banks, or the same, `by` columns further on."""
     for x, other in zip(banks, others, strict=True):
-        other[:, :rows, :, start + by : end + by].copy_(x[:, :rows, :, start:end])
+        own = x[:, :rows, :, start:end]
+        other[:, :rows, :, start + by : end + by].copy_(own.clone() if x is other else own)
 
 
 def joined(parts: list[Banks]) -> Banks:

@@ -187,9 +187,10 @@ class EmbeddedEngine:
             policy = bound(lambda skeleton: self._policy(model, params, skeleton))
             kept, calls, state_bytes = bound(lambda _: tried(policy))
             budget = self._budget(policy)
-        scores = partial(self._scores, model, params) if self.exact else None
-        layout = BankLayout.of(kept, policy.head.weight.device)
-        return LoadedPolicy(bound, policy, layout, calls, state_bytes, budget, scores)
+        scores, device = partial(self._scores, model, params) if self.exact else None, policy.head.weight.device
+        recorder = None if policy.record is None else partial(_recorder, device)
+        layout = BankLayout.of(kept, device)
+        return LoadedPolicy(bound, policy, layout, calls, state_bytes, budget, scores, recorder)
 
     def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
         """The model that runs and its parameters, gathered where they are cut along other axes than its own."""
@@ -219,7 +220,7 @@ class EmbeddedEngine:
             raise ValueError(f"graphs = True: model type {kind!r} has steps that cannot be recorded; leave it out")
         if not able or not (device.type == "cuda" if self.graphs is None else self.graphs):
             return None
-        return as_graphs(device) if device.type == "cuda" else _as_it_is
+        return _recorder(device)
 
     def _columns(self, model: Model, head: Head) -> Columns:
         """The columns of the logits that the head gives on this rank."""
@@ -254,6 +255,10 @@ class EmbeddedEngine:
             free = torch.tensor((torch.cuda.mem_get_info(device)[0] + unused) // 2, device=device)
             budget = int(all_reduce(free, policy.columns.axis, dist.ReduceOp.MIN))
         return budget
+
+
+def _recorder(device: torch.device) -> Record:
+    return as_graphs(device) if device.type == "cuda" else _as_it_is
 
 
 def _as_it_is(run: Run) -> Run:

@@ -30,6 +30,7 @@ from fppo.rollout.requests import (
 from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_names, check_tokens
 from fppo.rollout.sampling import Draws, draw
 from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
+from fppo.runtime.graphs import Record
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
 from fppo_kernels.table import takes_key_lengths
@@ -47,6 +48,7 @@ class LoadedPolicy(NamedTuple):
     state_bytes: int  # of a row
     budget: int | None  # bytes of what rows have read
     scores: Callable[[float], HeadLogProbs] | None  # by temperature, where log-probs are to be a training pass's own
+    recorder: Callable[[], Record] | None  # makes recorders of steps, where they are recorded
 
 
 class EmbeddedRequests:
@@ -173,7 +175,9 @@ class EmbeddedRequests:
         self._version = version
         self._loaded = loaded = self._load(params)
         spare = 2 if loaded.budget is None else 8
-        self._places = RowPlaces(loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit, spare)
+        self._places = RowPlaces(
+            loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit, spare, loaded.recorder
+        )
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
         self._scores: dict[float, HeadLogProbs] = {}
 

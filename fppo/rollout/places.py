@@ -16,6 +16,7 @@ from fppo.rollout.banks import BankLayout, Banks
 from fppo.rollout.reading import RowContext
 from fppo.rollout.states import States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps
+from fppo.runtime.graphs import Record
 from fppo_kernels.padding import sent
 
 T = TypeVar("T")
@@ -39,10 +40,12 @@ class RowPlaces:
         calls: Sequence[AttentionLayer],
         limit: int | None,
         spare: int,
+        recorder: Callable[[], Record] | None,
     ) -> None:
         self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
         self._limit = limit  # of a row's tokens
         self._spare = spare  # there may be one place more for so many rows
+        self._recorder = recorder  # makes recorders of steps
         self._pads: list[int] = []  # columns before each row's tokens
         self._shifts: list[int] = []  # as `RowContext.shift`
         self._most: list[int] = []  # tokens that each row may come to have
@@ -108,11 +111,11 @@ class RowPlaces:
         """Runs one more token of each row, and returns what comes after."""
         if self._column == self._room[1]:
             self._more_columns()
-        if self._policy.record is not None and self._room[0] > max(_FEWEST, 2 * len(self)):
+        if self._recorder is not None and self._room[0] > max(_FEWEST, 2 * len(self)):
             self._rebase((max(_FEWEST, len(self) + len(self) // 4), self._room[1]), 0)
         if self._advance is None:
             self._advance = self._made()
-        rows = self._room[0] if self._policy.record is not None else len(self)
+        rows = self._room[0] if self._recorder is not None else len(self)
         new = sent(torch.tensor([*tokens, *[0] * (rows - len(tokens))]), self._layout.device)
         advance, column = self._advance, self._column
         self._column += 1
@@ -141,20 +144,20 @@ class RowPlaces:
     def _made(self) -> Advance:
         """The step of the rows as they stand."""
         policy, (rows, columns) = self._policy, self._room
-        if self._steps is None:
+        if self._steps is None or self._recorder is not None:  # a new recorder has no earlier recordings
             most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
-            if policy.record is None:
+            if self._recorder is None:
                 self._steps = most, self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
             else:
-                record = policy.record
+                record = self._recorder()
                 self._steps = most, self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
         assert self._states is not None
-        count = len(self) if policy.record is None else rows
+        count = len(self) if self._recorder is None else rows
         banks = tuple(x[:, :count] for x in self._banks)
         spare = [0] * (count - len(self))
         pads, starts = self._column_of([*self._pads, *spare]), self._column_of([*self._starts(), *spare])
         live = LiveRows(self._layout.layers(banks), columns, pads, starts, self._states)
-        self._fixed = None if policy.record is None else live
+        self._fixed = None if self._recorder is None else live
         return self._steps[1](live)
 
     def _make_room(self, rows: int, longest: int, most: int) -> None:
@@ -184,13 +187,16 @@ class RowPlaces:
         again, but no more than half again what the longest row may have."""
         wanted = column + max(CHUNK, column // 2)
         bounded = max(min(wanted, most + max(CHUNK, most // 2)), column + 1)
-        return bounded if self._policy.record is None else -(-bounded // _ALIGNED) * _ALIGNED
+        return bounded if self._recorder is None else -(-bounded // _ALIGNED) * _ALIGNED
 
     def _rebase(self, room: tuple[int, int], by: int) -> None:
-        """Moves all rows by so many columns, into banks of that many rows and columns."""
-        banks = self._layout.rows(*room)
+        """Moves all rows by so many columns, into banks of that many rows and columns: a recorded step stays valid in
+        the same ones."""
+        banks = self._banks if room == self._room else self._layout.rows(*room)
         if len(self):
             bank_rows.shift_(self._banks, banks, len(self), min(self._pads), self._column, by)
-        self._banks, self._room, self._column = banks, room, self._column + by
+        self._column += by
         self._pads = [pad + by for pad in self._pads]
-        self._advance, self._fixed = None, None
+        if banks is not self._banks:
+            self._banks, self._room, self._fixed = banks, room, None
+        self._changed()
