@@ -15,7 +15,8 @@ import attrs
 from fppo.data.read import FORMATS
 from fppo.report import charts
 from fppo.report.charts import Panel, points
-from fppo.report.write import CURVES, merged
+from fppo.report.summary import merged
+from fppo.report.write import CURVES
 from fppo.runs import held_out, jsonl, origins, starts
 from fppo.runs.loggers import METRICS
 from fppo.runs.markdown import escaped, fenced, table
