@@ -140,8 +140,9 @@ def _use(exported: Exported) -> str:
     else:
         lines = [f"from transformers import {kind}, AutoTokenizer", "", f"model = {kind}.from_pretrained({name})"]
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({name})")
-    form = "Prompts are the chat template's, with" if settings.data.chat else "Prompts are"
-    shown = f"{form} this field of the data, or this template of fields:\n\n{fenced(settings.data.prompt, 'text')}"
+    form = "this template, filled with fields of the data" if "{" in settings.data.prompt else "this field of the data"
+    chat = ", through the chat template" if settings.data.chat else ""
+    shown = f"Prompts are {form}{chat}:\n\n{fenced(settings.data.prompt, 'text')}"
     quantised = ""
     if exported.form == "adapter" and settings.model.lora.base != "float":
         quantised = f"\n\nIt was trained on the base in {settings.model.lora.base}; load the base so."
@@ -177,7 +178,8 @@ def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[
     if scores:
         rows.append(("mean reward in training", f"{scores[0]:.3f} in the first step, {scores[-1]:.3f} in the last"))
     rows += [("tokens", f"{tokens:,.0f}")] if tokens else []
-    rows += [("time in steps", f"{seconds / 3600:.2f} h")] if seconds else []
+    hours = f"{seconds / 3600:.2f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
+    rows += [("time in steps", hours)] if seconds else []
     return rows
 
 
