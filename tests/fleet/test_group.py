@@ -279,6 +279,15 @@ def test_an_item_may_take_longer_than_the_others_have_after_a_failure(one, monke
     assert items == [0, 1]
 
 
+def test_the_time_of_a_rank_lies_within_that_of_its_call(one):
+    one.calls()
+    one.call(time.sleep, 0.05)
+    (call,) = one.calls()
+    ((start, seconds),) = call.ranks
+    assert call.start <= start + 1e-3
+    assert start + seconds <= call.start + call.seconds
+
+
 def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silent(one, monkeypatch):
     passed, seen = [0.0], []
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))

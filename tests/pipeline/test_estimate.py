@@ -298,3 +298,17 @@ def test_the_gap_to_the_engine_is_the_trainers_probability_over_the_engines():
     numbers = metrics.report(rollout_gap(log_probs, engines, torch.tensor([[True, True, False]])))
     found = [numbers[f"training/rollout_{name}"] for name in ("ratio_mean", "ratio_max", "probs_diff_mean")]
     assert found == pytest.approx([(2.0 + 0.25) / 2, 2.0, (0.25 + 0.375) / 2])
+
+
+def test_a_correction_gets_the_policys_log_probs_before_the_engines():
+    rows = rows_of([1.0, 0.0], n=2)
+    rows, seen = attrs.evolve(rows, rollout_log_probs=rows.old_log_probs - 1.0), []
+
+    def correct(old, rollout, mask):
+        seen.append((old, rollout))
+        return losses.Correction(weights=None, mask=mask, metrics={})
+
+    estimated(rows, "rloo", correct=correct)
+    ((old, engines),) = seen
+    assert torch.equal(old, rows.old_log_probs)
+    assert torch.equal(engines, rows.rollout_log_probs)

@@ -69,3 +69,8 @@ def test_layers_that_differ_are_all_run():
     what = case(config=config(num_hidden_layers=6, layer_types=kinds, use_sliding_window=True, sliding_window=16))
     assert not layers.alike(model_of(what, "actor"))
     assert layers.alike(model_of(case(layers=6), "actor"))
+
+
+def test_what_grows_with_the_layers_is_a_line_through_both_runs():
+    for count, number in ((layers.FEW, 10.0), (layers.MORE, 13.0), (32, 10.0 + 3.0 * (32 - layers.FEW))):
+        assert layers._linear({"grows": 10.0}, {"grows": 13.0}, count) == {"grows": number}
