@@ -93,12 +93,11 @@ def test_a_failure_may_end_the_run(mood):
         sampled(runner(environments.Restless), failure="raise")
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_calls_that_fail_are_made_again(inline):
+def test_calls_that_fail_are_made_again():
     ask = Ask(moods("fine", "fine", "fine"), attrs.evolve(SAMPLING, n=1), Key(3))
     with (
-        runner(environments.Flaky, inline=inline) as once,
-        runner(environments.Flaky, inline=inline, retries=1) as again,
+        runner(environments.Flaky) as once,
+        runner(environments.Flaky, retries=1) as again,
     ):
         assert sampled(once, ask).turn_rewards.sum(1).isnan().any()
         rollout = sampled(again, ask)
