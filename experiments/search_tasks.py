@@ -38,8 +38,10 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
             for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
-                searched = draw.sample(NAMES, draw.choice((0, 1, 1, 2, 2, 3)))
-                seen = [name for name in searched if word in files[name].split()]
+                order = draw.sample(NAMES, len(NAMES))
+                hit = next(place for place, name in enumerate(order) if word in files[name].split())
+                searched = order[: draw.randrange(hit + 2)]  # a search ends where it has found
+                seen = searched[hit:]
                 shown = {name: "here" if name in seen else "nothing" for name in searched}
                 texts = (f"search {name}<eos><user>{shown[name]}<policy>" for name in searched)
                 left = [name for name in NAMES if name not in searched]
