@@ -38,13 +38,15 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
             draw, prompts, answers = random.Random(key.fold(step).seed), [], []
             for _ in range(128):
                 files, word = task(draw.randrange(1 << 60))
-                searched = draw.sample(NAMES, draw.choice((0, 0, 1, 1, 2, 3)))
-                seen = [name for name in searched if word in files[name].split()]
+                order = draw.sample(NAMES, len(NAMES))
+                hit = next(place for place, name in enumerate(order) if word in files[name].split())
+                searched = order[: draw.randrange(hit + 2)]  # a search ends where it has found
+                seen = searched[hit:]
                 shown = {name: "here" if name in seen else "nothing" for name in searched}
                 texts = (f"search {name}<eos><user>{shown[name]}<policy>" for name in searched)
                 left = [name for name in NAMES if name not in searched]
-                name = draw.choice(NAMES if draw.random() < 0.7 else seen or left)
-                guess = f"{'answer' if seen or draw.random() < 0.15 else 'search'} {name}"
+                name = draw.choice(NAMES if draw.random() < 0.5 else seen or left)
+                guess = f"{'answer' if seen or draw.random() < 0.05 else 'search'} {name}"
                 prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
                 answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
             yield demonstrations(prompts, answers, pad_token_id=0)

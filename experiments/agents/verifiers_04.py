@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 
 import attrs
@@ -22,7 +21,7 @@ from fppo.serve import AgentEngine, texts_of
 from fppo.serve.agents import PlayedEpisode
 from fppo.steps import Loop, MicroBatching, adamw
 
-HOW = "--no-push --no-rich --model=policy --env.agent.harness.id=null --env.agent.runtime.type=subprocess"
+HOW = "--no-push --no-rich --model policy --env.agent.harness.id null --env.agent.runtime.type subprocess"
 
 
 @attrs.frozen
@@ -32,12 +31,17 @@ class VerifiersRunner:
     program: str
     taskset: str
     n: int
-    __enter__, __exit__ = nullcontext.__enter__, nullcontext.__exit__  # it holds nothing
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):  # it holds nothing
+        pass
 
     def play(self, rows, urls, key, base):
         with tempfile.TemporaryDirectory() as place:
-            own = [f"--output-dir={place}", f"-n={len(rows) // self.n}", f"-r={self.n}", f"--client.base-url={base}"]
-            command = [self.program, self.taskset, "--client.api-key-var=KEY", *HOW.split(), *own]
+            own = ["--output-dir", place, "-n", str(len(rows) // self.n), "-r", str(self.n), "--client.base-url", base]
+            command = [self.program, self.taskset, "--client.api-key-var", "KEY", *HOW.split(), *own]
             subprocess.run(command, env=os.environ | {"KEY": key}, check=True, stdout=subprocess.DEVNULL)
             lines = [line for file in Path(place).rglob("traces.jsonl") for line in file.read_text().splitlines()]
         traces = sorted((json.loads(line)["traces"][0] for line in lines), key=lambda x: x["task"]["data"]["idx"])
