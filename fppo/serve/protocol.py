@@ -15,7 +15,8 @@ from fppo.data.plain import half_pairs
 T = TypeVar("T")
 Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text and arguments of calls as values
 INVALID = "invalid_request_error"
-MOST_CHOICES, MOST_STOPS, MOST_TOP = 128, 16, 20
+MOST_CHOICES, MOST_STOPS = 128, 16
+MOST_TOP = 0  # log-probs of other tokens than the drawn ones: engines do not tell them yet
 _SEEDS, _IDS = 1 << 63, 1 << 31
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # what changes nothing that is sampled

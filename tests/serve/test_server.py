@@ -322,10 +322,10 @@ def test_a_real_server_and_unmodified_clients():
             with pytest.raises(openai.NotFoundError):
                 client.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "x"}])
             assert [model.id for model in client.models.list()] == [MODEL]
+            world.engine.free.clear()  # the answer is to be under way when its reader leaves
             left = client.chat.completions.create(
                 model=MODEL, user="left", messages=[{"role": "user", "content": "x"}], max_tokens=400, stream=True
             )
-            world.engine.free.clear()
             left.close()
         name = world.engine.requests[-1].name
         asyncio.run(until(lambda: ("cancel", (name,)) in world.engine.calls))
