@@ -25,7 +25,7 @@ from fppo.rollout.engine import Ask
 from fppo.rollout.sync import How
 from fppo.rollout.vllm import transfer
 from fppo.rollout.vllm.devices import GIB, GpuMemory, gpus_of, memory_keywords
-from fppo.rollout.vllm.host import Answer, Request
+from fppo.rollout.vllm.host import Answer, HostBatch
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.probe import ProbeRow, own_log_probs
 from fppo.runtime.mesh import LOCAL
@@ -69,12 +69,12 @@ class StandIn:
     def end_load(self) -> tuple[dict[str, str], list[str]]:
         return {name: sync.digest(x, self._how) for name, x in self._weights.items()}, []
 
-    def generate(self, request: Request, on_answer: Callable[[int, Answer], None]) -> None:
+    def generate(self, request: HostBatch, on_answer: Callable[[int, Answer], None]) -> None:
         assert not self._asleep
         for row, answer in enumerate(self._answers(request) if request.forced is None else self._told(request)):
             on_answer(row, answer)
 
-    def _answers(self, request: Request) -> list[Answer]:
+    def _answers(self, request: HostBatch) -> list[Answer]:
         longest = max(map(len, request.prompts))
         padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in request.prompts]
         real = [[place >= longest - len(prompt) for place in range(longest)] for prompt in request.prompts]
@@ -90,7 +90,7 @@ class StandIn:
         masks = rollout.response_mask
         return [Answer(*(x[row][mask].numpy() for x in columns)) for row, mask in enumerate(masks)]
 
-    def _told(self, request: Request) -> list[Answer]:
+    def _told(self, request: HostBatch) -> list[Answer]:
         assert request.forced is not None
         answers: list[Answer] = []
         for prompt, tokens in zip(request.prompts, request.forced, strict=True):

@@ -4,8 +4,8 @@ floating-point operations."""
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from gpu_model import build, experience
 from gpu_step import needed, updates
 from gpu_tools import Plan, Record, Shape, Variant, attempt, check, once, table
-from torch.autograd import DeviceType
 
 from fppo.models import flops
 
@@ -69,23 +68,27 @@ def traced(plan: Plan, shape: Shape, variant: Variant, again: Any) -> Record:
         step()
         if gpu:
             torch.cuda.synchronize(plan.device)
-    kernels: Counter[str] = Counter()
-    own = [x for x in profile.events() if x.device_type == (DeviceType.CUDA if gpu else DeviceType.CPU)]
+    own = [x for x in profile.events() or () if x.device_type.name == ("CUDA" if gpu else "CPU")]
+    kernels, kinds = defaultdict[str, float](float), defaultdict[str, float](float)
     for event in own:
-        kernels[event.name] += (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3
-    kinds: Counter[str] = Counter()
-    for name, ms in kernels.items():
-        kinds[kind_of(name)] += ms
+        ms = (event.self_device_time_total if gpu else event.self_cpu_time_total) / 1e3
+        kernels[event.name] += ms
+        kinds[kind_of(event.name)] += ms
     done = needed(model, batch)
     kinds["none"] = 1e3 * seconds - sum(kinds.values())
     return {
         "ms": 1e3 * seconds,
         "TFLOP": done / 1e12,
         "MFU": flops.mfu(done, seconds, plan.device),
-        "kinds": dict(kinds.most_common()),
-        "kernels": dict(kernels.most_common(3 * ROWS)),
+        "kinds": most(kinds),
+        "kernels": dict(itertools.islice(most(kernels).items(), 3 * ROWS)),
         "gaps": gaps(own),
     }
+
+
+def most(times: Mapping[str, float]) -> dict[str, float]:
+    """Times by name, the longest first."""
+    return dict(sorted(times.items(), key=lambda item: -item[1]))
 
 
 def gaps(events: Sequence[Any]) -> list[tuple[float, str, str]]:
