@@ -43,7 +43,7 @@ def play(row, base_url, api_key):
     return {"score": 0.0, "found": 0, "searches": searches}
 
 
-def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 200, more: tuple[str, ...] = ()) -> int:
+def main(output_dir: Path = Path("runs/agent"), seed: int = 0, examples: int = 600, more: tuple[str, ...] = ()) -> int:
     from search_tasks import warm_up
 
     from fppo.commands.cli import main as fppo
