@@ -1,7 +1,7 @@
 """An agent that searches files, trained as it is: it knows the openai client, and nothing of training.
 
-It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and mostly
-guesses. Each file that is searched costs a fiftieth.
+It takes pip install -e ".[serve]" openai. `search_tasks.py` makes a small model that knows the commands, and guesses at
+half of its turns. A search costs a fiftieth. Held out: 0.40 at first, 0.91 after 40 steps and 5 minutes of processor.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""A small model that knows the commands of `agent.py`: it has imitated searches that mostly end in a guess."""
+"""A small model that knows the commands of `agent.py`: it has imitated searches, most of which end in a guess."""
 
 import random
 from collections.abc import Iterator
@@ -49,11 +49,10 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
 
     def batches() -> Iterator[Demonstrations]:
         for step in range(steps):
-            draw, prompts, answers = random.Random(key.fold(step).seed), [], []
-            for _ in range(128):
-                files, word = task(draw.randrange(1 << 60))
-                prompts.append(tokenizer.encode(f"<user>find {word}<policy>"))
-                answers.append(tokenizer.encode(transcript(files, word, draw)))
+            draw = random.Random(key.fold(step).seed)
+            tasks = (task(draw.randrange(1 << 60)) for _ in range(128))
+            read = [(f"<user>find {word}<policy>", transcript(files, word, draw)) for files, word in tasks]
+            prompts, answers = ([tokenizer.encode(text) for text in texts] for texts in zip(*read, strict=True))
             yield demonstrations(prompts, answers, pad_token_id=0)
 
     optimizer = adamw(schedule("linear", 2e-3, total_steps=steps, warmup_steps=30), weight_decay=0.0)
