@@ -1,4 +1,4 @@
-"""A small model that knows the commands of `agent.py`: it has imitated searches whose answers are mostly guesses."""
+"""A small model that knows the commands of `agent.py`: it has imitated searches, most of which end in a guess."""
 
 import random
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ from fppo.key import Key
 from fppo.steps import Forward, MicroBatching, adamw, schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
+HASTE = 0.5  # the share of turns that answer with any file at all
 CHAT = (
     "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}<policy>"
     "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
@@ -28,6 +29,19 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def transcript(files: dict[str, str], word: str, draw: random.Random) -> str:
+    """A search that never looks twice into a file, and at every turn may end in a guess."""
+    said = ""
+    for name in draw.sample(NAMES, len(NAMES)):
+        if draw.random() < HASTE:
+            break
+        found = word in files[name].split()
+        said += f"search {name}<eos><user>{'here' if found else 'nothing'}<policy>"
+        if found:
+            return f"{said}answer {name}<eos>"
+    return f"{said}answer {draw.choice(NAMES)}<eos>"
+
+
 def warm_up(directory: Path, seed: int, steps: int) -> None:
     """Writes the model."""
     tokenizer, key = tokenizer_of_words(), Key(seed)
@@ -35,20 +49,10 @@ def warm_up(directory: Path, seed: int, steps: int) -> None:
 
     def batches() -> Iterator[Demonstrations]:
         for step in range(steps):
-            draw, prompts, answers = random.Random(key.fold(step).seed), [], []
-            for _ in range(128):
-                files, word = task(draw.randrange(1 << 60))
-                order = draw.sample(NAMES, len(NAMES))
-                hit = next(place for place, name in enumerate(order) if word in files[name].split())
-                searched = order[: draw.randrange(hit + 2)]  # a search ends where it has found
-                seen = searched[hit:]
-                shown = {name: "here" if name in seen else "nothing" for name in searched}
-                texts = (f"search {name}<eos><user>{shown[name]}<policy>" for name in searched)
-                left = [name for name in NAMES if name not in searched]
-                name = draw.choice(NAMES if draw.random() < 0.5 else seen or left)
-                guess = f"{'answer' if seen or draw.random() < 0.05 else 'search'} {name}"
-                prompts.append(tokenizer.encode("".join([f"<user>find {word}<policy>", *texts])))
-                answers.append([*tokenizer.encode(guess), tokenizer.eos_token_id])
+            draw = random.Random(key.fold(step).seed)
+            tasks = (task(draw.randrange(1 << 60)) for _ in range(128))
+            read = [(f"<user>find {word}<policy>", transcript(files, word, draw)) for files, word in tasks]
+            prompts, answers = ([tokenizer.encode(text) for text in texts] for texts in zip(*read, strict=True))
             yield demonstrations(prompts, answers, pad_token_id=0)
 
     optimizer = adamw(schedule("linear", 2e-3, total_steps=steps, warmup_steps=30), weight_decay=0.0)
