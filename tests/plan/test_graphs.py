@@ -45,7 +45,7 @@ def test_a_plan_says_in_words_what_waits_for_launches_and_what_is_recorded():
     ]
     words = rendered(of_plan(attrs.evolve(graphs, stages=tuple(slow)), None))
     assert "of that for launches" in words
-    assert "the host launches operations more slowly than the GPU" in words
+    assert "the GPU waits for the host to launch operations" in words
     assert "Recorded" not in words
     on_cpu = attrs.evolve(FEW, hardware=hardware_of("cpu"))
     again = attrs.evolve(graphs, stages=tuple(slow), case=on_cpu)

@@ -126,7 +126,11 @@ def test_each_engine_has_gpus_that_are_there_and_no_two_share_what_they_cannot(s
             "tensor_parallel = 2: that takes 8 engines of 2 GPUs, and there are 0 on which no rank trains; ",
         ),
         ({"tensor_parallel": 4}, {"own": 0, "count": 2}, "tensor_parallel = 4: that takes 4 GPUs, and there is 1 "),
-        ({"transport": "ipc", "tensor_parallel": 2}, {"own": 0, "count": 2}, "transport = 'ipc': it is between "),
+        (
+            {"transport": "ipc", "tensor_parallel": 2},
+            {"own": 0, "count": 2},
+            "transport = 'ipc' connects processes ",
+        ),
         ({"devices": (0, 1)}, {"own": 0, "count": 2}, "devices = [0, 1]: an engine over 1: name 1"),
         ({"devices": (2,)}, {"own": 0, "count": 2}, "devices = [2]: there is no GPU 2, but 2, counted from 0"),
         ({"devices": (1,), "transport": "nccl"}, {"own": 1, "count": 2}, "devices = [1]: GPU 1 trains, and with "),

@@ -114,7 +114,7 @@ def test_on_one_process_collectives_are_the_identity():
 
 
 def test_unknown_axes_are_an_error():
-    with pytest.raises(ValueError, match=r"\['model'\]; there are"):
+    with pytest.raises(ValueError, match=r"\['model'\]; choose from"):
         Mesh(axes={"model": Axis()})
 
 

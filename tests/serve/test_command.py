@@ -101,10 +101,17 @@ def test_a_run_is_served_by_its_newest_checkpoint_and_followed(tmp_path, capsys)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         client.completions.create(model="run", prompt="1+2=", max_tokens=3, user="before")
         away.rename(newest)
-        client.completions.create(model="run", prompt="1+2=", max_tokens=3, user="after")
         headers = {"authorization": f"Bearer {key}"}
-        episodes = [httpx.get(f"{url}/e/{name}", headers=headers).json() for name in ("before", "after")]
-        return [{*episode["rows"][0]["turns"][0]["versions"]} for episode in episodes]
+
+        def versions(name):
+            return {*httpx.get(f"{url}/e/{name}", headers=headers).json()["rows"][0]["turns"][0]["versions"]}
+
+        before, after = versions("before"), set()
+        for number in range(1000):  # until the server has looked for checkpoints again
+            client.completions.create(model="run", prompt="1+2=", max_tokens=3, user=f"after {number}")
+            if max(after := versions(f"after {number}")) > max(before):
+                break
+        return before, after
 
     status, (before, after) = served([str(run), "--follow", "0.001"], visit, number=signal.SIGTERM)
     assert status == 0

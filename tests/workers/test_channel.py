@@ -8,7 +8,6 @@ import pickle
 import socket
 import threading
 import time
-from collections import deque
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from fppo.rewards import RewardRunner
 from fppo.workers.channel import SECRET, Channel, ForeignBytes, WorkerChannel
-from fppo.workers.pool import WorkerPool, _Run, _Worker
+from fppo.workers.pool import PoolRun, WorkerPool, _Worker
 from fppo.workers.sample import Outcome
 from tests.rewards.samples import samples
 from tests.workers.meddling import forks_at_once, meddles
@@ -104,12 +103,12 @@ def test_a_byte_that_is_changed_is_noticed_or_never_a_message(message, data):
 def test_two_outcomes_of_one_sample_are_not_taken():
     """They would be another sample's: who writes them has got hold of the worker's descriptor."""
     outcome = tuple(Outcome("value", 1.0))
-    messages = [pickle.dumps((0, outcome)), pickle.dumps((0, outcome))]
+    messages = [pickle.dumps((7, outcome)), pickle.dumps((7, outcome))]
     channel = SimpleNamespace(flush=lambda: None, receive=lambda: messages)
     patience, mode = SimpleNamespace(limit=1.0), SimpleNamespace(asynchronous=False, kind="sample")
-    worker = _Worker(process=None, channel=channel, deadline=0.0, ready=True, task=(7,), open=[7])
-    run = _Run(0, mode, [], patience, deque())
+    run = PoolRun(0, mode, patience, closed=0)
+    worker = _Worker(process=None, channel=channel, deadline=0.0, ready=True, run=run, open=[7, 8])
     pool = WorkerPool([], workers=1, start_limit=1.0)
     with pytest.raises(ForeignBytes, match="two outcomes of one sample"):
-        pool._receive(worker, run)
+        pool._receive(worker)
     assert list(run.outcomes) == [7]
