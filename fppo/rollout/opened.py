@@ -165,6 +165,7 @@ class EmbeddedRequests:
         for row in (*self._coming, *self._fresh):
             row.context = None
             row.feed.clear()
+            row.experts.clear()
             if row.prompt is not None:
                 row.prompt.read = None
         self._kept = {name: KeptRow(kept.ids, kept.inputs) for name, kept in self._kept.items()}

@@ -92,7 +92,7 @@ class FinishedRequest:
     versions: Tensor  # [T] int32, of the policies that drew them
     end: End
     fed: int
-    experts: Tensor | None = None  # [M, L, k]: of the tokens fed, in their order, where the engine records them
+    experts: Tensor | None = None  # [M, L, k]: of the M last tokens that were fed, where the engine records them
 
 
 class RequestCounts(NamedTuple):

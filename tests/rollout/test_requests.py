@@ -291,3 +291,22 @@ def test_experts_are_those_of_whole_contexts():
         assert torch.equal(a.tokens, b.tokens)
         assert torch.equal(a.experts, b.experts)
     assert [len(x.experts) for x in own] == [2 + 2, 1 + 2 + 3]
+
+
+def test_an_update_leaves_the_experts_of_each_token_once():
+    """Rows under way are read anew: experts of the first reading would stand before those of the second."""
+    model, params = make("qwen3_moe")
+    engine = engine_of(model, routed=True)
+    with engine.open(params) as requests:
+        requests.add([request("a", sampling=Sampling(max_tokens=4))])
+        requests.step()
+        requests.step()
+        requests.update(params, 1)
+        found = []
+        while requests.counts.open:
+            found += requests.step().finished
+    with opened(only_generate(engine), params) as requests:
+        requests.add([request("a", sampling=Sampling(max_tokens=4))])
+        (expected,) = requests.step().finished
+    assert torch.equal(found[0].tokens, expected.tokens)
+    assert torch.equal(found[0].experts, expected.experts)
