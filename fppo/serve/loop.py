@@ -45,8 +45,9 @@ class _Waiting:
 class EngineLoop:
     """An engine that answers requests in a thread of its own, as long as it is open. Any thread may call.
 
-    At most `most_waiting` requests wait for a place. With `newer` it looks for newer weights `every` so many steps.
-    What goes wrong in the engine goes to all who wait, and to whoever asks next; `failure` has it.
+    At most `most_waiting` requests wait for a place. With `newer` it looks for newer weights `every` so many steps,
+    and whenever a request comes to an idle engine. What goes wrong in the engine goes to all who wait, and to whoever
+    asks next; `failure` has it.
     """
 
     def __init__(
@@ -132,7 +133,11 @@ class EngineLoop:
 
     def _answer(self, requests: Requests) -> None:
         steps = 0
-        while self._take(requests):
+        while True:
+            idle = not requests.counts.open
+            if not self._take(requests):
+                return
+            steps = 0 if idle else steps  # weights may have changed while nothing was open
             if self._newer is not None and steps % self._every == 0:
                 fresh = self._newer()
                 if fresh is not None and fresh[1] > self.version:

@@ -107,7 +107,7 @@ def test_a_run_is_served_by_its_newest_checkpoint_and_followed(tmp_path, capsys)
             return {*httpx.get(f"{url}/e/{name}", headers=headers).json()["rows"][0]["turns"][0]["versions"]}
 
         before, after = versions("before"), set()
-        for number in range(1000):  # until the server has looked for checkpoints again
+        for number in range(1000):  # until it is time to look for checkpoints again
             client.completions.create(model="run", prompt="1+2=", max_tokens=3, user=f"after {number}")
             if max(after := versions(f"after {number}")) > max(before):
                 break

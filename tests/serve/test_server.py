@@ -270,6 +270,19 @@ def test_newer_weights_are_looked_for_between_steps():
     assert set(row.turns[0].answer.versions.tolist()) == {3, 7}
 
 
+def test_newer_weights_are_looked_for_when_a_request_comes_to_an_idle_engine():
+    newer = iter([None, ({}, 7)])
+    loop = EngineLoop(Parrot(says("x")), {}, version=3, newer=lambda: next(newer, None), every=1000)
+    with parrot_world() as world:
+        world.loop.stop()
+        world.loop, world.engine = loop, loop._engine
+        world.service.attach(loop.start())
+        for name in ("1", "2"):
+            assert world.post(f"/e/{name}{CHAT}", chat("find", max_tokens=3)).status_code == 200
+        versions = [{*world.episodes.rows(name)[0].turns[0].answer.versions.tolist()} for name in ("1", "2")]
+    assert versions == [{3}, {7}]
+
+
 def test_hosts_that_others_reach_need_a_word():
     for host in ("0.0.0.0", "192.168.1.1", "::", "example.org"):
         with pytest.raises(ValueError, match="--public"):
