@@ -35,7 +35,7 @@ class EpisodeLayout(NamedTuple):
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Numbers of the episodes' tokens [E, W] as those of the rows' tokens [B, T]; 0 where a row has none."""
-        return x[self.episode_of[:, None], self.columns].where(self.present, 0)
+        return x[self.episode_of[:, None], self.columns].masked_fill(~self.present, 0)
 
     def of_episodes(self, x: Tensor, fill: float = 0) -> Tensor:
         """Numbers of the rows' tokens [B, T, ...] as those of the episodes' tokens [E, W, ...]."""
@@ -148,10 +148,13 @@ def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: 
     own, columns = places < counts, (starts + places).clamp(max=width - 1)
 
     def taken(x: Tensor, fill: float = 0) -> Tensor:
-        return x.gather(1, columns).where(own, fill)
+        return x.gather(1, columns).masked_fill(~own, fill)
 
     fields = {field.name: getattr(rows, field.name) for field in attrs.fields(type(rows))}
     of_tokens = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.ndim == 2 and name not in _WHOLE}
+    more = {name: taken(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()}
+    if record.token_versions is not None:
+        more["versions"] = more["token_versions"][:, 0].to(record.versions)
     prompts = [[*[pad_token_id] * (before - len(each.prompt)), *each.prompt] for each in flat]
     read = [[*[False] * (before - len(each.prompt)), *[True] * len(each.prompt)] for each in flat]
     responses = record.tokens[:, -width:].tolist()
@@ -168,5 +171,5 @@ def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: 
             responses[row][each.start - each.observed : each.start] for row, each in zip(numbers, flat, strict=True)
         ),
         routed=None,
-        **{name: taken(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()},
+        **more,
     )
