@@ -67,7 +67,9 @@ def build(rows, seed=0):
     mask = ids >= 0
     tokens[:, PROMPT:][~seen] = PAD
     noise = torch.randn(count, width, generator=g, dtype=torch.float64)
-    rewards = torch.randn(count, width, generator=g).where(mask & ~torch.cat([mask[:, 1:], mask[:, :1] * False], 1), 0.0)
+    rewards = torch.randn(count, width, generator=g).where(
+        mask & ~torch.cat([mask[:, 1:], mask[:, :1] * False], 1), 0.0
+    )
     rollout = Rollout(
         tokens=tokens,
         attention_mask=torch.cat([torch.ones(count, PROMPT, dtype=torch.bool), seen], 1),
@@ -95,6 +97,9 @@ def cut_up(rollout, cuts):
 def same(a, b):
     """Equal where there is something."""
     seen, width = b.attention_mask, b.response_mask.shape[1]
+    more = a.tokens.shape[1] - seen.shape[1]  # padding before prompts
+    assert not a.attention_mask[:, :more].any()
+    a = replace(a, tokens=a.tokens[:, more:], attention_mask=a.attention_mask[:, more:])
     assert torch.equal(a.attention_mask, seen)
     assert torch.equal(a.tokens[seen], b.tokens[seen])
     for field in attrs.fields(type(b)):
@@ -152,9 +157,12 @@ def annotated(rollout, seed=0):
 def in_rows(whole, cuts):
     """Annotated episodes as rows: cut as their rollout is, with the numbers of their tokens."""
     rows = cut_up(whole, cuts)
-    return replace(rows, **{
-        name: layout_of(rows).of_rows(getattr(whole, name)) for name in ("old_log_probs", "ref_log_probs", "values")
-    })
+    return replace(
+        rows,
+        **{
+            name: layout_of(rows).of_rows(getattr(whole, name)) for name in ("old_log_probs", "ref_log_probs", "values")
+        },
+    )
 
 
 ESTIMATORS = {
@@ -218,7 +226,9 @@ def test_metrics_count_episodes(made):
 @given(episodes())
 def test_returns_go_on_from_row_to_row(made):
     rollout, cuts = made
-    experience, _, _ = Estimate(advantage_fn=advantages.gae, max_tokens=9)(in_rows(annotated(rollout), cuts), KLState(0.0))
+    experience, _, _ = Estimate(advantage_fn=advantages.gae, max_tokens=9)(
+        in_rows(annotated(rollout), cuts), KLState(coef=0.0)
+    )
     for turns in (False, True):
         expected = plain_returns(joined(experience), gamma=0.5, turns=turns)
         back = layout_of(experience).of_episodes(plain_returns(experience, gamma=0.5, turns=turns))
@@ -247,7 +257,9 @@ def test_a_reward_sees_an_episode_as_one_response():
         return {"score": float(len(sample.response_tokens)), "answer": sample.response}
 
     with RewardRunner(length) as runner:
-        (one, first), (other, second) = (score(x, reward=runner, tokenizer=Words()) for x in (rollout, cut_up(rollout, cuts)))
+        (one, first), (other, second) = (
+            score(x, reward=runner, tokenizer=Words()) for x in (rollout, cut_up(rollout, cuts))
+        )
     assert other.scores.tolist() == one.scores[[0, 0, 1, 2, 2, 2]].tolist() == [5, 5, 3, 5, 5, 5]
     assert [extra["extracted_answer"] for extra in joined(other).extras] == [
         extra["extracted_answer"] for extra in one.extras

@@ -7,6 +7,7 @@ import torch
 from fppo import models, quickstart
 from fppo.batch import Column, Prompts
 from fppo.data.chat import encode_chat
+from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.turns.engine import TurnsEngine
@@ -141,7 +142,7 @@ def spoken(words, template, role, **changes):
         ids=Column(["a", "b"]),
         ground_truth=Column([None] * 2),
         source=Column([""] * 2),
-        extras=Column([{"messages": [QUESTION]}] * 2),
+        extras=Column([{MESSAGES: [QUESTION]}] * 2),
     )
     noted = Noted(engine_of(model))
     tools = ToolRunner(lambda said: [{"role": role, "content": "and then?"}], inline=True)

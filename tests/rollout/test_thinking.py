@@ -10,6 +10,7 @@ from fppo import advantages, losses, tree
 from fppo import batch as batches
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Column, Prompts, Scored, extend
+from fppo.data.examples import MESSAGES
 from fppo.environments import Begin, EnvironmentRunner, Step
 from fppo.episodes import joined, layout_of, num_episodes
 from fppo.key import Key
@@ -53,7 +54,7 @@ def scripted(words, template, said, *, tools=None, player=None, **changes):
         ids=Column(["a"]),
         ground_truth=Column([None]),
         source=Column([""]),
-        extras=Column([{"messages": [QUESTION]}]),
+        extras=Column([{MESSAGES: [QUESTION]}]),
     )
     fixed = {"encode": template, "tokenizer": words, "max_turns": len(said), "pad_token_id": 0}
     tools = player or ToolRunner(tools or (lambda _: [{"role": "user", "content": "and then?"}]), inline=True)
@@ -70,6 +71,13 @@ def texts(words, rollout):
     return [tuple(words.decode(x[row][s[row]]) for x, s in zip(halves, seen)) for row in range(len(rollout.tokens))]
 
 
+def unpadded(rows, like):
+    """The rows with as wide prompts, which others had more padding before."""
+    more = rows.tokens.shape[1] - like.tokens.shape[1]
+    assert not rows.attention_mask[:, :more].any()
+    return tree.replace(rows, tokens=rows.tokens[:, more:], attention_mask=rows.attention_mask[:, more:])
+
+
 def test_earlier_thoughts_are_in_no_prompt_and_every_turn_is_as_it_was_said():
     """By hand, over a template of Qwen3's kind."""
     words, template = template_of(KINDS["forgets thinking"], "user")
@@ -84,8 +92,9 @@ def test_earlier_thoughts_are_in_no_prompt_and_every_turn_is_as_it_was_said():
     assert rollout.episodes.tolist() == [5, 5, 5]
     assert rollout.turn_ids.amax(1).tolist() == [0, 1, 2]
     kept = scripted(words, template, SAID)
-    assert torch.equal(joined(rollout).tokens, kept.tokens)
-    assert torch.equal(joined(rollout).turn_ids, kept.turn_ids)
+    again = unpadded(joined(rollout), kept)
+    assert torch.equal(again.tokens, kept.tokens)
+    assert torch.equal(again.turn_ids, kept.turn_ids)
 
 
 def test_turns_are_told_in_the_parts_that_the_template_reads():
@@ -94,11 +103,12 @@ def test_turns_are_told_in_the_parts_that_the_template_reads():
     words, template = template_of(KINDS["another end, and calls"], "tool")
     words.response_template = {
         "defaults": {"role": "assistant"},
+        "start_anchor": "<|start|>assistant",
         "fields": {
             "thinking": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
             "tool_calls": {
-                "open": "call ",
-                "close_pattern": r";",
+                "open": "<tool_call>",
+                "close_pattern": r"</tool_call>\s*",
                 "repeats": True,
                 "content": "json",
                 "transform": {"type": "function", "function": "{content}"},
@@ -106,7 +116,7 @@ def test_turns_are_told_in_the_parts_that_the_template_reads():
             "content": {"close_pattern": r"<\|return\|>\s*", "content": "text"},
         },
     }
-    said = ['<think>hm</think>call {"name": "tool", "arguments": {"x": 1}};', "so"]
+    said = ['<think>hm</think><tool_call>{"name": "tool", "arguments": {"x": 1}}</tool_call>', "so"]
     rollout = scripted(
         words, template, said, tools=lambda _: [{"role": "tool", "name": "tool", "content": "12"}], thinking="drop"
     )
@@ -130,7 +140,7 @@ class Asks:
 
 
 def test_a_turn_that_the_template_refuses_in_a_conversation_ends_its_episode():
-    words, template = template_of(KINDS["another end, and calls"], "user")
+    words, template = template_of(KINDS["another end, and calls"], "tool")
 
     def rewards(failure):
         player = EnvironmentRunner(Asks, name="asks", asynchronous=False, inline=True)
@@ -217,7 +227,7 @@ def players():
 def test_a_template_that_drops_nothing_gives_the_same_tokens_and_log_probs(name):
     model, params = make("qwen2")
     kept, rows = both(embedded(model), players()[name])
-    again = joined(rows)
+    again = unpadded(joined(rows), kept)
     assert (len(rows.tokens) > len(kept.tokens)) == (name != "goes on")
     seen = kept.attention_mask
     assert torch.equal(again.attention_mask, seen)
@@ -240,9 +250,7 @@ def annotated(rollout, at=None):
     scores = whole.turn_rewards.sum(1)
     of_row = torch.arange(len(scores)) if rollout.episodes is None else layout_of(rollout).episode_of
     scored = extend(Scored, rollout, scores=scores[of_row], named_scores={})
-    return extend(
-        Annotated, scored, old_log_probs=rollout.rollout_log_probs, values=rollout.rollout_log_probs.sin()
-    )
+    return extend(Annotated, scored, old_log_probs=rollout.rollout_log_probs, values=rollout.rollout_log_probs.sin())
 
 
 @pytest.mark.parametrize("estimator", [advantages.grpo, advantages.gae, advantages.turn_gae])
@@ -287,9 +295,7 @@ def test_ranks_play_the_same_rows():
 
 def test_rows_have_the_experts_of_their_own_prompts():
     model, params = make("qwen3_moe")
-    _, rows = both(
-        embedded_of(model, routed=True), ToolRunner(test_turns.talkative, inline=True), made=(model, params)
-    )
+    _, rows = both(embedded_of(model, routed=True), ToolRunner(test_turns.talkative, inline=True), made=(model, params))
     free = test_routed.passed(params, rows, forward=Forward(model))
     ran = test_routed.ran(rows)
     assert len(rows.tokens) > num_episodes(rows)
