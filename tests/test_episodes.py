@@ -245,7 +245,7 @@ def test_mini_batches_count_episodes(made, size, by_prompt):
         expected = [rollout.row_ids[part].tolist() for part in loop.mini_batches(rollout, key)]
         found = [rows.episodes[part].tolist() for part in loop.mini_batches(rows, key)]
         assert [[*dict.fromkeys(part)] for part in found] == expected
-        assert sorted(sum(found, [])) == sorted(rows.episodes.tolist())
+        assert sorted(row for part in found for row in part) == sorted(rows.episodes.tolist())
 
 
 def test_a_reward_sees_an_episode_as_one_response():

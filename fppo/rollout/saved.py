@@ -56,8 +56,8 @@ def steps(directory: Path) -> list[int]:
 
 
 def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> None:
-    """Raise ValueError unless the directory has rollouts of `rows` rows, or episodes of several, for steps 1 to `until`;
-    with `routed` they must include the engine's experts."""
+    """Raise ValueError unless the directory has rollouts of `rows` rows, or episodes of several rows, for steps 1 to
+    `until`; with `routed` they must include the engine's experts."""
     if not directory.is_dir():
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
     there = steps(directory)

@@ -32,12 +32,7 @@ def rollout_of_rows(
     """
     if not rows:
         raise ValueError("no rows were recorded: nobody got an answer")
-    before = Counter[int]()  # turns, by episode
-    responses: list[dict[str, Tensor]] = []
-    for place, row in enumerate(rows):
-        episode = place if episodes is None else episodes[place]
-        responses.append(_response(row, before[episode]))
-        before[episode] += len(row.turns)
+    responses = _responses(rows, range(len(rows)) if episodes is None else episodes)
     prompt = max(len(row.prompt) for row in rows)
     length = max(len(response["tokens"]) for response in responses)
     count = len(rows)
@@ -76,6 +71,15 @@ def rollout_of_rows(
         turn_rewards=None if rewards is None else _at_ends(rewards, ends, length),
         episodes=None if episodes is None else torch.tensor(episodes, dtype=torch.int64),
     )
+
+
+def _responses(rows: Sequence[EpisodeRow], episodes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The columns of all rows' responses, whose turns are numbered by episode."""
+    before, responses = Counter[int](), list[dict[str, Tensor]]()
+    for row, episode in zip(rows, episodes, strict=True):
+        responses.append(_response(row, before[episode]))
+        before[episode] += len(row.turns)
+    return responses
 
 
 def _response(row: EpisodeRow, before: int) -> dict[str, Tensor]:

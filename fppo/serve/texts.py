@@ -166,7 +166,7 @@ class AnswerReader:
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens add."""
         self._ids += tokens
-        ended = bool(tokens) and tokens[-1] in self._stop_tokens
+        ended = bool(self._ids) and self._ids[-1] in self._stop_tokens
         self._read(len(self._ids) - ended, whole=False)
         return self._give(self._safe())
 

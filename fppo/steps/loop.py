@@ -57,11 +57,11 @@ class Loop:
     """The division of a batch into updates.
 
     There is an optimizer step for each mini-batch of `mini_batch_size` rows, or of as many episodes where these have
-    several rows (`Rollout.episodes`), with gradients summed over micro-batches, in each of `epochs` epochs. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
-    micro-batches run by the schedule that `stage_schedule` makes; see `laws.check_schedule`. Every update adjusts the
-    biases of routers of experts by `balance_rate` (`experts.balanced`). `timeline` is the optimizer's schedule, for a
-    state with a `clock.Clock`. With `by_prompt` mini-batches are drawn by a record's groups. Raises ValueError for a
-    size or a number of epochs below 1.
+    several rows (`Rollout.episodes`), with gradients summed over micro-batches, in each of `epochs` epochs.
+    `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis micro-batches run by the schedule
+    that `stage_schedule` makes; see `laws.check_schedule`. Every update adjusts the biases of routers of experts by
+    `balance_rate` (`experts.balanced`). `timeline` is the optimizer's schedule, for a state with a `clock.Clock`. With
+    `by_prompt` mini-batches are drawn by a record's groups. Raises ValueError for a size or a number of epochs below 1.
     """
 
     mini_batch_size: int

@@ -1,4 +1,4 @@
-"""Turns as rows: prompts are the template's own, responses the sampled ids, and joined they are the one long response."""
+"""Turns as rows: prompts are the template's own, responses the sampled ids, and joined they are one long response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from fppo import advantages, losses, tree
-from fppo import batch as batches
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Column, Prompts, Scored, extend
 from fppo.data.examples import MESSAGES
@@ -18,7 +17,7 @@ from fppo.losses import KLState
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
 from fppo.rollout.turns.engine import TurnsEngine
-from fppo.rollout.turns.observations import PlainText, chat_template
+from fppo.rollout.turns.observations import PlainText
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import PolicyTerms, UpdateActor
@@ -31,11 +30,11 @@ from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests.models.families import make
 from tests.rollout import environments, test_environments, test_routed, test_turns
-from tests.rollout.templates import KINDS, shipped, tokenizer_of
+from tests.rollout.templates import KINDS, shipped
 from tests.rollout.test_embedded import PAD
 from tests.rollout.test_embedded import engine_of as embedded_of
-from tests.rollout.test_environments import prompt_of, runner
-from tests.rollout.test_templates import QUESTION, Noted, spoken, template_of, whole
+from tests.rollout.test_environments import runner
+from tests.rollout.test_templates import QUESTION, spoken, template_of, whole
 from tests.rollout.test_turns import TOKENIZER, embedded, response
 from tests.serve.parrot import Parrot
 
@@ -124,9 +123,8 @@ def test_turns_are_told_in_the_parts_that_the_template_reads():
     assert first == f"{said[0]}<|return|>"
     assert second == "so<|return|>"
     assert "hm" not in prompt
-    assert prompt.endswith(
-        '<|start|>assistant to=tool<|message|>{"x": 1}<|call|><|start|>functions.tool<|message|>"12"<|end|><|start|>assistant'
-    )
+    call = '<|start|>assistant to=tool<|message|>{"x": 1}<|call|>'
+    assert prompt.endswith(f'{call}<|start|>functions.tool<|message|>"12"<|end|><|start|>assistant')
 
 
 class Asks:
@@ -280,7 +278,7 @@ def test_and_the_same_update(estimator):
 
 
 def test_ranks_play_the_same_rows():
-    model, params = make("qwen2")
+    model, _ = make("qwen2")
     _, expected = both(embedded(model), runner(environments.Count))
 
     def on_rank(mesh):
