@@ -33,9 +33,9 @@ def input_lines(
     differing: Mapping[str, Any],
     chosen: Sequence[str] = (),
     old_log_probs: Sequence[str] = (),
+    thinking: str = "keep",
     *,
     rows: DataSettings | None = None,
-    thinking: str = "keep",
 ) -> list[str]:
     """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
     differ from their defaults here, and where old log-probs come from; `rows` of chats for responses in turns, with
