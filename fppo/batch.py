@@ -164,6 +164,8 @@ class Rollout(Prompts):
     token_versions: Tensor | None = None  # [B, T] int32: each token's version; `versions` are then the first tokens'
     turn_ids: Tensor | None = None  # [B, T] int32: the number of each chosen token's turn, from 0; -1 elsewhere
     turn_rewards: Tensor | None = None  # [B, T] float32: an environment's, at each turn's last token; nan: it failed
+    episodes: Tensor | None = None  # [B] int64: the number of each row's episode; None: each row is one. See `episodes`
+    observed: Column | None = None  # lists of ids: what stood between a row and the one before it in its episode
 
 
 @state

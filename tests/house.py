@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 FLOORS = (
     ("tree", "key", "grad", "metrics", "shapes", "fields", "_errors", "_lazy", "fppo_kernels"),
-    ("batch", "losses"),
+    ("batch", "episodes", "losses"),
     ("advantages", "runtime", "data"),
     ("models", "workers", "fleet"),
     ("steps", "environments"),

@@ -13,6 +13,7 @@ from fppo.advantages._common import Advantages
 from fppo.advantages.columns import Estimator, of_rows
 from fppo.advantages.whitening import whiten as whitened
 from fppo.batch import Annotated, Experience, extend
+from fppo.episodes import joined, layout_of
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
 from fppo.tree import replace
@@ -33,8 +34,10 @@ def estimate(
     """Extend rows by token rewards, advantages and returns [B, T], and move the KL controller; with metrics.
 
     See `pipeline.Estimate`, the stage of a run, which also refuses penalties that are no KL's, for the arguments.
-    Raises ValueError for an estimator whose results are not [B, T].
+    Rows of one episode are joined first (`episodes.joined`), so that an episode counts once, whatever its rows. Raises
+    ValueError for an estimator whose results are not [B, T].
     """
+    rows, annotated = annotated, joined(annotated)
     mask = annotated.response_mask
     report: Metrics = {}
     penalty, coef = None, 0.0
@@ -59,16 +62,17 @@ def estimate(
         mask, weights = correction.mask, correction.weights
         report |= correction.metrics
     estimated = result.advantages.where(mask, 0.0)
-    experience = extend(
-        Experience,
-        annotated,
-        response_mask=mask,
-        token_rewards=rewards,
-        advantages=whitened(estimated, mask) if whiten else estimated,
-        returns=result.returns.where(mask, 0.0),
-        correction_weights=weights,
-    )
-    return experience, kl, report
+    columns = {
+        "response_mask": mask,
+        "token_rewards": rewards,
+        "advantages": whitened(estimated, mask) if whiten else estimated,
+        "returns": result.returns.where(mask, 0.0),
+        "correction_weights": weights,
+    }
+    if rows.episodes is not None:
+        at = layout_of(rows)
+        columns = {name: None if x is None else at.of_rows(x) for name, x in columns.items()}
+    return extend(Experience, rows, **columns), kl, report
 
 
 def _check_shapes(result: Advantages, mask: Tensor) -> None:

@@ -57,4 +57,5 @@ def agent_engine(
             answer_tokens=rollout.turns.turn_tokens or rollout.max_tokens,
         ),
         rows=agent.rows,
+        thinking=rollout.turns.thinking,
     )

@@ -33,11 +33,13 @@ def input_lines(
     differing: Mapping[str, Any],
     chosen: Sequence[str] = (),
     old_log_probs: Sequence[str] = (),
+    thinking: str = "keep",
     *,
     rows: DataSettings | None = None,
 ) -> list[str]:
     """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
-    differ from their defaults here, and where old log-probs come from; `rows` of chats for responses in turns."""
+    differ from their defaults here, and where old log-probs come from; `rows` of chats for responses in turns, with
+    `thinking`, what becomes of earlier thoughts in them."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
@@ -51,7 +53,7 @@ def input_lines(
         *([_line("pools", text)] if (text := _pools(placement)) else []),
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
-        *([] if rows is None else _thoughts(rows, inputs.tokenizer)),
+        *([] if rows is None else _thoughts(rows, inputs.tokenizer, thinking)),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
     ]
@@ -81,14 +83,17 @@ def supervised_lines(
     ]
 
 
-def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Line on earlier thoughts, if the chat template of turns leaves them out."""
+def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, thinking: str) -> list[str]:
+    """Line on earlier thoughts, if the chat template of turns leaves them out, or if turns are rows because of it."""
     if not rows.chat:
         return []
     roles = forgets_thinking(tokenizer, roles=("tool",), options=chat_options(rows))
     before = " or ".join(f"a {role}'s" for role in roles)
-    text = f"the chat template leaves out thoughts before {before} message; the policy goes on reading its own"
-    return [_line("turns", text)] if roles else []
+    left_out = f"the chat template leaves out thoughts before {before} message"
+    if thinking == "drop":
+        left_out = left_out if roles else "the chat template leaves out no earlier thoughts"
+        return [_line("turns", f"{left_out}; each turn is a row, whose prompt is as the template has it")]
+    return [_line("turns", f"{left_out}; the policy goes on reading its own")] if roles else []
 
 
 def _pools(placement: PlacementSettings) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo.assembly.environments import environment_runner, prompt_encoder
 from fppo.assembly.parts import Tools
 from fppo.assembly.texts import chat_options, vocabulary_size_of
-from fppo.fields import only
+from fppo.fields import WrongSetting, only
 from fppo.fleet import Here
 from fppo.models.model import Model
 from fppo.rollout.check import check_engine
@@ -26,7 +26,7 @@ from fppo.rollout.spread import FetchingEngine, SpreadEngine
 from fppo.rollout.turns import tools
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.games import Game
-from fppo.rollout.turns.observations import PlainText, Within, chat_template
+from fppo.rollout.turns.observations import ChatTemplate, Encode, PlainText, Within, chat_template
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane
@@ -153,7 +153,7 @@ def answering(
     """
     turns, environment, vocabulary = rollout.turns, rollout.environment, vocabulary_size_of(model)
     options = chat_options(rows)
-    how = {**only(turns, "max_turns", "turn_tokens"), "pad_token_id": pad_token_id, "mesh": mesh}
+    how = {**only(turns, "max_turns", "turn_tokens", "thinking"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
         if environment.is_agent:
             from fppo.assembly.agents import agent_engine  # here: it takes a server's packages
@@ -166,7 +166,7 @@ def answering(
                 tools=opened.enter_context(environment_runner(environment, turns)),
                 encode=Within(encode, vocabulary),
                 tokenizer=tokenizer,
-                prompt=prompt_encoder(tokenizer, rows, vocabulary),
+                prompt=prompt_encoder(tokenizer, encode, vocabulary),
                 prompt_tokens=rows.max_prompt_tokens,
                 failure=environment.failure,
                 **how,
@@ -174,6 +174,8 @@ def answering(
         elif turns.respond is not None:
             respond, roles = tools.resolve(turns.respond), ("tool",) if turns.failure else ()
             encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
+            if turns.thinking == "drop":
+                _check_anew(encode, tokenizer)
             limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
             inline = turns.respond in tools.TOOLS
             engine = TurnsEngine(
@@ -181,12 +183,22 @@ def answering(
                 tools=opened.enter_context(ToolRunner(respond, **limits, inline=inline)),
                 encode=Within(encode, vocabulary),
                 tokenizer=tokenizer,
+                prompt=prompt_encoder(tokenizer, encode, vocabulary),
                 draws=respond.draws if isinstance(respond, Game) else None,
                 **how,
             )
         if rollout.interrupt:
             engine = InterruptibleEngine(engine=engine, every=rollout.interrupt, pad_token_id=pad_token_id)
         yield engine
+
+
+def _check_anew(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ValueError for a chat template whose messages of tools need calls that turns cannot be read for."""
+    calls = isinstance(encode, ChatTemplate) and encode.behind_calls
+    if calls and getattr(tokenizer, "response_template", None) is None:
+        text = "the chat template shows a tool's message behind a call alone, and the tokenizer has no"
+        text = f"{text} response_template, which would read calls in turns; give keep"
+        raise WrongSetting("rollout.turns.thinking", "drop", text)
 
 
 def game_of(turns: TurnsSettings) -> Game:

@@ -9,20 +9,18 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.texts import chat_options
 from fppo.data import PromptSet
-from fppo.data.chat import ChatOptions, encode_chat
 from fppo.data.tokenizers import begun_once, within
 from fppo.environments import EnvironmentRunner, Message
 from fppo.environments.runner import is_asynchronous
 from fppo.fields import WrongSetting, only
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
+from fppo.rollout.turns.observations import ChatTemplate, Encode
 from fppo.serve.agents import Agent
 from fppo.settings.component import bound
 from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
 from fppo.settings.tables import ENVIRONMENTS
-from fppo.settings.train import DataSettings
 
 PATH = "rollout.environment"
 
@@ -65,17 +63,18 @@ def environment_runner(section: EnvironmentSettings, turns: TurnsSettings) -> En
 
 
 def prompt_encoder(
-    tokenizer: PreTrainedTokenizerBase, rows: DataSettings, vocabulary: int
+    tokenizer: PreTrainedTokenizerBase, encode: Encode, vocabulary: int
 ) -> Callable[[Sequence[Message]], list[int]]:
-    """Prompts of messages as tokens below `vocabulary`: by the chat template, or as the messages' text."""
-    return partial(_encoded, tokenizer, chat_options(rows) if rows.chat else None, vocabulary)
+    """Prompts of messages as tokens below `vocabulary`: by the chat template that writes what comes behind turns, or as
+    the messages' text."""
+    return partial(_encoded, tokenizer, encode if isinstance(encode, ChatTemplate) else None, vocabulary)
 
 
 def _encoded(
-    tokenizer: PreTrainedTokenizerBase, chat: ChatOptions | None, vocabulary: int, messages: Sequence[Message]
+    tokenizer: PreTrainedTokenizerBase, chat: ChatTemplate | None, vocabulary: int, messages: Sequence[Message]
 ) -> list[int]:
     if chat is not None:
-        return within(encode_chat(tokenizer, messages, options=chat), vocabulary)
+        return within(chat.prompt(messages), vocabulary)
     text = "".join(message["content"] for message in messages)
     return within(list(begun_once(tokenizer, text, tokenizer.encode(text))), vocabulary)
 

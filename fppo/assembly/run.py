@@ -129,7 +129,7 @@ def assemble(
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
-    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings)
+    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
     announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))
     tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
     begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)

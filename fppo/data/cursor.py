@@ -11,6 +11,7 @@ from fppo import metrics
 from fppo.batch import Prompts, Scored
 from fppo.data.curriculum import Course, Curriculum
 from fppo.data.prompts import PromptSet, collate
+from fppo.episodes import joined
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.tree import replace, state
@@ -144,6 +145,7 @@ class Learn:
         """The cursor with the state after these responses, at the next step, and the curriculum's numbers."""
         course = cursor.course
         assert course is not None
+        scored = joined(scored)
         indices = torch.tensor([self.numbers[name] for name in scored.ids], dtype=torch.int64)
         known = self.curriculum.update(course.known, indices, scored.outcome.detach().cpu().double())
         numbers = self.curriculum.report(known, course.step)

@@ -54,7 +54,7 @@ class SampleGroups:
         kept: list[Scored] = []
         spare: list[Scored] = []
         reports: list[Metrics] = []
-        wanted, drawn, good = 0, 0, 0
+        wanted, drawn, good, rows = 0, 0, 0, 0
         for number in range(self.max_draws):
             prompts, cursor = draw(at_step(cursor, run.step))
             count = len(prompts.tokens)
@@ -64,17 +64,21 @@ class SampleGroups:
             scored, report = roll_out(
                 prompts, run.actor.params, key=place, version=run.actor.step, rollout=rollout, score=score
             )
+            if scored.episodes is not None:  # whose rows are numbered from 0 on in each draw
+                scored = replace(scored, row_ids=scored.row_ids + rows)
+                rows += len(scored.row_ids)
             cursor, learned = self.learn(cursor, scored)
             reports.append(metrics.merge(report, learned))
             equal = equal_groups(scored, by=self.by)
             kept.append(batches.rows(scored, ~equal))
             spare.append(batches.rows(scored, equal))
-            drawn, good = drawn + count, good + int((~equal).sum()) * count // len(equal)
+            drawn, good = drawn + count, good + len(set(scored.groups[~equal].tolist()))
             if good >= wanted:
                 break
-        rows = wanted * (len(equal) // count)
-        # groups lie together, and draws in order: the first rows are whole groups
-        chosen = batches.rows(concat([*kept, *spare], self.pad_token_id), range(rows))
+        every = concat([*kept, *spare], self.pad_token_id)
+        groups = every.groups.tolist()
+        first = {*[*dict.fromkeys(groups)][:wanted]}
+        chosen = batches.rows(every, [row for row, group in enumerate(groups) if group in first])
         counts = {
             "rollout/groups/kept": metrics.mean(float(good), float(drawn)),
             "rollout/groups/draws": metrics.total(len(reports)),

@@ -9,6 +9,7 @@ import attrs
 
 from fppo import metrics
 from fppo.batch import Prompts, Rollout, Scored
+from fppo.episodes import joined
 from fppo.metrics import Metrics
 from fppo.pipeline.program import RunState
 from fppo.pipeline.stages import ScoreFn
@@ -62,13 +63,13 @@ def evaluate(
     val-aux/timeouts are the responses that could not be scored. What `measure` says of rollouts is in val-aux/, too.
 
     Draws depend on the run's key and the prompt, not on the step, so evaluations differ by the policy alone. All
-    responses with their scores go to `on_scored`, in batches.
+    responses with their scores go to `on_scored`, in batches; an episode of several rows is one response.
     """
     scored: list[Scored] = []
     reports: list[Metrics] = []
     for number, prompts in enumerate(batches):
         key = run.key.fold("evaluate", number)
-        rollout = engine.generate(run.actor.params, Ask(prompts, sampling, key, version=run.actor.step))
+        rollout = joined(engine.generate(run.actor.params, Ask(prompts, sampling, key, version=run.actor.step)))
         rows, report = score(rollout)
         scored.append(rows)
         reports.append({f"val-aux/{name}": report[f"reward/{name}"] for name in FAILED if f"reward/{name}" in report})

@@ -60,7 +60,7 @@ class Measured:
 
 
 def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
-    """Rewards, advantages, returns, values and lengths of a batch. `max_tokens` is the response limit.
+    """Rewards, advantages, returns, values and lengths of a batch of episodes. `max_tokens` is the response limit.
 
     critic/... are of what the losses learn from: of the tokens in the loss mask, and of the whole rewards of the rows
     that have one there. Lengths are of all rows.
@@ -79,12 +79,16 @@ def batch_metrics(batch: Experience, *, max_tokens: int) -> Metrics:
         **_spread("prompt_length", prompt),
         "response_length/clip_ratio": metrics.masked_mean(cut.double(), torch.ones_like(cut)),
         "response_length/limit": metrics.mean(float(max_tokens)),
-        "perf/total_num_tokens": metrics.mean(batch.attention_mask.sum()),
     }
     if batch.values is not None:
         report |= _spread("critic/values", batch.values, mask)
         report["critic/vf_explained_var"] = explained_variance(batch.values, batch.returns, mask)
     return report
+
+
+def token_metrics(batch: Experience) -> Metrics:
+    """The number of tokens that a step's passes read."""
+    return {"perf/total_num_tokens": metrics.mean(batch.attention_mask.sum())}
 
 
 def _spread(name: str, x: Tensor, mask: Tensor | None = None) -> Metrics:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fppo import advantages, metrics
 from fppo.batch import Experience
+from fppo.episodes import joined, layout_of
 from fppo.metrics import Mean, Metrics
 from fppo.tree import replace, state
 
@@ -29,11 +30,15 @@ class Pretraining:
 
 
 def plain_returns(experience: Experience, *, gamma: float = 1.0, turns: bool = False) -> Tensor:
-    """Returns without a critic's estimates, as `Pretrain.returns_of`: discounted by token, or by turn; [B, T]."""
-    rewards, mask = experience.token_rewards, experience.response_mask
+    """Returns without a critic's estimates, as `Pretrain.returns_of`: discounted by token, or by turn; [B, T]. Those of
+    a row go on in the next rows of its episode."""
+    whole = joined(experience)
+    rewards, mask = whole.token_rewards, whole.response_mask
     if turns:
-        return advantages.turn_returns(rewards, mask, turn_ids=experience.turn_ids, gamma=gamma)
-    return advantages.discounted_returns(rewards, mask, gamma=gamma)
+        returns = advantages.turn_returns(rewards, mask, turn_ids=whole.turn_ids, gamma=gamma)
+    else:
+        returns = advantages.discounted_returns(rewards, mask, gamma=gamma)
+    return returns if experience.episodes is None else layout_of(experience).of_rows(returns)
 
 
 @attrs.frozen(kw_only=True)

@@ -16,11 +16,12 @@ from fppo._errors import RunFailed
 from fppo.advantages.columns import Estimator
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
+from fppo.episodes import joined, layout_of, num_episodes
 from fppo.key import Key
 from fppo.losses import Correction, KLState
 from fppo.metrics import Metrics
 from fppo.pipeline.gap import of_engine
-from fppo.pipeline.measure import batch_metrics
+from fppo.pipeline.measure import batch_metrics, token_metrics
 from fppo.pipeline.passes import Passes, PolicyFn, RouterReplay, ValueFn, read_values, required
 from fppo.pipeline.program import EstimateStage, RunState, Together, in_turn
 from fppo.pipeline.timing import timed
@@ -93,8 +94,9 @@ class ScoreWithGreedy:
             raise ValueError("remax samples a greedy response to each prompt: a rollout from a file has no prompts")
         scored, report = self.score(rollout)
         greedy = self.engine.generate(params, Ask(prompts, self.sampling, Key(0), version=int(rollout.versions[0])))
-        baselines, _ = self.score(greedy)
-        per_row = baselines.scores.repeat_interleave(len(rollout.tokens) // len(prompts.tokens))
+        baselines, _ = self.score(joined(greedy))
+        per_row = baselines.scores.repeat_interleave(num_episodes(rollout) // len(prompts.tokens))
+        per_row = per_row if rollout.episodes is None else per_row[layout_of(rollout).episode_of]
         report["critic/baseline/mean"] = metrics.masked_mean(per_row, ~per_row.isnan())
         return extend(Scored, scored, baselines=per_row), report
 
@@ -267,7 +269,8 @@ class Estimate:
             drop=self.drop,
             whiten=self.whiten,
         )
-        return experience, kl, report | batch_metrics(experience, max_tokens=self.max_tokens)
+        whole = batch_metrics(joined(experience), max_tokens=self.max_tokens)
+        return experience, kl, report | whole | token_metrics(experience)
 
 
 def _check_scores(annotated: Annotated) -> None:
@@ -293,7 +296,11 @@ def _check_penalty(annotated: Annotated, kl: KLState, kind: str) -> None:
 
 def turn_metrics(rollout: Rollout) -> Metrics:
     """The turns of a response, which observations part, the tokens of its observations, and failed calls of tools; of
-    an environment the sums of its rewards, the numbers of its info, and failed episodes."""
+    an environment the sums of its rewards, the numbers of its info, and failed episodes. Where episodes have several
+    rows, also how many."""
+    several = rollout.episodes is not None
+    rows = {"rollout/rows/mean": metrics.mean(len(rollout.row_ids), num_episodes(rollout))} if several else {}
+    rollout = joined(rollout)
     chosen = rollout.response_mask
     seen = rollout.attention_mask[:, -chosen.shape[1] :]
     turns = (chosen & ~F.pad(chosen, (1, -1))).sum(1)
@@ -308,13 +315,14 @@ def turn_metrics(rollout: Rollout) -> Metrics:
         "rollout/observation_tokens/mean": metrics.masked_mean((seen & ~chosen).sum(1), every),
         **({"environment/failures": failures} if of_environment else {"rollout/tool_failures": failures}),
         **environment_metrics(rollout),
+        **rows,
     }
 
 
 def environment_metrics(rollout: Rollout) -> Metrics:
     """The means of the numbers of an environment's info, over the episodes that have them."""
     found: dict[str, list[float]] = {}
-    for extra in rollout.extras:
+    for extra in joined(rollout).extras:
         for name, number in extra.get(INFO, {}).items() if isinstance(extra.get(INFO), dict) else ():
             found.setdefault(f"{INFO}/{name}", []).append(number)
     return {name: metrics.mean(sum(numbers), len(numbers)) for name, numbers in sorted(found.items())}

@@ -28,7 +28,7 @@ SHOWN_WORK = 3  # steps of the timeline
 HEAD, TAIL = 300, 700  # characters of a text's beginning and end in an index
 MOST_STEPS = 64  # of one index
 _LONG = ("prompt", "response", "ground_truth")
-_SCALARS = ("step", "row_id", "group", "id", "source", "finish", "version", "score", "length", *_LONG)
+_SCALARS = ("step", "row_id", "group", "episode", "id", "source", "finish", "version", "score", "length", *_LONG)
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:

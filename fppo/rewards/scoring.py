@@ -28,6 +28,8 @@ def score(
     reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer".
     `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
 
+    An episode of several rows is scored as one response (`episodes.joined`), and each of its rows has that score.
+
     A row without a score of a term (exception, timeout, a judge's answer without a number) has nan in its column, and
     in its score unless the term's weight is 0; `failure_score` replaces these nan. The metrics count failed samples as
     reward/errors and reward/timeouts, and rows without a score as reward/unscored; other means leave them out. Raises
@@ -36,8 +38,9 @@ def score(
     """
     import torch
 
-    from fppo import batch, metrics
+    from fppo import batch, episodes, metrics
 
+    rows, rollout = rollout, episodes.joined(rollout)
     device = rollout.tokens.device
     results = reward.run(samples_of(rollout, tokenizer), rollout.groups.tolist())
     if results.failures and not rollout.versions.any():
@@ -69,7 +72,22 @@ def score(
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
-    return scored, report
+    return scored if rows.episodes is None else _of_rows(scored, rows), report
+
+
+def _of_rows(scored: Scored, rows: Rollout) -> Scored:
+    """The rows of episodes with the scores of these."""
+    from fppo import batch, episodes
+
+    of_row = episodes.layout_of(rows).episode_of
+    return batch.extend(
+        batch.Scored,
+        rows,
+        scores=scored.scores[of_row],
+        named_scores={name: x[of_row] for name, x in scored.named_scores.items()},
+        outcomes=None if scored.outcomes is None else scored.outcomes[of_row],
+        extras=batch.Column(scored.extras[episode] for episode in of_row.tolist()),
+    )
 
 
 def _means(scored: Scored) -> Metrics:

@@ -56,8 +56,8 @@ def steps(directory: Path) -> list[int]:
 
 
 def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> None:
-    """Raise ValueError unless the directory has rollouts of `rows` rows for steps 1 to `until`; with `routed` they must
-    include the engine's experts."""
+    """Raise ValueError unless the directory has rollouts of `rows` rows, or episodes of several rows, for steps 1 to
+    `until`; with `routed` they must include the engine's experts."""
     if not directory.is_dir():
         raise ValueError(f"rollout.from = {str(directory)!r}: there is no such directory")
     there = steps(directory)
@@ -76,7 +76,10 @@ def check(directory: Path, *, until: int, rows: int, routed: bool = False) -> No
         path = path_of(directory, step)
         try:
             with safe_open(path, "pt") as file:
-                count, told = file.get_slice("row_ids").get_shape()[0], "routed" in file.keys()  # noqa: SIM118
+                names = set(file.keys())
+                count, told = file.get_slice("row_ids").get_shape()[0], "routed" in names
+                if "episodes" in names:
+                    count = len(file.get_tensor("episodes").unique())
         except SafetensorError as error:
             raise ValueError(f"{path}: not a whole file of a rollout: {error}") from error
         if count != rows:

@@ -67,6 +67,7 @@ def table_of(experience: Experience, tokenizer: Any, step: int) -> pa.Table:
         "step": np.full(len(responses), step, np.int32),
         "row_id": experience.row_ids.numpy(),
         "group": experience.groups.numpy(),
+        **({} if experience.episodes is None else {"episode": experience.episodes.numpy()}),
         "id": [_text(x) for x in experience.ids],
         "source": pa.array([_text(x) for x in experience.source]).dictionary_encode(),
         "finish": pa.array([_text(x) for x in experience.finish]).dictionary_encode(),

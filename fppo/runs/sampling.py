@@ -10,6 +10,7 @@ from fppo import metrics
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
 from fppo.batch import Scored
+from fppo.episodes import num_episodes
 from fppo.pipeline.step import sample
 from fppo.pipeline.timing import now
 from fppo.rollout import saved
@@ -63,5 +64,5 @@ def _summary(settings: TrainSettings, step: int, scored: Scored, numbers: Mappin
     tokens = int(scored.response_mask.sum())
     return (
         f"batch {step:>{len(str(settings.steps))}}/{settings.steps}  score {numbers['critic/score/mean']:.3f}  "
-        f"length {tokens / len(scored.tokens):.1f}  tok/s {tokens / seconds:,.0f}"
+        f"length {tokens / num_episodes(scored):.1f}  tok/s {tokens / seconds:,.0f}"
     )

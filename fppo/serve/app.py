@@ -131,16 +131,25 @@ class Guard:
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
     """The result of work for a client, which is cancelled once the client has gone. Raises ApiError then."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
+    waiting, left = asyncio.current_task(), list[bool]()
+    assert waiting is not None
+    gone = asyncio.ensure_future(_gone(request.receive))
+
+    def leave(task: asyncio.Future[None]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            left.append(True)
+            waiting.cancel()
+
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ApiError(_GONE, "the client has gone")
+        return await work
+    except asyncio.CancelledError as error:
+        if left and not waiting.uncancel():
+            raise ApiError(_GONE, "the client has gone") from error
+        raise
     finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        gone.remove_done_callback(leave)
+        gone.cancel()
 
 
 async def _gone(receive: _Receive) -> None:

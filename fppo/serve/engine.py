@@ -17,7 +17,7 @@ from fppo.batch import Column, Rollout
 from fppo.rollout.engine import Ask, Engine
 from fppo.rollout.records import number_rows
 from fppo.rollout.requests import FinishedRequest
-from fppo.rollout.turns.engine import FAILURES, INFO
+from fppo.rollout.turns.engine import FAILURES, INFO, Thinking
 from fppo.serve.agents import PlayedEpisode, Plays, RowChoice
 from fppo.serve.app import app_of
 from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, row_number
@@ -41,10 +41,12 @@ class AgentEngine:
     What the agent sends is the prompt; that of the request is not used.
 
     `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; stops and max_tokens are
-    the agent's own. A response has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
+    the agent's own. A row has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
     `bounds.row_tokens` with its prompt. An agent that edits its history begins another row: a response is the row with
-    the most tokens of the policy's, or with rows = "all" each is one, with the same score, so that there may be more
-    rows than were asked for. Rows are not reported early, and `ask.newer` is looked for between steps of decoding.
+    the most tokens of the policy's, or with rows = "all" each is one of its episode (`Rollout.episodes`), so that there
+    may be more rows than were asked for; the score is at the last token of the last one. With `thinking = "drop"` every
+    chat's answer is a row, whose prompt is the conversation as the chat template has it, and all rows are taken. Rows
+    are not reported early, and `ask.newer` is looked for between steps of decoding.
     """
 
     def __init__(
@@ -56,9 +58,11 @@ class AgentEngine:
         pad_token_id: int,
         bounds: Bounds | None = None,
         rows: RowChoice = "longest",
+        thinking: Thinking = "keep",
         model: str = "policy",
     ) -> None:
-        self._engine, self._agent, self._pad, self._all = engine, agent, pad_token_id, rows == "all"
+        self._engine, self._agent, self._pad = engine, agent, pad_token_id
+        self._all, self._anew = rows == "all" or thinking == "drop", thinking == "drop"
         self._bounds, self._key, self._numbers = bounds or Bounds(), new_key(), itertools.count()
         self._texts, self._model = texts, model
         self._episodes = Episodes(self._bounds.recorded_tokens)
@@ -104,6 +108,7 @@ class AgentEngine:
             bounds=bounds,
             model=self._model,
             keeps_sampling=True,
+            anew=self._anew,
             row_of=_row_of,
         )
 
@@ -142,7 +147,9 @@ class AgentEngine:
             | ({FAILURES: 1} if played[place].failed else {})
             for place, extra in zip(places, prompts.extras, strict=True)
         ]
-        rewards = [played[place].score if episodes[place] else math.nan for place in places]
+        lasts = [place != later for place, later in zip(places, [*places[1:], None], strict=True)]
+        scores = [played[place].score if episodes[place] else math.nan for place in places]
+        rewards = [score if last else 0.0 for score, last in zip(scores, lasts, strict=True)]
         rollout = rollout_of_rows(
             [row for _, row in chosen],
             pad_token_id=self._pad,
@@ -150,6 +157,7 @@ class AgentEngine:
             groups=prompts.row_ids.tolist(),
             columns={name: list(getattr(prompts, name)) for name in ("ids", "ground_truth", "source")},
             rewards=rewards,
+            episodes=[numbers[place] for place in places] if self._all else None,
         )
         return attrs.evolve(rollout, extras=Column(extras))
 

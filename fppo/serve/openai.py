@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,17 +27,17 @@ def router_of(service: Service) -> APIRouter:
     """The routes, each also below /e/NAME, which names the episode."""
     router = APIRouter()
 
-    async def chat(request: Request, episode: str | None = None) -> Response:
+    async def chat(request: Request) -> Response:
         asked = chat_request(parsed(await request.body()))
         _check_model(service, asked.options)
-        name = _name_of(request, episode, asked.options)
+        name = _name_of(request, asked.options)
         form = _form(service, asked.options, chat=True)
         return await _replied(request, service.chat(asked, name), form, asked.options, shown=not asked.tools)
 
-    async def completions(request: Request, episode: str | None = None) -> Response:
+    async def completions(request: Request) -> Response:
         asked = completion_request(parsed(await request.body()))
         _check_model(service, asked.options)
-        name = _name_of(request, episode, asked.options)
+        name = _name_of(request, asked.options)
         form = _form(service, asked.options, chat=False)
         return await _replied(request, service.completions(asked, name), form, asked.options, shown=True)
 
@@ -56,8 +56,8 @@ def router_of(service: Service) -> APIRouter:
         return JSONResponse(_episode(episode, service.episodes.take(episode)))
 
     for before in ("", _EPISODE):
-        router.add_api_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
-        router.add_api_route(f"{before}/v1/completions", completions, methods=["POST"])
+        router.add_route(f"{before}/v1/chat/completions", chat, methods=["POST"])
+        router.add_route(f"{before}/v1/completions", completions, methods=["POST"])
         router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
         router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
     router.add_api_route(_EPISODE, recorded, methods=["GET"])
@@ -75,9 +75,9 @@ def _check_model(service: Service, options: AnswerOptions) -> None:
         raise ApiError(404, text, param="model", code="model_not_found")
 
 
-def _name_of(request: Request, episode: str | None, options: AnswerOptions) -> str | None:
+def _name_of(request: Request, options: AnswerOptions) -> str | None:
     """The episode's name, by the path, the header or the user; None: it is found by the conversation."""
-    name = episode or request.headers.get(SESSION) or options.user
+    name = request.path_params.get("episode") or request.headers.get(SESSION) or options.user
     if name is not None and len(name) > MOST_NAME:
         raise ApiError(400, f"the episode's name has {len(name)} characters; at most {MOST_NAME}")
     return name or None
@@ -101,11 +101,17 @@ async def _replied(
     """The response, at once or as a stream. A client that goes away before its end ends its answers."""
     if options.stream:
         return EventStream(_events(answers, form, options, shown=shown), partial(_cancel, answers))
+    first, *others = (answer.whole() for answer in answers)
+    work = asyncio.gather(first, *others) if others else _alone(first)
     try:
-        whole = await unless_gone(request, asyncio.gather(*(answer.whole() for answer in answers)))
+        whole = await unless_gone(request, work)
     finally:
         _cancel(answers)
     return JSONResponse(form.whole(whole))
+
+
+async def _alone(answer: Awaitable[WholeAnswer]) -> list[WholeAnswer]:
+    return [await answer]
 
 
 def _cancel(answers: Sequence[OpenAnswer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,16 +21,18 @@ def rollout_of_rows(
     groups: Sequence[int] | None = None,
     columns: Mapping[str, Sequence[Any]] | None = None,
     rewards: Sequence[float] | None = None,
+    episodes: Sequence[int] | None = None,
 ) -> Rollout:
     """The rollout of B recorded rows. Their answers are in the response mask; what was said between is context.
 
     `row_ids` and `groups` number rows and prompts (None: from 0 on, each a group of its own); `columns` are `ids`,
-    `ground_truth`, `source` and `extras`, where they are known. `rewards` stand at the rows' last tokens. Raises
-    ValueError for no rows.
+    `ground_truth`, `source` and `extras`, where they are known. `rewards` stand at the rows' last tokens. With
+    `episodes`, the numbers of the rows' episodes, turns are counted on from row to row of an episode. Raises ValueError
+    for no rows.
     """
     if not rows:
         raise ValueError("no rows were recorded: nobody got an answer")
-    responses = [_response(row) for row in rows]
+    responses = _responses(rows, range(len(rows)) if episodes is None else episodes)
     prompt = max(len(row.prompt) for row in rows)
     length = max(len(response["tokens"]) for response in responses)
     count = len(rows)
@@ -66,11 +69,22 @@ def rollout_of_rows(
         token_versions=columns_of["versions"],
         turn_ids=columns_of["turns"],
         turn_rewards=None if rewards is None else _at_ends(rewards, ends, length),
+        episodes=None if episodes is None else torch.tensor(episodes, dtype=torch.int64),
     )
 
 
-def _response(row: EpisodeRow) -> dict[str, Tensor]:
-    """The columns of a row's response: its answers, and the observations between them."""
+def _responses(rows: Sequence[EpisodeRow], episodes: Sequence[int]) -> list[dict[str, Tensor]]:
+    """The columns of all rows' responses, whose turns are numbered by episode."""
+    before, responses = Counter[int](), list[dict[str, Tensor]]()
+    for row, episode in zip(rows, episodes, strict=True):
+        responses.append(_response(row, before[episode]))
+        before[episode] += len(row.turns)
+    return responses
+
+
+def _response(row: EpisodeRow, before: int) -> dict[str, Tensor]:
+    """The columns of a row's response: its answers, which are numbered behind so many `before`, and the observations
+    between them."""
     parts: dict[str, list[Tensor]] = {}
     for number, turn in enumerate(row.turns):
         answer, count = turn.answer, len(turn.answer.tokens)
@@ -81,7 +95,7 @@ def _response(row: EpisodeRow) -> dict[str, Tensor]:
             "log_probs": [nothing, answer.log_probs],
             "sampling_log_probs": [nothing, answer.sampling_log_probs],
             "versions": [nothing.int(), answer.versions],
-            "turns": [torch.full((len(observed),), -1), torch.full((count,), number)],
+            "turns": [torch.full((len(observed),), -1), torch.full((count,), before + number)],
         }
         for name, each in own.items():
             parts.setdefault(name, []).extend(each)

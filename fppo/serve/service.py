@@ -102,6 +102,7 @@ class Sources:
     bounds: Bounds
     model: str
     keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are passed over
+    anew: bool = False  # whether each answer to a chat begins a row
     row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
 
 
@@ -189,6 +190,8 @@ class Service:
         """The answers to a conversation, being drawn. Raises ApiError."""
         messages, tools, texts = request.messages, request.tools, self.sources.texts
         conversation = of_messages(messages, tools)
+        if self.sources.anew:
+            conversation = conversation._replace(cuts=())
 
         def added(start: RowStart) -> list[int]:
             if not start.seen or start.end is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -40,6 +40,7 @@ class Texts:
     template: ChatTemplate | None
     reader: ReadTurn | None
     pieces: tuple[bytes, ...]  # of every token
+    ids: Mapping[str, int]  # of all tokens, by their names
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses."""
@@ -74,8 +75,9 @@ class Texts:
 
     def stops(self, texts: Sequence[str]) -> tuple[tuple[int, ...], StopTexts | None]:
         """The tokens and the texts that end an answer, of those that a request names."""
-        known = self.tokenizer.get_vocab()
-        tokens = tuple(known[text] for text in texts if text in known and known[text] < self.vocabulary)
+        if not texts:
+            return (), None
+        tokens = tuple(self.ids[text] for text in texts if self.ids.get(text, self.vocabulary) < self.vocabulary)
         return tokens, stop_texts(self.tokenizer, texts, like=StopTexts((), self.pieces))
 
     def decoded(self, ids: Sequence[int]) -> str:
@@ -124,6 +126,7 @@ def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: Cha
         template=template,
         reader=reader,
         pieces=token_pieces(tokenizer),
+        ids=tokenizer.get_vocab(),
     )
 
 
@@ -162,10 +165,9 @@ class AnswerReader:
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that these tokens add."""
-        for token in tokens:
-            self._ids.append(token)
-            if token not in self._stop_tokens:
-                self._read(len(self._ids), whole=False)
+        self._ids += tokens
+        ended = bool(self._ids) and self._ids[-1] in self._stop_tokens
+        self._read(len(self._ids) - ended, whole=False)
         return self._give(self._safe())
 
     def close(self, finish: str) -> tuple[str, str]:

@@ -100,6 +100,8 @@ def _turns(s: TrainSettings) -> Problems:
     if s.algorithm.group_by == "turn" and not (s.in_turns and s.algorithm.reads("groups")):
         text = "there are no turns to compare: it is for rollout.environment or rollout.turns.respond, and estimators"
         yield wrong(s, "algorithm.group_by", f"{text} of groups, as grpo; leave it out")
+    if turns.thinking == "drop" and s.in_turns:
+        yield from (wrong(s, "rollout.turns.thinking", text) for text in _drop_hindrances(s))
     if turns.turn_tokens is not None and s.in_turns and turns.turn_tokens > s.rollout.max_tokens:
         text = f"must be at most rollout.max_tokens = {s.rollout.max_tokens}, which bounds all turns together"
         yield wrong(s, "rollout.turns.turn_tokens", text)
@@ -116,6 +118,19 @@ def _turns(s: TrainSettings) -> Problems:
         yield wrong(s, path, text)
     if s.rollout.from_ is not None and not s.has_held_out:
         yield wrong(s, path, "rollout.from is given: nothing is sampled; leave it out")
+
+
+def _drop_hindrances(s: TrainSettings) -> Iterator[str]:
+    """Yield the settings with which turns cannot be rows of their own, and what to do."""
+    text = "prompts of later turns are made anew from the messages so far"
+    if not s.data.chat:
+        yield f"{text}, by the chat template; give data.chat = true, or keep"
+    if s.data.seen:
+        yield f"{text}, without images and videos; give keep, or leave data.images and data.videos out"
+    if s.data.row_tools is not None:
+        yield f"{text}, without the tools of rows; give data.tools in place of data.row_tools, or keep"
+    if s.eval.exact_values:
+        yield "eval.exact_values knows a game as one row; give keep, or leave one of them out"
 
 
 def _sampling(s: TrainSettings) -> Problems:

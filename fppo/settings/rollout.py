@@ -65,6 +65,9 @@ class TurnsSettings:
     """Processes that calls run in, on each rank; the calculator needs none."""
     concurrency: int = setting(64, at_least(1), at_most(MOST_ROWS))
     """Calls of a coroutine at a time, in each process; other functions take one call at a time."""
+    thinking: Literal["keep", "drop"] = setting("keep")
+    """Where the chat template leaves out earlier thoughts: keep (the policy reads on what it sampled), or drop (each
+    turn is a row of its own, whose prompt is as the template has the conversation then)."""
     retries: int = setting(0, at_least(0), at_most(100))
     """How often a call that raises, hangs or crashes is made again before it counts as failed."""
 

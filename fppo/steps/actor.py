@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fppo import losses, metrics
 from fppo.batch import Experience, extend
+from fppo.episodes import num_episodes
 from fppo.key import Key
 from fppo.metrics import Metrics
 from fppo.runtime.mesh import DATA_AXES, place_on
@@ -195,10 +196,10 @@ class UpdateActor:
                 f"balance_coef={terms.balance_coef} needs the experts of a whole mini-batch before its first pass: "
                 "give a forward with replay=True, and rows with `routed`"
             )
-        if self.old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < len(batch.row_ids)):
+        if self.old_log_probs == "update" and (loop.epochs > 1 or loop.mini_batch_size < num_episodes(batch)):
             raise ValueError(
                 f"old_log_probs='update' with epochs={loop.epochs}, mini_batch_size={loop.mini_batch_size} of "
-                f"{len(batch.row_ids)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
+                f"{num_episodes(batch)} rows: in all but the first of these updates the ratio is not 1; give 'pass'"
             )
         if terms.kl_coef and batch.ref_log_probs is None:
             raise ValueError(f"kl_coef={terms.kl_coef} needs ref_log_probs in the batch: give a reference policy")

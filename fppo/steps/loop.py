@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
+from fppo.episodes import episode_rows, num_episodes
 from fppo.grad import detached, gradients, value_and_grad, variables
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -55,12 +56,12 @@ class TrainRows(Rows, Protocol):
 class Loop:
     """The division of a batch into updates.
 
-    There is an optimizer step for each mini-batch of `mini_batch_size` rows, with gradients summed over micro-batches,
-    in each of `epochs` epochs. `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis
-    micro-batches run by the schedule that `stage_schedule` makes; see `laws.check_schedule`. Every update adjusts the
-    biases of routers of experts by `balance_rate` (`experts.balanced`). `timeline` is the optimizer's schedule, for a
-    state with a `clock.Clock`. With `by_prompt` mini-batches are drawn by a record's groups. Raises ValueError for a
-    size or a number of epochs below 1.
+    There is an optimizer step for each mini-batch of `mini_batch_size` rows, or of as many episodes where these have
+    several rows (`Rollout.episodes`), with gradients summed over micro-batches, in each of `epochs` epochs.
+    `weight_mode` and `horizon` are those of `losses.loss_weights`. On a pipeline axis micro-batches run by the schedule
+    that `stage_schedule` makes; see `laws.check_schedule`. Every update adjusts the biases of routers of experts by
+    `balance_rate` (`experts.balanced`). `timeline` is the optimizer's schedule, for a state with a `clock.Clock`. With
+    `by_prompt` mini-batches are drawn by a record's groups. Raises ValueError for a size or a number of epochs below 1.
     """
 
     mini_batch_size: int
@@ -86,12 +87,17 @@ class Loop:
         groups = getattr(batch, "groups", None) if self.by_prompt else None
         if self.by_prompt and groups is None:
             raise ValueError(f"by_prompt: the rows of a {type(batch).__name__} have no groups; leave by_prompt out")
-        return mini_batches(batch.row_ids, self.mini_batch_size, key=key, groups=groups)
+        if getattr(batch, "episodes", None) is None:
+            return mini_batches(batch.row_ids, self.mini_batch_size, key=key, groups=groups)
+        numbers, rows = episode_rows(batch.episodes)
+        of_prompts = None if groups is None else groups[[each[0] for each in rows]]
+        parts = mini_batches(numbers, self.mini_batch_size, key=key, groups=of_prompts)
+        return [torch.tensor([row for episode in part.tolist() for row in rows[episode]]) for part in parts]
 
-    def turn(self, number: int, rows: int) -> UpdateTurn | None:
-        """The position of update `number` among those of a batch of `rows` rows, on the timeline; None without a
+    def turn(self, number: int, episodes: int) -> UpdateTurn | None:
+        """The position of update `number` among those of a batch of so many episodes, on the timeline; None without a
         timeline."""
-        each = self.epochs * -(-rows // self.mini_batch_size)
+        each = self.epochs * -(-episodes // self.mini_batch_size)
         return None if self.timeline is None else UpdateTurn(self.timeline, number, each)
 
 
@@ -220,7 +226,7 @@ def update(
     """
     if loop.balance_rate:
         check_biases(forward.model, f"leave out balance_rate={loop.balance_rate}")
-    if loop.mini_batch_size > (count := len(batch.row_ids)):
+    if loop.mini_batch_size > (count := num_episodes(batch)):
         raise ValueError(f"mini_batch_size={loop.mini_batch_size}: the batch has {count} rows; give at most as many")
     history: list[Metrics] = []
     mesh = attrs.evolve(forward.mesh, layout=forward.model.state_layout)

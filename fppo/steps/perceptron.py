@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.batch import Experience
+from fppo.episodes import num_episodes
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -102,7 +103,7 @@ def update_perceptron(
             (_, report), grads = _gradient(
                 state.params, _PolicyRows(*batches.rows(columns, numbers)), loop=loop, loss_fn=loss_fn
             )
-            turn = loop.turn(len(history), len(batch.row_ids))
+            turn = loop.turn(len(history), num_episodes(batch))
             state, stepped = optimizer_step(state, grads, optimizer=optimizer, turn=turn, donate=True)
             history.append(metrics.settled(report) | {f"critic/{name}": m for name, m in stepped.items()})
     return state, metrics.merge(*history)

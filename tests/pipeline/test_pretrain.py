@@ -116,7 +116,7 @@ def test_a_discount_of_turns_is_one_of_the_returns_too(task):
     with assemble(settings) as assembly:
         rule = assembly.program.pretrain
     mask, rewards = torch.tensor([[True, True, False, True]]), torch.tensor([[0.0, 1.0, 0.0, 8.0]])
-    rows = types.SimpleNamespace(token_rewards=rewards, response_mask=mask, turn_ids=None)
+    rows = types.SimpleNamespace(episodes=None, token_rewards=rewards, response_mask=mask, turn_ids=None)
     assert rule is not None
     assert rule.returns_of(rows).tolist() == [[5.0, 5.0, 0.0, 8.0]]
     rows.turn_ids = torch.tensor([[0, 1, -1, 1]])  # an answer without tokens parts the first two

@@ -8,6 +8,7 @@ import torch
 from fppo import metrics
 from fppo._errors import RunFailed
 from fppo.assembly import run as assembly
+from fppo.episodes import joined, num_episodes
 from fppo.pipeline.train import iterate
 from fppo.settings import files, modules
 from tests import tiny_run
@@ -54,6 +55,38 @@ def test_whole_steps(tmp_path, changes):
         assert f"val-core/environment/reward/mean@{settings.eval.n}" in found
 
 
+CHAT = "{% for m in messages %}{{ m.content.split('2')[-1] }}{% endfor %}"  # a 2 is what earlier turns forget
+
+
+def chatting(directory, *args, **changes):
+    (directory / "chat.jinja").write_text(CHAT)
+    chat = {"data__chat": True, "data__chat_template": str(directory / "chat.jinja")}
+    return playing(directory, *args, **{**chat, "rollout__turns__thinking": "drop", **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, GROUPS, {"rollout__filter__groups": True, "rollout__filter__max_draws": 2, **GROUPS}],
+    ids=["gae", "by turn", "refilled"],
+)
+def test_whole_steps_with_turns_as_rows(tmp_path, changes):
+    settings = chatting(tmp_path, {**COUNT, "eval_episodes": 6, "episodes": 12}, **changes)
+    with assembly.assemble(settings) as made:
+        taken = list(itertools.islice(iterate(made.run, program=made.program, draw=made.draw), 2))
+        for _, batch, report in taken:
+            numbers = metrics.report(report)
+            assert num_episodes(batch) == 8 < len(batch.tokens)
+            assert numbers["rollout/rows/mean"] > 1
+            assert numbers["rollout/turns/max"] > 1
+            whole = joined(batch)
+            torch.testing.assert_close(whole.scores, whole.turn_rewards.sum(1))
+            assert numbers["training/rollout_probs_diff_max"] < 1e-5
+            trained = {name: x for name, x in numbers.items() if name.startswith(("actor/", "critic/"))}
+            assert all(torch.tensor(list(trained.values())).isfinite()), trained
+        found = metrics.report(made.evaluate(taken[-1][0]))
+        assert f"val-core/environment/reward/mean@{settings.eval.n}" in found
+
+
 def test_rows_of_data_and_rewards_go_with_an_environment(tmp_path):
     tiny_run.write_task(tmp_path)
     plain = "tests.rollout.environments:Plain"
@@ -73,6 +106,7 @@ BAD = [
     ({"rollout__environment__name": "gim"}, "there is no such environment; did you mean gym?"),
     ({"rollout__turns__failure": "oops"}, "it is for rollout.turns.respond"),
     ({"algorithm__group_by": "turn"}, "there are no turns to compare"),
+    ({"rollout__turns__thinking": "drop"}, "by the chat template; give data.chat = true, or keep"),
     ({"eval__exact_values": True, "rollout__environment__eval_episodes": 3}, "leave rollout.environment out"),
 ]
 

@@ -7,6 +7,7 @@ import torch
 from fppo import models, quickstart
 from fppo.batch import Column, Prompts
 from fppo.data.chat import encode_chat
+from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.turns.engine import TurnsEngine
@@ -126,7 +127,7 @@ class Noted:
         return rollout
 
 
-def spoken(words, template, role):
+def spoken(words, template, role, **changes):
     """A rollout of up to three turns over the template, with what was sampled in each, and the largest difference of
     its log-probs from those of a pass over whole rows."""
     model = quickstart.small_model(512, width=32, layers=1, positions=256)
@@ -141,12 +142,12 @@ def spoken(words, template, role):
         ids=Column(["a", "b"]),
         ground_truth=Column([None] * 2),
         source=Column([""] * 2),
-        extras=Column([{"messages": [QUESTION]}] * 2),
+        extras=Column([{MESSAGES: [QUESTION]}] * 2),
     )
     noted = Noted(engine_of(model))
     tools = ToolRunner(lambda said: [{"role": role, "content": "and then?"}], inline=True)
     fixed = {"encode": template, "tokenizer": words, "max_turns": 3, "pad_token_id": 0, "turn_tokens": 12}
-    engine = TurnsEngine(engine=noted, tools=tools, **fixed)
+    engine = TurnsEngine(engine=noted, tools=tools, **fixed, **changes)
     rollout = engine.generate(params, Ask(prompts, Sampling(n=4, max_tokens=160, stop_token_ids=stops), Key(2)))
     log_probs = compute_log_probs(params, rollout, forward=Forward(model), micro_batching=MicroBatching(size=8))
     return rollout, noted.given, float((log_probs - rollout.rollout_log_probs).abs().max())

@@ -104,6 +104,8 @@ def test_a_run_says_once_what_becomes_of_thoughts(tmp_path):
     chat = {"data__chat": True, "data__chat_template": str(tmp_path / "chat.jinja"), "data__max_prompt_tokens": 64}
     (line,) = said_of_turns(with_adder(tmp_path, **chat))
     assert "leaves out thoughts before a user's or a tool's message" in " ".join(line.split())
+    (line,) = said_of_turns(with_adder(tmp_path, rollout__turns__thinking="drop", **chat))
+    assert "each turn is a row, whose prompt is as the template has it" in " ".join(line.split())
     assert said_of_turns(with_adder(tmp_path)) == []
     assert said_of_turns(tiny_run.settings(tmp_path, **chat)) == []
 

@@ -11,6 +11,7 @@ import torch
 from fppo import batch as batches
 from fppo import metrics
 from fppo.batch import Column, Prompts
+from fppo.episodes import joined
 from fppo.key import Key
 from fppo.pipeline import turn_metrics
 from fppo.rewards.environment import environment_reward
@@ -42,11 +43,17 @@ def asked(rows, n=2, **changes):
     return Ask(rows, how, **{"key": Key(3), "version": 4, **changes})
 
 
-def generated(play, ask, engine=None, *, rows="longest", **how):
+def generated(play, ask, engine=None, *, rows="longest", thinking="keep", **how):
     runner = AgentRunner(play, **{"inline": True, **how})
     bounds = Bounds(row_tokens=512, answer_tokens=32)
     with AgentEngine(
-        engine or Parrot(by_key(SIZE - 2)), runner, texts(), pad_token_id=0, bounds=bounds, rows=rows
+        engine or Parrot(by_key(SIZE - 2)),
+        runner,
+        texts(),
+        pad_token_id=0,
+        bounds=bounds,
+        rows=rows,
+        thinking=thinking,
     ) as made:
         return made.generate({}, ask)
 
@@ -131,7 +138,32 @@ def test_an_edited_history_is_a_row_of_its_own():
     assert every.groups.tolist() == [3, 3, 4]
     assert every.row_ids.tolist() == [0, 1, 2]
     assert every.response_mask.sum(1).tolist() == [6, 9, 6]
-    assert every.turn_rewards.sum(1).tolist() == [1.0, 1.0, 1.0]
+    assert every.turn_rewards.sum(1).tolist() == [0.0, 1.0, 1.0]
+    assert every.episodes.tolist() == [3, 3, 4]
+    assert every.turn_ids.amax(1).tolist() == [0, 1, 0]
+    whole = joined(every)
+    assert whole.turn_rewards.sum(1).tolist() == [1.0, 1.0]
+    assert whole.response_mask.sum(1).tolist() == [15, 6]
+
+
+def test_each_answer_is_a_row_where_turns_are_rows():
+    """Its prompt is the conversation as the template has it, in which the first answer is text."""
+    ask = asked(prompts(2), n=1)
+    kept, rows = generated(players.counting, ask), generated(players.counting, ask, thinking="drop")
+    assert rows.episodes.tolist() == [3, 3, 4, 4]
+    width = rows.response_mask.shape[1]
+    for row in range(4):
+        seen = rows.attention_mask[row]
+        before = tokenizer().decode(rows.tokens[row, :-width][seen[:-width]].tolist())
+        assert before.endswith("<|im_start|>assistant\n")
+        assert before.count("assistant\n") == 1 + row % 2
+        first = rows.tokens[row - row % 2, -width:][rows.response_mask[row - row % 2]].tolist()
+        assert (texts().decoded(first) in before) == bool(row % 2)
+        assert first == kept.tokens[row // 2, -kept.response_mask.shape[1] :][: len(first)].tolist()
+    scores, _, known = environment_reward(joined(rows))
+    assert known.all()
+    assert metrics.report(turn_metrics(rows))["rollout/rows/mean"] == 2
+    assert len(scores) == 2
 
 
 def test_a_response_has_at_most_its_tokens():

@@ -339,6 +339,7 @@ def test_a_real_server_and_unmodified_clients():
             left = client.chat.completions.create(
                 model=MODEL, user="left", messages=[{"role": "user", "content": "x"}], max_tokens=400, stream=True
             )
+            asyncio.run(until(lambda: world.engine.requests[-1].sampling.max_tokens == 400))
             left.close()
         name = world.engine.requests[-1].name
         asyncio.run(until(lambda: ("cancel", (name,)) in world.engine.calls))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.environments.protocol import Message
+from fppo.episodes import EpisodeCut
 
 
 class Section(NamedTuple):
@@ -49,7 +50,14 @@ class Chain:
     turns: list[list[int]] = attrs.field(factory=list)  # the tokens of those before
     rewards: dict[int, float] = attrs.field(factory=dict)  # by column
     info: dict[str, float] = attrs.field(factory=dict)
-    experts: list[tuple[int, Tensor]] = attrs.field(factory=list)  # of the tokens up to a place, the prompt's first
+    experts: list[tuple[int, int, Tensor]] = attrs.field(factory=list)  # by row, of its tokens up to a place
+    said: list[Message] = attrs.field(factory=list)  # the conversation so far, where turns are rows
+    later: list[EpisodeCut] = attrs.field(factory=list)  # the rows behind the first
+
+    @property
+    def cuts(self) -> list[EpisodeCut]:
+        """The rows of the episode."""
+        return [EpisodeCut(self.prompt), *self.later]
 
     @property
     def name(self) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -20,7 +21,7 @@ from fppo.rollout.records import check_prompts, number_rows, response_limits
 from fppo.rollout.spread import requested_together
 from fppo.rollout.turns.chains import Chain
 from fppo.rollout.turns.games import DRAWS, EPISODE
-from fppo.rollout.turns.observations import Encode
+from fppo.rollout.turns.observations import Encode, said_message
 from fppo.rollout.turns.play import Agreement, Failure, Heard, Play, ReplyOf, Rules
 from fppo.rollout.turns.record import Records
 from fppo.rollout.turns.runner import player_of
@@ -29,6 +30,7 @@ from fppo.steps.ranks import deal
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls failed
 INFO = "environment"  # the key under which extras hold an episode's numbers by name
+Thinking = Literal["keep", "drop"]
 _SEEDS = 1 << 62
 
 
@@ -61,6 +63,13 @@ class TurnsEngine:
     depend on when anything is answered. On a mesh each rank plays some of the rows, and all get all results. Where a
     call failed, `extras` count it as "tool_failures".
 
+    With `thinking = "drop"` each turn is a row: its prompt is the conversation so far, by `prompt`, so that a chat
+    template leaves out earlier thoughts as it does where the policy is used. Only what is behind the prompt was
+    sampled, with these ids; earlier turns are text in it. The rows of an episode stand in order (`Rollout.episodes`),
+    and joined they are the response that "keep" would report. The draws of a turn are the same in both. A turn that
+    goes on with nothing in between stays in its row. Bounds on a response hold for the joined one, and no row is longer
+    than a prompt with a whole response.
+
     With `draws` a response is an episode of a game: the prompt's last message has as many uniform numbers of the
     response's own for tools, as "draws", and `extras` hold the text of that message, these numbers and the texts of the
     policy's turns as the "opening", "draws" and "turns" of an "episode". No row is reported early then, either.
@@ -78,9 +87,19 @@ class TurnsEngine:
     prompt: Callable[[Sequence[Message]], Sequence[int]] | None = None
     prompt_tokens: int | None = None
     failure: Failure = "drop"
+    thinking: Thinking = "keep"
+
+    def __attrs_post_init__(self) -> None:
+        if self.thinking == "drop" and self.prompt is None:
+            raise ValueError('thinking="drop": give prompt, which encodes the conversation up to the next turn')
 
     def generate(self, params: Mapping[str, Tensor], ask: Ask) -> Rollout:
-        """The rollout; with one turn, or tools that end every response, the engine's own. See `Engine`."""
+        """The rollout; with one turn, or tools that end every response, the engine's own. See `Engine`.
+
+        Raises ValueError for prompts with images where each turn is a row: later prompts would lack them.
+        """
+        if self._anew and any(x is not None for x in ask.prompts.inputs or ()):
+            raise ValueError('thinking="drop" encodes prompts anew, which cannot have images: give thinking="keep"')
         if self.tools.judges or self.draws is not None:
             ask = attrs.evolve(ask, on_finished=None)
         n, mesh = ask.sampling.n, self.mesh
@@ -105,9 +124,14 @@ class TurnsEngine:
             pad_token_id=self.pad_token_id,
             device=next((x.device for x in params.values() if isinstance(x, Tensor)), ask.prompts.tokens.device),
             judges=self.tools.judges,
+            anew=self._anew,
         )
         own = [chain for chain in chains if chain.group in reported]
         return records.rollout(own, lambda chain: self._extras(chain, openings[chain.row], ask.sampling))
+
+    @property
+    def _anew(self) -> bool:
+        return self.thinking == "drop"
 
     def _rules(self, ask: Ask, on_done: Callable[[Chain], None]) -> Rules:
         most = ask.sampling.max_tokens
@@ -123,6 +147,8 @@ class TurnsEngine:
             prompt=self.prompt,
             prompt_tokens=self.prompt_tokens,
             failure=self.failure,
+            anew=self._anew,
+            said=partial(said_message, self.tokenizer),
             on_done=on_done,
         )
 
@@ -164,6 +190,7 @@ class TurnsEngine:
                 prompt=prompts.tokens[group][masks[group]].tolist(),
                 inputs=None if prompts.inputs is None else prompts.inputs[group],
                 most=limits[group],
+                said=list(openings[row]) if self._anew else [],
             )
             for group in groups
             for row in range(group * n, (group + 1) * n)

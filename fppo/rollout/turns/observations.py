@@ -7,8 +7,9 @@ from typing import Any, Protocol
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, render_chat
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, render_chat
 from fppo.data.tokenizers import within
+from fppo.environments.protocol import Message, Reply
 
 _MARK, _SHOWN, _THOUGHT = "fppomark", "fpposhown", "fppothought"
 _ASKED = {"role": "user", "content": "x"}
@@ -90,6 +91,17 @@ class ChatTemplate:
         if whole.count(_MARK) != 1:
             raise ValueError(f"the chat template does not show once what an assistant said: {whole!r}")
         return whole.partition(_MARK)[2]
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The tokens of a conversation up to where the policy speaks. Raises ValueError for one that the template
+        refuses."""
+        shown = [_parted(message) for message in messages] if self.in_parts else messages
+        try:
+            return encode_chat(self.tokenizer, shown, options=self.options)
+        except EndlessTemplate:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise _refused(messages, error) from error
 
     def _calls(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         return self.behind_calls and messages[0]["role"] == "tool"
@@ -178,6 +190,23 @@ def _check_shown(template: ChatTemplate, role: str) -> None:
         )
 
 
+def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message:
+    """A turn behind the tokens `before` as a message of the conversation that goes on: in the parts that the
+    tokenizer's `response_template` reads, such as thoughts and calls of tools, or else all of it as its content."""
+    whole: Message = {"role": "assistant", "content": reply.text}
+    if getattr(tokenizer, "response_template", None) is None:
+        return whole
+    text, prefix = (
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for ids in (reply.ids, before)
+    )
+    try:
+        parts = {name: x for name, x in tokenizer.parse_response(text, prefix=prefix).items() if x}
+    except Exception:  # the template's parsers raise what they like on turns of another form
+        return whole
+    return {"content": "", **parts, "role": "assistant"}
+
+
 def forgets_thinking(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> list[str]:
     """The roles, of the user and `roles`, before whose messages the chat template leaves out what an assistant thought
     in its turn."""
@@ -211,8 +240,12 @@ def _render(
     except EndlessTemplate:
         raise
     except Exception as error:  # templates raise what they like
-        roles = [message["role"] for message in messages]
-        raise ValueError(f"the chat template refuses messages of the roles {roles}: {error}") from error
+        raise _refused(messages, error) from error
+
+
+def _refused(messages: Sequence[Mapping[str, Any]], error: Exception) -> ValueError:
+    roles = [message["role"] for message in messages]
+    return ValueError(f"the chat template refuses messages of the roles {roles}: {error}"[:1000])
 
 
 def _parted(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fppo._errors import RunFailed
+from fppo.data.chat import EndlessTemplate
 from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Message, Reply
 from fppo.environments.runner import PlayerCalls
+from fppo.episodes import EpisodeCut
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import FinishedRequest, Request, Requests
@@ -42,6 +44,8 @@ class Rules:
     reply: ReplyOf
     prompt: Callable[[Sequence[Message]], Sequence[int]] | None
     prompt_tokens: int | None  # that a prompt may have
+    anew: bool  # each turn begins with a prompt of the conversation so far
+    said: Callable[[Reply, Sequence[int]], Message]  # the message of a turn behind these tokens
     failure: Failure
     on_done: Callable[[Chain], None]
 
@@ -158,6 +162,7 @@ class Play:
                 self._check(PlayedStep(failed=True, why="its prompt is too long, or another than that of its group"))
             each.messages = messages if fits else None
             each.prompt = ids if fits else each.prompt
+            each.said = list(messages) if fits else each.said
 
     def _next(self, chain: Chain, played: PlayedStep) -> Request | None:
         """The next request of an episode that was answered; None where it is over."""
@@ -169,18 +174,47 @@ class Play:
         if played.done or chain.finish != "stop":
             return self._over(chain)
         observation = rules.encode(played.messages, chain.ids[-1])
+        row = None
         if played.messages:  # else the turn goes on
+            if rules.anew and chain.requests < rules.max_turns:
+                try:
+                    row = self._next_row(chain, played.messages, used + len(observation), len(observation))
+                except EndlessTemplate:
+                    raise
+                except ValueError as error:  # of a turn that the template refuses in a conversation
+                    return self._refused(chain, str(error))
             chain.turns.append(chain.reply_ids)
             chain.since = used + len(observation)
         chain.turn += bool(played.messages) or rules.judges
         if chain.requests == rules.max_turns:
             return self._over(chain)
         left = chain.most - used - len(observation)
+        if row is not None:  # which is no longer than the whole response might be
+            left = min(left, len(chain.prompt) + chain.most - len(row.prompt))
         if left < 1:
             chain.finish = "length"
             return self._over(chain)
         self._add(chain, observation)
-        return self._request(chain, observation, left)
+        if row is None:
+            return self._request(chain, observation, left)
+        chain.later.append(row)
+        return self._request(chain, row.prompt, left, anew=True)
+
+    def _next_row(self, chain: Chain, messages: Sequence[Message], start: int, observed: int) -> EpisodeCut:
+        """The row of the turn behind these messages. Raises ValueError for a conversation that cannot be encoded."""
+        rules = self._rules
+        assert rules.prompt is not None
+        said = rules.said(rules.reply(chain.reply_ids, cut=False), chain.cuts[-1].prompt)
+        chain.said = [*chain.said, said, *messages]
+        return EpisodeCut(list(rules.prompt(chain.said)), start, observed)
+
+    def _refused(self, chain: Chain, why: str) -> None:
+        """Ends an episode that no prompt can go on with, as one that failed."""
+        self._check(PlayedStep(failed=True, why=why))
+        chain.failures += 1
+        if self._rules.judges:
+            chain.rewards[len(chain.ids) - 1] = self._rules.lost
+        self._over(chain)
 
     def _over(self, chain: Chain) -> None:
         chain.done = True
@@ -194,8 +228,8 @@ class Play:
         chain.sections.append(Section(torch.tensor(observation, dtype=torch.int64), zero, zero, versions, 0))
         chain.ids += observation
 
-    def _request(self, chain: Chain, ids: Sequence[int], left: int) -> Request:
-        """The next request: a prompt, or what follows the last one."""
+    def _request(self, chain: Chain, ids: Sequence[int], left: int, *, anew: bool = False) -> Request:
+        """The next request: a prompt, or what follows the last one, unless it begins `anew`."""
         rules, before = self._rules, chain.name
         chain.requests += 1
         first = chain.requests == 1
@@ -206,7 +240,7 @@ class Play:
             key=self._key(chain.requests),
             row=chain.row_id,
             position=rules.offset if first else 0,
-            after=None if first else before,
+            after=None if first or anew else before,
             keep=chain.requests < rules.max_turns and not chain.lost,
             inputs=chain.inputs if first else None,
         )
@@ -230,7 +264,8 @@ class Play:
         chain.ids += finished.tokens.tolist()
         chain.finish = finished.end
         if finished.experts is not None:
-            chain.experts.append((len(chain.prompt) + len(chain.ids) - 1, finished.experts))
+            row = chain.cuts[-1]
+            chain.experts.append((len(chain.later), len(row.prompt) + len(chain.ids) - row.start - 1, finished.experts))
         more = finished.end == "stop" and chain.requests < rules.max_turns
         if chain.lost:
             chain.rewards = {len(chain.ids) - 1: rules.lost}

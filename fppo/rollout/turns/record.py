@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 from fppo.batch import Column, Prompts, Rollout, extend, repeat
 from fppo.data.examples import MESSAGES
+from fppo.episodes import EpisodeCut, cut
 from fppo.rollout.engine import Ask
 from fppo.rollout.records import completed_experts, number_rows
 from fppo.rollout.turns.chains import Chain
@@ -30,17 +32,21 @@ class Records:
     pad_token_id: int
     device: torch.device
     judges: bool  # rewards are the player's, and prompts may be
+    anew: bool = False  # each turn is a row
 
     def rollout(self, chains: Sequence[Chain], extras: Callable[[Chain], Mapping[str, Any]]) -> Rollout:
         """The rollout, the same on every rank, from the episodes of this rank's rows, in their order. `extras` are what
         a row's extras get more."""
-        ask, routed = self.ask, next((chain.experts[0][1] for chain in chains if chain.experts), None)
+        ask, routed = self.ask, next((chain.experts[0][2] for chain in chains if chain.experts), None)
         own = {
             "width": max((len(chain.ids) for chain in chains), default=1),
             "routed": None if routed is None else [*routed.shape[1:], str(routed.dtype).removeprefix("torch.")],
             "wide": any(chain.sections[0].log_probs.dtype == torch.float64 for chain in chains),
             "newer": any(bool((x.versions != ask.version).any()) for chain in chains for x in chain.sections if x.turn),
-            "rows": [[chain.row, chain.finish, dict(extras(chain)), _opening(chain)] for chain in chains],
+            "rows": [
+                [chain.row, chain.finish, dict(extras(chain)), _opening(chain), [list(x) for x in self._cuts(chain)]]
+                for chain in chains
+            ],
         }
         ranks = gather_objects(own, self.mesh, AXES, self.device)
         rows = {row: rest for rank in ranks for row, *rest in rank["rows"]}
@@ -51,9 +57,7 @@ class Records:
         seen = all_columns.pop("seen")
         mask, tokens, versions, rewards = (all_columns.pop(x) for x in ("chosen", "tokens", "versions", "rewards"))
         whole = torch.cat([prompts.attention_mask.to(self.device).bool(), seen], 1)
-        experts = next((rank["routed"] for rank in ranks if rank["routed"]), None)
-        routed = None if experts is None else self._experts(chains, prompts.tokens.shape[1], width, experts)
-        return extend(
+        rollout = extend(
             Rollout,
             prompts,
             tokens=torch.cat([prompts.tokens.to(self.device), tokens.where(seen, self.pad_token_id)], 1),
@@ -66,12 +70,23 @@ class Records:
             extras=Column({**prompts.extras[row], **rows[row][1]} for row in range(count)),
             token_versions=versions.where(mask, 0) if any(rank["newer"] for rank in ranks) else None,
             turn_rewards=rewards if self.judges else None,
-            routed=None if routed is None else completed_experts(routed, whole),
             **all_columns,
         )
+        cuts = [[EpisodeCut(*each) for each in rows[row][3]] for row in range(count)]
+        if self.anew:
+            rollout = cut(rollout, cuts, pad_token_id=self.pad_token_id)
+        experts = next((rank["routed"] for rank in ranks if rank["routed"]), None)
+        if experts is None:
+            return rollout
+        routed = self._experts(chains, rollout, [len(own) for own in cuts], experts)
+        return replace(rollout, routed=completed_experts(routed, rollout.attention_mask))
 
-    def _collected(self, x: Tensor) -> Tensor:
-        return collect(x.to(self.device), self.shares, self.mesh, AXES)
+    def _cuts(self, chain: Chain) -> list[EpisodeCut]:
+        """The rows of an episode; without prompts, of which a rollout has those of the first rows already."""
+        return chain.cuts if self.anew else [EpisodeCut(())]
+
+    def _collected(self, x: Tensor, shares: Sequence[Sequence[int]] | None = None) -> Tensor:
+        return collect(x.to(self.device), self.shares if shares is None else shares, self.mesh, AXES)
 
     def _prompts(self, rows: Mapping[int, Sequence[Any]]) -> Prompts:
         """The prompts that episodes began with."""
@@ -92,14 +107,20 @@ class Records:
         extras = Column({**had, **new} for had, new in zip(prompts.extras, more, strict=True))
         return replace(prompts, **columns, extras=extras)
 
-    def _experts(self, chains: Sequence[Chain], prompt: int, width: int, kind: Sequence[Any]) -> Tensor:
+    def _experts(self, chains: Sequence[Chain], rollout: Rollout, sizes: Sequence[int], kind: Sequence[Any]) -> Tensor:
+        """The experts [B, S, L, k] of a rollout with so many rows of each episode."""
         *shape, dtype = kind
-        whole = torch.zeros(len(chains), prompt + width, *shape, dtype=getattr(torch, dtype))
-        for row, chain in enumerate(chains):
-            start = prompt - len(chain.prompt)
-            for end, experts in chain.experts:
-                whole[row, start + end - len(experts) : start + end] = experts.cpu()
-        return self._collected(whole)
+        ends = list(accumulate(sizes))
+        shares = [[n for row in share for n in range(ends[row] - sizes[row], ends[row])] for share in self.shares]
+        length, prompt = rollout.tokens.shape[1], rollout.tokens.shape[1] - rollout.response_mask.shape[1]
+        whole = torch.zeros(sum(sizes[chain.row] for chain in chains), length, *shape, dtype=getattr(torch, dtype))
+        first = 0
+        for chain in chains:
+            for row, end, experts in chain.experts:
+                stop = prompt - len(chain.cuts[row].prompt) + end
+                whole[first + row, stop - len(experts) : stop] = experts.cpu()
+            first += sizes[chain.row]
+        return self._collected(whole, shares)
 
 
 def _opening(chain: Chain) -> list[Any] | None:

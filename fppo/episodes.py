@@ -1,0 +1,175 @@
+"""Episodes of several rows: joined for whatever judges a whole episode, and cut into rows for training.
+
+A row is an episode as a rule. Where several rows are of one (`Rollout.episodes`), each has a prompt of its own, and
+`Rollout.observed` holds what stood between the responses of two of them.
+"""
+
+# pyright: reportUnknownMemberType=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo import batch as batches
+from fppo.batch import Column, Rollout
+from fppo.tree import replace
+
+R = TypeVar("R", bound=Rollout)
+_WHOLE = ("tokens", "attention_mask", "routed")  # columns of [B, S], with prompts
+
+
+class EpisodeLayout(NamedTuple):
+    """The places of rows' tokens in E episodes, whose responses have W positions."""
+
+    episode_of: Tensor  # [B] int64: the index of each row's episode, counted by their first rows
+    first: list[int]  # the first row of each episode
+    last: list[int]
+    starts: list[int]  # where each row begins in its episode's response
+    present: Tensor  # [B, T] bool: the response tokens of rows
+    columns: Tensor  # [B, T] int64: the position of each of them in the episode's response
+    width: int  # W
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """Numbers of the episodes' tokens [E, W] as those of the rows' tokens [B, T]; 0 where a row has none."""
+        return x[self.episode_of[:, None], self.columns].masked_fill(~self.present, 0)
+
+    def of_episodes(self, x: Tensor, fill: float = 0) -> Tensor:
+        """Numbers of the rows' tokens [B, T, ...] as those of the episodes' tokens [E, W, ...]."""
+        whole = x.new_full((len(self.first), self.width, *x.shape[2:]), fill)
+        rows = self.present.nonzero()[:, 0]
+        return whole.index_put((self.episode_of[rows], self.columns[self.present]), x[self.present])
+
+
+def layout_of(record: Rollout) -> EpisodeLayout:
+    """The places of a record's rows in their episodes. Rows of an episode stand in order, with or without others
+    between them. Raises ValueError for a record without episodes."""
+    if record.episodes is None:
+        raise ValueError("the rows have no episodes: each is one")
+    present = record.attention_mask[:, -record.response_mask.shape[1] :].bool()
+    counts, observed = present.sum(1).tolist(), record.observed or [()] * len(present)
+    _, rows = episode_rows(record.episodes)
+    starts, of_rows, width = [0] * len(counts), [0] * len(counts), 1
+    for episode, own in enumerate(rows):
+        end = 0
+        for row in own:
+            starts[row] = end + (len(observed[row]) if row != own[0] else 0)
+            of_rows[row], end = episode, starts[row] + counts[row]
+        width = max(width, end)
+    device = present.device
+    begins = torch.tensor(starts, dtype=torch.int64, device=device)[:, None]
+    return EpisodeLayout(
+        episode_of=torch.tensor(of_rows, dtype=torch.int64, device=device),
+        first=[own[0] for own in rows],
+        last=[own[-1] for own in rows],
+        starts=starts,
+        present=present,
+        columns=(begins + present.cumsum(1) - 1).where(present, 0),
+        width=width,
+    )
+
+
+def num_episodes(record: Any) -> int:
+    """The number of episodes among a record's rows."""
+    episodes = getattr(record, "episodes", None)
+    return len(record.row_ids) if episodes is None else len(episodes.unique())
+
+
+def episode_rows(episodes: Tensor) -> tuple[Tensor, list[list[int]]]:
+    """The numbers of episodes [E], in the order of their first rows, and the rows of each; from every row's [B]."""
+    rows: dict[int, list[int]] = {}
+    for row, number in enumerate(episodes.tolist()):
+        rows.setdefault(number, []).append(row)
+    return torch.tensor([*rows], dtype=torch.int64), [*rows.values()]
+
+
+def joined(record: R) -> R:
+    """The record with a row for each episode: the prompt of its first row, then the responses of all, with what stood
+    between them; a record whose rows are episodes as it is.
+
+    Columns of one number per row are those of the first, but for the finish, which is the last one's, and the row ids,
+    which are the episodes' numbers. Experts are left out: each row has its own of the same prompt.
+    """
+    if record.episodes is None:
+        return record
+    at, width = layout_of(record), record.response_mask.shape[1]
+    rows = batches.rows(record, at.first)
+    tokens, seen = at.of_episodes(record.tokens[:, -width:]), at.of_episodes(at.present)
+    for row, ids in enumerate(record.observed or ()):
+        if ids and row not in at.first:
+            episode, start = int(at.episode_of[row]), at.starts[row]
+            tokens[episode, start - len(ids) : start] = torch.tensor(ids, dtype=tokens.dtype, device=tokens.device)
+            seen[episode, start - len(ids) : start] = True
+    fields = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
+    of_tokens = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.ndim > 1 and name not in _WHOLE}
+    return replace(
+        rows,
+        tokens=torch.cat([rows.tokens[:, :-width], tokens], 1),
+        attention_mask=torch.cat([rows.attention_mask[:, :-width].bool(), seen], 1),
+        row_ids=record.episodes[at.first],
+        finish=Column(record.finish[row] for row in at.last),
+        routed=None,
+        episodes=None,
+        observed=None,
+        **{name: at.of_episodes(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()},
+    )
+
+
+class EpisodeCut(NamedTuple):
+    """A row that is cut out of an episode."""
+
+    prompt: Sequence[int]
+    start: int = 0  # its first position in the episode's response
+    observed: int = 0  # the tokens of the response before it that are in no row
+
+
+def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: int) -> Rollout:
+    """The rollout with several rows for each episode: `cuts` has those of every row of the record, in order.
+
+    A row ends where what was observed before the next one begins. `joined` undoes it. Rows are numbered from 0 on,
+    episodes as the record's rows; experts are left out, since rows with prompts of their own have others.
+    """
+    width = record.response_mask.shape[1]
+    lengths = record.attention_mask[:, -width:].sum(1).tolist()
+    stops = [
+        [*(later.start - later.observed for later in own[1:]), length]
+        for own, length in zip(cuts, lengths, strict=True)
+    ]
+    flat = [each for own in cuts for each in own]
+    sizes = [stop - each.start for each, stop in zip(flat, (x for own in stops for x in own), strict=True)]
+    before, most = max(len(each.prompt) for each in flat), max(sizes)
+    index = torch.tensor([row for row, own in enumerate(cuts) for _ in own])
+    rows, device = batches.rows(record, index), record.tokens.device
+    starts, counts = (torch.tensor(x, device=device)[:, None] for x in ([each.start for each in flat], sizes))
+    places = torch.arange(most, device=device)
+    own, columns = places < counts, (starts + places).clamp(max=width - 1)
+
+    def taken(x: Tensor, fill: float = 0) -> Tensor:
+        return x.gather(1, columns).masked_fill(~own, fill)
+
+    fields = {field.name: getattr(rows, field.name) for field in attrs.fields(type(rows))}
+    of_tokens = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.ndim == 2 and name not in _WHOLE}
+    more = {name: taken(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()}
+    if record.token_versions is not None:
+        more["versions"] = more["token_versions"][:, 0].to(record.versions)
+    prompts = [[*[pad_token_id] * (before - len(each.prompt)), *each.prompt] for each in flat]
+    read = [[*[False] * (before - len(each.prompt)), *[True] * len(each.prompt)] for each in flat]
+    responses = record.tokens[:, -width:].tolist()
+    ends = [place == len(each) - 1 for each in cuts for place in range(len(each))]
+    numbers = index.tolist()
+    return replace(
+        rows,
+        tokens=torch.cat([torch.tensor(prompts, device=device), taken(rows.tokens[:, -width:], pad_token_id)], 1),
+        attention_mask=torch.cat([torch.tensor(read, device=device), own], 1),
+        row_ids=torch.arange(len(flat), device=device),
+        finish=Column(finish if end else "stop" for finish, end in zip(rows.finish, ends, strict=True)),
+        episodes=rows.row_ids,
+        observed=Column(
+            responses[row][each.start - each.observed : each.start] for row, each in zip(numbers, flat, strict=True)
+        ),
+        routed=None,
+        **more,
+    )
