@@ -173,6 +173,17 @@ def test_a_mixture_reports_what_was_drawn():
     assert made.report(known, 0) == {"curriculum/drawn/a": 0.75, "curriculum/drawn/b": 0.25}
 
 
+@pytest.mark.parametrize("prior", [1.0, 0.5])
+def test_learned_rates_are_reported_of_the_prompts_that_were_seen(prior):
+    """Of two responses of the first prompt one was right, of one of the third none; the others were not asked."""
+    made = data.learnability(prior=prior)
+    known = made.init(prompts("aabb"))
+    assert made.report(known, 0) == {"curriculum/seen": 0.0}
+    known = made.update(known, torch.tensor([0, 2, 0]), torch.tensor([1.0, 0.0, 0.0]).double())
+    rates = [(1 + prior) / (2 + 2 * prior), prior / (1 + 2 * prior)]
+    assert made.report(known, 0) == pytest.approx({"curriculum/seen": 0.5, "curriculum/success_rate": sum(rates) / 2})
+
+
 MADE = {
     "learnability": data.learnability(),
     "by source": data.learnability(keep_sources=True, decay=0.0),
