@@ -95,6 +95,13 @@ def test_lengths_of_demonstrations_are_those_of_their_rows():
     }
 
 
+def test_numbers_of_environments_are_means_over_the_episodes_that_have_them():
+    extras = [{"environment": {"won": 1.0, "steps": 3.0}}, {"environment": {"steps": 6.0}}, {}, {"environment": "text"}]
+    rollout = attrs.evolve(batches.narrow(Rollout, tiny.experience(0, 4)), extras=Column(extras))
+    numbers = metrics.report(stages.environment_metrics(rollout))
+    assert numbers == {"environment/steps": 4.5, "environment/won": 1.0}
+
+
 class Recording:
     """An engine that keeps what it was asked."""
 
