@@ -277,3 +277,12 @@ def test_a_metric_that_no_run_has_is_named(tmp_path):
         collect({"x": {0: tmp_path}}, ["b"])
     with pytest.raises(ValueError, match="no run has logged a held-out score"):
         collect({"x": {0: tmp_path}})
+
+
+def test_seeds_count_from_the_runs_own(tmp_path):
+    runs = plan(
+        tiny_run.settings(tmp_path, seed=7),
+        CompareSettings(vary=("actor.optimizer.lr=1e-5",), seeds=2, metrics=("critic/score/mean",)),
+    )
+    (of_seed,) = runs.values()
+    assert {seed: own.seed for seed, own in of_seed.items()} == {7: 7, 8: 8}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,6 +172,29 @@ def test_a_mixture_reports_what_was_drawn():
     made = data.mixture()
     known = made.update(made.init(prompts("aab")), torch.tensor([0, 0, 1, 2]), torch.zeros(4).double())
     assert made.report(known, 0) == {"curriculum/drawn/a": 0.75, "curriculum/drawn/b": 0.25}
+
+
+def test_a_curriculum_learns_of_outcomes_at_the_step_and_goes_on_to_the_next():
+    """Of the scores without what shapes them, as a penalty for length."""
+    made, dataset = data.easy_to_hard(steps=10), prompts("aab")
+    cursor = at_step(data.begin_course(made, dataset), 4)
+    outcomes = torch.tensor([1.0, float("nan"), 0.0])
+    scored = SimpleNamespace(ids=["2", "0", "1"], outcome=outcomes, scores=outcomes - 0.75)
+    after, report = data.Learn.of(made, dataset)(cursor, scored)
+    assert (after.course.known.successes.tolist(), after.course.known.failures.tolist()) == ([0, 0, 1], [0, 1, 0])
+    assert after.course.step == 5
+    assert float(report["curriculum/target"].total) == pytest.approx(0.9 - 0.6 * 0.4)
+
+
+@pytest.mark.parametrize("prior", [1.0, 0.5])
+def test_learned_rates_are_reported_of_the_prompts_that_were_seen(prior):
+    """Of two responses of the first prompt one was right, of one of the third none; the others were not asked."""
+    made = data.learnability(prior=prior)
+    known = made.init(prompts("aabb"))
+    assert made.report(known, 0) == {"curriculum/seen": 0.0}
+    known = made.update(known, torch.tensor([0, 2, 0]), torch.tensor([1.0, 0.0, 0.0]).double())
+    rates = [(1 + prior) / (2 + 2 * prior), prior / (1 + 2 * prior)]
+    assert made.report(known, 0) == pytest.approx({"curriculum/seen": 0.5, "curriculum/success_rate": sum(rates) / 2})
 
 
 MADE = {

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fppo.runtime.simulate import simulate
 from fppo_kernels import table
 from fppo_kernels.log_probs.chunked import Tiles, chunked
+from fppo_kernels.log_probs.reference import reference
 
 CPP = table.available("log_probs")["cpp"]
 # the compiled and the Triton kernel have tests of their own
@@ -248,3 +249,14 @@ def test_a_split_vocabulary_changes_nothing(
         torch.testing.assert_close(sum(grads[0] for grads in found), d_hidden, rtol=1e-10, atol=1e-11)
         for i, grad in enumerate(d_head):
             torch.testing.assert_close(torch.cat([grads[1 + i] for grads in found]), grad, rtol=1e-10, atol=1e-11)
+
+
+def test_a_token_that_the_head_excludes_adds_nothing_to_the_entropy():
+    """By a bias of -inf, as of a vocabulary that is padded."""
+    (hidden, weight), labels, *_ = problem(0, 3, 4, 6, False, 1.0)
+    bias = torch.tensor([0.0] * 5 + [-torch.inf], dtype=hidden.dtype)
+    labels = labels.clamp(max=4)
+    found = reference(hidden, weight, labels, bias=bias, entropy=True, sum_squared=True)
+    expected = reference(hidden, weight[:5], labels, entropy=True, sum_squared=True)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

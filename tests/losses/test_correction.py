@@ -1,6 +1,7 @@
 """Rollout correction against loops over verl's definitions: weights, rejection, metrics."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -192,16 +193,16 @@ def test_scopes_agree_on_rows_of_one_token(batch):
 
 @given(batches())
 def test_equal_policies_weigh_one_and_reject_nothing(batch):
-    for level in losses.LEVELS:
+    for level, threshold, reject_threshold in product(losses.LEVELS, ((0.999, 1.001), (1.0, 1.0)), (1.01, 1.0)):
         found = losses.rollout_correction(
             batch.log_probs,
             batch.log_probs,
             batch.mask,
             level=level,
-            threshold=(0.999, 1.001),
+            threshold=threshold,
             batch_normalize=True,
             reject=",".join(losses.REJECTIONS),
-            reject_threshold=1.01,
+            reject_threshold=reject_threshold,
         )
         assert torch.equal(weights_of(found), batch.mask.double())
         assert torch.equal(found.mask, batch.mask)

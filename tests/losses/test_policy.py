@@ -192,6 +192,26 @@ def test_clip_fraction_is_the_tokens_without_their_full_gradient(name, batch):
     assert numbers["actor/pg_clipfrac"] == pytest.approx(clipped[mask].double().mean().item())
 
 
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "gmpo"])
+@given(batches())
+def test_the_lower_clip_fraction_is_the_tokens_of_the_other_bound(name, batch):
+    """Of dppo those within the trust region whose ratio is cut; of gmpo those of negative advantages, 0 is of none."""
+    lp, old, adv, mask = batch
+    adv = adv.where(torch.arange(adv.shape[1]) % 3 > 0, 0.0)
+    if not mask.any():
+        return
+    numbers, delta = report(CASES[name][0](lp, old, adv, mask)[1]), lp - old
+    if name == "gmpo":
+        outside = (delta > HIGH) | (delta < -LOW)
+        lower = outside & (adv < 0)
+        assert numbers["actor/pg_clipfrac"] == pytest.approx((outside & (adv > 0))[mask].double().mean().item())
+    else:
+        ones = torch.where(adv > 0, 1.0, -1.0).double()  # whose gradients are 0 where the token is not trusted
+        trusted = gradient(lambda x: CASES[name][0](x, old, ones, mask)[0], lp) != 0
+        lower = trusted & (delta.exp() > 2.0)
+    assert numbers["actor/pg_clipfrac_lower"] == pytest.approx(lower[mask].double().mean().item())
+
+
 @every_loss
 def test_far_off_policy_is_finite(loss_fn):
     if loss_fn in (CASES["gmpo"][0],):

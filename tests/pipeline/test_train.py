@@ -1,13 +1,21 @@
 """The loop leaves its caller's state alone unless it is told to take it, and says so of a state that was taken."""
 
+import contextlib
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from fppo import metrics, tree
+from fppo._errors import RunFailed
 from fppo.assembly.run import assemble
+from fppo.key import Key
 from fppo.pipeline import iterate, ppo_step, timing, train
+from fppo.pipeline.program import RunState
+from fppo.pipeline.replay import Difference, first_difference
+from fppo.pipeline.step import check_updates
+from fppo.steps.loss_scale import LEAST
+from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
 
@@ -87,3 +95,30 @@ def test_stages_say_when_they_ran_and_their_seconds_add_up():
     assert timing.covered(ran) == 4.5
     assert timing.covered([*ran, timing.StageSpan("c", 8.0, 3.0), timing.StageSpan("d", 0.0, 1.0)]) == 7.5
     assert timing.covered([]) == 0.0
+
+
+def test_the_first_leaf_that_differs_is_named_also_one_that_is_gone_or_new():
+    old = {"batch": {".a": "1", ".b": "2"}, "result": {".c": "3"}}
+    for part, leaf, value in (
+        ("batch", ".b", "x"),
+        ("batch", ".b", None),
+        ("result", ".c", None),
+        ("result", ".d", "4"),
+    ):
+        new = {name: dict(digests) for name, digests in old.items()}
+        new[part][leaf] = value
+        new = {name: {x: y for x, y in digests.items() if y is not None} for name, digests in new.items()}
+        assert first_difference(3, old, new) == Difference(3, part, leaf)
+    assert first_difference(3, old, old) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "scale", "ends"), [(0, None, True), (1, None, False), (5, LEAST, True), (5, 2 * LEAST, False)]
+)
+def test_updates_that_were_all_skipped_end_a_run_at_its_first_or_at_the_least_scale(before, scale, ends):
+    after = RunState(actor=TrainState(params={}, opt=None, step=before + 2), key=Key(0), step=1)
+    report = {"actor/skipped": metrics.mean(2.0, 2.0)}
+    report |= {} if scale is None else {"actor/loss_scale": metrics.mean(2 * scale, 2.0)}
+    with pytest.raises(RunFailed, match="the actor cannot learn") if ends else contextlib.nullcontext():
+        check_updates("actor", before, after, report)
+    check_updates("actor", before, after, report | {"actor/skipped": metrics.mean(1.0, 2.0)})

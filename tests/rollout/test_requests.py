@@ -1,7 +1,7 @@
 """Requests as they come: a row's tokens depend on its own key and tokens, not on when anything comes, and nothing is
 read twice."""
 
-from functools import cache
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -100,7 +100,7 @@ def test_states_leave_with_their_rows(name):
 def test_each_request_has_a_sampling_of_its_own():
     model, params, rows, _ = reference("qwen2")
     greedy, hot = Sampling(greedy=True, max_tokens=3), Sampling(temperature=1.7, max_tokens=6)
-    rows = with_samplings(rows, CUT, greedy, hot)
+    rows = with_samplings(rows, CUT, greedy, hot, attrs.evolve(hot, top_p=0.2))
     expected, _ = told(only_generate(engine_of(model)), params, rows)
     found, _ = told(engine_of(model), params, rows, delay=lambda row, turn: row % 3)
     same(found, expected)
@@ -173,6 +173,70 @@ def test_what_a_model_cannot_do_is_said_at_once(changes, text):
     model, params = make("gpt2")
     with opened(engine_of(model), params) as requests, pytest.raises(ValueError, match=text):
         requests.add([request("b", **changes)])
+
+
+def ended(requests):
+    """All requests, answered to their ends."""
+    found = []
+    while requests.counts.open:
+        found += requests.step().finished
+    return {each.name: each for each in found}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["own", "generated"])
+def test_draws_go_on_from_a_position(whole):
+    """A row whose first tokens come as a prompt draws the others as the row that drew these; others may begin at 0."""
+    model, params = make("qwen2")
+    engine = engine_of(model) if whole else only_generate(engine_of(model))
+    asked = partial(request, sampling=Sampling(max_tokens=6), row=5)
+    with opened(engine, params) as requests:
+        requests.add([asked("all")])
+        drawn = ended(requests)["all"].tokens.tolist()
+        rest = [asked(f"from {n}", (3, 4, *drawn[:n]), position=n) for n in (2, 4)]
+        requests.add([asked("again"), *rest])
+        found = {name: each.tokens.tolist() for name, each in ended(requests).items()}
+    assert found["again"] == drawn
+    for n in (2, 4):
+        assert found[f"from {n}"][: 6 - n] == drawn[n:]
+
+
+def test_a_row_that_goes_on_counts_with_all_its_tokens_towards_the_longest():
+    model, params = make("gpt2")
+    with opened(engine_of(model), params) as requests:
+        requests.add([request("a", (3, 4) * 20, keep=True)])
+        had = 40 + len(ended(requests)["a"].tokens)
+        most = Sampling(max_tokens=64 - had - 2)
+        requests.add([request("b", (7, 8), after="a", sampling=most)])  # exactly as long as may be
+        with pytest.raises(ValueError, match=rf"'c' has {had + 2} tokens.* may reach 65.*at most 64:"):
+            requests.add([request("c", (7, 8), after="a", sampling=attrs.evolve(most, max_tokens=65 - had - 2))])
+
+
+def test_an_update_finds_rows_that_read_and_prompts_that_wait():
+    """An observation that is read by steps is read anew, once; samples of a prompt that was read begin anew, too."""
+    model, params = make("qwen2")
+    noise = torch.Generator().manual_seed(1)
+    newer = {name: x + 0.1 * torch.randn(x.shape, generator=noise).double() for name, x in params.items()}
+    long = Sampling(max_tokens=5)
+    with opened(engine_of(model, max_rows=1), params) as requests:
+        requests.add([request("a", sampling=long, keep=True)])
+        first = ended(requests)["a"].tokens.tolist()
+        requests.add([request("b", (7, 8, 9, 5), after="a", row=2, sampling=long)])
+        requests.step()
+        requests.update(newer, 1)
+        reading = ended(requests)["b"]
+        requests.add([request(name, row=row, sampling=long) for row, name in enumerate("cd")])
+        requests.step()  # the prompt is read, and the second sample waits
+        requests.update(params, 2)
+        samples = ended(requests)
+    with opened(engine_of(model), newer) as requests:
+        requests.add([request("b", (3, 4, *first, 7, 8, 9, 5), row=2, sampling=long)])
+        expected = ended(requests)["b"]
+    with opened(engine_of(model), params) as requests:
+        requests.add([request("d", row=1, sampling=long)])
+        alone = ended(requests)["d"]
+    for found, own in ((reading, expected), (samples["d"], alone)):
+        assert torch.equal(found.tokens, own.tokens)
+        torch.testing.assert_close(found.log_probs, own.log_probs, rtol=0, atol=1e-12)
 
 
 def test_requests_that_make_no_sense_are_refused():
@@ -270,6 +334,21 @@ def test_exact_log_probs_stay_exact(longest):
     expected, _ = told(only_generate(engine), params, rows)
     found, _ = told(engine, params, rows, delay=lambda row, turn: (5 * row + turn) % 4)
     same(found, expected, atol=0)
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+def test_exact_log_probs_are_the_newer_policys_after_an_update():
+    engine, params = exact_engine_of("qwen3")
+    newer, found = {name: x.flip(0) * 1.5 for name, x in params.items()}, []
+    for first in (params, newer):
+        with opened(engine, first) as requests:
+            requests.add([request("a")])
+            ended(requests)
+            requests.update(newer, 1)
+            requests.add([request("b")])
+            found.append(ended(requests)["b"])
+    assert torch.equal(found[0].tokens, found[1].tokens)
+    assert torch.equal(found[0].log_probs, found[1].log_probs)
 
 
 def test_experts_are_those_of_whole_contexts():

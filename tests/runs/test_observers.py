@@ -10,7 +10,8 @@ import pytest
 
 from fppo.commands import actions
 from fppo.runs import jsonl
-from fppo.runs.observers import FAILURES, OwnObserver
+from fppo.runs.observers import FAILURES, OwnObserver, traffic_since
+from fppo.runtime.watch import Traffic
 from fppo.settings import files
 from tests import tiny_run
 
@@ -90,3 +91,15 @@ def test_names_that_are_none_are_refused(tmp_path, names, text):
     settings = files.replace(tiny_run.settings(tmp_path), {"log.observers": names})
     with pytest.raises(ValueError, match=text):
         files.check(settings)
+
+
+def test_traffic_is_that_since_the_last_call():
+    """Seconds and bytes of a step, not of the run so far; the watch counts steps from the one that is done."""
+    watch = types.SimpleNamespace(step=None, total=Traffic())
+    watch.traffic = lambda: {"shard": watch.total}
+    since = traffic_since(watch, 4)
+    found = []
+    for more in (3, 5, 0):
+        watch.total = Traffic(calls=watch.total.calls + 1, bytes=watch.total.bytes + more)
+        found.append(since()["shard"].bytes)
+    assert (found, watch.step) == ([3, 5, 0], 7)

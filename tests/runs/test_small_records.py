@@ -13,6 +13,12 @@ from tests import tiny_run
 START = "starts/step_00000000.toml"
 
 
+def test_steps_without_a_line_are_named_to_the_last():
+    assert jsonl.missing("x", {1, 2, 5}, 1, 7) == ["x holds nothing of step 3 to 4, 6 to 7"]
+    assert jsonl.missing("x", {2, 4}, 1, 7, every=2) == ["x holds nothing of step 6"]
+    assert jsonl.missing("x", {1, 2}, 1, 2) == jsonl.missing("x", set(), 1, 9, every=0) == []
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """A task, a run of it that stands at step 1, and the digests of one that was left alone."""

@@ -7,7 +7,7 @@ from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.metrics import Max, Mean, Min, Sum, Term
 from fppo.runtime import mesh as meshes
-from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum
+from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum, gather_over, place_on
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
@@ -151,3 +151,12 @@ def test_what_one_rank_is_asked_all_hear_of():
     for flags in ([False, True, False], [False, False, False], [True, True, True]):
         heard = simulate({"shard": 3}, lambda mesh, flag: meshes.any_rank(flag, mesh, torch.device("cpu")), flags)
         assert heard == [any(flags)] * 3
+
+
+def test_what_ranks_of_several_axes_gather_lies_by_their_places():
+    axes = ("replicate", "shard")
+
+    def on_rank(mesh):
+        return gather_over(torch.tensor([place_on(mesh, axes), mesh["shard"].rank]), mesh, axes).tolist()
+
+    assert simulate({"replicate": 2, "shard": 3}, on_rank) == [[[place, place % 3] for place in range(6)]] * 6

@@ -162,6 +162,48 @@ def test_prompts_of_text_go_on_where_they_repeat_all_of_an_answer():
     assert row.turns[1].before == tuple(tokenizer().encode(" again"))
 
 
+def asked(episodes, name, ids, *answers):
+    """Answers to a prompt of ids, and to it with each answer and what is said to that, in turn."""
+    starts = []
+    for tokens, more in answers:
+        conversation = of_ids(ids)
+        start = episodes.begin(name, conversation)
+        answer = FinishedRequest(
+            name=f"{name} {len(ids)}",
+            tokens=torch.tensor(tokens),
+            log_probs=torch.zeros(len(tokens)),
+            sampling_log_probs=torch.zeros(len(tokens)),
+            versions=torch.zeros(len(tokens), dtype=torch.int32),
+            end="stop",
+            fed=0,
+        )
+        turn = RecordedTurn(tuple(ids[len(start.before) :]), answer, "")
+        episodes.commit(start, turn, conversation.behind(*of_ids(tokens).items))
+        starts.append(start)
+        ids = [*ids, *tokens, *more]
+    return starts
+
+
+def test_a_prompt_of_ids_goes_on_from_the_longest_answer_that_it_repeats():
+    episodes = Episodes(1000)
+    starts = asked(episodes, "a", [1, 2], ([3], [4]), ([5, 6], [7]), ([8], []))
+    assert [(start.number, start.seen) for start in starts] == [(0, 0), (0, 3), (0, 6)]
+    (row,) = episodes.rows("a")
+    assert row.ids == (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def test_an_episode_whose_answer_is_under_way_is_not_dropped():
+    dropped = []
+    episodes = Episodes(6, on_dropped=lambda name, rows: dropped.append(name))
+    asked(episodes, "a", [1, 2], ([3], []))
+    start = episodes.begin("a", of_ids([1, 2, 3, 4]))
+    asked(episodes, "b", [1, 2, 3, 4, 5], ([3], []))
+    assert dropped == []
+    episodes.abandon(start)
+    asked(episodes, "c", [1], ([2], []))
+    assert "a" in dropped
+
+
 def test_what_is_held_is_bounded_and_the_oldest_goes():
     dropped = []
     with parrot_world("lamp", bounds=Bounds(row_tokens=512, recorded_tokens=60)) as world:

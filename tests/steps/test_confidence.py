@@ -116,3 +116,8 @@ def test_what_was_not_annotated_is_refused():
         UpdateConfidence(loop=loop, optimizer=optimizer)(
             init_state(params, optimizer), attrs.evolve(batch, entropy=None)
         )
+
+
+def test_members_of_an_ensemble_begin_with_weights_of_their_own():
+    weights = init_confidence(Key(0), members=3)["in_weight"]
+    assert all(not torch.equal(weights[i], weights[j]) for i in range(3) for j in range(i))

@@ -1,14 +1,16 @@
 """A loss scale: it changes no number, agrees over ranks, resumes, and saves gradients in float16."""
 
+from functools import partial
+
 import attrs
 import pytest
 import torch
 
-from fppo import losses, metrics, tree
+from fppo import losses, metrics, models, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.runtime.simulate import simulate
-from fppo.steps.actor import UpdateActor
+from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
@@ -18,6 +20,7 @@ from fppo.steps.muon import muon
 from fppo.steps.optimizers import Optimizer, adamw, lion, sgd
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
+from tests.models.families import make
 
 MODEL, PARAMS = tiny.model_and_params()
 LOOP = Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1))
@@ -142,3 +145,22 @@ def test_an_optimizer_that_does_not_say_what_it_skips_is_refused():
         optimizer_step(init_state(PARAMS, optimizer), PARAMS, optimizer=optimizer)
     with pytest.raises(ValueError, match="interval=0"):
         loss_scaled(SGD, interval=0)
+
+
+def test_a_scale_changes_no_number_of_routers_on_stages_before_the_last():
+    """Whose losses are not a part of the last stage's, and scaled where they are."""
+    model, params = make("qwen3_moe")
+    terms = PolicyTerms(router_z_coef=0.5)
+
+    def run(mesh, optimizer):
+        placed = models.place(model, mesh)
+        own = models.own_params(placed, params, mesh)
+        update = UpdateActor(
+            forward=Forward(placed, mesh=mesh), loss_fn=losses.ppo_clip, loop=WHOLE, optimizer=optimizer, terms=terms
+        )
+        return update(init_state(own, optimizer), tiny.experience(0, 4))[0].params
+
+    both = [simulate({"pipeline": 2}, partial(run, optimizer=x)) for x in (SGD, loss_scaled(SGD, first=2.0**10))]
+    for plain, scaled in zip(*both, strict=True):
+        for name, x in plain.items():
+            torch.testing.assert_close(scaled[name], x, rtol=1e-9, atol=1e-9, msg=name)

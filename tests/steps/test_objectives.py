@@ -16,7 +16,7 @@ from fppo import losses, metrics
 from fppo.models.precision import KeepDouble
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
-from fppo.steps.forward import Forward
+from fppo.steps.forward import Forward, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
@@ -205,6 +205,8 @@ def test_the_critics_gradient_is_that_of_its_definition(mode):
     _assert_gradient(state, expected)
     numbers = metrics.report(report)
     assert numbers["critic/vf_loss"] == pytest.approx(total, rel=1e-9)
+    values = compute_values(CRITIC_PARAMS, batch, forward=Forward(CRITIC), micro_batching=MicroBatching(size=ROWS))
+    assert numbers["critic/vpred_mean"] == pytest.approx(values[batch.response_mask].mean().item(), rel=1e-6)
     assert 0 < numbers["critic/vf_clipfrac"] < 1
 
 
