@@ -33,6 +33,7 @@ COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their 
     "baselines": lambda rows, rewards: rows.baselines,
     "log_probs": lambda rows, rewards: rows.old_log_probs,
     "rollout_log_probs": lambda rows, rewards: rows.rollout_log_probs,
+    "teacher_log_probs": lambda rows, rewards: rows.teacher_log_probs,
     "sum_squared_probs": lambda rows, rewards: rows.sum_squared_probs,
     "turn_ids": lambda rows, rewards: rows.turn_ids,
 }

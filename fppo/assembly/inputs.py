@@ -28,6 +28,7 @@ from fppo.assembly.parts import (
     mesh_at,
 )
 from fppo.assembly.rewards import check_scorers, reward_of
+from fppo.assembly.teacher import check_teacher
 from fppo.assembly.texts import (
     chat_options,
     config_of,
@@ -336,6 +337,18 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         maker_of(rollout.environment)
 
 
+def _models_named(settings: TrainSettings, *, trained: bool) -> dict[str, tuple[str, str]]:
+    """By role, the setting of each model that has a path of its own, and the path."""
+    section, critic = settings.model, trained and settings.uses_critic_model
+    paths = {
+        "critic": ("model.critic_path", section.critic_path if critic else None),
+        "reference": ("model.ref_path", section.ref_path if trained and settings.uses_reference else None),
+        "teacher": ("model.teacher_path", section.teacher_path if settings.uses_teacher else None),
+    }
+    own = {role: (setting, path) for role, (setting, path) in paths.items() if path is not None}
+    return {"actor": ("model.path", section.path)} | own
+
+
 def _check_models(
     settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -348,11 +361,7 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section, rollout, critic, placement = settings.model, settings.rollout, settings.critic, settings.placement
     names, critic_model = kernels_named(settings), trained and settings.uses_critic_model
-    named = {"actor": ("model.path", section.path)}
-    if critic_model and section.critic_path is not None:
-        named["critic"] = ("model.critic_path", section.critic_path)
-    if trained and settings.uses_reference and section.ref_path is not None:
-        named["reference"] = ("model.ref_path", section.ref_path)
+    named = _models_named(settings, trained=trained)
     pool = mesh_at(placement, "reward", mesh)
     tried(lambda: check_scorers(settings.reward, section, tokenizer, mesh, pool=pool, rows=settings.data))
     configs = tried(
@@ -361,7 +370,10 @@ def _check_models(
     if configs is None:
         return
     reads = settings.in_turns or critic.privileged > 0
-    tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
+    others = {role: config for role, config in configs.items() if role != "teacher"}
+    tried(lambda: data.check_vocabulary(tokenizer, others, any_text=reads))
+    if "teacher" in configs:
+        tried(lambda: check_teacher(section, tokenizer, configs))
     if rollout.engine == "vllm":
         over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
@@ -369,8 +381,9 @@ def _check_models(
         built = {"actor": lambda: bare_model(section)}
         if trained and settings.algorithm.uses_critic:
             built["critic"] = lambda: bare_model(section, critic)
-        if "reference" in configs:
-            built["reference"] = lambda: bare_model(attrs.evolve(section, path=section.ref_path))
+        for role in ("reference", "teacher"):
+            if role in configs:
+                built[role] = partial(bare_model, attrs.evolve(section, path=named[role][1]))
         for role, build in built.items():
             axes = axes_at(placement, role, settings.mesh)
             tried(lambda build=build, axes=axes: check_kernels(names, build(), axes))

@@ -97,6 +97,27 @@ def _model(s: TrainSettings) -> Problems:
     if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from unread(s, ["model.ref_path", "model.ref_dtype", "model.ref_offload"], readers)
+    yield from _teacher(s)
+
+
+def _teacher(s: TrainSettings) -> Problems:
+    """The conflicts of a teacher with other settings."""
+    names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
+    if not s.uses_teacher:
+        yield from unread(s, names, 'algorithm.advantage = "distill"')
+        return
+    name = s.algorithm.advantage.name
+    if s.model.teacher_path is None:
+        text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
+        yield wrong(s, "model.teacher_path", text)
+    if s.has_reward:
+        return
+    if value_of(s.algorithm.advantage, ESTIMATORS, "score_coef"):
+        text = "nothing scores the responses; give reward functions, or leave it out"
+        yield Problem("algorithm.advantage.score_coef", s.algorithm.advantage.keywords.get("score_coef"), text)
+    if s.has_held_out and s.eval.temperature == 0:
+        text = f"held-out responses are measured by their divergence from the teacher ({name}, no reward), which is "
+        yield wrong(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
 
 
 def _algorithm(s: TrainSettings) -> Problems:

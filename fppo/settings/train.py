@@ -292,6 +292,18 @@ class TrainSettings:
         return max(self.steps - self.critic.warmup_steps - self.critic.pretrain, 1)
 
     @property
+    def has_reward(self) -> bool:
+        """Whether anything scores responses: functions, a reward model, a judge, or an environment."""
+        reward = self.reward
+        models = reward.model.path is not None or reward.judge.path is not None
+        return bool(reward.functions) or models or self.rollout.environment.used
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the run needs a teacher: its estimator reads the log-probs of one."""
+        return self.algorithm.reads("teacher_log_probs")
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0
