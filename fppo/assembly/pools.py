@@ -24,7 +24,7 @@ class RolePlaces:
 
 
 def home_of(
-    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool, teacher: bool
+    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool, teacher: bool = False
 ) -> torch.device:
     """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
     are elsewhere, on the host."""

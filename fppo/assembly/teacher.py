@@ -93,7 +93,7 @@ def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, co
 
 
 def _difference(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> str | None:
-    """The first token, of those that are not added ones, that two tokenizers number otherwise; None if there is none."""
+    """The number of tokens, added ones apart, that two tokenizers number otherwise, with one of them; None for none."""
     known = theirs.get_vocab(), ours.get_vocab()
     plain = {*known[0]} - {*theirs.get_added_vocab()} | {*known[1]} - {*ours.get_added_vocab()}
     apart = sorted((ids for text in plain if (ids := _ids(text, *known))[1] != ids[2]), key=lambda ids: (ids[1:], ids))

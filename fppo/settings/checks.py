@@ -110,9 +110,14 @@ def _teacher(s: TrainSettings) -> Problems:
     if s.model.teacher_path is None:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
         yield wrong(s, "model.teacher_path", text)
+    scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
+    reads = any(s.algorithm.reads(column) for column in ("rewards", "scores", "outcomes"))
+    if s.algorithm.kl.coef > 0 and not (reads or scored):
+        text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
+        yield wrong(s, "algorithm.kl.coef", text)
     if s.has_reward:
         return
-    if value_of(s.algorithm.advantage, ESTIMATORS, "score_coef"):
+    if scored:
         text = "nothing scores the responses; give reward functions, or leave it out"
         yield Problem("algorithm.advantage.score_coef", s.algorithm.advantage.keywords.get("score_coef"), text)
     if s.has_held_out and s.eval.temperature == 0:
