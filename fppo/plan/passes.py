@@ -159,11 +159,10 @@ class _StandInTriton(torch.autograd.Function):
 
 T = TypeVar("T")
 KEPT = 16  # the rank's runs
-REWARD, TEACHER = FROZEN = ("reward model", "teacher")  # models that are never trained
-HEADS: Mapping[str, HeadKind] = {  # models that differ in shape
-    **{"actor": "lm", "critic": "value"},
-    **{REWARD: "value", TEACHER: "lm"},
-}
+REWARD, TEACHER = "reward model", "teacher"
+FROZEN = (REWARD, TEACHER)  # models that are never trained
+# models that differ in shape
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value", TEACHER: "lm"}
 # the one that each stage runs, in the order of a step
 STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 
