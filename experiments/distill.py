@@ -1,4 +1,4 @@
-"""On-policy distillation: a small model that imitated wrong sums learns the right ones from a teacher's log-probs alone.
+"""On-policy distillation: a small model that imitated wrong sums learns right ones from a teacher's log-probs alone.
 
 Rewards and ground truths are only measured. `fppo quickstart` trains a teacher: give its directory with --teacher; else
 one twice as wide is made here, by imitation of right answers.

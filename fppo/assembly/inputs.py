@@ -41,6 +41,7 @@ from fppo.assembly.texts import (
 )
 from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
+from fppo.data.privileged import TEACHER_PROMPT
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
@@ -254,17 +255,22 @@ def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.R
 def load_prompts(
     section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
-    """The prompts to train on. Raises ValueError that names every faulty row."""
+    """The prompts to train on, with a teacher's own in their extras. Raises ValueError that names every faulty row."""
     problems = data.Problems()
-    return data.encode_rows(
-        read_data(section, problems),
-        tokenizer,
-        fields=section.fields,
-        **only(section, "max_prompt_tokens", "over_long", "pad_token"),
-        chat=chat_options(section),
-        images=images,
-        problems=problems,
-    )
+    rows = read_data(section, problems)
+    encode = partial(data.encode_rows, rows, tokenizer, pad_token=section.pad_token, chat=chat_options(section))
+    own = only(section, "max_prompt_tokens", "over_long")
+    prompts = encode(fields=section.fields, images=images, problems=problems, **own)
+    if section.teacher_prompt is None:
+        return prompts
+    fields = attrs.evolve(section.fields, prompt=section.teacher_prompt)
+    try:
+        taught = encode(fields=fields, max_prompt_tokens=section.teacher_prompt_tokens)
+    except ValueError as error:
+        raise ValueError(f"data.teacher_prompt = {section.teacher_prompt!r}: {error}") from error
+    tokens = dict(zip(taught.ids, taught.tokens, strict=True))
+    extras = ({**extra, TEACHER_PROMPT: [*tokens[i]]} for i, extra in zip(prompts.ids, prompts.extras, strict=True))
+    return attrs.evolve(prompts, extras=tuple(extras))
 
 
 def load_held_out(
@@ -396,6 +402,8 @@ def _check_models(
             tried(partial(check_base, section.lora.base, *asked))
     for role, config in configs.items():
         privileged = critic.privileged if role == of_critic else 0
+        if role == "teacher" and settings.data.teacher_prompt is not None:
+            privileged = max(0, settings.data.teacher_prompt_tokens - settings.data.max_prompt_tokens)
         tried(partial(check_length, config, settings.data, rollout, settings.eval, privileged))
         tried(partial(check_vision, section, config))
     for prompts in prompt_sets:

@@ -101,6 +101,7 @@ def scoring(
     scorer, teacher = _reward_model(settings, here, tokenizer, groups.get("reward", LOCAL_GROUP)), None
     if settings.uses_teacher:
         how = {"micro_batching": forward_micro_batching_of(model, settings.actor), "module_dirs": settings.module_dirs}
+        how["prompted"] = settings.data.teacher_prompt is not None
         teacher = teacher_on(groups.get("teacher", LOCAL_GROUP), here, model, names=names, **how)
     axes, key = axes_at(placement, "actor", settings.mesh), Key(settings.seed).fold("judge")
     with (
@@ -120,9 +121,7 @@ def scoring(
         yield Scoring(runner=early, score=score, teacher=teacher, alone=not settings.has_reward)
 
 
-def _reward_model(
-    settings: TrainSettings, here: Here, tokenizer: PreTrainedTokenizerBase, group: AnyGroup
-) -> Weighted:
+def _reward_model(settings: TrainSettings, here: Here, tokenizer: PreTrainedTokenizerBase, group: AnyGroup) -> Weighted:
     """The reward model on the ranks of a group, or `here` for the group of this process; nothing without one."""
     section, model = settings.reward.model, settings.model
     make = partial(

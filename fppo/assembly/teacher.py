@@ -19,6 +19,7 @@ from fppo.pipeline.passes import PolicyPass
 from fppo.pipeline.teacher import TeacherFn, TeacherPass
 from fppo.runtime.offload import Lane, to_host
 from fppo.settings.model import ModelSettings
+from fppo.steps.critic import as_it_is
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.outputs import Forward
 from fppo.workers.imports import search
@@ -32,17 +33,18 @@ def teacher_on(
     names: Mapping[str, str],
     micro_batching: MicroBatching,
     module_dirs: Sequence[str],
+    prompted: bool,
 ) -> TeacherFn:
     """The teacher on the ranks of a group, or `here` for the group of this process. Kernels are those of the settings
-    in `names`."""
-    make = partial(make_teacher, section=section, names=names, micro_batching=micro_batching)
+    in `names`; one that is `prompted` reads prompts of its own."""
+    make = partial(make_teacher, section=section, names=names, micro_batching=micro_batching, prompted=prompted)
     if isinstance(group, LocalGroup):
         return make(here)
     return on(group, group.call(_make, HERE, module_dirs, make, stays=True, label="make teacher"), label="teacher")
 
 
 def make_teacher(
-    here: Here, section: ModelSettings, *, names: Mapping[str, str], micro_batching: MicroBatching
+    here: Here, section: ModelSettings, *, names: Mapping[str, str], micro_batching: MicroBatching, prompted: bool
 ) -> TeacherPass:
     """The teacher on a rank, which shares a batch's rows with the other ranks of its mesh."""
     model, params = load_teacher(section, here.mesh)
@@ -52,6 +54,7 @@ def make_teacher(
     return TeacherPass(
         params=to_host(params) if offload == "all" else params,
         policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
+        view=data.with_teacher_prompt if prompted else as_it_is,
     )
 
 
@@ -92,7 +95,7 @@ def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, co
         )
 
 
-def _difference(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> str | None:
+def _difference(theirs: Any, ours: Any) -> str | None:
     """The number of tokens, added ones apart, that two tokenizers number otherwise, with one of them; None for none."""
     known = theirs.get_vocab(), ours.get_vocab()
     plain = {*known[0]} - {*theirs.get_added_vocab()} | {*known[1]} - {*ours.get_added_vocab()}

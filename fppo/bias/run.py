@@ -12,7 +12,7 @@ from fppo import advantages
 from fppo.advantages.columns import OfRows, name_of, reads
 from fppo.bias.study import EXACT, Typical, WorldSizes, medians, nearest, reinforce, typical
 from fppo.laws.expectation import StepMath, compared, step_bias
-from fppo.laws.worlds import DIVERGENCES, SmallWorld
+from fppo.laws.worlds import DIVERGENCES, Divergence, SmallWorld
 
 SMALL = 0.005  # direction errors below this are not named
 DIVERGENCE = {
@@ -93,7 +93,7 @@ def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, An
 
 def _against(step: StepMath, worlds: Sequence[SmallWorld], of: str) -> Typical:
     """The bias of a step against the gradient of a divergence; of "none" against that of whole responses."""
-    goal = next((x for x in DIVERGENCES if x == of), "sequence")
+    goal: Divergence = next((x for x in DIVERGENCES if x == of), "sequence")
     found = [step_bias(step, x) for x in worlds]
     return medians(
         [compared(x.mean, own.gradient(1.0, goal), x.deviation) for x, own in zip(found, worlds, strict=True)]

@@ -10,10 +10,11 @@ from torch import Tensor
 from fppo import advantages
 from fppo.batch import Rollout, Scored
 from fppo.metrics import Metrics
-from fppo.pipeline.passes import PolicyPass, required
+from fppo.pipeline.passes import PolicyPass, View, required
 from fppo.pipeline.stages import ScoreFn
 from fppo.pipeline.timing import timed
 from fppo.rewards.scoring import means
+from fppo.steps.critic import as_it_is
 from fppo.steps.outputs import Rows
 from fppo.steps.train_state import Params
 from fppo.tree import replace
@@ -24,15 +25,17 @@ REVERSE_KL = "reverse_kl"  # among the named scores
 
 @attrs.frozen(kw_only=True)
 class TeacherPass:
-    """Computes a teacher's log-probs [B, T] of sampled tokens: the pass of a policy, on parameters that stay."""
+    """Computes a teacher's log-probs [B, T] of sampled tokens: the pass of a policy, on parameters that stay, over what
+    `view` makes of the rows for it, such as `data.with_teacher_prompt`."""
 
     params: Params
     policy: PolicyPass
+    view: View = as_it_is
 
     def __call__(self, rows: Rows, temperature: float) -> Tensor:
         """Log-probs of all rows, under softmax(logits / temperature)."""
         policy = attrs.evolve(self.policy, temperature=temperature)
-        return required(policy(self.params, rows, outputs=("log_probs",)).log_probs)
+        return required(policy(self.params, self.view(rows), outputs=("log_probs",)).log_probs)
 
 
 @attrs.frozen(kw_only=True)

@@ -103,9 +103,14 @@ def _model(s: TrainSettings) -> Problems:
 def _teacher(s: TrainSettings) -> Problems:
     """The conflicts of a teacher with other settings."""
     names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
+    if s.data.teacher_prompt is None:
+        yield from unread(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
     if not s.uses_teacher:
-        yield from unread(s, names, 'algorithm.advantage = "distill"')
+        yield from unread(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
         return
+    if s.data.teacher_prompt is not None and s.rollout.environment.used:
+        text = "the prompts are an environment's, and rows have none to take its place; leave it out"
+        yield wrong(s, "data.teacher_prompt", text)
     name = s.algorithm.advantage.name
     if s.model.teacher_path is None:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"

@@ -173,7 +173,9 @@ def _pools(s: TrainSettings, places: Mapping[str, str]) -> Problems:
         if gpus and s.device == "cpu":
             yield Problem(f"{path}.gpus", gpus, "device = 'cpu', and its ranks work on GPUs; give device cuda")
         others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
-        others += [] if {role for role, pool in places.items() if pool == name} - {"reward", "teacher"} else ["model.lora."]
+        others += (
+            [] if {role for role, pool in places.items() if pool == name} - {"reward", "teacher"} else ["model.lora."]
+        )
         found = mesh_rules(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.mesh)), pool.ranks)
         own = (problem for problem in found if not problem.path.startswith(tuple(others)))
         yield from (Problem(path, attrs.NOTHING, str(problem)) for problem in own)

@@ -74,6 +74,10 @@ class DataSettings:
     """Of data sets by name, read the first so many rows as a stream, not downloaded whole; None: download all."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
+    teacher_prompt: str | None = setting(None)
+    """What a teacher reads in the prompt's place, a field or a template as prompt; None: the same prompt."""
+    teacher_prompt_tokens: int = setting(4096, at_least(1), at_most(MOST_TOKENS))
+    """The longest of these, in tokens; longer ones are an error."""
     chat: bool = setting(False)
     """Put the prompt, a text or a list of messages, through the tokenizer's chat template."""
     chat_template: str | None = setting(None)

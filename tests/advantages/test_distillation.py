@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fppo import advantages, laws
 from fppo.advantages.columns import OfRows
-from fppo.laws.references import advantages as references
 from fppo.laws.expectation import StepMath, compared, step_bias
+from fppo.laws.references import advantages as references
 from tests import tiny
 
 SIZES = st.integers(1, 4), st.integers(1, 5)
@@ -21,7 +21,7 @@ SEEDS = st.integers(0, 2**20)
 
 
 def columns(rows, width, seed, spread):
-    """Log-probs of policy and teacher with garbage outside a mask with gaps, scores, and groups of one to three rows."""
+    """Log-probs of policy and teacher, with garbage outside a mask with gaps; scores and groups."""
     g = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, width, generator=g) < 0.6
     garbage = torch.tensor([math.nan, math.inf, -math.inf, 1e300]).double()

@@ -11,9 +11,10 @@ import attrs
 import pytest
 import torch
 
-from fppo import metrics, models
+from fppo import metrics, models, tree
 from fppo.assembly.inputs import read_inputs
 from fppo.assembly.run import assemble
+from fppo.batch import Rollout, narrow
 from fppo.commands import actions
 from fppo.fleet import Group
 from fppo.key import Key
@@ -28,6 +29,7 @@ from fppo.runtime.simulate import simulate
 from fppo.settings import files, places, resolve
 from fppo.settings.plan import PlanSettings
 from fppo.settings.train import TrainSettings
+from fppo.steps import Forward, MicroBatching, compute_log_probs
 from tests import tiny_run
 from tests.fleet.threads import Threads
 
@@ -95,7 +97,9 @@ def test_a_run_without_rewards_learns_from_its_teacher_stops_and_goes_on_bit_for
 
 
 def test_the_policy_as_its_own_teacher_moves_nothing(task):
-    with assemble(settings(task, {"model.teacher_path": str(task / "start"), "actor.optimizer.weight_decay": 0.0})) as made:
+    with assemble(
+        settings(task, {"model.teacher_path": str(task / "start"), "actor.optimizer.weight_decay": 0.0})
+    ) as made:
         after, experience, report = ppo_step(made.run, program=made.program, draw=made.draw)
         found = metrics.report(report)
         assert found["actor/teacher_kl"] == 0
@@ -104,6 +108,33 @@ def test_the_policy_as_its_own_teacher_moves_nothing(task):
         held_out = metrics.report(made.evaluate(made.run))
     assert held_out["val-aux/test/reverse_kl/mean@1"] == pytest.approx(0, abs=1e-6)  # by the engine's log-probs
     assert "val-core/test/reward/mean@1" in held_out  # of the reward
+
+
+def test_a_teacher_with_prompts_of_its_own_knows_what_the_policy_does_not(task):
+    """Its log-probs are those of the same responses behind the other prompts; the same prompts change no bit."""
+    found = {}
+    for template in (None, "{prompt}", "{answer}={prompt}"):
+        with assemble(settings(task, {"data.teacher_prompt": template})) as made:
+            _, found[template], _ = ppo_step(made.run, program=made.program, draw=made.draw)
+            tokenizer = made.inputs.tokenizer
+    assert torch.equal(found[None].teacher_log_probs, found["{prompt}"].teacher_log_probs)
+    rows = found["{answer}={prompt}"]
+    assert torch.equal(rows.tokens, found[None].tokens)
+    model, params = models.load(task / "teacher")
+    width = rows.response_mask.shape[1]
+    texts = [tokenizer.decode(x[:-width][y[:-width]]) for x, y in zip(rows.tokens, rows.attention_mask, strict=True)]
+    prompts = [tokenizer.encode(f"{a}={text}") for a, text in zip(rows.ground_truth, texts, strict=True)]
+    assert len({len(x) for x in prompts}) == 1
+    seen = torch.ones(len(prompts), len(prompts[0]), dtype=torch.bool)
+    other = tree.replace(
+        narrow(Rollout, rows),
+        tokens=torch.cat([torch.tensor(prompts), rows.tokens[:, -width:]], 1),
+        attention_mask=torch.cat([seen, rows.attention_mask[:, -width:]], 1),
+    )
+    how = {"forward": Forward(model), "micro_batching": MicroBatching(size=8)}
+    expected = compute_log_probs(params, other, **how)
+    torch.testing.assert_close(rows.teacher_log_probs, expected, rtol=1e-4, atol=1e-5)
+    assert (expected - found[None].teacher_log_probs).abs().max() > 1e-3
 
 
 def steps_of(made, count=2):
@@ -154,7 +185,7 @@ def test_a_teacher_that_does_not_read_the_policys_tokens_is_refused_with_both_na
     write(tmp_path / "other", seed=1, characters="01234567+89=", width=16, layers=1)
     said = refused(task, tmp_path / "other")
     assert said.startswith(f"model.teacher_path = '{tmp_path / 'other'}': its tokenizer is not that of model.path = ")
-    assert f"'{task / 'start'}': 3 tokens differ, as '8', which is number 12 there and number 11 here" in said
+    assert f"'{task / 'start'}': 3 tokens differ, as '+', which is number 11 there and number 13 here" in said
     assert "fppo sft" in said
     write(tmp_path / "few", seed=1, rows=14, width=16, layers=1)
     said = refused(task, tmp_path / "few")
@@ -171,8 +202,8 @@ def test_a_teacher_that_does_not_read_the_policys_tokens_is_refused_with_both_na
     ("changes", "text"),
     [
         ({"model.teacher_path": None}, "model.teacher_path = None: is not set, and distill holds the policy to it"),
-        ({"algorithm.advantage": "distil"}, "there is no such estimator; did you mean 'distill'"),
-        ({"algorithm.advantage.gama": 0.5}, "distill has no such keyword; did you mean 'gamma'"),
+        ({"algorithm.advantage": "distil"}, "there is no such estimator; did you mean distill"),
+        ({"algorithm.advantage.gama": 0.5}, "distill has no such keyword; did you mean gamma"),
         ({"reward.functions": []}, "eval.temperature = 0.0: held-out responses are measured by their divergence"),
         ({**ALONE, "algorithm.advantage.score_coef": 1.0}, "score_coef = 1.0: nothing scores the responses"),
         ({**ALONE, "reward.overlong_buffer": 2}, "reward.overlong_buffer = 2: nothing reads it here"),
