@@ -12,6 +12,7 @@ import tyro
 
 from fppo import advantages, data, models, quickstart, rewards
 from fppo.key import Key
+from fppo.models.model import Model, Params
 from fppo.pipeline import Evaluation, PolicyPass, RunState, Score, ScoreByTeacher, TeacherPass, evaluate, pieces, train
 from fppo.rollout import Sampling
 from fppo.runs import loggers
@@ -21,7 +22,7 @@ SUMS = quickstart.sums()[0]
 TOKENIZER = quickstart.character_tokenizer()
 
 
-def imitating(width: int, key: Key, steps: int, mistakes: float) -> tuple[models.Model, models.Params]:
+def imitating(width: int, key: Key, steps: int, mistakes: float) -> tuple[Model, Params]:
     """A model that has imitated demonstrations, a share of `mistakes` of which forget the carry."""
     model = quickstart.small_model(len(TOKENIZER), width=width)
     start = models.init_params(model, key.fold("init"))

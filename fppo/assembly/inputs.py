@@ -54,6 +54,7 @@ from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
 from fppo.settings.learning import OptimizerSettings
+from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import EnvironmentSettings, RolloutSettings
@@ -343,13 +344,14 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         maker_of(rollout.environment)
 
 
-def _models_named(settings: TrainSettings, *, trained: bool) -> dict[str, tuple[str, str]]:
-    """By role, the setting of each model that has a path of its own, and the path."""
-    section, critic = settings.model, trained and settings.uses_critic_model
+def _models_named(
+    section: ModelSettings, *, critic: bool, reference: bool, teacher: bool
+) -> dict[str, tuple[str, str]]:
+    """By role, the setting of each of these models that has a path of its own, and the path."""
     paths = {
         "critic": ("model.critic_path", section.critic_path if critic else None),
-        "reference": ("model.ref_path", section.ref_path if trained and settings.uses_reference else None),
-        "teacher": ("model.teacher_path", section.teacher_path if settings.uses_teacher else None),
+        "reference": ("model.ref_path", section.ref_path if reference else None),
+        "teacher": ("model.teacher_path", section.teacher_path if teacher else None),
     }
     own = {role: (setting, path) for role, (setting, path) in paths.items() if path is not None}
     return {"actor": ("model.path", section.path)} | own
@@ -367,7 +369,8 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section, rollout, critic, placement = settings.model, settings.rollout, settings.critic, settings.placement
     names, critic_model = kernels_named(settings), trained and settings.uses_critic_model
-    named = _models_named(settings, trained=trained)
+    others = {"reference": trained and settings.uses_reference, "teacher": settings.uses_teacher}
+    named = _models_named(section, critic=critic_model, **others)
     pool = mesh_at(placement, "reward", mesh)
     tried(lambda: check_scorers(settings.reward, section, tokenizer, mesh, pool=pool, rows=settings.data))
     configs = tried(
@@ -376,8 +379,8 @@ def _check_models(
     if configs is None:
         return
     reads = settings.in_turns or critic.privileged > 0
-    others = {role: config for role, config in configs.items() if role != "teacher"}
-    tried(lambda: data.check_vocabulary(tokenizer, others, any_text=reads))
+    own = {role: config for role, config in configs.items() if role != "teacher"}
+    tried(lambda: data.check_vocabulary(tokenizer, own, any_text=reads))
     if "teacher" in configs:
         tried(lambda: check_teacher(section, tokenizer, configs))
     if rollout.engine == "vllm":

@@ -47,8 +47,7 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
         return
     sharding, patience = sharding_of(settings.mesh), placement.patience
     device = device_of(settings.device, placement)
-    used = {"critic_model": settings.uses_critic_model, "teacher": settings.uses_teacher}
-    home = home_of(places, device, settings.reward, **used)
+    home = home_of(places, device, settings.reward, **settings.models_beside)
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))

@@ -98,11 +98,21 @@ def scoring(
     ranks of their `groups` or in this process."""
     section, model, here, placement = settings.reward, settings.model, Here(mesh, device), settings.placement
     names, environment = kernels_named(settings), environment_terms(settings.rollout.environment)
-    scorer, teacher = _reward_model(settings, here, tokenizer, groups.get("reward", LOCAL_GROUP)), None
+    common = {"names": names, "micro_batching": forward_micro_batching_of(model, settings.actor)}
+    make = partial(
+        reward_model_of,
+        section=section.model,
+        common=model,
+        tokenizer=tokenizer,
+        axes=axes_at(placement, "reward", settings.mesh),
+        chat=_reads_chat(section.model, settings.data),
+        **common,
+    )
+    at = {role: groups.get(role, LOCAL_GROUP) for role in ("reward", "teacher")}
+    scorer, teacher = _reward_model(make, here, at["reward"], section.model, settings.module_dirs), None
     if settings.uses_teacher:
-        how = {"micro_batching": forward_micro_batching_of(model, settings.actor), "module_dirs": settings.module_dirs}
-        how["prompted"] = settings.data.teacher_prompt is not None
-        teacher = teacher_on(groups.get("teacher", LOCAL_GROUP), here, model, names=names, **how)
+        how = {"module_dirs": settings.module_dirs, "prompted": settings.data.teacher_prompt is not None}
+        teacher = teacher_on(at["teacher"], here, model, **common, **how)
     axes, key = axes_at(placement, "actor", settings.mesh), Key(settings.seed).fold("judge")
     with (
         judge_of(here, section.judge, model, tokenizer, names=names, axes=axes, key=key) as judge,
@@ -121,22 +131,13 @@ def scoring(
         yield Scoring(runner=early, score=score, teacher=teacher, alone=not settings.has_reward)
 
 
-def _reward_model(settings: TrainSettings, here: Here, tokenizer: PreTrainedTokenizerBase, group: AnyGroup) -> Weighted:
+def _reward_model(
+    make: Callable[[Here], Weighted], here: Here, group: AnyGroup, section: RewardModelSettings, dirs: Sequence[str]
+) -> Weighted:
     """The reward model on the ranks of a group, or `here` for the group of this process; nothing without one."""
-    section, model = settings.reward.model, settings.model
-    make = partial(
-        reward_model_of,
-        section=section,
-        common=model,
-        tokenizer=tokenizer,
-        names=kernels_named(settings),
-        axes=axes_at(settings.placement, "reward", settings.mesh),
-        chat=_reads_chat(section, settings.data),
-        micro_batching=forward_micro_batching_of(model, settings.actor),
-    )
     if isinstance(group, LocalGroup) or section.path is None:
         return make(here)
-    fn = group.call(_make_reward_model, HERE, settings.module_dirs, make, stays=True, label="make reward model")
+    fn = group.call(_make_reward_model, HERE, dirs, make, stays=True, label="make reward model")
     return {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.weight)}
 
 

@@ -122,14 +122,12 @@ def assemble(
 
     `kernels` and `device` stand in for those that the settings name. On a `mesh` this is one rank's part of the run;
     what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what
-    is loaded. `groups` have roles elsewhere: "actor", "critic", "reference", "teacher", "reward";
-    each of `engines` has one rank.
+    is loaded. `groups` have roles elsewhere: those of `placement.roles`; each of `engines` has one rank.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    used = {"critic_model": settings.uses_critic_model, "teacher": settings.uses_teacher}
-    device = home_of(groups, inputs.device, settings.reward, **used)
+    device = home_of(groups, inputs.device, settings.reward, **settings.models_beside)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings)
     announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))

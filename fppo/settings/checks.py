@@ -116,8 +116,7 @@ def _teacher(s: TrainSettings) -> Problems:
         text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
         yield wrong(s, "model.teacher_path", text)
     scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
-    reads = any(s.algorithm.reads(column) for column in ("rewards", "scores", "outcomes"))
-    if s.algorithm.kl.coef > 0 and not (reads or scored):
+    if s.algorithm.kl.coef > 0 and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes"))):
         text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
         yield wrong(s, "algorithm.kl.coef", text)
     if s.has_reward:

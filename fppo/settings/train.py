@@ -308,6 +308,11 @@ class TrainSettings:
         return self.algorithm.reads("teacher_log_probs")
 
     @property
+    def models_beside(self) -> dict[str, bool]:
+        """Whether there are a critic that is a model, and a teacher."""
+        return {"critic_model": self.uses_critic_model, "teacher": self.uses_teacher}
+
+    @property
     def uses_reference(self) -> bool:
         """Whether the run needs a reference model."""
         return self.actor.kl_coef > 0 or self.algorithm.kl.coef > 0
