@@ -179,6 +179,7 @@ class Scored(Rollout):
     named_scores: dict[str, Tensor] = attrs.field(metadata={_COLUMNS: True})  # each [B] float32
     baselines: Tensor | None = None  # [B] float32: the score of the greedy response (ReMax)
     outcomes: Tensor | None = None  # [B] float32
+    teacher_log_probs: Tensor | None = None  # [B, T] float32: a teacher's, at the sampling temperature
 
     @property
     def outcome(self) -> Tensor:

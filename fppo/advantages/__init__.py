@@ -7,6 +7,7 @@ Begin with `grouped.grpo` and `temporal.gae`; `exact` has the true values of sma
 
 from fppo.advantages._common import Advantages, equal_scores
 from fppo.advantages.by_turn import by_turn
+from fppo.advantages.distillation import mean_reverse_kl, reverse_kl
 from fppo.advantages.ensemble import decisive, disagreement, undisputed
 from fppo.advantages.exact import GameTree, GameValues, exact_values, game_values
 from fppo.advantages.grouped import SCALES, gdpo, gpg, grpo, grpo_passk, maxrl, opo, reinforce_plus_plus_baseline, rloo
@@ -48,11 +49,13 @@ __all__ = [
     "grpo_passk",
     "length_lam",
     "maxrl",
+    "mean_reverse_kl",
     "opo",
     "optimal_token_baseline",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
+    "reverse_kl",
     "rloo",
     "td",
     "token_rewards",

@@ -33,9 +33,11 @@ COLUMNS: dict[str, Callable[[Annotated, Tensor], Any]] = {  # of rows and their 
     "baselines": lambda rows, rewards: rows.baselines,
     "log_probs": lambda rows, rewards: rows.old_log_probs,
     "rollout_log_probs": lambda rows, rewards: rows.rollout_log_probs,
+    "teacher_log_probs": lambda rows, rewards: rows.teacher_log_probs,
     "sum_squared_probs": lambda rows, rewards: rows.sum_squared_probs,
     "turn_ids": lambda rows, rewards: rows.turn_ids,
 }
+_OF_REWARDS = frozenset({"rows", "rewards", "scores", "named_scores", "outcomes"})
 WEIGHTS = "correction_weights"  # the column that a correction makes
 
 
@@ -49,8 +51,8 @@ class OfRows:
     `by_turn` has a turn take the place of a response (`advantages.by_turn`).
 
     Raises ValueError for a parameter that is no column, a column that the rows lack, a correction without weights,
-    groups of one row each, for token rewards with a KL penalty in them where `fn` reads "named_scores", and with
-    `by_turn` for a function of other columns than scores, mask and groups.
+    groups of one row each, for token rewards with a KL penalty in them where `fn` reads "named_scores" or no rewards at
+    all, and with `by_turn` for a function of other columns than scores, mask and groups.
     """
 
     fn: Estimator
@@ -63,7 +65,9 @@ class OfRows:
             text = "compares responses to one prompt, and each has one: raise Sampling.n (rollout.n) to 2 or more"
             raise ValueError(f"the estimator {name!r} {text}")
         if "named_scores" in needed:
-            _check_alone(name, rows, rewards)
+            _check_alone(name, rows, rewards, "compares the reward's functions one by one, and")
+        if not _OF_REWARDS & {*needed}:
+            _check_alone(name, rows, rewards, "reads no token rewards, and")
         if "groups" in needed:
             rows = attrs.evolve(rows, response_mask=_compared(rows))
         if self.by_turn:
@@ -156,12 +160,12 @@ def _compared(rows: Annotated) -> Tensor:
     return mask & ~((left == 1) & (lost > 0))[:, None]
 
 
-def _check_alone(name: str, rows: Annotated, rewards: Tensor) -> None:
+def _check_alone(name: str, rows: Annotated, rewards: Tensor, why: str) -> None:
     """Raises ValueError for token rewards that are not the scores alone."""
     alone = advantages.token_rewards(rows.scores, rows.response_mask, turns=rows.turn_rewards)
     if (rewards != alone.to(rewards)).any():
         raise ValueError(
-            f"the estimator {name!r} compares the reward's functions one by one, and would not see what else the token "
+            f"the estimator {name!r} {why} would not see what else the token "
             "rewards hold: leave kl_in_reward out, and put the KL into the policy's loss (PolicyTerms.kl_coef; in "
             "settings actor.kl_coef in place of algorithm.kl.coef)"
         )

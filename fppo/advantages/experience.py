@@ -49,6 +49,9 @@ def estimate(
             coef = kl.coef
         if update_kl is not None:
             kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
+    if annotated.teacher_log_probs is not None:
+        apart = annotated.old_log_probs - annotated.teacher_log_probs
+        report["actor/teacher_kl"] = metrics.masked_mean(apart, mask)
     mask = mask & annotated.has_score[:, None]
     rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.turn_rewards, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)

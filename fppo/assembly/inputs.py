@@ -28,6 +28,7 @@ from fppo.assembly.parts import (
     mesh_at,
 )
 from fppo.assembly.rewards import check_scorers, reward_of
+from fppo.assembly.teacher import check_teacher
 from fppo.assembly.texts import (
     chat_options,
     config_of,
@@ -40,6 +41,7 @@ from fppo.assembly.texts import (
 )
 from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
+from fppo.data.privileged import TEACHER_PROMPT
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
@@ -52,6 +54,7 @@ from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
 from fppo.settings.learning import OptimizerSettings
+from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
 from fppo.settings.rollout import EnvironmentSettings, RolloutSettings
@@ -253,17 +256,22 @@ def read_data(section: DataSettings, problems: data.Problems) -> Sequence[data.R
 def load_prompts(
     section: DataSettings, tokenizer: PreTrainedTokenizerBase, images: data.ImageReader | None = None
 ) -> PromptSet:
-    """The prompts to train on. Raises ValueError that names every faulty row."""
+    """The prompts to train on, with a teacher's own in their extras. Raises ValueError that names every faulty row."""
     problems = data.Problems()
-    return data.encode_rows(
-        read_data(section, problems),
-        tokenizer,
-        fields=section.fields,
-        **only(section, "max_prompt_tokens", "over_long", "pad_token"),
-        chat=chat_options(section),
-        images=images,
-        problems=problems,
-    )
+    rows = read_data(section, problems)
+    encode = partial(data.encode_rows, rows, tokenizer, pad_token=section.pad_token, chat=chat_options(section))
+    own = only(section, "max_prompt_tokens", "over_long")
+    prompts = encode(fields=section.fields, images=images, problems=problems, **own)
+    if section.teacher_prompt is None:
+        return prompts
+    fields = attrs.evolve(section.fields, prompt=section.teacher_prompt)
+    try:
+        taught = encode(fields=fields, max_prompt_tokens=section.teacher_prompt_tokens)
+    except ValueError as error:
+        raise ValueError(f"data.teacher_prompt = {section.teacher_prompt!r}: {error}") from error
+    tokens = dict(zip(taught.ids, taught.tokens, strict=True))
+    extras = ({**extra, TEACHER_PROMPT: [*tokens[i]]} for i, extra in zip(prompts.ids, prompts.extras, strict=True))
+    return attrs.evolve(prompts, extras=tuple(extras))
 
 
 def load_held_out(
@@ -336,6 +344,19 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         maker_of(rollout.environment)
 
 
+def _models_named(
+    section: ModelSettings, *, critic: bool, reference: bool, teacher: bool
+) -> dict[str, tuple[str, str]]:
+    """By role, the setting of each of these models that has a path of its own, and the path."""
+    paths = {
+        "critic": ("model.critic_path", section.critic_path if critic else None),
+        "reference": ("model.ref_path", section.ref_path if reference else None),
+        "teacher": ("model.teacher_path", section.teacher_path if teacher else None),
+    }
+    own = {role: (setting, path) for role, (setting, path) in paths.items() if path is not None}
+    return {"actor": ("model.path", section.path)} | own
+
+
 def _check_models(
     settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -348,11 +369,8 @@ def _check_models(
     """Notes models that do not fit the tokenizer, each other, the prompts, the mesh or the longest row."""
     section, rollout, critic, placement = settings.model, settings.rollout, settings.critic, settings.placement
     names, critic_model = kernels_named(settings), trained and settings.uses_critic_model
-    named = {"actor": ("model.path", section.path)}
-    if critic_model and section.critic_path is not None:
-        named["critic"] = ("model.critic_path", section.critic_path)
-    if trained and settings.uses_reference and section.ref_path is not None:
-        named["reference"] = ("model.ref_path", section.ref_path)
+    others = {"reference": trained and settings.uses_reference, "teacher": settings.uses_teacher}
+    named = _models_named(section, critic=critic_model, **others)
     pool = mesh_at(placement, "reward", mesh)
     tried(lambda: check_scorers(settings.reward, section, tokenizer, mesh, pool=pool, rows=settings.data))
     configs = tried(
@@ -361,7 +379,10 @@ def _check_models(
     if configs is None:
         return
     reads = settings.in_turns or critic.privileged > 0
-    tried(lambda: data.check_vocabulary(tokenizer, configs, any_text=reads))
+    own = {role: config for role, config in configs.items() if role != "teacher"}
+    tried(lambda: data.check_vocabulary(tokenizer, own, any_text=reads))
+    if "teacher" in configs:
+        tried(lambda: check_teacher(section, tokenizer, configs))
     if rollout.engine == "vllm":
         over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
@@ -369,8 +390,9 @@ def _check_models(
         built = {"actor": lambda: bare_model(section)}
         if trained and settings.algorithm.uses_critic:
             built["critic"] = lambda: bare_model(section, critic)
-        if "reference" in configs:
-            built["reference"] = lambda: bare_model(attrs.evolve(section, path=section.ref_path))
+        for role in ("reference", "teacher"):
+            if role in configs:
+                built[role] = partial(bare_model, attrs.evolve(section, path=named[role][1]))
         for role, build in built.items():
             axes = axes_at(placement, role, settings.mesh)
             tried(lambda build=build, axes=axes: check_kernels(names, build(), axes))
@@ -383,6 +405,8 @@ def _check_models(
             tried(partial(check_base, section.lora.base, *asked))
     for role, config in configs.items():
         privileged = critic.privileged if role == of_critic else 0
+        if role == "teacher" and settings.data.teacher_prompt is not None:
+            privileged = max(0, settings.data.teacher_prompt_tokens - settings.data.max_prompt_tokens)
         tried(partial(check_length, config, settings.data, rollout, settings.eval, privileged))
         tried(partial(check_vision, section, config))
     for prompts in prompt_sets:

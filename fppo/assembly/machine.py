@@ -37,6 +37,7 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
+    paths["model.teacher_path"] = section.teacher_path if settings.uses_teacher else None
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
         return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))

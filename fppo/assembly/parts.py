@@ -148,6 +148,13 @@ def load_reference(
     return (model if policy is None or policy[0].frozen is not None else policy[0]), params
 
 
+def load_teacher(section: ModelSettings, mesh: Mesh) -> tuple[Model, Params]:
+    """The teacher: a policy of its own, of which the mesh cuts the parameters."""
+    directory = directory_of(section.teacher_path or "", "model.teacher_path")
+    model, params = _loader(section, mesh)(directory, dtype=getattr(torch, section.teacher_dtype))
+    return _as_set(model, section), params
+
+
 def _loader(section: ModelSettings, mesh: Mesh) -> Callable[..., tuple[Model, Params]]:
     how = only(section, "checkpoint_layers", "trust_remote_code", "config")
     return partial(models.load, compute_dtype=compute_dtype_of(section.compute_dtype), mesh=mesh, **how)

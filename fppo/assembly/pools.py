@@ -24,11 +24,11 @@ class RolePlaces:
 
 
 def home_of(
-    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool
+    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool, teacher: bool = False
 ) -> torch.device:
     """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
     are elsewhere, on the host."""
-    roles = {"actor": True, "critic": critic_model, "reward": reward.model.path}
+    roles = {"actor": True, "critic": critic_model, "reward": reward.model.path, "teacher": teacher}
     here = reward.judge.path or any(used and role not in places for role, used in roles.items())
     return device if here else torch.device("cpu")
 
@@ -47,7 +47,7 @@ def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
         return
     sharding, patience = sharding_of(settings.mesh), placement.patience
     device = device_of(settings.device, placement)
-    home = home_of(places, device, settings.reward, critic_model=settings.uses_critic_model)
+    home = home_of(places, device, settings.reward, **settings.models_beside)
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))

@@ -60,7 +60,7 @@ def program_of(
             measure=(turn_metrics,) if settings.in_turns else (),
             make_on_finished=runner.make_on_finished,
         ),
-        score=scoring.score,
+        score=scoring.at(rollout.temperature),
         passes=passes,
         estimate=estimate,
         update_critic=roles.update_critic(),

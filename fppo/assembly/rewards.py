@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -26,6 +27,7 @@ from fppo.assembly.parts import (
     offload_of,
     on_device,
 )
+from fppo.assembly.teacher import teacher_on
 from fppo.assembly.texts import (
     config_of,
     config_place,
@@ -43,9 +45,10 @@ from fppo.key import Key
 from fppo.models.load import read_config
 from fppo.models.model import Model, Params
 from fppo.pipeline.stages import ScoreFn
+from fppo.pipeline.teacher import ScoreByTeacher, TeacherFn
 from fppo.rewards.distributed import SpreadRewardRunner
 from fppo.rewards.early import EarlyRewardRunner
-from fppo.rewards.functions import RewardFn, tensor_reward
+from fppo.rewards.functions import RewardFn, WeightedSum, tensor_reward
 from fppo.rewards.judge import LanguageJudge
 from fppo.rewards.models import encode, find_reward_model, load_reward_model, model_reward
 from fppo.rollout.check import check_engine
@@ -69,10 +72,18 @@ Weighted = Mapping[str, tuple[RewardFn, float]]  # by name: a function and its f
 
 @attrs.frozen(kw_only=True)
 class Scoring:
-    """The scoring of a run's responses: its runner, and the stage."""
+    """The scoring of a run's responses: its runner, the rewards, and the teacher, if there is one."""
 
     runner: EarlyRewardRunner
-    score: ScoreFn
+    score: ScoreFn  # by rewards
+    teacher: TeacherFn | None = None
+    alone: bool = False  # whether there is no reward beside it
+
+    def at(self, temperature: float) -> ScoreFn:
+        """The stage for responses that are sampled at this temperature."""
+        if self.teacher is None:
+            return self.score
+        return ScoreByTeacher(score=self.score, teacher=self.teacher, temperature=temperature, alone=self.alone)
 
 
 @contextlib.contextmanager
@@ -81,32 +92,34 @@ def scoring(
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     device: torch.device,
-    group: AnyGroup = LOCAL_GROUP,
+    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
 ) -> Iterator[Scoring]:
-    """The scoring of a run's responses, for as long as the context lasts, with the reward model on the ranks of a group
-    or in this process."""
+    """The scoring of a run's responses, for as long as the context lasts, with the reward model and the teacher on the
+    ranks of their `groups` or in this process."""
     section, model, here, placement = settings.reward, settings.model, Here(mesh, device), settings.placement
     names, environment = kernels_named(settings), environment_terms(settings.rollout.environment)
+    common = {"names": names, "micro_batching": forward_micro_batching_of(model, settings.actor)}
     make = partial(
         reward_model_of,
         section=section.model,
         common=model,
         tokenizer=tokenizer,
-        names=names,
         axes=axes_at(placement, "reward", settings.mesh),
         chat=_reads_chat(section.model, settings.data),
-        micro_batching=forward_micro_batching_of(model, settings.actor),
+        **common,
     )
-    if isinstance(group, LocalGroup) or section.model.path is None:
-        scorer = make(here)
-    else:
-        fn = group.call(_make_reward_model, HERE, settings.module_dirs, make, stays=True, label="make reward model")
-        scorer = {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.model.weight)}
+    at = {role: groups.get(role, LOCAL_GROUP) for role in ("reward", "teacher")}
+    scorer, teacher = _reward_model(make, here, at["reward"], section.model, settings.module_dirs), None
+    if settings.uses_teacher:
+        how = {"module_dirs": settings.module_dirs, "prompted": settings.data.teacher_prompt is not None}
+        teacher = teacher_on(at["teacher"], here, model, **common, **how)
     axes, key = axes_at(placement, "actor", settings.mesh), Key(settings.seed).fold("judge")
     with (
         judge_of(here, section.judge, model, tokenizer, names=names, axes=axes, key=key) as judge,
         rewards.RewardRunner(
-            reward_of(section, {**scorer, **judge, **environment}, max_tokens=settings.rollout.max_tokens),
+            reward_of(section, {**scorer, **judge, **environment}, max_tokens=settings.rollout.max_tokens)
+            if settings.has_reward
+            else WeightedSum(()),
             time_limit=section.time_limit,
             batch_limit=section.batch_time_limit,
             workers=section.workers,
@@ -115,7 +128,17 @@ def scoring(
     ):
         reward = SpreadRewardRunner(early, mesh, device)
         score = partial(rewards.score, reward=reward, tokenizer=tokenizer, failure_score=section.failure_score)
-        yield Scoring(runner=early, score=score)
+        yield Scoring(runner=early, score=score, teacher=teacher, alone=not settings.has_reward)
+
+
+def _reward_model(
+    make: Callable[[Here], Weighted], here: Here, group: AnyGroup, section: RewardModelSettings, dirs: Sequence[str]
+) -> Weighted:
+    """The reward model on the ranks of a group, or `here` for the group of this process; nothing without one."""
+    if isinstance(group, LocalGroup) or section.path is None:
+        return make(here)
+    fn = group.call(_make_reward_model, HERE, dirs, make, stays=True, label="make reward model")
+    return {"reward_model": (tensor_reward(on(group, fn, label="reward_model")), section.weight)}
 
 
 def check_scorers(

@@ -31,10 +31,10 @@ from fppo.assembly.parts import Tools, make_tools
 from fppo.assembly.placed import Placed
 from fppo.assembly.pools import home_of
 from fppo.assembly.program import pretrain_of, program_of
-from fppo.assembly.rewards import scoring
+from fppo.assembly.rewards import Scoring, scoring
 from fppo.assembly.roles import Roles, make_roles
 from fppo.fields import only
-from fppo.fleet import HERE, LOCAL_GROUP, AnyGroup, Call, Group, Here, LocalGroup
+from fppo.fleet import HERE, AnyGroup, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model
@@ -43,7 +43,7 @@ from fppo.pipeline.games import Played
 from fppo.pipeline.passes import Passes
 from fppo.pipeline.pretrain import Pretraining
 from fppo.pipeline.program import Base, Draw, Program, RunState
-from fppo.pipeline.stages import ScoreFn, environment_metrics
+from fppo.pipeline.stages import environment_metrics
 from fppo.pipeline.truth import Known, critic_truth, one_answer, right_answers
 from fppo.rollout.engine import Engine
 from fppo.rollout.pool import EnginePool, Generate, PlacedEngine, Policy
@@ -122,12 +122,12 @@ def assemble(
 
     `kernels` and `device` stand in for those that the settings name. On a `mesh` this is one rank's part of the run;
     what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what
-    is loaded. `groups` have roles elsewhere: "actor", "critic", "reference", "reward"; each of `engines` has one rank.
+    is loaded. `groups` have roles elsewhere: those of `placement.roles`; each of `engines` has one rank.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    device = home_of(groups, inputs.device, settings.reward, critic_model=settings.uses_critic_model)
+    device = home_of(groups, inputs.device, settings.reward, **settings.models_beside)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
     announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))
@@ -136,7 +136,7 @@ def assemble(
     roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
-    announce(model_lines(model, section.path, roles.others) + shown)
+    announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.uses_teacher]) + shown)
     run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
     if engines:
@@ -146,7 +146,7 @@ def assemble(
     else:
         made = _engine(options, roles, tools, begin, pad, sampling_mesh)
     with (
-        scoring(settings, inputs.tokenizer, sampling_mesh, device, groups.get("reward", LOCAL_GROUP)) as scores,
+        scoring(settings, inputs.tokenizer, sampling_mesh, device, groups) as scores,
         made as alone,
         answering(section, rollout, settings.data, alone, inputs.tokenizer, pad, sampling_mesh) as engine,
     ):
@@ -156,7 +156,7 @@ def assemble(
             run=run,
             program=program_of(settings, roles, inputs, passes, scores, alone, engine, model, mesh, device),
             draw=_draw(inputs, key.fold("data"), rollout, settings.data),
-            evaluate=inputs.eval and _evaluation(inputs.eval, engine, scores.score, size, truth),
+            evaluate=inputs.eval and _evaluation(inputs.eval, engine, scores, size, truth),
             inputs=inputs,
             model=model,
             critic_model=critic_model,
@@ -271,7 +271,7 @@ def assemble_evaluation(
         answering(section, rollout, settings.data, alone, tokenizer, pad, mesh) as engine,
     ):
         place = torch.device("cpu") if options.on_host else device
-        evaluation = _evaluation(inputs, engine, scores.score, size)
+        evaluation = _evaluation(inputs, engine, scores, size)
         bases = bases_of({"actor": base_of_role(section, "actor", model)})
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
@@ -305,10 +305,11 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
 
 
 def _evaluation(
-    inputs: EvalInputs, engine: Engine, score: ScoreFn, size: int, truth: Callable[..., Any] | None = None
+    inputs: EvalInputs, engine: Engine, scores: Scoring, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
     """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
+    score = scores.at(inputs.sampling.temperature)
     how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}
     return EvaluateHeldOut(batches=batches, engine=engine, truth=truth, **how)
 

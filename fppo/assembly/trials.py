@@ -52,6 +52,7 @@ def _floats(*shape: int) -> Tensor:
     return torch.zeros(shape, requires_grad=True)
 
 
+_BY_TOKEN = ("rewards", "values", "log_probs", "rollout_log_probs", "teacher_log_probs", WEIGHTS)
 _MASK = torch.ones(2, 2, dtype=torch.bool)  # two rows of two tokens, of one group
 
 
@@ -77,7 +78,7 @@ def _correction(part: Component) -> None:
 def _advantage(part: Component) -> None:
     (fn,) = bound(part, ESTIMATORS, "algorithm.advantage")
     by_row = dict.fromkeys(("scores", "baselines", "outcomes"), torch.zeros(2))
-    by_token = dict.fromkeys(("rewards", "values", "log_probs", "rollout_log_probs", WEIGHTS), torch.zeros(2, 2))
+    by_token = dict.fromkeys(_BY_TOKEN, torch.zeros(2, 2))
     others = {"mask": _MASK, "groups": torch.zeros(2, dtype=torch.int64), "named_scores": {"score": torch.zeros(2)}}
     columns = {**by_row, **by_token, **others, "sum_squared_probs": torch.ones(2, 2)}
     needed, _ = columns_of(fn)

@@ -10,9 +10,9 @@ import torch
 
 from fppo import advantages
 from fppo.advantages.columns import OfRows, name_of, reads
-from fppo.bias.study import EXACT, WorldSizes, nearest, reinforce, typical
-from fppo.laws.expectation import StepMath, step_bias
-from fppo.laws.worlds import SmallWorld
+from fppo.bias.study import EXACT, Typical, WorldSizes, medians, nearest, reinforce, typical
+from fppo.laws.expectation import StepMath, compared, step_bias
+from fppo.laws.worlds import DIVERGENCES, Divergence, SmallWorld
 
 SMALL = 0.005  # direction errors below this are not named
 DIVERGENCE = {
@@ -46,22 +46,58 @@ class RunReport:
 
 def lines_of(run: RunBias) -> RunReport:
     """Describe what a run optimises in three lines, over two prompts with scores of 0 and 1; a critic's values are
-    exact."""
+    exact. A run with a teacher, which is the world's reference, has a fourth line."""
     step, sizes = run.step, run.sizes
     worlds = [sizes.world(seed, prompts=2, lag=run.lag) for seed in range(sizes.worlds)]
+    taught = reads(step.estimator, "teacher_log_probs")
+    score, first = _score(step, [attrs.evolve(x, ref_logits=x.logits) for x in worlds] if taught else worlds)
+    kl, second = _kl(step, worlds)
+    critic, third = _critic(step, sizes)
+    about = f"in groups of {step.n}, mode {step.mode}, {name_of(_plain(step))}{', not whitened' * run.whitens}"
+    numbers, lines = {**score, "kl": kl, "critic": critic}, (f"{first} ({about})", second, third)
+    if taught:
+        numbers["teacher"], fourth = _teacher(step, worlds)
+        lines = (*lines, fourth)
+    return RunReport(lines=lines, numbers=numbers)
+
+
+def _score(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any], str]:
+    """How far a run's gradient is from that of the expected score, and by which of its parts."""
     whole = typical(attrs.evolve(step, kl=None), worlds)
+    if whole.still:
+        return {"score": None, "turned_alone": {}}, "score: nothing is learned from it"
     parts = {name: typical(part, worlds).turned for name, part in _parts(step).items()}
     causes = [f"{name} alone by {_percent(x)}" for name, x in parts.items() if x > SMALL]
     far = f"turned by {_percent(whole.turned)} from it" + (f" ({', '.join(causes)})" if causes else "")
     exact = "its direction, exactly" if whole.turned < EXACT else far
-    first = (
-        f"score: the gradient of the expected score, {exact}; {whole.scale:.3g} of its size, noise {whole.noise:.3g}"
+    size = f"{whole.scale:.3g} of its size, noise {whole.noise:.3g}"
+    return {"score": attrs.asdict(whole), "turned_alone": parts}, (
+        f"score: the gradient of the expected score, {exact}; {size}"
     )
-    kl, second = _kl(step, worlds)
-    critic, third = _critic(step, sizes)
-    numbers = {"score": attrs.asdict(whole), "turned_alone": parts, "kl": kl, "critic": critic}
-    about = f"in groups of {step.n}, mode {step.mode}, {name_of(_plain(step))}{', not whitened' * run.whitens}"
-    return RunReport(lines=(f"{first} ({about})", second, third), numbers=numbers)
+
+
+def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, Any], str]:
+    """The divergence from the teacher whose gradient a run's estimator has, by itself and under its weight mode."""
+    still = [attrs.evolve(x, scores=torch.zeros_like(x.scores)) for x in worlds]
+    of, alone = nearest([step_bias(StepMath(estimator=step.estimator), x) for x in still], still, 1.0)
+    if alone.still:
+        return {"gradient_of": "none"}, "teacher: nothing is learned from it"
+    words = DIVERGENCE.get(of, "no divergence").replace("reference", "teacher")
+    found = _against(attrs.evolve(step, kl=None), still, of)
+    numbers = {"gradient_of": of, "scale": alone.scale, "turned": found.turned}
+    return numbers, (
+        f"teacher: the gradient of {words}, {alone.scale:.3g} of its size; with the loss and weight mode of this run "
+        f"turned by {_percent(found.turned)}"
+    )
+
+
+def _against(step: StepMath, worlds: Sequence[SmallWorld], of: str) -> Typical:
+    """The bias of a step against the gradient of a divergence; of "none" against that of whole responses."""
+    goal: Divergence = next((x for x in DIVERGENCES if x == of), "sequence")
+    found = [step_bias(step, x) for x in worlds]
+    return medians(
+        [compared(x.mean, own.gradient(1.0, goal), x.deviation) for x, own in zip(found, worlds, strict=True)]
+    )
 
 
 def _parts(step: StepMath) -> dict[str, StepMath]:

@@ -93,10 +93,11 @@ class Typical:
 
 def typical(math_of: StepMath, worlds: Sequence[SmallWorld]) -> Typical:
     """The medians of a step's bias over worlds."""
-    return _medians([step_bias(math_of, own) for own in worlds])
+    return medians([step_bias(math_of, own) for own in worlds])
 
 
-def _medians(found: Sequence[Bias]) -> Typical:
+def medians(found: Sequence[Bias]) -> Typical:
+    """The medians of biases over worlds."""
     return Typical(**{name: median(getattr(x, name) for x in found) for name in ("turned", "scale", "noise")})
 
 
@@ -150,11 +151,16 @@ def kinds(sizes: WorldSizes, own: Mapping[str, Callable[..., Any]]) -> BiasTable
             gradient_of, found = nearest(each, worlds, PENALTY)
             taken = kind in losses.REWARD_KINDS if where == "reward" else kind != "k1"
             rows.append((f"{kind} in the {place}", (gradient_of, *_cells(found), "" if taken else REFUSED)))
+    for gamma in (0.0, 0.5, 1.0):
+        step = StepMath(estimator=partial(advantages.reverse_kl, gamma=gamma, coef=PENALTY))
+        gradient_of, found = nearest([step_bias(step, own) for own in worlds], worlds, PENALTY)
+        rows.append((f"reverse_kl, gamma {gamma:g}", (gradient_of, *_cells(found), "")))
     about = (
         "No score, coefficient 1, groups of 2. `gradient of` is the divergence whose gradient the mean is: sequence, "
         "KL(policy || reference) of whole responses; token, that of each token alone; reverse, KL(reference || policy) "
         "of each token; variation, twice the total variation of each token. Where it is none's, turned and size are "
-        "against sequence. Runs refuse what is no penalty."
+        "against sequence. Runs refuse what is no penalty. reverse_kl is the estimator of distillation, with the "
+        "reference as the teacher."
     )
     heads = ("gradient of", "turned", "size", "noise", "in runs")
     return BiasTable(name="kl", title="KL kinds", about=about, heads=heads, rows=tuple(rows))
@@ -165,7 +171,7 @@ def nearest(each: Sequence[Bias], worlds: Sequence[SmallWorld], coef: float) -> 
     "sequence")."""
     for of in (*DIVERGENCES, "sequence"):
         gradients = [own.gradient(coef, of) for own in worlds]
-        found = _medians([compared(x.mean, g, x.deviation) for x, g in zip(each, gradients, strict=True)])
+        found = medians([compared(x.mean, g, x.deviation) for x, g in zip(each, gradients, strict=True)])
         if not found.still and found.turned < EXACT and found.scale > 0:
             return of, found
     return "none", found

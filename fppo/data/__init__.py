@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from fppo.data.encode import encode_rows, load_prompts
     from fppo.data.examples import Fields
     from fppo.data.images import ImageReader
-    from fppo.data.privileged import truth_signs, with_truth
+    from fppo.data.privileged import truth_signs, with_teacher_prompt, with_truth
     from fppo.data.problems import Problems
     from fppo.data.prompts import PromptSet, check_tokens, collate, digests_of, prompt_set, select
     from fppo.data.read import Row, read_rows, rows_of
@@ -93,6 +93,7 @@ __all__ = [
     "systematic",
     "truth_signs",
     "vocabulary_size",
+    "with_teacher_prompt",
     "with_truth",
 ]
 

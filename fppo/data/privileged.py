@@ -1,4 +1,5 @@
-"""Privileged inputs of a critic: the ground truth, in front of the prompt or as features of the response."""
+"""Privileged inputs: the ground truth for a critic, in front of the prompt or as features of the response; and prompts
+of a teacher's own."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from fppo_kernels.shapes import Bool, Float, Int
 
 Encode = Callable[[str], Sequence[int]]
 TRUTH_SIGNS = 2  # features of the agreement of a response with the ground truth
+TEACHER_PROMPT = "teacher_prompt_ids"  # the key under which extras hold the tokens that a teacher reads as the prompt
 
 
 class Judged(Protocol):
@@ -41,7 +43,21 @@ class Answered(Protocol):
     def ground_truth(self) -> Column: ...
 
 
+class Prompted(Protocol):
+    """The columns that `with_teacher_prompt` reads of a record."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # [B, P + T] int64
+    @property
+    def attention_mask(self) -> Tensor: ...  # [B, P + T] bool
+    @property
+    def response_mask(self) -> Tensor: ...  # [B, T] bool
+    @property
+    def extras(self) -> Column: ...
+
+
 R = TypeVar("R", bound=Judged)
+Q = TypeVar("Q", bound=Prompted)
 
 
 def with_truth(rows: R, *, encode: Encode, limit: int) -> R:
@@ -52,15 +68,28 @@ def with_truth(rows: R, *, encode: Encode, limit: int) -> R:
     critic of an asymmetric pair (Pinto et al., arXiv:1710.06542): its extra input does not depend on the policy's
     actions, so the policy gradient is unchanged.
     """
-    known = _truths(rows.ground_truth, encode, limit)
-    width = max(map(len, known), default=0)
-    tokens = rows.tokens.new_tensor([[0] * (width - len(ids)) + ids for ids in known]).view(len(known), width)
-    gaps = torch.tensor([width - len(ids) for ids in known], dtype=torch.int64)
-    seen = (torch.arange(width) >= gaps[:, None]).to(rows.attention_mask)
+    tokens, seen = _padded(_truths(rows.ground_truth, encode, limit), like=rows)
     return tree.replace(
         rows,
         tokens=torch.cat([tokens, rows.tokens], 1),
         attention_mask=torch.cat([seen, rows.attention_mask], 1),
+    )
+
+
+def with_teacher_prompt(rows: Q) -> Q:
+    """The rows with the prompts that their extras hold for a teacher, in front of the same responses.
+
+    `tokens` and `attention_mask` [B, P + T] become [B, G + T], padded on the left. So a teacher may know what the
+    policy does not: instructions, examples, the right answer. Raises ValueError for rows without such prompts.
+    """
+    if not all(TEACHER_PROMPT in extra for extra in rows.extras):
+        raise ValueError("rows lack a teacher's prompts: they were drawn without data.teacher_prompt")
+    responses = rows.tokens.shape[1] - rows.response_mask.shape[1]
+    tokens, seen = _padded([extra[TEACHER_PROMPT] for extra in rows.extras], like=rows)
+    return tree.replace(
+        rows,
+        tokens=torch.cat([tokens, rows.tokens[:, responses:]], 1),
+        attention_mask=torch.cat([seen, rows.attention_mask[:, responses:]], 1),
     )
 
 
@@ -82,6 +111,14 @@ def truth_signs(rows: Answered, *, encode: Encode, limit: int) -> Float[Tensor, 
     agrees = torch.stack([_begins(said, truth), _has_within(said, truth)], -1)
     agrees = agrees.gather(1, before[..., None].expand(-1, -1, TRUTH_SIGNS))
     return (agrees & mask[..., None]).float()
+
+
+def _padded(texts: Sequence[Sequence[int]], *, like: Judged | Prompted) -> tuple[Tensor, Tensor]:
+    """Texts of token ids as `tokens` and `attention_mask` of the rows' kinds, padded on the left."""
+    width = max(map(len, texts), default=0)
+    tokens = like.tokens.new_tensor([[0] * (width - len(ids)) + [*ids] for ids in texts]).view(len(texts), width)
+    gaps = torch.tensor([width - len(ids) for ids in texts], dtype=torch.int64)
+    return tokens, (torch.arange(width) >= gaps[:, None]).to(like.attention_mask)
 
 
 def _begins(said: Int[Tensor, "b t"], truth: Int[Tensor, "b g"]) -> Bool[Tensor, "b n"]:

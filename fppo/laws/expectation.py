@@ -329,6 +329,7 @@ def _annotated(math: StepMath, world: SmallWorld, batches: Batches, index: Tenso
         scores=scores,
         named_scores={SCORE: scores},
         baselines=world.baselines()[p],
+        teacher_log_probs=ref,  # one world has one other policy
         old_log_probs=policy if math.old_log_probs == "pass" else sampled,
         ref_log_probs=ref,
         values=at(world.values(coef)),

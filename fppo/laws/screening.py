@@ -60,6 +60,7 @@ def _rows(example: LawExample, names: Sequence[str]) -> Annotated:
         scores=x["scores"],
         named_scores=named,
         baselines=x["scores"].mean().expand(rows),
+        teacher_log_probs=x["log_probs"] - 0.5,
         old_log_probs=x["log_probs"],
         ref_log_probs=x["log_probs"],
         values=x["log_probs"],

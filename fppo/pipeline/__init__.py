@@ -11,6 +11,7 @@ from fppo.pipeline.passes import Passes, PolicyPass, ValuePass, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, SampleBatch, in_turn
 from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreWithGreedy, turn_metrics
 from fppo.pipeline.step import ppo_step
+from fppo.pipeline.teacher import ScoreByTeacher, TeacherPass
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.waiting import Waiting
 from fppo.pipeline.wiring import Pieces, pieces
@@ -29,8 +30,10 @@ __all__ = [
     "RunState",
     "SampleBatch",
     "Score",
+    "ScoreByTeacher",
     "ScoreWithGreedy",
     "StepRecord",
+    "TeacherPass",
     "ValuePass",
     "Waiting",
     "evaluate",

@@ -213,6 +213,7 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
 ROLES: Mapping[str, str] = MappingProxyType(
     {
         "reward model": "reward model",
+        "teacher": "teacher",
         "log-probs": "actor",
         "reference": "reference",
         "values": "critic",
@@ -277,6 +278,7 @@ class Case:
     critic: bool = False
     reference: bool = False
     reward_model: PreTrainedConfig | None = None  # whether the critic reads the same tokens
+    teacher: PreTrainedConfig | None = None
     lora: Lora | None = None  # the actor's adapter, on a frozen base
     critic_lora: Lora | None = None  # the critic's adapter, on the same base
     lora_base: Kind | None = None  # the code of the base's linear layers, if quantised
@@ -299,6 +301,12 @@ class Case:
         return self.mesh.get(axis, 1)
 
     @property
+    def models(self) -> dict[str, PreTrainedConfig]:
+        """The models that differ in shape, by what messages call them."""
+        own = {self.name: self.config, "the reward model": self.reward_model, "the teacher": self.teacher}
+        return {name: config for name, config in own.items() if config is not None}
+
+    @property
     def shards(self) -> int:
         """The number of ranks over which dense parameters are sharded."""
         return math.prod(map(self.size, SHARD_AXES))
@@ -315,7 +323,7 @@ class Case:
         return sum(size > 1 for size in self.mesh.values()) + (self.size("expert") > 1)
 
     def has(self, role: str) -> bool:
-        """Whether a role ("actor", "critic", "reference", "reward model") is planned."""
+        """Whether a role ("actor", "critic", "reference", "reward model", "teacher") is planned."""
         return self.only is None or role in self.only
 
     def at(self, stage: str) -> Case:
@@ -430,9 +438,7 @@ def balanced(sequences: int, most: int) -> tuple[int, int]:
 def problems(case: Case) -> list[str]:
     """List the problems of a case, one line each."""
     wrong, sequence, tensor = [], case.size("sequence"), case.size("tensor")
-    for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
-        if config is None:
-            continue
+    for name, config in case.models.items():
         try:
             check_rows_whole(config, case.mesh)
         except ValueError as error:
@@ -486,9 +492,7 @@ def _expert_problems(case: Case) -> list[str]:
             f"--expert-load {case.load:g}: where one of the {ranks} ranks of --mesh.expert has all tokens, that is "
             f"{ranks} times the mean"
         )
-    for name, config in ((case.name, case.config), ("the reward model", case.reward_model)):
-        if config is None:
-            continue
+    for name, config in case.models.items():
         count = expert_count(config)
         if not count:
             wrong.append(f"--mesh.expert {ranks}: {name} is {config.model_type!r}, which has no experts to cut")

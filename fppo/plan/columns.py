@@ -16,6 +16,7 @@ from fppo.batch import Annotated, Experience, Rollout, Scored
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.models import hidden_width
 from fppo.pipeline.gap import COMPARED
+from fppo.pipeline.teacher import REVERSE_KL
 from fppo.plan.case import Case
 from fppo.plan.passes import model_of, rows_of
 from fppo.settings.component import requires, value_of
@@ -111,6 +112,9 @@ def _before(batch: _Batch) -> Iterator[ColumnCall]:
         if batch.run.rollout.from_ is None:
             yield ColumnCall("rollout", "generate", _prompts(prompts, batch.run.data.max_prompt_tokens), part)
         yield ColumnCall("reward", "reward_model", part, {"scores": 4 * count})
+        if batch.run.uses_teacher:
+            numbers = batch.numbers * count // batch.rows
+            yield ColumnCall("teacher", "teacher", part, {"teacher_log_probs": numbers})
 
 
 def _passes(batch: _Batch, ranks: int) -> Iterator[ColumnCall]:
@@ -164,7 +168,9 @@ def _row(run: TrainSettings, case: Case) -> Experience:
     return tree.replace(
         row,
         routed=routed,
-        named_scores=dict.fromkeys([*reward.functions, *(x for x in more if more[x] is not None)], row.scores),
+        named_scores=dict.fromkeys(
+            [*reward.functions, *(x for x in more if more[x] is not None), *[REVERSE_KL] * run.uses_teacher], row.scores
+        ),
         baselines=row.scores if requires(algorithm.advantage, ESTIMATORS, "baselines") else None,
         values=None if reader is None else numbers,
         disagreement=numbers if critic.ensemble > 1 else None,

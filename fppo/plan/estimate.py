@@ -14,7 +14,7 @@ from fppo.models import experts, flops
 from fppo.models.model import Model
 from fppo.plan import passes
 from fppo.plan.case import Case, Hardware, overhead
-from fppo.plan.passes import REWARD, STAGES
+from fppo.plan.passes import FROZEN, STAGES
 from fppo.plan.track import Cost, Phase
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
 from fppo.runtime.offload import WINDOW
@@ -264,8 +264,8 @@ def _own(case: Case, facts: Facts, *, shards: bool = True) -> float:
 
 
 def _rest(case: Case, name: str, facts: Facts) -> float:
-    at = case.at(name if name == REWARD else f"update {name}")
-    trained = _STATE[at.offload] if name != REWARD else (0 if at.offload == "all" else at.dtype.itemsize)
+    at = case.at(name if name in FROZEN else f"update {name}")
+    trained = _STATE[at.offload] if name not in FROZEN else (0 if at.offload == "all" else at.dtype.itemsize)
     return trained * _own(case, facts)
 
 

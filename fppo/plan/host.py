@@ -12,7 +12,7 @@ import torch
 from fppo import tree
 from fppo.plan import passes
 from fppo.plan.case import BUILT_FOR_GPUS, CUDA_PROCESS, PROCESS, Case, pinned
-from fppo.plan.passes import REWARD, Built, base_dtype, every_shape, models_of, shard_shapes
+from fppo.plan.passes import FROZEN, Built, base_dtype, every_shape, models_of, shard_shapes
 from fppo.plan.track import Phase
 from fppo.rollout.pool import Policy
 from fppo.rollout.sync import pieces
@@ -69,10 +69,10 @@ def state_of(case: Case, built: Built) -> dict[str, tuple[bool, list[int]]]:
     base of adapters."""
     found: dict[str, tuple[bool, list[int]]] = {}
     for name in filter(case.has, models_of(case)):
-        at = case.at(name if name == REWARD else f"update {name}")
+        at = case.at(name if name in FROZEN else f"update {name}")
         sizes = _nbytes(shard_shapes(at, name, built).values(), at.dtype)
         found[f"{name}'s parameters"] = at.offload == "all", sizes
-        if name != REWARD:
+        if name not in FROZEN:
             found[f"{name}'s optimizer"] = at.offload != "none", moments(at, name, built)
     if case.reference and case.lora is None and case.has("reference"):
         at = case.at("reference")
@@ -101,7 +101,7 @@ def read_bytes(case: Case, built: Built) -> float:
     sizes = [0.0]
     for name in filter(case.has, models_of(case)):
         largest = max(shape.numel() for shape in built.model(case, name).whole_shapes.values())
-        dtype = case.at(name if name == REWARD else f"update {name}").dtype
+        dtype = case.at(name if name in FROZEN else f"update {name}").dtype
         own = _nbytes(every_shape(case, name, built).values(), dtype if case.lora is None else base_dtype(case))
         sizes.append(largest * dtype.itemsize + (sum(own) if case.hardware.on_gpu else 0))
     return float(max(sizes))
@@ -111,7 +111,7 @@ def checkpoint_bytes(case: Case, built: Built) -> float:
     """Bytes of the copies that a thread writes (trained parameters and optimizer states of actor and critic, on ranks
     with parts of their own), and of the buffer for copies from a GPU."""
     size = 0
-    for name in (name for name in models_of(case) if name != REWARD and case.has(name)):
+    for name in (name for name in models_of(case) if name not in FROZEN and case.has(name)):
         at = case.at(f"update {name}")
         size += sum(_nbytes(shard_shapes(at, name, built).values(), at.dtype)) + sum(moments(at, name, built))
     return float(size + (STAGE_BYTES if size and case.hardware.on_gpu else 0))

@@ -6,7 +6,7 @@ import attrs
 
 from fppo.plan.case import Case
 from fppo.plan.host import state_of
-from fppo.plan.passes import REWARD, Built
+from fppo.plan.passes import FROZEN, Built
 from fppo.plan.plan import Plan, plan
 from fppo.plan.run import case_of
 from fppo.settings.plan import PlanSettings
@@ -69,5 +69,5 @@ def _step_seconds(of: TrainSettings, planned: Plan) -> float:
 def _saved(case: Case) -> tuple[float, float]:
     """Bytes of a checkpoint, of all ranks together, and of the exported policy, in the dtype of its state."""
     alone = attrs.evolve(case, mesh=dict.fromkeys(case.mesh, 1), virtual_stages=1)
-    sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if not name.startswith(REWARD)}
+    sizes = {name: sum(each) for name, (_, each) in state_of(alone, Built()).items() if not name.startswith(FROZEN)}
     return float(sum(sizes.values())), float(sizes.get("actor's parameters", 0))

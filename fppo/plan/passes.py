@@ -159,21 +159,23 @@ class _StandInTriton(torch.autograd.Function):
 
 T = TypeVar("T")
 KEPT = 16  # the rank's runs
-REWARD = "reward model"
-HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value"}  # models that differ in shape
+REWARD, TEACHER = "reward model", "teacher"
+FROZEN = (REWARD, TEACHER)  # models that are never trained
+# models that differ in shape
+HEADS: Mapping[str, HeadKind] = {"actor": "lm", "critic": "value", REWARD: "value", TEACHER: "lm"}
 # the one that each stage runs, in the order of a step
 STAGES: Mapping[str, str] = {stage: "actor" if role == "reference" else role for stage, role in ROLES.items()}
 
 
 def models_of(case: Case) -> list[str]:
     """The models of `HEADS` that the case has."""
-    wanted = {"critic": case.critic, REWARD: case.reward_model is not None}
+    wanted = {"critic": case.critic, REWARD: case.reward_model is not None, TEACHER: case.teacher is not None}
     return [name for name in HEADS if wanted.get(name, True)]
 
 
 def model_of(case: Case, name: str, layers: int | None = None) -> Model:
     """Build one of `HEADS` for the case, with all of its layers or with `layers`."""
-    config = case.reward_model if name == REWARD else case.config
+    config = {REWARD: case.reward_model, TEACHER: case.teacher}.get(name, case.config)
     assert config is not None
     config = config if layers is None else with_layers(config, layers)
     again = case.checkpoint_layers
@@ -311,6 +313,7 @@ def rows_of(case: Case, count: int) -> Experience:
         old_log_probs=numbers(),
         ref_log_probs=numbers() if case.reference else None,
         values=numbers() if case.critic else None,
+        teacher_log_probs=numbers() if case.teacher is not None else None,
         token_rewards=numbers(),
         advantages=numbers(),
         returns=numbers(),

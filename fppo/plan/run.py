@@ -8,6 +8,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from transformers import PreTrainedConfig
 
 from fppo._errors import json_of
 from fppo.models.adapted import Lora
@@ -62,6 +63,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         critic=of.uses_critic_model,
         reference=of.uses_reference,
         reward_model=None if of.reward.model.path is None else config_of(of.reward.model.path, "reward.model.path")[1],
+        teacher=_teacher(of),
         lora=_lora(lora, _rank(lora)),
         critic_lora=_lora(lora, _rank(lora) if own is None else own),
         lora_base=None if lora.base == "float" else lora.base,
@@ -76,6 +78,12 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         sampling=_sampling(of) if options.sampling else None,
         full=options.full,
     )
+
+
+def _teacher(of: TrainSettings) -> PreTrainedConfig | None:
+    """The config of the teacher; None without one."""
+    path = of.model.teacher_path if of.uses_teacher else None
+    return None if path is None else config_of(path, "model.teacher_path", of.model.config)[1]
 
 
 def _tokens(section: ActorSettings | CriticSettings, of: TrainSettings, together: float) -> int:
@@ -159,6 +167,8 @@ def _roles(of: TrainSettings, length: int, together: float) -> dict[str, Role]:
         )
     if of.uses_reference:
         roles["reference"] = Role(offload=place(of.model.ref_offload), dtype=getattr(torch, of.model.ref_dtype))
+    if of.uses_teacher:
+        roles["teacher"] = Role(offload=place(of.model.teacher_offload), dtype=getattr(torch, of.model.teacher_dtype))
     if reward.path is not None:
         rows = reward.micro_batch_size
         tokens = reward.token_budget if rows is None else rows * length
@@ -174,6 +184,7 @@ def part_of(case: Case, models: Sequence[str]) -> Case:
         critic="critic" in models,
         reference="reference" in models,
         reward_model=case.reward_model if "reward model" in models else None,
+        teacher=case.teacher if "teacher" in models else None,
         roles={name: role for name, role in case.roles.items() if name in models},
     )
 

@@ -163,7 +163,8 @@ def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[
     rows: list[tuple[str, object]] = [
         ("base", _named(exported.base)),
         ("data", data),
-        ("rewards", ", ".join(s.reward.functions) or "a reward model or a judge"),
+        ("rewards", ", ".join(s.reward.functions) or ("a reward model or a judge" if s.has_reward else "none")),
+        *([("teacher", _named(s.model.teacher_path or ""))] if s.uses_teacher else []),
         ("advantages", s.algorithm.advantage.name),
         ("policy loss", s.actor.loss.name),
         ("KL", kl.removesuffix(", ") or "none"),

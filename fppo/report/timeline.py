@@ -16,7 +16,7 @@ FILE = "trace.json"
 ROLES = ("rollout", "reward", "actor", "reference", "critic")
 _ROLE: Mapping[str, str] = MappingProxyType(  # by stage, and by call to a pool
     {"gen": "rollout", "generate": "rollout", "reward": "reward", "old_log_prob": "actor", "update_actor": "actor"}
-    | {"ref": "reference", "values": "critic", "update_critic": "critic"}
+    | {"ref": "reference", "teacher": "reference", "values": "critic", "update_critic": "critic"}
 )
 STEP, OTHER = "step", "other"
 _LINES = ("step", *ROLES, OTHER)  # the lines of a process, in the order of the page

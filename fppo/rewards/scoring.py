@@ -54,9 +54,10 @@ def score(
     scores = {term.name: scores[term.name].to(device) for term in reward.terms}
     if failure_score is not None:
         scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
-    total = _total(reward.terms, scores, device)
+    count = len(rollout.tokens)
+    total = _total(reward.terms, scores, count, device)
     known = [term for term in reward.terms if not term.shaping]
-    outcomes = _total(known, scores, device).float() if 0 < len(known) < len(reward.terms) else None
+    outcomes = _total(known, scores, count, device).float() if 0 < len(known) < len(reward.terms) else None
     clash = sorted(set(scores) & set(results.named))
     if clash:
         raise ValueError(f"the reward returns numbers named {clash}, names of its functions too; rename them")
@@ -68,7 +69,7 @@ def score(
         extras = batch.Column({**extra, EXTRACTED: answer} for extra, answer in pairs)
     columns = {"scores": total.float(), "named_scores": named, "outcomes": outcomes}
     scored = batch.extend(batch.Scored, rollout, **columns, extras=extras)
-    report = _means(scored) | noted
+    report = means(scored) | noted
     for kind in ("error", "timeout"):
         failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
@@ -90,7 +91,7 @@ def _of_rows(scored: Scored, rows: Rollout) -> Scored:
     )
 
 
-def _means(scored: Scored) -> Metrics:
+def means(scored: Scored) -> Metrics:
     """The means of the scores over rows with a score, and the number of rows without."""
     from fppo import metrics
 
@@ -104,13 +105,13 @@ def _means(scored: Scored) -> Metrics:
     }
 
 
-def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The weighted sum [B] float64 of the terms; a term of weight 0 adds nothing, not even nan."""
+def _total(terms: Sequence[RewardTerm], scores: Mapping[str, Tensor], count: int, device: torch.device) -> Tensor:
+    """The weighted sum [B] float64 of the terms for `count` rows; a term of weight 0 adds nothing, not even nan, and
+    without any it is 0."""
     import torch
 
-    count = len(next(iter(scores.values())))
     added = (term.weight * scores[term.name] for term in terms if term.weight)
-    return sum(added, torch.zeros(count, device=device))
+    return sum(added, torch.zeros(count, dtype=torch.float64, device=device))
 
 
 def samples_of(rollout: Rollout, tokenizer: Any) -> list[Sample]:

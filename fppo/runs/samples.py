@@ -22,6 +22,7 @@ LISTS = {
     "rollout_log_probs": np.float32,
     "old_log_probs": np.float32,
     "ref_log_probs": np.float32,
+    "teacher_log_probs": np.float32,
     "values": np.float16,
     "advantages": np.float16,
     "returns": np.float16,

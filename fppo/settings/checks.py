@@ -97,6 +97,36 @@ def _model(s: TrainSettings) -> Problems:
     if not s.uses_reference:
         readers = "a KL term; actor.kl_coef and algorithm.kl.coef are both 0"
         yield from unread(s, ["model.ref_path", "model.ref_dtype", "model.ref_offload"], readers)
+    yield from _teacher(s)
+
+
+def _teacher(s: TrainSettings) -> Problems:
+    """The conflicts of a teacher with other settings."""
+    names = ["model.teacher_path", "model.teacher_dtype", "model.teacher_offload"]
+    if s.data.teacher_prompt is None:
+        yield from unread(s, ["data.teacher_prompt_tokens"], "data.teacher_prompt")
+    if not s.uses_teacher:
+        yield from unread(s, [*names, "data.teacher_prompt"], 'algorithm.advantage = "distill"')
+        return
+    if s.data.teacher_prompt is not None and s.rollout.environment.used:
+        text = "the prompts are an environment's, and rows have none to take its place; leave it out"
+        yield wrong(s, "data.teacher_prompt", text)
+    name = s.algorithm.advantage.name
+    if s.model.teacher_path is None:
+        text = f"is not set, and {name} holds the policy to it; give the name or directory of a Hugging Face model"
+        yield wrong(s, "model.teacher_path", text)
+    scored = value_of(s.algorithm.advantage, ESTIMATORS, "score_coef")
+    if s.algorithm.kl.coef > 0 and not any(map(s.algorithm.reads, ("rows", "rewards", "scores", "outcomes"))):
+        text = f"{name} does not read the token rewards, where the penalty would be; give actor.kl_coef in its place"
+        yield wrong(s, "algorithm.kl.coef", text)
+    if s.has_reward:
+        return
+    if scored:
+        text = "nothing scores the responses; give reward functions, or leave it out"
+        yield Problem("algorithm.advantage.score_coef", s.algorithm.advantage.keywords.get("score_coef"), text)
+    if s.has_held_out and s.eval.temperature == 0:
+        text = f"held-out responses are measured by their divergence from the teacher ({name}, no reward), which is "
+        yield wrong(s, "eval.temperature", f"{text}one of sampled responses; give 1.0, or reward functions")
 
 
 def _algorithm(s: TrainSettings) -> Problems:

@@ -80,7 +80,8 @@ def _images(s: TrainSettings) -> Problems:
     if s.data.over_long == "truncate":
         yield wrong(s, "data.over_long", f"would cut {names} apart; give error or drop")
     text = f"prompts with {names} ({', '.join(s.data.seen)}) do not go with it yet; leave one of them out"
-    others = ("data.row_tools", "rollout.turns.respond", "critic.privileged", "reward.model.path", "reward.judge.path")
+    others = ("data.row_tools", "rollout.turns.respond", "critic.privileged")
+    others += ("reward.model.path", "reward.judge.path", "model.teacher_path")
     for name in others:
         if value_at(s, name) not in (None, 0):
             yield wrong(s, name, text)
@@ -146,9 +147,11 @@ def reward_problems(s: TrainSettings) -> Problems:
 
 def _functions(s: TrainSettings) -> Problems:
     section, names, weights = s.reward, s.reward.functions, s.reward.weights
-    if not names and section.model.path is None and section.judge.path is None and not s.rollout.environment.used:
+    if not s.has_reward and not s.uses_teacher:
         text = "nothing scores the responses; give reward functions, reward.model.path or reward.judge.path"
         yield wrong(s, "reward.functions", text)
+    if not s.has_reward:
+        yield from unread(s, ["reward.overlong_buffer", "reward.failure_score"], "a reward")
     for name in names:
         if ":" in name and not FUNCTION.fullmatch(name):
             yield wrong(s, "reward.functions", f"{name!r} is not of the form module:function")

@@ -80,6 +80,7 @@ def placement_problems(s: TrainSettings) -> Problems:
     for role, used, name in (
         ("critic", s.algorithm.uses_critic, "critic"),
         ("reference", s.uses_reference, "reference"),
+        ("teacher", s.uses_teacher, "teacher"),
         ("reward", s.reward.model.path is not None, "reward model"),
     ):
         if not used and getattr(placement.roles, role) not in (HERE, None):
@@ -172,7 +173,9 @@ def _pools(s: TrainSettings, places: Mapping[str, str]) -> Problems:
         if gpus and s.device == "cpu":
             yield Problem(f"{path}.gpus", gpus, "device = 'cpu', and its ranks work on GPUs; give device cuda")
         others = ["reward.", *(x for role, own in _OWN.items() if places.get(role) != name for x in own)]
-        others += [] if {role for role, pool in places.items() if pool == name} - {"reward"} else ["model.lora."]
+        others += (
+            [] if {role for role, pool in places.items() if pool == name} - {"reward", "teacher"} else ["model.lora."]
+        )
         found = mesh_rules(attrs.evolve(s, mesh=attrs.evolve(s.mesh, **pool.mesh)), pool.ranks)
         own = (problem for problem in found if not problem.path.startswith(tuple(others)))
         yield from (Problem(path, attrs.NOTHING, str(problem)) for problem in own)

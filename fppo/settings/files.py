@@ -36,7 +36,15 @@ _COMMANDS = (  # of LaTeX, which begin as a new line or a tab is written
 )
 _COMMAND = re.compile(rf"(?<!\\)\\({'|'.join(_COMMANDS)})(?![A-Za-z])")
 PATHS = (
-    *("model.path", "model.critic_path", "model.ref_path", "data.path", "data.eval_path", "module_dirs"),
+    *(
+        "model.path",
+        "model.critic_path",
+        "model.ref_path",
+        "model.teacher_path",
+        "data.path",
+        "data.eval_path",
+        "module_dirs",
+    ),
     *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
 )  # settings that may name a file or a directory
 

@@ -58,6 +58,8 @@ class ModelSettings:
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
     ref_path: str | None = setting(None)
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
+    teacher_path: str | None = setting(None)
+    """The teacher that algorithm.advantage = "distill" holds the policy to, of the same tokenizer, of any size."""
     tokenizer: str | None = setting(None)
     """Where the tokenizer is; None: in path."""
     config: Table = setting(dict)
@@ -66,10 +68,12 @@ class ModelSettings:
     """Low-rank adapters in place of trained weights."""
     ref_dtype: Literal["float32", "bfloat16"] = setting("float32")
     """The dtype the reference is kept in; bfloat16 halves its memory, and it then runs in that too."""
+    teacher_dtype: Literal["float32", "bfloat16"] = setting("float32")
+    """The dtype the teacher is kept in; bfloat16 halves its memory, and it then runs in that too."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting("auto")
     """The dtype of all passes, auto: bfloat16 on GPUs; float16 scales the loss. Master weights are always float32."""
     forward_token_budget: int | None = setting(None, at_least(1))
-    """Tokens per pass without a gradient (old log-probs, reference, values, rewards); None: as the actor's."""
+    """Tokens per pass without a gradient (old log-probs, reference, teacher, values, rewards); None: as the actor's."""
     checkpoint_layers: Literal["selective"] | bool = setting(False)
     """Recompute each layer in the backward pass: less memory, more time; selective: all of it but its attention."""
     compile_layers: bool = setting(False)
@@ -84,6 +88,8 @@ class ModelSettings:
     """Keep the optimizer's moments, or them and all parameters, in the host's memory between uses (GPUs)."""
     ref_offload: bool | None = setting(None)
     """Keep the reference in the host's memory between uses (GPUs); None: where offload is all."""
+    teacher_offload: bool | None = setting(None)
+    """Keep the teacher in the host's memory between uses (GPUs); None: where offload is all."""
     offload_activations: bool = setting(False)
     """Keep what is saved for the backward pass in the host's memory until then (GPUs)."""
     remove_padding: bool = setting(True)

@@ -93,6 +93,8 @@ class RoleSettings:
     """The pool that trains the critic."""
     reference: str | None = setting(None)
     """The pool of the reference; None: the actor's."""
+    teacher: str = setting(HERE, nonempty("give a pool, or here"))
+    """The pool of the teacher."""
     rollout: str | None = setting(None)
     """The pool that samples, of which each rank is an engine of its own; None: where the actor is."""
     reward: str = setting(HERE, nonempty("give a pool, or here"))
@@ -168,7 +170,7 @@ def places_of(placement: PlacementSettings) -> dict[str, str]:
     places = {"actor": roles.actor, "critic": roles.critic, "reference": roles.reference or roles.actor}
     if (engines := engines_in(placement)) is not None:
         places["rollout"] = engines
-    places["reward"] = roles.reward
+    places |= {"teacher": roles.teacher, "reward": roles.reward}
     return {role: pool for role, pool in places.items() if pool != HERE}
 
 

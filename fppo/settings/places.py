@@ -43,6 +43,8 @@ def place_problems(settings: TrainSettings) -> list[Problem]:
     models["reward.judge.path"] = reward.judge.path
     if settings.algorithm.uses_critic:
         models["model.critic_path"] = settings.model.critic_path
+    if settings.uses_teacher:
+        models["model.teacher_path"] = settings.model.teacher_path
     if settings.uses_reference:
         models["model.ref_path"] = settings.model.ref_path
     lines = [*output_problems(settings), *_start(settings)]

@@ -23,6 +23,7 @@ ESTIMATORS: Functions = {  # of columns of the batch, by their names
     "reinforce_plus_plus_baseline": (f"{_GROUPED}:reinforce_plus_plus_baseline",),
     "optimal_token_baseline": ("fppo.advantages.token_baseline:optimal_token_baseline",),
     **{name: (f"{_TEMPORAL}:{name}",) for name in ("remax", "reinforce_plus_plus")},
+    "distill": ("fppo.advantages.distillation:reverse_kl",),
 }
 VALUE_HEADS: Functions = {
     **{name: (f"fppo.losses.value:{name}_head",) for name in ("mse", "huber", "hl_gauss", "two_hot", "quantile")},

@@ -74,6 +74,10 @@ class DataSettings:
     """Of data sets by name, read the first so many rows as a stream, not downloaded whole; None: download all."""
     prompt: str = setting("prompt", nonempty("give a field of the rows, or a template with {field} in it"))
     """The field that holds the prompt, or a template like "Question: {question}\\nAnswer:"; \\n is a new line."""
+    teacher_prompt: str | None = setting(None)
+    """What a teacher reads in the prompt's place, a field or a template as prompt; None: the same prompt."""
+    teacher_prompt_tokens: int = setting(4096, at_least(1), at_most(MOST_TOKENS))
+    """The longest of these, in tokens; longer ones are an error."""
     chat: bool = setting(False)
     """Put the prompt, a text or a list of messages, through the tokenizer's chat template."""
     chat_template: str | None = setting(None)
@@ -290,6 +294,23 @@ class TrainSettings:
         if not self.algorithm.uses_critic:
             return self.steps
         return max(self.steps - self.critic.warmup_steps - self.critic.pretrain, 1)
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether anything scores responses: functions, a reward model, a judge, or an environment."""
+        reward = self.reward
+        models = reward.model.path is not None or reward.judge.path is not None
+        return bool(reward.functions) or models or self.rollout.environment.used
+
+    @property
+    def uses_teacher(self) -> bool:
+        """Whether the run needs a teacher: its estimator reads the log-probs of one."""
+        return self.algorithm.reads("teacher_log_probs")
+
+    @property
+    def models_beside(self) -> dict[str, bool]:
+        """Whether there are a critic that is a model, and a teacher."""
+        return {"critic_model": self.uses_critic_model, "teacher": self.uses_teacher}
 
     @property
     def uses_reference(self) -> bool:

@@ -27,6 +27,10 @@ from tests import tiny
 from tests.parts import EVERY_ESTIMATOR, GROUPED
 
 NAN = float("nan")
+REFUSING = {
+    "gdpo": "'gdpo' compares the reward's functions one by one",
+    "distill": "'reverse_kl' reads no token rewards",
+}
 each_name = pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 
 
@@ -49,6 +53,7 @@ def rows_of(scores, *, n, seed=3, **changes):
         "values": torch.rand(mask.shape, generator=g, dtype=torch.float64).where(mask, 0.0),
         "sum_squared_probs": torch.rand(mask.shape, generator=g, dtype=torch.float64).where(mask, 0.0),
         "baselines": torch.full_like(scores, 0.25),
+        "teacher_log_probs": -torch.rand(mask.shape, generator=g, dtype=torch.float64).where(mask, 0.0),
     }
     return extend(Annotated, rows, **(columns | changes))
 
@@ -91,8 +96,8 @@ def test_every_estimator_sees_a_kl_in_the_rewards_or_refuses_it(name):
     rows = rows_of([1.0, 0.0, 0.0, 0.5, 2.0, 1.0], n=3)
     plain, _, _ = estimated(rows, name)
     run = partial(estimated, rows, name, kl=KLState(coef=0.3), kl_in_reward=True)
-    if name == "gdpo":
-        with pytest.raises(ValueError, match=r"'gdpo' compares the reward's functions one by one.*actor\.kl_coef"):
+    if name in REFUSING:
+        with pytest.raises(ValueError, match=rf"{REFUSING[name]}.*actor\.kl_coef"):
             run()
         return
     assert not torch.allclose(run()[0].advantages, plain.advantages, atol=1e-4)
@@ -132,7 +137,8 @@ def test_a_row_without_a_score_counts_nowhere(name, whiten):
     scores = [1.0, 0.0, NAN, 0.5, 2.0, 1.0, -1.0, NAN]
     whole = rows_of(scores, n=4)
     kept = [i for i, x in enumerate(scores) if x == x]
-    how = {"kl": KLState(coef=0.0 if name == "gdpo" else 0.2), "kl_in_reward": name != "gdpo", "whiten": whiten}
+    takes = name not in REFUSING
+    how = {"kl": KLState(coef=0.2 if takes else 0.0), "kl_in_reward": takes, "whiten": whiten}
     found, _, report = estimated(whole, name, **how)
     alone, _, wanted = estimated(batches.rows(whole, kept), name, **how)
     assert not found.response_mask[[2, 7]].any()

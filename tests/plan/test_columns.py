@@ -69,6 +69,12 @@ def traced(settings):
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            {"actor": "a", "teacher": "t"},
+            {"algorithm__advantage": "distill", "algorithm__old_log_probs": "pass", "actor__epochs": 1}
+            | {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000},
+            id="teacher",
+        ),
+        pytest.param(
             {"actor": "a", "critic": "c"}, {"algorithm__router_replay": "rollout"}, id="experts", marks=pytest.mark.slow
         ),
         pytest.param(
@@ -84,6 +90,7 @@ def test_a_placed_run_moves_the_columns_that_are_planned(task, roles, changes, t
     ranks = {"a": 2, "e": 2} if "e" in roles.values() else {}
     placed = {f"placement__roles__{role}": pool for role, pool in roles.items()}
     judge = {"reward__model__path": str(task / "judge")} if "reward" in roles else {}
+    judge |= {"model__teacher_path": str(task / "start")} if "teacher" in roles else {}
     settings = tiny_run.settings(
         task,
         output_dir=str(tmp_path / "run"),

@@ -336,7 +336,7 @@ def test_a_runs_settings_are_planned_as_each_role_has_them(tmp_path, capsys):
     passes_of = {stage: (at.rows, at.micro_batches) for stage in ROLES for at in [case.at(stage)]}
     assert passes_of == {
         "reward model": (2, 8),
-        **dict.fromkeys(("log-probs", "reference", "values"), (16, 1)),
+        **dict.fromkeys(("teacher", "log-probs", "reference", "values"), (16, 1)),
         "update critic": (8, 2),
         "update actor": (4, 4),
     }

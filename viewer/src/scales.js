@@ -10,10 +10,12 @@ export const NUMBERS = {
   values: { label: "Value", kind: "plain" },
   entropy: { label: "Entropy (nats)", kind: "plain" },
   kl: { label: "KL to the reference (k1)", kind: "signed" },
+  teacher_kl: { label: "Log-prob (trainer less teacher)", kind: "signed" },
   correction_weights: { label: "Weight of the correction", kind: "ratio" },
   old_log_probs: { label: "Log-prob (trainer)", kind: "unlikely" },
   rollout_log_probs: { label: "Log-prob (sampler)", kind: "unlikely" },
   ref_log_probs: { label: "Log-prob (reference)", kind: "unlikely" },
+  teacher_log_probs: { label: "Log-prob (teacher)", kind: "unlikely" },
   returns: { label: "Return", kind: "signed" },
   token_rewards: { label: "Token reward", kind: "signed" },
   turn_rewards: { label: "Turn reward", kind: "signed" },
@@ -27,6 +29,7 @@ export function numbersOf(row) {
   const made = {
     ratio: between("old_log_probs", "rollout_log_probs", (x, y) => Math.exp(x - y)),
     kl: between("old_log_probs", "ref_log_probs", (x, y) => x - y),
+    teacher_kl: between("old_log_probs", "teacher_log_probs", (x, y) => x - y),
   };
   const all = Object.keys(NUMBERS).map((name) => [name, made[name] ?? row[name] ?? null]);
   return Object.fromEntries(all.filter(([, numbers]) => numbers));

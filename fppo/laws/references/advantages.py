@@ -312,3 +312,29 @@ def optimal_token_baseline(
             baseline = 0.0 if alone else sum(to_go[i] * w for i, w in weights.items()) / total
             advantages[b][t], returns[b][t] = to_go[b] - baseline, to_go[b]
     return Advantages(*(torch.tensor(x, dtype=rewards.dtype).view(mask.shape) for x in (advantages, returns)))
+
+
+def reverse_kl(
+    log_probs: Tensor,
+    teacher_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    scores: Tensor | None = None,
+    groups: Tensor | None = None,
+    gamma: float = 0.0,
+    coef: float = 1.0,
+    limit: float | None = None,
+    score_coef: float = 0.0,
+) -> Advantages:
+    """Less coef times the discounted sum of the log-ratios from here on, plus the score against the group's others."""
+
+    def of_row(own: Numbers, teacher: Numbers) -> tuple[Numbers, Numbers]:
+        apart = _less(own, teacher)
+        bounded = apart if limit is None else [max(-limit, min(limit, x)) for x in apart]
+        to_go = [-coef * x for x in _returns(bounded, gamma)]
+        return to_go, to_go
+
+    found = along_rows(of_row, mask, log_probs, teacher_log_probs)
+    if scores is None or groups is None or score_coef == 0.0:
+        return found
+    return found._replace(advantages=found.advantages + score_coef * rloo(scores, mask, groups).advantages)

@@ -1,0 +1,114 @@
+"""The teacher of a run, as its settings name it: loaded where it runs, and held against the policy's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from fppo import data
+from fppo.assembly.parts import kernels_of, load_teacher, offload_of, on_device
+from fppo.assembly.roles import fetch_of
+from fppo.assembly.texts import config_place, has_tokenizer, open_tokenizer
+from fppo.fields import only
+from fppo.fleet import HERE, AnyGroup, Here, LocalGroup, on
+from fppo.pipeline.passes import PolicyPass
+from fppo.pipeline.teacher import TeacherFn, TeacherPass
+from fppo.runtime.offload import Lane, to_host
+from fppo.settings.model import ModelSettings
+from fppo.steps.critic import as_it_is
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.outputs import Forward
+from fppo.workers.imports import search
+
+
+def teacher_on(
+    group: AnyGroup,
+    here: Here,
+    section: ModelSettings,
+    *,
+    names: Mapping[str, str],
+    micro_batching: MicroBatching,
+    module_dirs: Sequence[str],
+    prompted: bool,
+) -> TeacherFn:
+    """The teacher on the ranks of a group, or `here` for the group of this process. Kernels are those of the settings
+    in `names`; one that is `prompted` reads prompts of its own."""
+    make = partial(make_teacher, section=section, names=names, micro_batching=micro_batching, prompted=prompted)
+    if isinstance(group, LocalGroup):
+        return make(here)
+    return on(group, group.call(_make, HERE, module_dirs, make, stays=True, label="make teacher"), label="teacher")
+
+
+def make_teacher(
+    here: Here, section: ModelSettings, *, names: Mapping[str, str], micro_batching: MicroBatching, prompted: bool
+) -> TeacherPass:
+    """The teacher on a rank, which shares a batch's rows with the other ranks of its mesh."""
+    model, params = load_teacher(section, here.mesh)
+    params, offload = on_device(params, here.device), offload_of(section.offload, section.teacher_offload)
+    forward = Forward(model, kernels_of(names), here.mesh, **only(section, "remove_padding", "share_prompts"))
+    fetch = fetch_of(offload, Lane(here.device))
+    return TeacherPass(
+        params=to_host(params) if offload == "all" else params,
+        policy=PolicyPass(forward=forward, micro_batching=micro_batching, fetch=fetch),
+        view=data.with_teacher_prompt if prompted else as_it_is,
+    )
+
+
+def _make(here: Here, module_dirs: Sequence[str], make: Callable[[Here], TeacherPass]) -> TeacherPass:
+    """The teacher on a rank of a group."""
+    search(module_dirs)
+    transformers_logging.disable_progress_bar()  # the controller speaks
+    return make(here)
+
+
+def check_teacher(section: ModelSettings, tokenizer: PreTrainedTokenizerBase, configs: Mapping[str, Any]) -> None:
+    """Raises ValueError for a teacher that does not read the policy's tokens: of another tokenizer, or of a vocabulary
+    that it cannot be sure of.
+
+    `configs` are the models' by role. Added tokens may differ, as those of a base model and a chat model do. Embeddings
+    may be padded to another size where the teacher's own tokenizer shows the vocabularies to be equal, but a teacher
+    has no fewer rows than the policy, which may sample any.
+    """
+    path = section.teacher_path
+    assert path is not None
+    ours = ("model.path", section.path) if section.tokenizer is None else ("model.tokenizer", section.tokenizer)
+    rows = {role: data.vocabulary_size(configs[role]) for role in ("actor", "teacher")}
+    directory, wrong = config_place(path, "model.teacher_path"), None
+    if has_tokenizer(directory):
+        own = open_tokenizer(str(directory), "model.teacher_path", section.trust_remote_code)
+        if (apart := _difference(own, tokenizer)) is not None:
+            wrong = f"its tokenizer is not that of {ours[0]} = {ours[1]!r}: {apart}"
+    elif rows["teacher"] != rows["actor"]:
+        sizes = f"it has {rows['teacher']:,} tokens and model.path = {section.path!r} has {rows['actor']:,}"
+        wrong = f"{sizes}, and there is no tokenizer beside it that would show them to be the same"
+    if wrong is None and rows["teacher"] < rows["actor"]:
+        wrong = f"its embedding has {rows['teacher']:,} rows, fewer than the {rows['actor']:,} of model.path = "
+        wrong += f"{section.path!r}, which may sample any of them"
+    if wrong is not None:
+        raise ValueError(
+            f"model.teacher_path = {path!r}: {wrong}; a teacher reads the policy's own tokens: give one of the same "
+            "family, or imitate its answers as texts (fppo sft)"
+        )
+
+
+def _difference(theirs: Any, ours: Any) -> str | None:
+    """The number of tokens, added ones apart, that two tokenizers number otherwise, with one of them; None for none."""
+    known = theirs.get_vocab(), ours.get_vocab()
+    plain = {*known[0]} - {*theirs.get_added_vocab()} | {*known[1]} - {*ours.get_added_vocab()}
+    apart = sorted((ids for text in plain if (ids := _ids(text, *known))[1] != ids[2]), key=lambda ids: (ids[1:], ids))
+    if not apart:
+        return None
+    text, there, here = apart[0]
+    return f"{len(apart):,} tokens differ, as {text!r}, which is {_number(there)} there and {_number(here)} here"
+
+
+def _ids(text: str, theirs: Mapping[str, int], ours: Mapping[str, int]) -> tuple[str, int, int]:
+    return text, theirs.get(text, -1), ours.get(text, -1)
+
+
+def _number(token: int) -> str:
+    return "none" if token < 0 else f"number {token}"
