@@ -46,7 +46,7 @@ class BaseModel:
     """A model that is held once for all its runs, with how passes over it run.
 
     `params` are those of `model`, plain or quantised. `tokenizer_id` names its tokenizer to clients; data have at most
-    `limit` tokens.
+    `limit` tokens. Passes run by `kernels`, in micro-batches that change no result but the order of sums.
     """
 
     name: str
@@ -225,6 +225,8 @@ def forward_backward(run: TrainingRun, data: Sequence[Datum], loss: Loss) -> tup
 def _run(
     run: TrainingRun, data: Sequence[Datum], loss: Loss, *, backward: bool
 ) -> tuple[DataRows, PassResult, Params | None]:
+    if run.model.vision is None and (seeing := [i for i, datum in enumerate(data) if datum.images is not None]):
+        raise ValueError(f"datum {seeing[0]} has images, and base {run.base.name!r} takes none")
     device = device_of(run.state.params)
     vocabulary = run.model.whole_shapes[heads.embedding_name(run.model)][0]
     rows = rows_of(data, loss, vocabulary=vocabulary, limit=run.base.limit, device=device)

@@ -1,6 +1,6 @@
 """forward_backward beside UpdateActor on the same rows: 64 rows, of one prompt each or of 8 to a prompt.
 
-    python experiments/bench/tinker.py 1M 13M --parts forward_backward --threads 1
+    python experiments/bench/tinker_speed.py 1M 13M --parts forward_backward --threads 1
 
 The least processor time of a few rounds in turn, in one process; PPO, float32, all weights or adapters of rank 8.
 UpdateActor also makes the step: `forward_backward` is timed with `optim_step`. Both return to the same parameters.
