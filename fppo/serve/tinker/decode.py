@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fppo._errors import json_of, printable
 from fppo.serve.tinker.futures import Refusal
-from fppo.serve.tinker.runs import Adapters, Datum, StepParams
+from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
 
 M = TypeVar("M", bound=BaseModel)
 PROTO = "application/x-protobuf"
@@ -57,7 +58,7 @@ class PassVerb:
     """A forward pass over data, with `backward` also one backward, whose gradients are added to the run's."""
 
     data: tuple[Datum, ...]
-    loss: str
+    loss: str  # its name
     config: Mapping[str, float | str]
     backward: bool
 
@@ -249,40 +250,28 @@ def step_verb(body: Mapping[str, Any]) -> StepVerb:
     request = of_type(types.OptimStepRequest, body)
     given = request.optim_params
     if isinstance(given, types.AdamParams):
-        numbers = given.model_dump()
-        for name, value in numbers.items():
-            _check_number(name, value)
-        if not (0 <= given.beta1 < 1 and 0 <= given.beta2 < 1):
-            raise refused("beta1, beta2", f"{given.beta1}, {given.beta2}: give numbers from 0, below 1")
-        if given.learning_rate < 0 or given.eps < 0 or given.weight_decay < 0:
-            raise refused("learning_rate, eps, weight_decay", "give no negative numbers")
-        return StepVerb(kind="adamw", params=_adam(given))
-    if given.type != "dimuon":
-        raise refused("optimizer_params.type", f"{printable(given.type, 40)!r}: there are adamw and dimuon")
-    muon = of_type(types.DimuonParams, given.model_dump())
-    _check_number("grad_clip_norm", muon.grad_clip_norm)
-    return StepVerb(
-        kind="dimuon",
-        params=StepParams(
-            learning_rate=muon.learning_rate, beta1=muon.beta1, grad_clip_norm=max(muon.grad_clip_norm, 0.0)
-        ),
-    )
+        return StepVerb(kind="adamw", params=_step_params(given.model_dump()))
+    if given.type != "muon":
+        advice = "its formula is not published; give muon, or adamw" if given.type == "dimuon" else "give adamw or muon"
+        raise refused("optimizer_params.type", f"{printable(given.type, 40)!r}: {advice}")
+    fields = {name: value for name, value in given.model_dump().items() if name != "type"}
+    return StepVerb(kind="muon", params=_step_params(fields))
 
 
-def _adam(given: types.AdamParams) -> StepParams:
-    return StepParams(
-        learning_rate=given.learning_rate,
-        beta1=given.beta1,
-        beta2=given.beta2,
-        eps=given.eps,
-        weight_decay=given.weight_decay,
-        grad_clip_norm=max(given.grad_clip_norm, 0.0),
-    )
-
-
-def _check_number(name: str, value: float) -> None:
-    if not math.isfinite(value):
-        raise refused(name, f"{value} is no finite number")
+def _step_params(fields: Mapping[str, Any]) -> StepParams:
+    """The numbers of a step. Raises Refusal, which names the number."""
+    known = [field.name for field in attrs.fields(StepParams)]
+    for name, value in fields.items():
+        if name not in known:
+            raise refused(printable(name, 60), f"a step has {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refused(name, f"{printable(repr(value), 60)} is no number")
+    clip = fields.get("grad_clip_norm", 0.0)
+    given = {**fields, "grad_clip_norm": max(clip, 0.0) if math.isfinite(clip) else clip}
+    try:
+        return StepParams(**given)
+    except ValueError as error:
+        raise Refusal(f"optim_params: {error}") from error
 
 
 def save_verb(body: Mapping[str, Any], bounds: TinkerBounds) -> SaveVerb:
@@ -351,8 +340,10 @@ def adapters_of(config: types.LoraConfig | None, seed: int) -> Adapters:
 def optimizer_of(config: types.OptimizerConfig | None) -> str:
     """The optimizer's family. Raises Refusal."""
     kind = "adamw" if config is None else config.type
-    if kind not in ("adamw", "dimuon"):
-        raise refused("optimizer_config.type", f"{printable(kind, 40)!r}: there are adamw and dimuon")
+    if kind == "dimuon":
+        raise refused("optimizer_config.type", "'dimuon': its formula is not published; give muon, or adamw")
+    if kind not in OPTIMIZERS:
+        raise refused("optimizer_config.type", f"{printable(kind, 40)!r}: there are {', '.join(OPTIMIZERS)}")
     return kind
 
 

@@ -12,8 +12,10 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from fppo.rollout.requests import FinishedRequest
+from fppo.rollout.scores import TopTokens
 from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.runs import PassOutputs
+from fppo.serve.tinker.samples import SampleWork
 
 EMPTY = -99999.0  # the log-prob of an entry that there is no token for
 
@@ -63,12 +65,63 @@ def _bytes(value: Tensor, dtype: Any) -> bytes:
     return np.ascontiguousarray(value.detach().cpu().numpy().astype(dtype)).tobytes()
 
 
-def sample_payload(finished: Sequence[FinishedRequest]) -> Payload:
-    """The result of a request for samples of a prompt, which the first of them may have scored."""
+def sample_payload(finished: Sequence[FinishedRequest], work: SampleWork) -> Payload:
+    """The result of a request for samples of a prompt, which the first of them may have scored.
+
+    Log-probs are the model's own, at a temperature of 1, as those of training passes are.
+    """
     message = pb.SampleResponse()
     for each in finished:
         sequence = message.sequences.add()
         sequence.stop_reason = pb.STOP_REASON_STOP if each.end == "stop" else pb.STOP_REASON_LENGTH
         sequence.tokens = _bytes(each.tokens, np.int32)
-        sequence.logprobs = _bytes(each.log_probs, np.float32)
+        sequence.logprobs = _bytes(model_log_probs(each), np.float32)
+        if work.top and each.drawn_scores is not None:
+            _write_top(sequence.topk_sampled_logprobs, each.drawn_scores.top)
+    scores = finished[0].prompt_scores
+    if scores is None:
+        return Payload(message.SerializeToString(), proto=True)
+    if scores.log_probs is not None:
+        message.prompt_logprobs = _bytes(scores.log_probs, np.float32)
+    if scores.top is not None:
+        _write_top(message.topk_prompt_logprobs, scores.top)
+    if scores.targets is not None:
+        _write_targets(message.target_prompt_logprobs, scores.targets, work)
+    if scores.draws is not None:
+        _write_tensor(message.prompt_alt_tokens.tokens, scores.draws.ids, np.int32)
+        _write_tensor(message.prompt_alt_tokens.logprobs, scores.draws.log_probs, np.float32)
     return Payload(message.SerializeToString(), proto=True)
+
+
+def model_log_probs(finished: FinishedRequest) -> Tensor:
+    """The log-probs of draws under the model's own distribution, at a temperature of 1."""
+    return finished.log_probs if finished.drawn_scores is None else finished.drawn_scores.log_probs
+
+
+def _write_top(message: pb.TopkLogprobs, top: TopTokens) -> None:
+    missing = top.ids < 0
+    message.token_ids = _bytes(top.ids.masked_fill(missing, 0), np.int32)
+    message.logprobs = _bytes(top.log_probs.masked_fill(missing, EMPTY), np.float32)
+    message.length, message.k = top.ids.shape
+
+
+def _write_targets(message: pb.Tensor, found: Tensor, work: SampleWork) -> None:
+    """Log-probs in the layout of the request's targets; 0 where these name no token."""
+    assert work.scores.targets is not None
+    values = found.masked_fill(work.scores.targets < 0, 0.0)
+    if work.sparse is None:
+        _write_tensor(message, values, np.float32)
+        return
+    rows = np.asarray(work.sparse.sparse_crow_indices, dtype=np.int64)
+    columns = np.asarray(work.sparse.sparse_col_indices, dtype=np.int64)
+    places = np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns
+    message.dtype = pb.DTYPE_FLOAT32
+    message.shape.extend(found.shape)
+    message.sparse_csr.values = values.numpy()[places].astype(np.float32).tobytes()
+    message.sparse_csr.crow_indices, message.sparse_csr.col_indices = rows.tobytes(), columns.tobytes()
+
+
+def _write_tensor(message: pb.Tensor, value: Tensor, dtype: Any) -> None:
+    message.dtype = pb.DTYPE_INT32 if dtype is np.int32 else pb.DTYPE_FLOAT32
+    message.shape.extend(value.shape)
+    message.dense = _bytes(value, dtype)

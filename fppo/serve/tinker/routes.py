@@ -14,13 +14,12 @@ from tinker import types
 
 from fppo._errors import printable, words_of
 from fppo.serve.tinker import decode, rest
-from fppo.serve.tinker.decode import PROTO, RunVerb
+from fppo.serve.tinker.decode import PROTO
 from fppo.serve.tinker.encode import error_of
 from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
 from fppo.serve.tinker.guard import OWNER, KeyGuard, refusal_response
 from fppo.serve.tinker.samples import sample_request
 from fppo.serve.tinker.service import TinkerService
-from fppo.serve.tinker.training import RunInfo
 
 PREFIX = "/api/v1"
 _POLL = 30.0  # seconds that a client's question for a result is held at most; it gives up after 45
@@ -144,11 +143,7 @@ def _run_router(service: TinkerService) -> APIRouter:
         fields = decode.object_of(body)
         run = str(fields.get("model_id"))
         number = decode.number_of(fields.get("seq_id"), low=1)
-
-        def make(info: RunInfo) -> RunVerb:
-            return service.verb_of(info, kind, body)
-
-        name = await service.accept(_owner(request), run, number, kind, body, make)
+        name = await service.accept(_owner(request), run, number, kind, body)
         return JSONResponse({"request_id": name, "model_id": run})
 
     @router.post("/create_model")
@@ -170,11 +165,7 @@ def _run_router(service: TinkerService) -> APIRouter:
         body = await request.body()
         message = await asyncio.to_thread(decode.pass_message, body)
         number = decode.number_of(message.seq_id, low=1)
-
-        def make(info: RunInfo) -> RunVerb:
-            return service.verb_of(info, "pass", body)
-
-        name = await service.accept(_owner(request), message.model_id, number, "pass", body, make)
+        name = await service.accept(_owner(request), message.model_id, number, "pass", body)
         return JSONResponse({"request_id": name, "model_id": message.model_id})
 
     @router.post("/load_weights")

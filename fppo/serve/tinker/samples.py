@@ -13,8 +13,8 @@ from torch import Tensor
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
+from fppo.rollout.scores import Scores
 from fppo.serve.texts import Texts
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.decode import TinkerBounds, dense_of, of_type, refused
 
 
@@ -30,17 +30,34 @@ class SampleRules:
 
 @attrs.frozen(kw_only=True, eq=False)
 class SampleWork:
-    """Samples of a prompt: a row of the engine each, whose draws depend on the key and the row's number alone."""
+    """Samples of a prompt: a row of the engine each, whose draws depend on the key and the row's number alone.
+
+    The first row scores the prompt. `sparse` is the request's target tensor, if it is one: its answer has the layout.
+    """
 
     ids: tuple[int, ...]
     sampling: Sampling
     count: int
     key: Key
+    scores: Scores  # of the first row
+    top: int  # likeliest tokens to report of each draw
+    record: bool  # whether what is drawn is to be held for a loss that needs it
+    sparse: types.TensorData | None = None
 
-    def requests(self, name: str) -> list[Request]:
+    def requests(self, name: str, *, adapter: str | None, owner: str) -> list[Request]:
         """The engine's requests."""
+        others = Scores(drawn_top=self.scores.drawn_top) if self.scores.drawn_top else None
         return [
-            Request(name=f"{name}:{row}", ids=self.ids, sampling=self.sampling, key=self.key, row=row)
+            Request(
+                name=f"{name}:{row}",
+                ids=self.ids,
+                sampling=self.sampling,
+                key=self.key,
+                row=row,
+                adapter=adapter,
+                owner=owner,
+                scores=others if row or not self.scores.of_prompt else self.scores,
+            )
             for row in range(self.count)
         ]
 
@@ -61,10 +78,18 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
     if not 0 < most <= room:
         text = f"the prompt has {len(ids)} tokens, and rows of this model at most {rules.limit}"
         raise refused("sampling_params.max_tokens", f"{most}: {text}; give 1 to {max(room, 1)}")
-    _check_scores(request, len(ids), bounds)
+    sampling = _sampling(params, most, rules, bounds)
     key = Key(rules.seed).fold("tinker", name) if params.seed is None else Key(params.seed % (1 << 64)).fold("seed")
+    given = request.target_prompt_logprobs
     return SampleWork(
-        ids=ids, sampling=_sampling(params, most, rules, bounds), count=request.num_samples, key=key
+        ids=ids,
+        sampling=sampling,
+        count=request.num_samples,
+        key=key,
+        scores=_scores(request, len(ids), sampling, bounds),
+        top=request.topk_sample_logprobs,
+        record=bool(request.record_stability_info),
+        sparse=given if given is not None and given.sparse_crow_indices is not None else None,
     )
 
 
@@ -118,14 +143,25 @@ def _stops(
     return tokens, texts
 
 
-def _check_scores(request: types.SampleRequest, length: int, bounds: TinkerBounds) -> None:
-    scored = ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
-    given = [name for name in scored if getattr(request, name)]
-    if request.target_prompt_logprobs is not None:
-        given.append("target_prompt_logprobs")
-    if given:
-        raise Refusal(f"{given[0]}: this server does not score prompts yet", status=400)
-    del length, bounds
+def _scores(request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds) -> Scores:
+    """The log-probs to be reported. At other temperatures than 1 draws are scored, too: theirs are the model's own."""
+    top, k = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
+    for name, width in (("topk_prompt_logprobs", top), ("prompt_alt_tokens_k", k)):
+        if not 0 <= width * length <= bounds.scored:
+            raise refused(name, f"{width}: {length} tokens times that; at most {bounds.scored:,}")
+    if not 0 <= request.topk_sample_logprobs <= bounds.drawn_top:
+        raise refused("topk_sample_logprobs", f"{request.topk_sample_logprobs}; give 0 to {bounds.drawn_top}")
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and 1 <= last < length):
+        raise refused("prompt_logprobs_last_n", f"{last}: give 1 to {length - 1}, with prompt_logprobs")
+    return Scores(
+        prompt=bool(request.prompt_logprobs),
+        last=last,
+        prompt_top=top,
+        targets=targets_of(request, length, bounds),
+        draws=k,
+        drawn_top=max(request.topk_sample_logprobs, int(sampling.temperature != 1.0)),
+    )
 
 
 def targets_of(request: types.SampleRequest, length: int, bounds: TinkerBounds) -> Tensor | None:

@@ -23,6 +23,7 @@ from fppo.serve.tinker.futures import FailedRequest, Outcome
 from fppo.serve.tinker.samples import SampleWork
 from fppo.serve.tinker.snapshots import SampledWeights
 
+Recorded = Callable[[SampleWork, Sequence[FinishedRequest]], None]  # by the names of the rows
 _GATHER, _GATHER_MOST = 0.002, 0.02  # seconds without another request, and in all
 
 
@@ -76,12 +77,19 @@ class SamplerEngines:
         self._lock = asyncio.Lock()  # of engines being opened, and adapters being given to them
         self._open: dict[str, _Open] = {}
 
-    async def sample(self, name: str, work: SampleWork, weights: SampledWeights | str) -> Outcome:
-        """Samples by some weights, or by a base of this name. Errors are outcomes."""
+    async def sample(
+        self, name: str, work: SampleWork, weights: SampledWeights | str, *, owner: str, record: Recorded
+    ) -> Outcome:
+        """Samples by some weights, or by a base of this name. Errors are outcomes.
+
+        Places are dealt in turn among owners. Work that is to be recorded is given to `record` with its draws."""
         try:
             engine, adapter = await self._engine_of(weights)
-            requests = [attrs.evolve(request, adapter=adapter) for request in work.requests(name)]
-            return sample_payload(await self._draw(name, engine, adapter, requests))
+            requests = work.requests(name, adapter=adapter, owner=owner)
+            finished = await self._draw(name, engine, adapter, requests)
+            if work.record:
+                record(work, finished)
+            return sample_payload(finished, work)
         except asyncio.CancelledError:
             self.cancel(name)
             raise

@@ -28,6 +28,7 @@ from fppo.serve.tinker.encode import json_payload
 from fppo.serve.tinker.futures import Completions, Futures, Outcome, Refusal
 from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.journal import JournalRecord
+from fppo.serve.tinker.records import SampleRecords
 from fppo.serve.tinker.runs import BaseModel
 from fppo.serve.tinker.samples import SampleRules
 from fppo.serve.tinker.sampling import SamplerEngines
@@ -62,6 +63,7 @@ class TinkerService:
         self.bases, self.bounds, self.clock = bases, bounds or TinkerBounds(), clock
         root.mkdir(parents=True, exist_ok=True)
         self.futures = Futures(clock)
+        self.records = SampleRecords()
         self.completions = Completions(int(clock() * 1e6))
         self.registry = Registry(root / "server.log", clock)
         self.checkpoints = CheckpointStore(root / "checkpoints", clock)
@@ -79,7 +81,6 @@ class TinkerService:
         self._locks: dict[str, asyncio.Lock] = {}
         self._engines: SamplerEngines | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._waiting_bytes: dict[str, int] = {}
 
     def start(self, loops: Mapping[str, EngineLoop]) -> None:
         """Begin, with what an earlier server of the folder left to do; `loops` are the engines of the bases."""
@@ -187,10 +188,10 @@ class TinkerService:
                 raise Refusal(f"{info.name} is another run already: give another model_seq_id")
         return first
 
-    async def accept(self, owner: str, run: str, number: int, kind: str, body: bytes, make: Callable[[RunInfo], RunVerb]) -> str:
+    async def accept(self, owner: str, run: str, number: int, kind: str, body: bytes) -> str:
         """Take a request of a run in; returns its name once it is noted for good.
 
-        What `make` refuses takes its turn nevertheless, so that those behind it do not wait for it: its result is the
+        One that is refused takes its turn nevertheless, so that those behind it do not wait for it: its result is the
         error. A number that came before is the same request again.
         """
         info = self.runs.info(run, owner)
@@ -205,8 +206,8 @@ class TinkerService:
             try:
                 self._check_room(owner, len(body))
                 try:
-                    verb = await asyncio.to_thread(make, info)
-                    record = JournalRecord(number, kind, body)
+                    verb, noted = await asyncio.to_thread(self._taken, info, kind, body)
+                    record = JournalRecord(number, kind, noted)
                 except Refusal as error:
                     breaks = kind == "pass"
                     verb = RefusedVerb(error=error.error, breaks=breaks)
@@ -227,6 +228,17 @@ class TinkerService:
 
     def _lock(self, run: str) -> asyncio.Lock:
         return self._locks.setdefault(run, asyncio.Lock())
+
+    def _taken(self, info: RunInfo, kind: str, body: bytes) -> tuple[RunVerb, bytes]:
+        """The verb of a request's body, and the body that says the same for good, without what will be forgotten.
+
+        Raises Refusal. Any thread may call."""
+        if kind == "pass":
+            message = decode.pass_message(body)
+            if message.loss_fn == "stable_reinforce":
+                self.records.resolve(message, info.session, self.bounds)
+                body = message.SerializeToString()
+        return self.verb_of(info, kind, body), body
 
     def verb_of(self, info: RunInfo, kind: str, body: bytes) -> RunVerb:
         """The verb of a request's body. Raises Refusal. Any thread may call."""
@@ -338,7 +350,9 @@ class TinkerService:
     async def _sample(self, name: str, sampler: Sampler, number: int, work: samples.SampleWork) -> None:
         assert self._engines is not None
         try:
-            outcome = await self._engines.sample(name, work, await self._weights_of(sampler))
+            session = sampler.name.split(":")[0]
+            weights = await self._weights_of(sampler)
+            outcome = await self._engines.sample(name, work, weights, owner=session, record=self.records.add)
         except Refusal as error:
             outcome = error.outcome
         self._settle_sample(name, sampler, number, outcome)
