@@ -31,11 +31,13 @@ class ClientFlags:
     """The choices that the protocol leaves to the server, and its client follows.
 
     compress: passes are sent as zstd, which pays over a network. poll: clients ask for the ends of all their samples at
-    once, rather than one by one; then a client does not notice that a server was killed with its samples.
+    once, rather than one by one; then a client does not notice that a server was killed with its samples. chunk: the
+    most datums of a request, into which clients cut a pass.
     """
 
     compress: bool = False
     poll: bool = False
+    chunk: int = 1024
 
     def shown(self) -> dict[str, Any]:
         """The protocol's `ClientConfigResponse`."""
@@ -43,6 +45,7 @@ class ClientFlags:
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
             "proto_compress_fwdbwd": self.compress,
+            "fwdbwd_max_chunk_len": self.chunk,
             "custom_loss_server_side": True,
             "sample_join_sampling_session": True,
             "sample_use_retrieve_futures": self.poll,

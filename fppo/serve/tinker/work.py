@@ -52,13 +52,21 @@ def request_name(run: str, number: int) -> str:
 class Worker:
     """The thread that works. Of the runs with something to do, the one that has had the least of it is next.
 
-    A run whose next number is missing waits `gap_seconds` for it; then what waits behind it fails.
+    A run whose next number is missing waits `gap_seconds` for it; then what waits behind it fails. Gaps are looked for
+    every `look_seconds`.
     """
 
     def __init__(
-        self, actions: RunActions, futures: Futures, clock: Callable[[], float], *, gap_seconds: float = 600.0
+        self,
+        actions: RunActions,
+        futures: Futures,
+        clock: Callable[[], float],
+        *,
+        gap_seconds: float = 600.0,
+        look_seconds: float = 1.0,
     ) -> None:
-        self._actions, self._futures, self._clock, self._gap_seconds = actions, futures, clock, gap_seconds
+        self._actions, self._futures, self._clock = actions, futures, clock
+        self._gap_seconds, self._look_seconds = gap_seconds, look_seconds
         self._changed = threading.Condition()
         self._runs: dict[str, RunQueue] = {}
         self._floor = 0.0
@@ -112,7 +120,7 @@ class Worker:
         while True:
             with self._changed:
                 while (chosen := self._chosen()) is None and not self._stopped:
-                    self._changed.wait(timeout=1.0)
+                    self._changed.wait(timeout=self._look_seconds)
                     if self._late():
                         break
                 if self._stopped:
