@@ -50,9 +50,17 @@ class Refusal(Exception):
 class _Future:
     owner: str
     opened: float
+    size: int
     outcome: Outcome | None = None
     retrieved: float | None = None
     waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = attrs.field(factory=list)
+
+
+class PendingRequests(NamedTuple):
+    """The requests of an owner without a result: how many there are, and the bytes of what was sent."""
+
+    count: int
+    size: int
 
 
 class FutureState(NamedTuple):
@@ -74,14 +82,20 @@ class Futures:
         self._clock, self._read_seconds, self._seconds = clock, read_seconds, seconds
         self._lock = threading.Lock()
         self._held: dict[str, _Future] = {}
+        self._pending: dict[str, PendingRequests] = {}
 
-    def open(self, name: str, owner: str) -> bool:
-        """Begin a future; False if there is one of this name already."""
+    def open(self, name: str, owner: str, size: int = 0) -> bool:
+        """Begin a future of a request of so many bytes; False if there is one of this name already."""
         with self._lock:
             if name in self._held:
                 return False
-            self._held[name] = _Future(owner, self._clock())
+            future = self._held[name] = _Future(owner, self._clock(), size)
+            self._count(future, 1)
             return True
+
+    def _count(self, future: _Future, sign: int) -> None:
+        count, size = self.pending(future.owner)
+        self._pending[future.owner] = PendingRequests(count + sign, size + sign * future.size)
 
     def settle(self, name: str, outcome: Outcome) -> None:
         """Set an outcome, once, and wake those who wait for it; a name that is not open is passed over."""
@@ -89,6 +103,7 @@ class Futures:
             future = self._held.get(name)
             if future is None or future.outcome is not None:
                 return
+            self._count(future, -1)
             future.outcome, future.opened = outcome, self._clock()
             waiting, future.waiting = future.waiting, []
         for loop, event in waiting:
@@ -133,16 +148,17 @@ class Futures:
             held = ((name, self._held.get(name)) for name in names)
             return {name: future.outcome for name, future in held if future is not None and future.outcome is not None}
 
-    def pending(self, owner: str) -> int:
-        """The number of an owner's requests without an outcome."""
-        with self._lock:
-            return sum(future.owner == owner and future.outcome is None for future in self._held.values())
+    def pending(self, owner: str) -> PendingRequests:
+        """The requests of an owner without an outcome."""
+        return self._pending.get(owner, PendingRequests(0, 0))
 
     def forget(self, names: Sequence[str]) -> None:
         """Forget futures."""
         with self._lock:
             for name in names:
-                self._held.pop(name, None)
+                future = self._held.pop(name, None)
+                if future is not None and future.outcome is None:
+                    self._count(future, -1)
 
     def sweep(self) -> list[str]:
         """Forget the outcomes that have been held long enough; returns their names."""

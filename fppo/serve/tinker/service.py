@@ -39,6 +39,10 @@ from fppo.serve.tinker.training import RunInfo, TrainingRuns
 from fppo.serve.tinker.work import Worker, request_name
 
 
+_SWEEP = 30.0  # seconds between two looks for what is old
+_SILENT = 7 * 24 * 3600.0  # seconds without a word, after which a session is over
+
+
 @attrs.frozen(kw_only=True, eq=False)
 class ServedBase:
     """A base model as it is served: for runs, and for sampling."""
@@ -81,6 +85,7 @@ class TinkerService:
         self._locks: dict[str, asyncio.Lock] = {}
         self._engines: SamplerEngines | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._swept, self._sweeping = clock(), None
 
     def start(self, loops: Mapping[str, EngineLoop]) -> None:
         """Begin, with what an earlier server of the folder left to do; `loops` are the engines of the bases."""
@@ -125,6 +130,9 @@ class TinkerService:
         """End a session: nothing more is taken for it, and its snapshots are dropped."""
         if self.registry.finish(name, owner, reason):
             self.stores.snapshots.drop(self.stores.snapshots.of_session(name))
+            for info in self.runs.infos(owner):
+                if info.session == name and self.worker.idle(info.name):
+                    self.runs.release(info.name)
 
     # runs
 
@@ -198,13 +206,13 @@ class TinkerService:
         self.registry.session(info.session, owner)
         name = request_name(run, number)
         async with self._lock(run):
-            if not self.futures.open(name, owner):
+            if not self.futures.open(name, owner, len(body)):
                 return name
             if self.worker.knows(run, number):
                 self.futures.forget([name])
                 raise Refusal(f"the result of {name} is no longer held", status=410)
             try:
-                self._check_room(owner, len(body))
+                self._check_room(owner)
                 try:
                     verb, noted = await asyncio.to_thread(self._taken, info, kind, body)
                     record = JournalRecord(number, kind, noted)
@@ -220,11 +228,24 @@ class TinkerService:
             self.worker.put(run, number, verb)
         return name
 
-    def _check_room(self, owner: str, size: int) -> None:
-        waiting = self.futures.pending(owner)
-        if waiting >= self.bounds.open_requests:
-            raise Refusal(f"{waiting} requests wait; at most {self.bounds.open_requests}: send it later", status=429)
-        del size
+    def _check_room(self, owner: str) -> None:
+        """Raises Refusal where too much of an owner's waits: its client sends the request again."""
+        count, size = self.futures.pending(owner)
+        if count > self.bounds.open_requests or size > self.bounds.open_bytes:
+            text = f"{count} requests of {size:,} bytes wait; at most {self.bounds.open_requests} may"
+            raise Refusal(f"{text}, of {self.bounds.open_bytes:,} bytes: send it later", status=429)
+        if self.clock() - self._swept > _SWEEP:
+            self._swept = self.clock()
+            self._sweeping = asyncio.create_task(asyncio.to_thread(self.sweep))
+
+    def sweep(self) -> None:
+        """Forget what is old: results, and sessions that nobody has been heard of. Any thread may call."""
+        self.futures.sweep()
+        for session in self.registry.silent(_SILENT):
+            self.finish_session(session.name, session.owner, "interrupted")
+        for name in self.runs.open_runs():
+            if self.registry.has_finished(self.runs.any_info(name).session) and self.worker.idle(name):
+                self.runs.release(name)
 
     def _lock(self, run: str) -> asyncio.Lock:
         return self._locks.setdefault(run, asyncio.Lock())
@@ -335,7 +356,7 @@ class TinkerService:
         count = max(0, min(request.num_samples, self.bounds.samples))
         if self.futures.open(name, owner):
             try:
-                self._check_room(owner, 0)
+                self._check_room(owner)
             except Refusal:
                 self.futures.forget([name])
                 raise

@@ -107,6 +107,18 @@ class Registry:
             own = [each for each in self._sessions.values() if each.owner == owner]
         return sorted(own, key=lambda each: (-each.created, each.name))
 
+    def has_finished(self, name: str) -> bool:
+        """Whether a session has ended."""
+        session = self._sessions.get(name)
+        return session is None or session.finished is not None
+
+    def silent(self, seconds: float) -> list[ClientSession]:
+        """The sessions that have not ended and that nobody has been heard of for so many seconds."""
+        with self._lock:
+            now = self._clock()
+            left = [each for each in self._sessions.values() if each.finished is None]
+            return [each for each in left if now - self._seen.setdefault(each.name, now) > seconds]
+
     def finish(self, name: str, owner: str, reason: str) -> bool:
         """End a session, the first reason counts; False if it had ended."""
         session = self.any_session(name, owner)
@@ -138,12 +150,6 @@ class Registry:
         """The sampling sessions of a session."""
         with self._lock:
             return [each for name, each in self._samplers.items() if name.startswith(f"{session}:")]
-
-    def drop_samplers(self, names: list[str]) -> None:
-        """Forget sampling sessions."""
-        with self._lock:
-            for name in names:
-                self._samplers.pop(name, None)
 
     def join(self, sampler: Sampler) -> int:
         """A number that no other client of the sampling session has, from 1 on."""

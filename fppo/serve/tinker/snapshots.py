@@ -92,18 +92,16 @@ class Snapshots:
                 self._held[info.name] = _Snapshot(info, None, stored=True)
         return found
 
-    def add(self, info: SnapshotInfo, model: Model, params: Params) -> list[str]:
-        """Hold a snapshot, in place of one of its name. Returns the names of those that are dropped for it."""
+    def add(self, info: SnapshotInfo, model: Model, params: Params) -> None:
+        """Hold a snapshot, in place of one of its name; the oldest of the run may be dropped for it."""
         weights = SampledWeights(name=info.name, base=info.base, model=model, params=params, version=info.version)
         with self._lock:
             self._held[info.name] = _Snapshot(info, weights)
             self._held.move_to_end(info.name)
             of_run = [name for name, each in self._held.items() if each.info.run == info.run and not each.info.inflight]
             of_run.sort(key=lambda name: self._held[name].info.created)
-            old = of_run[: -self._most_of_run]
-            self.drop(old)
+            self.drop(of_run[: -self._most_of_run])
             self._spill()
-            return old
 
     def weights(self, name: str) -> SampledWeights:
         """The weights of a snapshot. Raises Refusal for one that is gone."""

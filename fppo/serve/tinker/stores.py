@@ -122,7 +122,7 @@ class WeightStores:
             version=number,
             created=self._clock(),
         )
-        self._registry.drop_samplers(self.snapshots.add(held, model, params))
+        self.snapshots.add(held, model, params)
         if verb.inflight:
             sampler = Sampler(name=name, owner=info.owner, base=info.base, weights="inflight", run=info.name)
             if not self._registry.has_sampler(name):

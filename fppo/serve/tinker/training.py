@@ -61,6 +61,7 @@ class RunInfo:
     metadata: Mapping[str, str] | None = None
     loaded: str | None = None  # the checkpoint that it begins with
     with_optimizer: bool = False
+    ended: bool = False  # its session has: nothing more is done for it
 
 
 @attrs.define(eq=False)
@@ -79,6 +80,7 @@ class HeldRun:
     due: bool = False  # whether its state must be saved: what it came from may be deleted
     last: float = 0.0  # when a request came
     numbers: list[int] = attrs.field(factory=list)  # of results that may be held
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # of the numbers
 
 
 class RunStores(Protocol):
@@ -136,6 +138,8 @@ class TrainingRuns:
         todo = {r.number: self._verb_of(info, r) for r in records if r.number > held.done}  # the last of a number counts
         if held.done < 0:
             todo[0] = CreateVerb()
+        if info.ended:
+            todo = {}
         for number in todo:
             self._futures.open(request_name(info.name, number), info.owner)
             held.numbers.append(number)
@@ -157,7 +161,8 @@ class TrainingRuns:
         held = self._held[run]
         held.journal.append(record)
         held.last = self._clock()
-        held.numbers.append(record.number)
+        with held.lock:
+            held.numbers.append(record.number)
 
     def has(self, run: str) -> bool:
         """Whether there is a run of this name."""
@@ -220,7 +225,8 @@ class TrainingRuns:
         held = self._held[run]
         assert held.value is not None
         start, number = self._clock(), held.done
-        names = {request_name(run, each): each for each in held.numbers}
+        with held.lock:
+            names = {request_name(run, each): each for each in held.numbers}
         outcomes = self._futures.outcomes([*names])
         records = (_record_of(names[name], outcome) for name, outcome in outcomes.items() if names[name] <= number)
         written_whole(held.place / f"results-{number}.log", records)
@@ -230,22 +236,26 @@ class TrainingRuns:
         for old in held.place.glob("results-*.log"):
             if old.name != f"results-{number}.log":
                 old.unlink()
-        held.numbers = [each for each in held.numbers if each > number or request_name(run, each) in outcomes]
+        with held.lock:
+            held.numbers = [each for each in held.numbers if each > number or request_name(run, each) in outcomes]
         held.saved, held.cost, held.saving, held.due = number, 0.0, self._clock() - start, False
 
-    def unload(self, run: str) -> None:
-        """Leave a run to the disk."""
+    def release(self, run: str) -> None:
+        """Let go of a run of a session that has ended and that has nothing to do; its checkpoints stay."""
         held = self._held[run]
-        if held.value is not None and held.value.grads is None and held.broken is None:
-            if held.saved < held.done:
-                self.save(run)
-            held.value = None
-
-    def forget(self, run: str) -> None:
-        """Drop the state of a run of a session that has finished; its checkpoints stay."""
-        held = self._held[run]
-        held.value = None
+        held.value, held.info = None, attrs.evolve(held.info, ended=True)
+        write_whole(held.place / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
         shutil.rmtree(held.place / STATES, ignore_errors=True)
+        held.journal.compact(lambda record: False)
+
+    def open_runs(self) -> list[str]:
+        """The runs that are in memory."""
+        with self._lock:
+            return [name for name, held in self._held.items() if held.value is not None]
+
+    def any_info(self, run: str) -> RunInfo:
+        """The description of a run, whoever's it is."""
+        return self._held[run].info
 
     def close(self) -> None:
         """Close the journals."""

@@ -37,8 +37,8 @@ def test_a_future_is_its_owners_alone():
     futures.open("a", "me")
     assert futures.state("a", "you") is None
     assert asyncio.run(futures.wait("a", "you", 0.0)) is None
-    assert futures.pending("me") == 1
-    assert futures.pending("you") == 0
+    assert futures.pending("me") == (1, 0)
+    assert futures.pending("you") == (0, 0)
 
 
 def test_waiting_ends_without_an_outcome():
@@ -82,3 +82,15 @@ def test_ends_come_in_order_behind_a_cursor():
     assert [(each.name, each.size) for each in second] == [("c", None)]
     assert nothing == []
     assert ordered
+
+
+def test_pending_requests_are_counted_until_they_have_an_outcome_or_are_forgotten():
+    futures = Futures(Clock())
+    for name, size in (("a", 5), ("b", 7), ("c", 1)):
+        futures.open(name, "me", size)
+        futures.open(name, "me", 100)
+    assert futures.pending("me") == (3, 13)
+    futures.settle("a", Payload(b""))
+    futures.settle("a", Payload(b""))
+    futures.forget(["c", "a"])
+    assert futures.pending("me") == (1, 7)
