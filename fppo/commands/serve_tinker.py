@@ -90,9 +90,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         targets = _models(options)
         policies = {name: served_policy(settings_of_model(options, name), begins=True) for name in targets}
         bounds = {name: bounds_of(options, policy) for name, policy in policies.items()}
-        bases = {
-            name: served_base(name, policy, bounds[name], options.seed) for name, policy in policies.items()
-        }
+        bases = {name: served_base(name, policy, bounds[name], options.seed) for name, policy in policies.items()}
         service = opened_store(options, bases)
         opened.callback(service.stop)
         ended = opened.enter_context(ended_by_signals())

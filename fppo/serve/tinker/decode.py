@@ -19,8 +19,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from fppo._errors import json_of, printable
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
 
 M = TypeVar("M", bound=BaseModel)
@@ -201,7 +201,7 @@ def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
 
 
 def _check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
-    if ids.size and not (0 <= ids.min() and ids.max() < vocabulary):
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary):
         wrong = ids[(ids < 0) | (ids >= vocabulary)].flat[0]
         raise refused(name, f"the token {wrong} is none of the model's {vocabulary}")
 
@@ -238,7 +238,7 @@ def dense_of(
         raise refused(name, f"sparse of shape {list(shape)}, {len(rows)} row pointers, {len(columns)} columns")
     if rows[0] != 0 or rows[-1] != len(values) or (np.diff(rows) < 0).any():
         raise refused(name, "its row pointers do not rise from 0 to the number of values")
-    if len(columns) and not (0 <= columns.min() and columns.max() < shape[1]):
+    if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
         raise refused(name, f"a column outside of 0 to {shape[1] - 1}")
     dense = np.full(shape, fill, values.dtype)
     dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values

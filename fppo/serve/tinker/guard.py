@@ -46,7 +46,9 @@ class KeyGuard:
                 async with asyncio.timeout(self._bounds.body_seconds):
                     body = await read_body(scope, receive, self._bounds.body_bytes)
             except TimeoutError as error:
-                raise Refusal(f"the body had not come after {self._bounds.body_seconds:g} seconds", status=408) from error
+                raise Refusal(
+                    f"the body had not come after {self._bounds.body_seconds:g} seconds", status=408
+                ) from error
             except ValueError as error:
                 raise Refusal(str(error), status=413) from error
             if body is None:
@@ -84,7 +86,9 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         raise Refusal(f"content-encoding: {encoding[:40]!r}: give zstd, or nothing", status=415)
     parts, size = list[bytes](), 0
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body, read_across_frames=False) as reader:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
+            body, read_across_frames=False
+        ) as reader:
             while part := reader.read(_STEP):
                 parts.append(part)
                 size += len(part)

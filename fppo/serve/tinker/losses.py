@@ -148,9 +148,7 @@ def _ppo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tok
 
 
 def _cispo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
-    return losses.cispo(
-        log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config)
-    )[0]
+    return losses.cispo(log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config))[0]
 
 
 def _dro(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
@@ -159,9 +157,7 @@ def _dro(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tok
 
 
 def _gspo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
-    return losses.gspo(
-        log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config)
-    )[0]
+    return losses.gspo(log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config))[0]
 
 
 def _stable_reinforce(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
@@ -204,9 +200,7 @@ LOSSES: Mapping[str, LossRule] = MappingProxyType(
         "gspo": LossRule(
             _POLICY, _gspo, _ratio_mask, {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}, (LOW, HIGH, "sequence_ratio_mask"), flat=True
         ),
-        "stable_reinforce": LossRule(
-            (*_POLICY, "sampled"), _stable_reinforce, _sampled, {"kl_coeff": 0.0}, flat=True
-        ),
+        "stable_reinforce": LossRule((*_POLICY, "sampled"), _stable_reinforce, _sampled, {"kl_coeff": 0.0}, flat=True),
     }
 )
 

@@ -252,7 +252,10 @@ async def _result(service: TinkerService, given: types.FutureRetrieveRequest, ow
         # a sample that was lost with an earlier server, or a result that was read long ago: clients send samples again
         known = service.knows(name, owner)
         text = f"the result of {printable(name, 120)} is not held"
-        raise Refusal(f"{text}: send the request again" if known else f"{text}: there is no such request", status=410 if known else 404)
+        raise Refusal(
+            f"{text}: send the request again" if known else f"{text}: there is no such request",
+            status=410 if known else 404,
+        )
     outcome = state.outcome
     if outcome is None:
         return JSONResponse({"type": "try_again", "request_id": name, "queue_state": "active"})

@@ -17,9 +17,8 @@ from fppo.models.several import Adapter
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.requests import FinishedRequest, QueueFull, Request
 from fppo.serve.loop import EngineLoop, Event, ServerStopped
-from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.encode import sample_payload
-from fppo.serve.tinker.futures import FailedRequest, Outcome
+from fppo.serve.tinker.futures import FailedRequest, Outcome, Refusal
 from fppo.serve.tinker.samples import SampleWork
 from fppo.serve.tinker.snapshots import SampledWeights
 
@@ -218,5 +217,3 @@ class SamplerEngines:
         for held in self._own.values():
             with contextlib.suppress(RuntimeError):
                 held.loop.stop()
-
-

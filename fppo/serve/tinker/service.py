@@ -33,11 +33,10 @@ from fppo.serve.tinker.runs import BaseModel
 from fppo.serve.tinker.samples import SampleRules
 from fppo.serve.tinker.sampling import SamplerEngines
 from fppo.serve.tinker.sessions import ClientSession, Registry, Sampler, StoredLoss
-from fppo.serve.tinker.snapshots import SampledWeights, Snapshots
+from fppo.serve.tinker.snapshots import SampledWeights
 from fppo.serve.tinker.stores import WeightStores
 from fppo.serve.tinker.training import RunInfo, TrainingRuns
 from fppo.serve.tinker.work import Worker, request_name
-
 
 _SWEEP = 30.0  # seconds between two looks for what is old
 _SILENT = 7 * 24 * 3600.0  # seconds without a word, after which a session is over
@@ -108,7 +107,9 @@ class TinkerService:
     def base(self, name: str) -> ServedBase:
         """A base by its name. Raises Refusal."""
         if name not in self.bases:
-            raise Refusal(f"base_model: there is no model {printable(name, 100)!r}; there are {', '.join(self.bases)}", status=404)
+            raise Refusal(
+                f"base_model: there is no model {printable(name, 100)!r}; there are {', '.join(self.bases)}", status=404
+            )
         return self.bases[name]
 
     # sessions
@@ -190,10 +191,10 @@ class TinkerService:
                 await asyncio.to_thread(self.runs.create, info)
                 self.worker.add_run(info.name, 0)
                 self.worker.put(info.name, 0, CreateVerb())
-            elif not attrs.evolve(self.runs.info(info.name, info.owner), created=0.0, adapters=info.adapters) == (
-                attrs.evolve(info, created=0.0)
-            ):
-                raise Refusal(f"{info.name} is another run already: give another model_seq_id")
+            else:
+                held = self.runs.info(info.name, info.owner)
+                if attrs.evolve(held, created=info.created, adapters=info.adapters) != info:
+                    raise Refusal(f"{info.name} is another run already: give another model_seq_id")
         return first
 
     async def accept(self, owner: str, run: str, number: int, kind: str, body: bytes) -> str:
@@ -420,4 +421,3 @@ def graph_of(body: str) -> Any:
         return custom_loss(request.name, inputs, [node.model_dump() for node in request.graph.nodes])
     except ValueError as error:
         raise Refusal(f"graph: {error}") from error
-

@@ -1,7 +1,7 @@
 """Weights to sample from that have no name of a user's: snapshots of runs, in memory, and on disk where that is due.
 
-    ROOT/SESSION.KIND.NUMBER/weights.safetensors      the trained weights
-    ROOT/SESSION.KIND.NUMBER/snapshot.json            whose they are, written last
+ROOT/SESSION.KIND.NUMBER/weights.safetensors      the trained weights
+ROOT/SESSION.KIND.NUMBER/snapshot.json            whose they are, written last
 """
 
 from __future__ import annotations

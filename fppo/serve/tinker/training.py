@@ -43,6 +43,11 @@ from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
 from fppo.serve.tinker.work import request_name
 
 INFO, JOURNAL, STATES = "run.json", "journal.log", "states"
+_SAVED = {  # results' types by kinds of checkpoints
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
 _SHARE = 0.05  # of a run's time at most goes into saving its state
 _BYTES = 64 << 20  # of a journal, beyond which a state is saved
 
@@ -135,7 +140,9 @@ class TrainingRuns:
                 if self._futures.open(name, info.owner):
                     self._futures.settle(name, _outcome_of(record))
                     held.numbers.append(record.number)
-        todo = {r.number: self._verb_of(info, r) for r in records if r.number > held.done}  # the last of a number counts
+        todo = {
+            r.number: self._verb_of(info, r) for r in records if r.number > held.done
+        }  # the last of a number counts
         if held.done < 0:
             todo[0] = CreateVerb()
         if info.ended:
@@ -274,7 +281,9 @@ class TrainingRuns:
             case StepVerb():
                 return self._step(held, run, verb)
             case SaveVerb():
-                return json_payload({"path": self._stores.save(run, held.info, verb, number), "type": f"save_{verb.kind}"})
+                return json_payload(
+                    {"path": self._stores.save(run, held.info, verb, number), "type": _SAVED[verb.kind]}
+                )
             case SnapshotVerb():
                 name = self._stores.snapshot(run, held.info, verb, number)
                 return json_payload({"sampling_session_id": name, "type": "save_weights_for_sampler"})

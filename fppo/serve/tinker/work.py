@@ -167,7 +167,9 @@ class Worker:
         with self._changed:
             waiting = sorted(n for n, verb in queue.todo.items() if not isinstance(verb, RefusedVerb))
             first = queue.next
-        error = f"request {first} of {queue.name} did not come within {self._gap_seconds:g} seconds: those behind it fail"
+        error = (
+            f"request {first} of {queue.name} did not come within {self._gap_seconds:g} seconds: those behind it fail"
+        )
         self._actions.give_up(queue.name, waiting, error)
         with self._changed:
             queue.todo |= {number: RefusedVerb(error=error) for number in waiting}

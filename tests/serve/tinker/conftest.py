@@ -4,7 +4,14 @@ import importlib.util
 import os
 
 NEEDED = ("fastapi", "uvicorn", "httpx2", "tinker")
-WITHOUT = ("test_graphs.py", "test_losses.py", "test_runs.py", "test_provenance.py", "test_futures.py", "test_journal.py")
+WITHOUT = (
+    "test_graphs.py",
+    "test_losses.py",
+    "test_runs.py",
+    "test_provenance.py",
+    "test_futures.py",
+    "test_journal.py",
+)
 os.environ["TINKER_TELEMETRY"] = "0"  # its client would send what it does
 
 

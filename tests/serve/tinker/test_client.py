@@ -11,10 +11,10 @@ import torch
 from tinker import types
 from tinker.types.tensor_data import TensorData
 
+from fppo.key import Key
 from fppo.models.several import Adapter
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
-from fppo.key import Key
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.losses import Loss
@@ -32,9 +32,13 @@ def host(tmp_path_factory):
         yield found
 
 
+def client_of(host):
+    return tinker.ServiceClient(base_url=host.url, api_key=KEY)
+
+
 @pytest.fixture
 def service(host):
-    with tinker.ServiceClient(base_url=host.url, api_key=KEY) as client:
+    with client_of(host) as client:
         yield client
 
 
@@ -123,7 +127,14 @@ def test_a_loop_that_samples_what_it_learns_from_ends_with_the_same_bits(host, s
             sampling = Sampling(max_tokens=5)
             requests.add(
                 [
-                    Request(name=f"{step}:{row}", ids=prompt, sampling=sampling, key=Key(step).fold("seed"), row=row, adapter="own")
+                    Request(
+                        name=f"{step}:{row}",
+                        ids=prompt,
+                        sampling=sampling,
+                        key=Key(step).fold("seed"),
+                        row=row,
+                        adapter="own",
+                    )
                     for row in range(4)
                 ]
             )
@@ -172,12 +183,11 @@ def test_gradients_do_not_depend_on_how_a_batch_is_cut_into_chunks(tmp_path):
     data = theirs(0, count=7)
     ends = []
     for most in (7, 2):
-        with served(tmp_path / str(most), flags=ClientFlags(chunk=most)) as host:
-            with tinker.ServiceClient(base_url=host.url, api_key=KEY) as service:
-                trainer = service.create_lora_training_client("tiny", rank=2, seed=3).result()
-                out = trainer.forward_backward(data, "importance_sampling").result()
-                trainer.optim_step(STEP).result()
-                ends.append((host.params(trainer.model_id), out))
+        with served(tmp_path / str(most), flags=ClientFlags(chunk=most)) as host, client_of(host) as service:
+            trainer = service.create_lora_training_client("tiny", rank=2, seed=3).result()
+            out = trainer.forward_backward(data, "importance_sampling").result()
+            trainer.optim_step(STEP).result()
+            ends.append((host.params(trainer.model_id), out))
     (one, first), (other, second) = ends
     assert len(first.loss_fn_outputs) == len(second.loss_fn_outputs) == 7
     for a, b in zip(first.loss_fn_outputs, second.loss_fn_outputs, strict=True):
@@ -222,7 +232,7 @@ def test_sparse_targets_are_those_written_out(service):
 
 
 def test_scores_of_a_prompt_are_those_of_a_pass(service):
-    """Prompt log-probs, the likeliest tokens, targets dense and sparse, alternatives, and the likeliest where it drew."""
+    """Prompt log-probs, likeliest tokens, targets dense and sparse, alternatives, and the likeliest where it drew."""
     trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
     train(trainer, [5])
     sampler = trainer.save_weights_and_get_sampling_client().result()
@@ -230,7 +240,10 @@ def test_scores_of_a_prompt_are_those_of_a_pass(service):
     every = torch.arange(SIZE).repeat(3, 1)
     datum = types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": TensorData.from_torch(every), "weights": TensorData.from_torch(torch.ones(3, SIZE))},
+        loss_fn_inputs={
+            "target_tokens": TensorData.from_torch(every),
+            "weights": TensorData.from_torch(torch.ones(3, SIZE)),
+        },
     )
     whole = trainer.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
     wanted = torch.full((3, 2), -1)
@@ -264,9 +277,14 @@ def test_scores_of_a_prompt_are_those_of_a_pass(service):
     torch.testing.assert_close(log_probs, whole.gather(1, drawn), **near)
     for sequence in found.sequences:
         assert len(sequence.topk_logprobs) == len(sequence.tokens)
-        assert all(value <= top[0][1] + 1e-6 for value, top in zip(sequence.logprobs, sequence.topk_logprobs, strict=True))
+        assert all(
+            value <= top[0][1] + 1e-6 for value, top in zip(sequence.logprobs, sequence.topk_logprobs, strict=True)
+        )
     sparse = sampler.sample(
-        prompt, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=TensorData.from_torch_sparse(wanted, pad_value=-1)
+        prompt,
+        1,
+        types.SamplingParams(max_tokens=1),
+        target_prompt_logprobs=TensorData.from_torch_sparse(wanted, pad_value=-1),
     ).result()
     torch.testing.assert_close(sparse.target_prompt_logprobs.to_torch(), targets, **near)
     last = sampler.compute_logprobs(prompt, prompt_logprobs_last_n=1).result()
@@ -468,16 +486,16 @@ def test_stable_reinforce_takes_the_log_probs_that_were_recorded(host, service):
 
 
 def test_bodies_may_be_compressed_and_ends_polled(tmp_path):
-    with served(tmp_path, flags=ClientFlags(compress=True, poll=True)) as host:
-        with tinker.ServiceClient(base_url=host.url, api_key=KEY) as service:
-            trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
-            train(trainer, [0])
-            run, _ = train_ours(runs.create_run(base().base, Adapters(rank=2, seed=0)), [0])
-            assert equal(host.params(trainer.model_id), run.state.params)
-            sampler = trainer.save_weights_and_get_sampling_client().result()
-            prompt = types.ModelInput.from_ints([3, 4])
-            pending = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3, seed=s)) for s in range(5)]
-            assert all(1 <= len(each.result().sequences[0].tokens) <= 3 for each in pending)
+    flags = ClientFlags(compress=True, poll=True)
+    with served(tmp_path, flags=flags) as host, client_of(host) as service:
+        trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
+        train(trainer, [0])
+        run, _ = train_ours(runs.create_run(base().base, Adapters(rank=2, seed=0)), [0])
+        assert equal(host.params(trainer.model_id), run.state.params)
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints([3, 4])
+        pending = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3, seed=s)) for s in range(5)]
+        assert all(1 <= len(each.result().sequences[0].tokens) <= 3 for each in pending)
 
 
 def test_sampling_clients_are_copied_to_other_threads_by_a_handle(service):

@@ -1,4 +1,4 @@
-"""The command serve --tinker: models for tinker's clients and OpenAI's on one port, until ctrl-C; and what is refused."""
+"""The command serve --tinker: models for tinker's and OpenAI's clients on one port, until ctrl-C; and refusals."""
 
 from __future__ import annotations
 

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from fppo.serve.tinker.journal import Journal, JournalError, JournalRecord, packed, read, records_of
 
 RECORDS = st.lists(
-    st.builds(JournalRecord, st.integers(0, 2**60), st.sampled_from(["pass", "optim_step", "refused"]), st.binary(max_size=40)),
+    st.builds(
+        JournalRecord, st.integers(0, 2**60), st.sampled_from(["pass", "optim_step", "refused"]), st.binary(max_size=40)
+    ),
     max_size=5,
 )
 

@@ -1,4 +1,4 @@
-"""A server that is killed at any moment: its clients go on by themselves, and end with the bits of an undisturbed one."""
+"""A server that is killed at any moment: its clients go on by themselves, and end with an undisturbed one's bits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def loop(url, at_step):
             )
             for index, each in enumerate(found)
         ]
-        passed, stepped = trainer.forward_backward(data, "ppo"), trainer.optim_step(types.AdamParams(learning_rate=1e-2))
+        passed, stepped = (
+            trainer.forward_backward(data, "ppo"),
+            trainer.optim_step(types.AdamParams(learning_rate=1e-2)),
+        )
         passed.result()
         stepped.result()
     path = trainer.save_state("end").result().path
@@ -91,7 +94,7 @@ def weights_of(store, path):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_at_random_moments_loses_no_step(tmp_path):
-    """Killed five times, each time some tenths of a second into a step: while it samples, is sent data, trains, saves."""
+    """Killed five times, some tenths of a second into a step: while it samples, is sent data, trains, saves."""
     tiny_run.write_task(tmp_path)
     ends, draw = [], random.Random(0)
     for name, kills in (("alone", ()), ("killed", (0, 2, 3, 5, 7))):

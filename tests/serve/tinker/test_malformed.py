@@ -40,7 +40,11 @@ def is_error(answer):
     return body["error"]
 
 
-SAMPLE = {"seq_id": 1, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "sampling_params": {"max_tokens": 2}}
+SAMPLE = {
+    "seq_id": 1,
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]},
+    "sampling_params": {"max_tokens": 2},
+}
 WRONG_BODIES = [
     ("optim_step", b"", 400, "no JSON"),
     ("optim_step", b"[1]", 400, "not an object"),
@@ -66,21 +70,36 @@ WRONG_BODIES = [
         400,
         "not published",
     ),
-    ("load_weights", {"session_id": "SESSION", "model_seq_id": 5, "path": "/etc/passwd", "optimizer": False}, 404, "tinker://"),
+    (
+        "load_weights",
+        {"session_id": "SESSION", "model_seq_id": 5, "path": "/etc/passwd", "optimizer": False},
+        404,
+        "tinker://",
+    ),
     (
         "load_weights",
         {"session_id": "SESSION", "model_seq_id": 5, "path": "tinker://RUN/weights/..", "optimizer": False},
         404,
         "name",
     ),
-    ("create_sampling_session", {"session_id": "SESSION", "sampling_session_seq_id": 9}, 400, "base_model or model_path"),
+    (
+        "create_sampling_session",
+        {"session_id": "SESSION", "sampling_session_seq_id": 9},
+        400,
+        "base_model or model_path",
+    ),
     ("asample", {**SAMPLE, "sampling_session_id": "nobody"}, 404, "sampling session"),
     ("asample", {**SAMPLE, "seq_id": None, "sampling_session_id": "SAMPLER"}, 400, "seq_id"),
     ("retrieve_future", {"request_id": "nobody"}, 404, "no such request"),
     ("retrieve_futures", {"target": {"sampling_session_id": "x"}}, 404, "sampling session"),
     ("session_heartbeat", {"session_id": "x"}, 404, "session"),
     ("weights_info", {"tinker_path": 3}, 404, "no checkpoint"),
-    ("create_custom_loss", {"session_id": "SESSION", "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {"nodes": []}}, 400, "graph"),
+    (
+        "create_custom_loss",
+        {"session_id": "SESSION", "custom_loss_seq_id": 0, "name": "x", "inputs": [], "graph": {"nodes": []}},
+        400,
+        "graph",
+    ),
     ("auth/token", {}, 404, "keys"),
     ("copy_weights", {}, 404, "publish"),
     ("nowhere", {}, 404, "nowhere"),

@@ -279,7 +279,11 @@ def ok(**changes) -> Datum:
         ("ppo", [ok(inputs={"advantages": torch.ones(3)})], "datum 0 has no logprobs"),
         ("cross_entropy", [ok(inputs={"weights": torch.ones(2)})], r"weights is \[2\]"),
         ("cross_entropy", [ok(inputs={"weights": torch.ones(3), "wieghts": torch.ones(3)})], "mean 'weights'"),
-        ("cross_entropy", [ok(), ok(inputs={"weights": torch.tensor([1, math.nan, 1])})], "datum 1 has weights that is"),
+        (
+            "cross_entropy",
+            [ok(), ok(inputs={"weights": torch.tensor([1, math.nan, 1])})],
+            "datum 1 has weights that is",
+        ),
         ("ppo", [ok(inputs=ok().inputs | {"logprobs": torch.tensor([0, 0, -math.inf])})], "after its token 2"),
         ("ppo", [ok(), ok(inputs=ok().inputs | {"clip_low_threshold": torch.ones(3)})], "in all or in none"),
         ("ppo", [ok(inputs=ok().inputs | {"clip_low_threshold": -torch.ones(3)})], "below 0"),
@@ -296,7 +300,9 @@ def test_data_that_no_pass_takes_are_refused_by_name(loss, part, says):
 
 
 def test_log_probs_that_do_not_count_may_be_missing():
-    part = ok(inputs=ok().inputs | {"logprobs": torch.tensor([math.nan, -1, -1]), "advantages": torch.tensor([0.0, 1, 1])})
+    part = ok(
+        inputs=ok().inputs | {"logprobs": torch.tensor([math.nan, -1, -1]), "advantages": torch.tensor([0.0, 1, 1])}
+    )
     run, outputs = forward_backward(begun(), [part], Loss("ppo"))
     assert math.isfinite(outputs.metrics["loss:sum"])
     assert all(x.isfinite().all() for x in run.grads.values())
