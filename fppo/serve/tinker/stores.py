@@ -12,7 +12,7 @@ import attrs
 import safetensors.torch
 
 from fppo import models
-from fppo.models import lora_files
+from fppo.models import lora, lora_files
 from fppo.models.model import Model, Params
 from fppo.runtime import checkpoint
 from fppo.runtime.exports import sync
@@ -98,12 +98,15 @@ class WeightStores:
         return self._checkpoints.commit(meta).path
 
     def _export(self, run: TrainingRun, data: Path) -> None:
-        """Write a PEFT adapter, or a whole model, as other programs read it."""
+        """Write a PEFT adapter as other programs read it, or a whole model: of full training, and of an adapter that
+        PEFT's files cannot hold, as that of tied embeddings."""
         model, params = runs.sampling_params(run)
-        base = run.base
-        place = data / "files"
+        base, place = run.base, data / "files"
         if run.adapters.rank:
-            lora_files.save(model, params, place, base=base.tokenizer_id)
+            try:
+                lora_files.save(model, params, place, base=base.tokenizer_id)
+            except ValueError:
+                models.save(base.model, lora.merged(model, params), place)
         else:
             models.save(model, params, place)
         self._bases[base.name].write_tokenizer(place)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
+
 import openai
 import pytest
 import tinker
@@ -24,8 +27,16 @@ def test_models_are_served_to_both_kinds_of_clients(tmp_path, capsys, monkeypatc
             trainer = service.create_lora_training_client("start", rank=2, seed=0).result()
             trainer.forward_backward(theirs(0), "importance_sampling").result()
             trainer.optim_step(STEP).result()
-            path = trainer.save_weights_external("files").result().path
-            files = tinker.RestClient(base_url=url, api_key=KEY).get_external_weights_urls(path).result().urls
+            tied = trainer.save_weights_external("files").result().path
+            plain = service.create_lora_training_client("start", rank=2, train_unembed=False).result()
+            path = plain.save_weights_external("files").result().path
+            rest = tinker.RestClient(base_url=url, api_key=KEY)
+            files = {
+                name: rest.get_external_weights_urls(each).result().urls
+                for name, each in (("tied", tied), ("peft", path))
+            }
+            with urllib.request.urlopen(files["peft"]["adapter_config.json"]) as answer:
+                assert json.load(answer)["r"] == 2
             tokenizer = trainer.get_tokenizer()
             sampler = trainer.save_weights_and_get_sampling_client().result()
             assert sampler.get_tokenizer().encode("1+2=") == tokenizer.encode("1+2=")
@@ -33,7 +44,7 @@ def test_models_are_served_to_both_kinds_of_clients(tmp_path, capsys, monkeypatc
             sampler.sample(prompt, 1, types.SamplingParams(max_tokens=2)).result()
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
         client.completions.create(model="start", prompt="1+2=", max_tokens=3)
-        return sorted(files)
+        return files
 
     arguments = ["start", "--tinker", "--store", "store"]
     status, files = served(arguments, visit, {"FPPO_API_KEY": KEY})
@@ -41,7 +52,8 @@ def test_models_are_served_to_both_kinds_of_clients(tmp_path, capsys, monkeypatc
     printed = capsys.readouterr().out
     assert "start at http://127.0.0.1:" in printed
     assert KEY not in printed
-    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(files)
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= set(files["peft"])
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files["tied"])
     assert (tmp_path / "store" / "server.log").exists()
 
 
