@@ -126,7 +126,7 @@ class EngineLoop:
         return self._called(lambda requests: cast(AdapterRequests, requests).drop(name))
 
     def _called(self, call: Callable[[Requests], None]) -> Future[None]:
-        """What becomes of a call between two steps."""
+        """The result of a call between two steps."""
         result: Future[None] = Future()
 
         def called(requests: Requests) -> None:

@@ -366,7 +366,7 @@ def seconds_of(value: int | None) -> int | None:
 
 
 def metadata_of(value: Mapping[str, Any] | None, bounds: TinkerBounds) -> dict[str, str] | None:
-    """What a user attaches to a session, a run or a checkpoint, as texts. Raises Refusal."""
+    """The metadata that a user attaches to a session, a run or a checkpoint, as texts. Raises Refusal."""
     if value is None:
         return None
     texts = {str(name): each if isinstance(each, str) else str(each) for name, each in value.items()}

@@ -112,8 +112,7 @@ def _write_targets(message: pb.Tensor, found: Tensor, work: SampleWork) -> None:
     if work.sparse is None:
         _write_tensor(message, values, np.float32)
         return
-    rows = np.asarray(work.sparse.sparse_crow_indices, dtype=np.int64)
-    columns = np.asarray(work.sparse.sparse_col_indices, dtype=np.int64)
+    rows, columns = (np.asarray(x, dtype=np.int64) for x in work.sparse)
     places = np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns
     message.dtype = pb.DTYPE_FLOAT32
     message.shape.extend(found.shape)

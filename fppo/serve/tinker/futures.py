@@ -38,7 +38,8 @@ class Refusal(Exception):
 
     def __init__(self, error: str, *, status: int = 400, category: Category = "user") -> None:
         super().__init__(error)
-        self.error, self.status, self.category = error, status, category
+        self.error, self.status = error, status
+        self.category: Category = category
 
     @property
     def outcome(self) -> FailedRequest:
@@ -59,7 +60,7 @@ class _Future:
 class PendingRequests(NamedTuple):
     """The requests of an owner without a result: how many there are, and the bytes of what was sent."""
 
-    count: int
+    number: int
     size: int
 
 

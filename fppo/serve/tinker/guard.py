@@ -1,4 +1,4 @@
-"""What stands before the protocol's routes: keys, bounds of bodies, and compressed bodies written out."""
+"""The guard before the protocol's routes: keys, bounds of bodies, and compressed bodies written out."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ def router_of(service: TinkerService) -> APIRouter:
     _add_runs(router, service)
     _add_sessions(router, service)
     _add_checkpoints(router, service)
+    _add_weights_info(router, service)
     _add_files(router, service)
     for (method, path), advice in _ELSEWHERE.items():
         router.add_api_route(path, _elsewhere(path, advice), methods=[method], response_model=None)
@@ -238,10 +239,12 @@ def _add_checkpoints(router: APIRouter, service: TinkerService) -> None:
         await asyncio.to_thread(store.change, meta, public=meta.public, expires=expires)
         return Response(status_code=204)
 
+
+def _add_weights_info(router: APIRouter, service: TinkerService) -> None:
     @router.post("/weights_info")
     async def weights_info(request: Request) -> JSONResponse:
         path = decode.object_of(await request.body()).get("tinker_path")
-        meta = store.find(str(path), _owner(request))
+        meta = service.checkpoints.find(str(path), _owner(request))
         adapters = meta.adapters
         lora = {"train_unembed": adapters.unembed, "train_mlp": adapters.mlp, "train_attn": adapters.attention}
         return JSONResponse(

@@ -32,7 +32,7 @@ class SampleRules:
 class SampleWork:
     """Samples of a prompt: a row of the engine each, whose draws depend on the key and the row's number alone.
 
-    The first row scores the prompt. `sparse` is the request's target tensor, if it is one: its answer has the layout.
+    The first row scores the prompt. `sparse` are the row pointers and the columns of targets that came so.
     """
 
     ids: tuple[int, ...]
@@ -42,7 +42,7 @@ class SampleWork:
     scores: Scores  # of the first row
     top: int  # likeliest tokens to report of each draw
     record: bool  # whether what is drawn is to be held for a loss that needs it
-    sparse: types.TensorData | None = None
+    sparse: tuple[Sequence[int], Sequence[int]] | None = None
 
     def requests(self, name: str, *, adapter: str | None, owner: str) -> list[Request]:
         """The engine's requests."""
@@ -81,6 +81,7 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
     sampling = _sampling(params, most, rules, bounds)
     key = Key(rules.seed).fold("tinker", name) if params.seed is None else Key(params.seed % (1 << 64)).fold("seed")
     given = request.target_prompt_logprobs
+    layout = None if given is None else (given.sparse_crow_indices, given.sparse_col_indices or [])
     return SampleWork(
         ids=ids,
         sampling=sampling,
@@ -89,7 +90,7 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
         scores=_scores(request, len(ids), sampling, bounds),
         top=request.topk_sample_logprobs,
         record=bool(request.record_stability_info),
-        sparse=given if given is not None and given.sparse_crow_indices is not None else None,
+        sparse=None if layout is None or layout[0] is None else (layout[0], layout[1]),
     )
 
 

@@ -27,7 +27,7 @@ _GATHER, _GATHER_MOST = 0.002, 0.02  # seconds without another request, and in a
 
 
 @attrs.define(eq=False)
-class _Engine:
+class _OpenEngine:
     """An open engine, with the adapters that it has, by their versions, and how many requests of each are open."""
 
     loop: EngineLoop
@@ -48,7 +48,7 @@ class _Engine:
 class _Open:
     """Samples of a prompt that are being drawn."""
 
-    engine: _Engine
+    engine: _OpenEngine
     adapter: str | None
     names: list[str]
     ended: asyncio.Future[list[FinishedRequest]]
@@ -69,9 +69,9 @@ class SamplerEngines:
         most: int = 4,
         most_adapters: int = 32,
     ) -> None:
-        self._bases = {name: _Engine(loop, closes=False) for name, loop in loops.items()}
+        self._bases = {name: _OpenEngine(loop, closes=False) for name, loop in loops.items()}
         self._engines, self._most, self._most_adapters = engines, most, most_adapters
-        self._own: OrderedDict[str, _Engine] = OrderedDict()
+        self._own: OrderedDict[str, _OpenEngine] = OrderedDict()
         self._alone: set[str] = set()  # weights that do not run beside others
         self._lock = asyncio.Lock()  # of engines being opened, and adapters being given to them
         self._open: dict[str, _Open] = {}
@@ -108,7 +108,7 @@ class SamplerEngines:
             held.ended.set_exception(Refusal("the request was cancelled"))
 
     async def _draw(
-        self, name: str, engine: _Engine, adapter: str | None, requests: Sequence[Request]
+        self, name: str, engine: _OpenEngine, adapter: str | None, requests: Sequence[Request]
     ) -> list[FinishedRequest]:
         ended: asyncio.Future[list[FinishedRequest]] = asyncio.get_running_loop().create_future()
         held = self._open[name] = _Open(engine, adapter, [request.name for request in requests], ended)
@@ -139,7 +139,7 @@ class SamplerEngines:
 
         return receive
 
-    def _gather(self, engine: _Engine, request: Request, receive: Callable[[Event], None]) -> None:
+    def _gather(self, engine: _OpenEngine, request: Request, receive: Callable[[Event], None]) -> None:
         """Hold a request until no other has come for a moment, so that those that come together are read together."""
         loop = asyncio.get_running_loop()
         if not engine.gathered:
@@ -151,7 +151,7 @@ class SamplerEngines:
         engine.timer = loop.call_later(max(0.0, min(_GATHER, left)), self._flush, engine)
 
     @staticmethod
-    def _flush(engine: _Engine) -> None:
+    def _flush(engine: _OpenEngine) -> None:
         gathered, engine.gathered, engine.timer = engine.gathered, [], None
         for request, receive in gathered:
             try:
@@ -159,7 +159,7 @@ class SamplerEngines:
             except ServerStopped as error:
                 receive(error)
 
-    async def _engine_of(self, weights: SampledWeights | str) -> tuple[_Engine, str | None]:
+    async def _engine_of(self, weights: SampledWeights | str) -> tuple[_OpenEngine, str | None]:
         """The engine of some weights, and the name by which it has them, None for its own."""
         if isinstance(weights, str):
             return self._bases[weights], None
@@ -171,7 +171,7 @@ class SamplerEngines:
                 self._alone.add(weights.name)
             return await self._alone_engine(weights), None
 
-    async def _beside(self, engine: _Engine, weights: SampledWeights) -> bool:
+    async def _beside(self, engine: _OpenEngine, weights: SampledWeights) -> bool:
         """Have a base's engine hold an adapter; False where it cannot run beside others."""
         if engine.adapters.get(weights.name) != weights.version:
             adapter = Adapter.of(weights.model, weights.params)
@@ -188,13 +188,13 @@ class SamplerEngines:
             await asyncio.wrap_future(engine.loop.drop(name))
         return True
 
-    async def _alone_engine(self, weights: SampledWeights) -> _Engine:
+    async def _alone_engine(self, weights: SampledWeights) -> _OpenEngine:
         held = self._own.get(weights.name)
         if held is None:
             engine = attrs.evolve(self._engines[weights.base], model=weights.model)
             loop = EngineLoop(engine, weights.params, version=weights.version)
             await asyncio.to_thread(loop.start)
-            held = self._own[weights.name] = _Engine(loop, closes=True)
+            held = self._own[weights.name] = _OpenEngine(loop, closes=True)
         elif held.loop.version != weights.version:
             held.loop.update(weights.params, weights.version)
             held.loop.version = weights.version

@@ -20,7 +20,7 @@ CREATED = 0  # the number of the request that creates a run
 
 @attrs.define(eq=False)
 class RunQueue:
-    """What a run has to do. `next` is the number of the request that is to be done next."""
+    """The requests of a run that are to be done. `next` is the number of the request that is to be done next."""
 
     name: str
     next: int

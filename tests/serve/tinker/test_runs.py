@@ -1,5 +1,6 @@
 """Runs are values: their verbs equal a plain script, add over requests, and leave everything else as it was."""
 
+import itertools
 import math
 from functools import partial
 
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import losses as plain_losses
-from fppo import models, tree
-from fppo.batch import Column, Experience
+from fppo import tree
+from fppo.batch import Experience
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import bases, lora
@@ -35,6 +36,7 @@ from fppo.steps.actor import UpdateActor
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.outputs import Forward
 from fppo.steps.targets import forward_targets
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
@@ -71,8 +73,8 @@ def test_a_loop_is_a_plain_script_to_the_bit(rank):
             run, outputs = forward_backward(run, part, loss)
             rows, columns = rows_of(part, loss, vocabulary=tiny.VOCAB, limit=None, device=torch.device("cpu"))
 
-            def objective(params, rows=rows, columns=columns, loss=loss):
-                log_probs = forward_targets(params, rows, forward=forward_of(run)).flatten(1)
+            def objective(params, rows=rows, columns=columns, loss=loss, model=model):
+                log_probs = forward_targets(params, rows, forward=Forward(model)).flatten(1)
                 return loss.per_token(log_probs, columns, rows.real.flatten(1)).sum()
 
             value, grads = value_and_grad(objective)(state.params)
@@ -125,7 +127,7 @@ def test_sums_do_not_depend_on_how_data_are_cut_into_requests(name, seed, cuts, 
     edges = sorted({0, 6, *cuts})
     other = attrs.evolve(run, base=attrs.evolve(run.base, micro_batching=MicroBatching(size=size)))
     total, values = 0.0, []
-    for a, b in zip(edges, edges[1:]):
+    for a, b in itertools.pairwise(edges):
         other, piece = forward_backward(other, part[a:b], Loss(name))
         total += piece.metrics["loss:sum"]
         values += piece.per_datum
@@ -226,7 +228,7 @@ def test_adam_is_torch_s():
         theirs.step()
         run, metrics = optim_step(run, StepParams(0.02, 0.8, 0.9, 1e-6, 0.3, 0.7))
         close(dict(run.state.params), {name: x.detach() for name, x in leaves.items()}, atol=1e-9)
-        assert metrics["lr"] == 0.02
+        assert metrics["lr"] == pytest.approx(0.02)
 
 
 def test_saved_weights_go_on_to_the_same_bits_with_their_optimizer_and_afresh_without():
@@ -282,7 +284,7 @@ def ok(**changes) -> Datum:
         (
             "cross_entropy",
             [ok(), ok(inputs={"weights": torch.tensor([1, math.nan, 1])})],
-            "datum 1 has weights that is",
+            "datum 1 has weights",
         ),
         ("ppo", [ok(inputs=ok().inputs | {"logprobs": torch.tensor([0, 0, -math.inf])})], "after its token 2"),
         ("ppo", [ok(), ok(inputs=ok().inputs | {"clip_low_threshold": torch.ones(3)})], "in all or in none"),
