@@ -76,7 +76,9 @@ def check_targets(model: Model, mesh: Mesh) -> None:
     if model.head != "lm":
         raise ValueError("log-probs of targets need a vocabulary head; this model has a value head")
     if cut := [name for name in AXES if name not in DATA_AXES and mesh[name].size > 1]:
-        raise ValueError(f"log-probs of targets need whole rows and a whole model; this mesh has {cut}: use none of them")
+        raise ValueError(
+            f"log-probs of targets need whole rows and a whole model; this mesh has {cut}: use none of them"
+        )
 
 
 def _constants(

@@ -1,9 +1,11 @@
 """Log-probs of any targets are those of the model's logits, however rows run, and only chosen ones have gradients."""
 
+from functools import cache
+
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
@@ -11,6 +13,7 @@ from fppo import models
 from fppo.grad import value_and_grad
 from fppo.models.logits import LogitForm
 from fppo.models.model import build
+from fppo.models.precision import KeepDouble
 from fppo.runtime.simulate import simulate
 from fppo.steps import shared
 from fppo.steps.outputs import Forward
@@ -41,32 +44,45 @@ def rows(seed: int, count: int = 4, wide: int = 3, *, alike: bool = False) -> Sc
     return Scored(tokens, mask, mask[:, 5:], targets, torch.rand(mask.shape, generator=g) < 0.5)
 
 
-def by_transformers(params, batch: Scored, form=None) -> torch.Tensor:
+MODEL, PARAMS = tiny.model_and_params()
+few = settings(max_examples=5)
+
+
+@cache
+def plain():
+    """The model of transformers itself."""
+    built = AutoModelForCausalLM.from_config(tiny.config()).double()
+    built.load_state_dict(PARAMS, strict=False)
+    built.tie_weights()
+    return built
+
+
+@torch.no_grad()
+def by_transformers(batch: Scored, form=None) -> torch.Tensor:
     """Log-softmax of the logits of transformers' own model, row by row, at the targets."""
-    plain = AutoModelForCausalLM.from_config(tiny.config()).double()
-    plain.load_state_dict(params, strict=False)
-    plain.tie_weights()
     found = torch.zeros(batch.targets.shape, dtype=torch.float64)
     for row, mask in enumerate(batch.attention_mask):
-        logits = plain(input_ids=batch.tokens[row, mask][None]).logits[0]
+        with KeepDouble():  # its norms would compute in float32
+            logits = plain()(input_ids=batch.tokens[row, mask][None]).logits[0]
         logits = logits if form is None else form(logits)
         found[row, mask] = logits.log_softmax(-1).gather(1, batch.targets[row, mask])
-    return found.detach()
+    return found
 
 
 @pytest.mark.parametrize("form", [None, LogitForm(softcap=1.5, scale=0.7)])
 @given(seed=st.integers(0, 2**20))
+@few
 def test_equal_the_log_softmax_of_the_logits(form, seed):
-    model, params = tiny.model_and_params()
-    model = model if form is None else attrs.evolve(model, logit_form=form)
+    model = MODEL if form is None else attrs.evolve(MODEL, logit_form=form)
     batch = rows(seed)
-    found = forward_targets(params, batch, forward=Forward(model))
-    torch.testing.assert_close(found, by_transformers(params, batch, form), rtol=0.0, atol=1e-10)
+    found = forward_targets(PARAMS, batch, forward=Forward(model))
+    torch.testing.assert_close(found, by_transformers(batch, form), rtol=0.0, atol=1e-10)
 
 
 @given(seed=st.integers(0, 2**20))
+@few
 def test_packed_padded_and_shared_rows_have_the_same_values_and_gradients(seed):
-    model, params = tiny.model_and_params()
+    model, params = MODEL, PARAMS
     batch = rows(seed, alike=True)
     weights = torch.randn(batch.targets.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -82,8 +98,9 @@ def test_packed_padded_and_shared_rows_have_the_same_values_and_gradients(seed):
 
 
 @given(seed=st.integers(0, 2**20))
+@few
 def test_k_targets_are_k_single_ones_and_ungraded_ones_have_no_gradient(seed):
-    model, params = tiny.model_and_params()
+    model, params = MODEL, PARAMS
     batch, forward = rows(seed), Forward(model)
 
     def summed(params, targets, graded):
@@ -103,7 +120,7 @@ def test_k_targets_are_k_single_ones_and_ungraded_ones_have_no_gradient(seed):
 
 def test_targets_of_a_prompt_that_rows_share_are_scored_once(monkeypatch):
     monkeypatch.setattr(shared, "STEP", 1)
-    model, params = tiny.model_and_params()
+    model, params = MODEL, PARAMS
     batch = rows(3, 4, 1, alike=True)
     targets = torch.cat([batch.tokens[:, 1:], batch.tokens[:, :1]], 1)[..., None]
     batch = attrs.evolve(batch, targets=targets, graded=torch.zeros_like(batch.graded))
@@ -117,14 +134,14 @@ def test_targets_of_a_prompt_that_rows_share_are_scored_once(monkeypatch):
     kernels = attrs.evolve(forward.kernels, log_probs=counting)
     found = forward_targets(params, batch, forward=attrs.evolve(forward, kernels=kernels))
     assert sum(counts) < int(batch.attention_mask.sum())
-    torch.testing.assert_close(found, by_transformers(params, batch), rtol=0.0, atol=1e-10)
+    torch.testing.assert_close(found, by_transformers(batch), rtol=0.0, atol=1e-10)
 
 
 def test_a_value_head_and_a_mesh_that_cuts_rows_are_refused():
     model = build(tiny.config(), head="value")
     with pytest.raises(ValueError, match="value head"):
         forward_targets(models.init_params(model, tiny.Key(0)), rows(0), forward=Forward(model))
-    model, params = tiny.model_and_params()
+    model, params = MODEL, PARAMS
 
     def on_rank(mesh):
         with pytest.raises(ValueError, match="sequence"):

@@ -54,7 +54,9 @@ class DataRows(NamedTuple):
     def of(self, flat: Tensor, like: Sequence[Datum]) -> list[Tensor]:
         """Values [B, S, K] of the rows as one tensor for each datum, of the shape of its targets."""
         each = flat[self.rows.attention_mask.to(flat.device)].split([len(datum.tokens) for datum in like])
-        return [x[:, 0] if d.targets.dim() == 1 else x[:, : d.targets.shape[1]] for x, d in zip(each, like, strict=True)]
+        return [
+            x[:, 0] if d.targets.dim() == 1 else x[:, : d.targets.shape[1]] for x, d in zip(each, like, strict=True)
+        ]
 
 
 def rows_of(data: Sequence[Datum], loss: Loss, *, vocabulary: int, limit: int | None, device: torch.device) -> DataRows:
@@ -105,7 +107,9 @@ def check_data(data: Sequence[Datum], loss: Loss, *, vocabulary: int, limit: int
         if datum.targets.dim() not in (1, 2) or shape[0] != count or not shape.numel():
             raise ValueError(f"{where}: target_tokens are {list(shape)}: give [{count}] or [{count}, K], K 1 or more")
         if loss.flat and datum.targets.dim() != 1:
-            raise ValueError(f"{where}: {loss.name} takes one target for each token, and target_tokens are {list(shape)}")
+            raise ValueError(
+                f"{where}: {loss.name} takes one target for each token, and target_tokens are {list(shape)}"
+            )
         _check_inputs(where, datum, loss)
     for name in ("tokens", "targets"):
         ids = torch.cat([getattr(datum, name).flatten() for datum in data])

@@ -69,7 +69,9 @@ class CustomLoss:
         given = {"logprobs": log_probs, **inputs}
         if wrong := [name for name, rank in self.ranks.items() if given[name].dim() != rank]:
             name = wrong[0]
-            raise ValueError(f"loss {self.name!r}: {name} is {list(given[name].shape)}, declared rank {self.ranks[name]}")
+            raise ValueError(
+                f"loss {self.name!r}: {name} is {list(given[name].shape)}, declared rank {self.ranks[name]}"
+            )
         values, left = dict[str, Any](), MOST_ELEMENTS
         for node in self.nodes:
             if node.kind == "placeholder":

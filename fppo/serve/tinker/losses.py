@@ -3,20 +3,20 @@
 With p the log-prob of a target under the run's weights, q `logprobs`, A `advantages`, w `weights` and r = exp(p - q),
 each per target, a request's loss is the sum over its targets of
 
-| name                | per target                                          | config, with defaults                          |
-|---------------------|-----------------------------------------------------|------------------------------------------------|
-| cross_entropy       | -w p                                                | none                                           |
-| importance_sampling | -A r                                                | none                                           |
-| ppo                 | -min(A r, A clip(r, low, high))                     | clip_low_threshold 0.8, clip_high_threshold 1.2 |
-| cispo               | -A sg(clip(r, low, high)) p                         | the same                                       |
-| dro                 | -A p + beta / 2 (p - q)^2                           | beta 0.05                                      |
-| gspo                | ppo's with r = exp(mean of p - q over the datum)    | the same two, 1 - 3e-4 and 1 + 4e-4            |
-| stable_reinforce    | -A sg(min(r, 2)) p + kl_coeff / 2 (p - q)^2         | kl_coeff 0                                     |
-| custom              | a graph's number for each datum (`graphs`)          | loss_id, which the server has replaced         |
+| name                | per target                                       | config, with defaults                     |
+|---------------------|--------------------------------------------------|-------------------------------------------|
+| cross_entropy       | -w p                                             | none                                      |
+| importance_sampling | -A r                                             | none                                      |
+| ppo                 | -min(A r, A clip(r, low, high))                  | clip_low_threshold 0.8, ..._high_... 1.2  |
+| cispo               | -A sg(clip(r, low, high)) p                      | those of ppo                              |
+| dro                 | -A p + beta / 2 (p - q)^2                        | beta 0.05                                 |
+| gspo                | ppo's with r = exp(mean of p - q over the datum) | those of ppo, 1 - 3e-4 and 1 + 4e-4       |
+| stable_reinforce    | -A sg(min(r, 2)) p + kl_coeff / 2 (p - q)^2      | kl_coeff 0                                |
+| custom              | a graph's number for each datum (`graphs`)       | none; the server knows graphs by loss_id  |
 
-sg is a constant to the gradient. The log-ratio is clamped to +-20, but in dro not, and in gspo to at most 10. Thresholds
-may also come per target, as inputs of the same names. The functions are those of `fppo.losses`, where a target of no
-effect (w = 0, A = 0) is masked: its q may be anything.
+sg is a constant to the gradient. The log-ratio is clamped to +-20, but in dro not, and in gspo to at most 10.
+Thresholds may also come per target, as inputs of the same names. The functions are those of `fppo.losses`, where a
+target of no effect (w = 0, A = 0) is masked: its q may be anything.
 
 dro has its quadratic term at every target, also where A = 0, as the service documents it: give q = p, or leave such
 tokens out. gspo takes its mean over `sequence_ratio_mask`, by default where A is not 0; an advantage outside the mask
@@ -148,9 +148,7 @@ def _ppo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tok
 
 
 def _cispo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
-    return losses.cispo(
-        log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config)
-    )[0]
+    return losses.cispo(log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config))[0]
 
 
 def _dro(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
@@ -159,9 +157,7 @@ def _dro(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tok
 
 
 def _gspo(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
-    return losses.gspo(
-        log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config)
-    )[0]
+    return losses.gspo(log_probs, columns["logprobs"], columns["advantages"], mask, **_bounds(columns, config))[0]
 
 
 def _stable_reinforce(log_probs: Tokens, columns: Columns, mask: Mask, config: Config) -> Tokens:
@@ -204,9 +200,7 @@ LOSSES: Mapping[str, LossRule] = MappingProxyType(
         "gspo": LossRule(
             _POLICY, _gspo, _ratio_mask, {LOW: 1 - 3e-4, HIGH: 1 + 4e-4}, (LOW, HIGH, "sequence_ratio_mask"), flat=True
         ),
-        "stable_reinforce": LossRule(
-            (*_POLICY, "sampled"), _stable_reinforce, _sampled, {"kl_coeff": 0.0}, flat=True
-        ),
+        "stable_reinforce": LossRule((*_POLICY, "sampled"), _stable_reinforce, _sampled, {"kl_coeff": 0.0}, flat=True),
     }
 )
 

@@ -24,7 +24,17 @@ KEYWORDS = frozenset(
     (
         *("dim", "keepdim", "min", "max", "dtype", "other", "input", "exponent", "alpha", "beta", "threshold", "value"),
         *("mask", "nan", "posinf", "neginf", "correction", "unbiased", "p", "start_dim", "end_dim", "dim0", "dim1"),
-        *("condition", "tensors", "index", "negative_slope", "delta", "reduction", "target", "fill_value", "descending"),
+        *(
+            "condition",
+            "tensors",
+            "index",
+            "negative_slope",
+            "delta",
+            "reduction",
+            "target",
+            "fill_value",
+            "descending",
+        ),
     )
 )
 _ELEMENTWISE = (
@@ -72,7 +82,11 @@ def _functions() -> dict[str, Callable[..., Any]]:
     found |= {f"torch.{name}": getattr(torch, name) for name in (*_BOTH, *_OF_TORCH) if hasattr(torch, name)}
     found |= {f"torch.nn.functional.{name}": getattr(F, name) for name in _OF_NN}
     # torch.fx names functions of F that are compiled by their own module
-    found |= {"torch._C._nn.softplus": F.softplus, "torch._C._nn.log_sigmoid": F.logsigmoid, "torch._C._nn.gelu": F.gelu}
+    found |= {
+        "torch._C._nn.softplus": F.softplus,
+        "torch._C._nn.log_sigmoid": F.logsigmoid,
+        "torch._C._nn.gelu": F.gelu,
+    }
     return found | {f"operator.{name}": getattr(operator, name) for name in _OF_OPERATOR}
 
 

@@ -55,7 +55,7 @@ class BaseModel:
     tokenizer_id: str
     limit: int | None = None
     kernels: Kernels = attrs.field(factory=Kernels.named)
-    micro_batching: MicroBatching = MicroBatching(token_budget=PASS_TOKENS)
+    micro_batching: MicroBatching = attrs.field(factory=lambda: MicroBatching(token_budget=PASS_TOKENS))
 
 
 @attrs.frozen

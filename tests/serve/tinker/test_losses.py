@@ -16,8 +16,8 @@ BY_HAND = {
     "ppo": lambda p, q, a, w, low, high, config, s: -smaller((p - q).exp() * a, between((p - q).exp(), low, high) * a),
     "cispo": lambda p, q, a, w, low, high, config, s: -between((p - q).exp(), low, high).detach() * p * a,
     "dro": lambda p, q, a, w, low, high, config, s: -(p * a - 0.5 * config["beta"] * (p - q) ** 2),
-    "gspo": lambda p, q, a, w, low, high, config, s: -smaller(
-        s * (p - p.detach()).exp() * a, between(s * (p - p.detach()).exp(), low, high) * a
+    "gspo": lambda p, q, a, w, low, high, config, s: (
+        -smaller(s * (p - p.detach()).exp() * a, between(s * (p - p.detach()).exp(), low, high) * a)
     ),
     "stable_reinforce": lambda p, q, a, w, low, high, config, s: (
         -min(math.exp(p - q), 2.0) * a * p + config["kl_coeff"] * 0.5 * (p - q) ** 2

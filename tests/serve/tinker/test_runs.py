@@ -1,5 +1,6 @@
 """Runs are values: their verbs equal a plain script, add over requests, and leave everything else as it was."""
 
+import itertools
 import math
 from functools import partial
 
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import losses as plain_losses
-from fppo import models, tree
-from fppo.batch import Column, Experience
+from fppo import tree
+from fppo.batch import Experience
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import bases, lora
@@ -71,8 +72,8 @@ def test_a_loop_is_a_plain_script_to_the_bit(rank):
             run, outputs = forward_backward(run, part, loss)
             rows, columns = rows_of(part, loss, vocabulary=tiny.VOCAB, limit=None, device=torch.device("cpu"))
 
-            def objective(params, rows=rows, columns=columns, loss=loss):
-                log_probs = forward_targets(params, rows, forward=forward_of(run)).flatten(1)
+            def objective(params, rows=rows, columns=columns, loss=loss, forward=forward_of(run)):
+                log_probs = forward_targets(params, rows, forward=forward).flatten(1)
                 return loss.per_token(log_probs, columns, rows.real.flatten(1)).sum()
 
             value, grads = value_and_grad(objective)(state.params)
@@ -125,7 +126,7 @@ def test_sums_do_not_depend_on_how_data_are_cut_into_requests(name, seed, cuts, 
     edges = sorted({0, 6, *cuts})
     other = attrs.evolve(run, base=attrs.evolve(run.base, micro_batching=MicroBatching(size=size)))
     total, values = 0.0, []
-    for a, b in zip(edges, edges[1:]):
+    for a, b in itertools.pairwise(edges):
         other, piece = forward_backward(other, part[a:b], Loss(name))
         total += piece.metrics["loss:sum"]
         values += piece.per_datum
@@ -279,7 +280,11 @@ def ok(**changes) -> Datum:
         ("ppo", [ok(inputs={"advantages": torch.ones(3)})], "datum 0 has no logprobs"),
         ("cross_entropy", [ok(inputs={"weights": torch.ones(2)})], r"weights is \[2\]"),
         ("cross_entropy", [ok(inputs={"weights": torch.ones(3), "wieghts": torch.ones(3)})], "mean 'weights'"),
-        ("cross_entropy", [ok(), ok(inputs={"weights": torch.tensor([1, math.nan, 1])})], "datum 1 has weights that is"),
+        (
+            "cross_entropy",
+            [ok(), ok(inputs={"weights": torch.tensor([1, math.nan, 1])})],
+            "datum 1 has weights",
+        ),
         ("ppo", [ok(inputs=ok().inputs | {"logprobs": torch.tensor([0, 0, -math.inf])})], "after its token 2"),
         ("ppo", [ok(), ok(inputs=ok().inputs | {"clip_low_threshold": torch.ones(3)})], "in all or in none"),
         ("ppo", [ok(inputs=ok().inputs | {"clip_low_threshold": -torch.ones(3)})], "below 0"),
@@ -296,7 +301,9 @@ def test_data_that_no_pass_takes_are_refused_by_name(loss, part, says):
 
 
 def test_log_probs_that_do_not_count_may_be_missing():
-    part = ok(inputs=ok().inputs | {"logprobs": torch.tensor([math.nan, -1, -1]), "advantages": torch.tensor([0.0, 1, 1])})
+    part = ok(
+        inputs=ok().inputs | {"logprobs": torch.tensor([math.nan, -1, -1]), "advantages": torch.tensor([0.0, 1, 1])}
+    )
     run, outputs = forward_backward(begun(), [part], Loss("ppo"))
     assert math.isfinite(outputs.metrics["loss:sum"])
     assert all(x.isfinite().all() for x in run.grads.values())
