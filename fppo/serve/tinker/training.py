@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -220,7 +221,11 @@ class TrainingRuns:
         held.cost += seconds
         due = held.due or held.cost * _SHARE > max(held.saving, 0.25) or held.journal.size > _BYTES
         if due and held.value is not None and held.value.grads is None and held.broken is None:
-            self.save(run)
+            try:
+                self.save(run)
+            except (OSError, ValueError, checkpoint.CheckpointError) as error:  # the journal has everything: later
+                print(f"{run}: its state was not saved: {words_of(error, 500)}", file=sys.stderr, flush=True)
+                held.cost = 0.0
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
         """Note that requests are not to be done."""
