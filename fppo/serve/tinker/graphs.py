@@ -181,8 +181,8 @@ def _check_target(where: str, node: LossNode) -> None:
         raise ValueError(f"{where}: {what} {printable(node.target, 64)!r} is not on the list of operations{hint}")
     if unknown := [key for key in node.kwargs if key not in KEYWORDS]:
         raise ValueError(f"{where}: {node.target} with keyword {printable(unknown[0], 64)!r}, which is not on the list")
-    if node.target == "builtins.getattr":
-        names = [x for x in node.args[1:]]
+    if node.target in ("getattr", "builtins.getattr"):
+        names = list(node.args[1:])
         if len(names) != 1 or names[0] not in ATTRIBUTES or node.kwargs:
             raise ValueError(f"{where}: attribute {printable(str(names), 64)}: there are {', '.join(ATTRIBUTES)}")
     elif any(isinstance(x, str) for x in _leaves((node.args, node.kwargs))):

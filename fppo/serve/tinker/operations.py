@@ -78,7 +78,7 @@ def _methods() -> dict[str, Callable[..., Any]]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"builtins.getattr": _flag}
+    found: dict[str, Callable[..., Any]] = {"getattr": _flag, "builtins.getattr": _flag}
     found |= {f"torch.{name}": getattr(torch, name) for name in (*_BOTH, *_OF_TORCH) if hasattr(torch, name)}
     found |= {f"torch.nn.functional.{name}": getattr(F, name) for name in _OF_NN}
     # torch.fx names functions of F that are compiled by their own module
