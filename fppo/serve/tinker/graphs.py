@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fppo._errors import nearest, printable
-from fppo.serve.tinker.operations import ATTRIBUTES, DTYPES, FUNCTIONS, KEYWORDS, METHODS, check_call
+from fppo.serve.tinker.operations import ATTRIBUTES, DTYPES, FIXED, FUNCTIONS, KEYWORDS, METHODS, check_call
 
 MOST_NODES, MOST_ARGUMENTS, DEEPEST, MOST_INPUTS = 512, 4096, 8, 16
 MOST_ELEMENTS = 1 << 25  # of all results of a graph for one datum, views included
@@ -179,13 +179,16 @@ def _check_target(where: str, node: LossNode) -> None:
         near = nearest(node.target, table)
         hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"{where}: {what} {printable(node.target, 64)!r} is not on the list of operations{hint}")
-    if unknown := [key for key in node.kwargs if key not in KEYWORDS]:
+    fixed = [key for key, x in node.kwargs.items() if key in FIXED and x in FIXED[key]]
+    if unknown := [key for key in node.kwargs if key not in KEYWORDS and key not in fixed]:
         raise ValueError(f"{where}: {node.target} with keyword {printable(unknown[0], 64)!r}, which is not on the list")
     if node.target in ("getattr", "builtins.getattr"):
         names = list(node.args[1:])
         if len(names) != 1 or names[0] not in ATTRIBUTES or node.kwargs:
             raise ValueError(f"{where}: attribute {printable(str(names), 64)}: there are {', '.join(ATTRIBUTES)}")
-    elif any(isinstance(x, str) for x in _leaves((node.args, node.kwargs))):
+    elif any(
+        isinstance(x, str) for x in _leaves((node.args, [x for key, x in node.kwargs.items() if key not in fixed]))
+    ):
         raise ValueError(f"{where}: {node.target} takes no text")
 
 

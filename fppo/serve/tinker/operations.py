@@ -37,6 +37,8 @@ KEYWORDS = frozenset(
         ),
     )
 )
+# keywords with these values alone, which torch.nn.functional's functions are traced with
+FIXED = MappingProxyType({"inplace": (False,), "_stacklevel": (3,), "approximate": ("none", "tanh")})
 _ELEMENTWISE = (
     *("abs", "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "pow"),
     *("exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "reciprocal", "sign", "sigmoid"),

@@ -71,7 +71,7 @@ def soft(logprobs, advantages, old):
     """Functions of torch.nn.functional, indexing, shapes, joins."""
     wide = torch.stack([logprobs, old], dim=-1)
     last = wide[..., 0][1:] * logprobs.shape[0]
-    gate = F.softplus(-last) + F.logsigmoid(last) + F.relu(last)
+    gate = F.softplus(-last) + F.logsigmoid(last) + F.relu(last) + F.gelu(last) * F.softmax(last, dim=0)
     held = torch.where(advantages > 0, logprobs, torch.zeros_like(logprobs))
     both = torch.cat([gate, held.masked_fill(old < -3, 0.0)], dim=0)
     best = both.max(dim=0)[0] + torch.logsumexp(both, 0) - both.abs().amax() / 3
