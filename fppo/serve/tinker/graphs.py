@@ -31,7 +31,7 @@ _FLOATS = MappingProxyType({"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @attrs.frozen
-class Reference:
+class NodeResult:
     """An argument that is the result of another node."""
 
     name: str
@@ -216,7 +216,7 @@ def _decoded(where: str, x: Any, known: Mapping[str, str], depth: int) -> Any:
         case "ref", str():
             if value not in known:
                 raise ValueError(f"{where} reads node {printable(value, 64)!r}, which does not come before it")
-            return Reference(value)
+            return NodeResult(value)
         case "tuple", [*parts]:
             return tuple(map(inner, parts))
         case "dict", Mapping():
@@ -238,7 +238,7 @@ def _check_output(loss: str, node: LossNode) -> None:
     if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], dict)):
         raise ValueError(f"loss {loss!r} must return (loss, metrics), metrics a dict")
     for key, x in (("loss", value[0]), *value[1].items()):
-        if not isinstance(x, Reference):
+        if not isinstance(x, NodeResult):
             raise ValueError(f"loss {loss!r}: its {printable(key, 64)} is no node")
         if key != "loss" and not _METRIC.fullmatch(key):
             text = "give custom/<name>:sum or custom/<name>:mean in lowercase"
@@ -265,7 +265,7 @@ def _count(x: Any) -> int:
 def _filled(x: Any, values: Mapping[str, Any]) -> Any:
     """An argument with the results of other nodes in it."""
     fill: Callable[[Any], Any] = lambda part: _filled(part, values)  # noqa: E731
-    if isinstance(x, Reference):
+    if isinstance(x, NodeResult):
         return values[x.name]
     if isinstance(x, Mapping):
         return {key: fill(part) for key, part in x.items()}
