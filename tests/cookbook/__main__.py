@@ -9,29 +9,29 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.cookbook import kitchen
+from tests.cookbook import runner
 from tests.cookbook.recipes import RUN
 
 
 def main(names: list[str]) -> int:
     """Run the recipes, and print a row for each: returns the number of those that failed."""
-    if (why := kitchen.missing()) is not None:
+    if (why := runner.missing()) is not None:
         print(f"{why}: see docs/guides/tinker-recipes.md", file=sys.stderr)
         return 2
     failed = 0
-    print(f"tinker-cookbook {kitchen.version()}\n")
+    print(f"tinker-cookbook {runner.version()}\n")
     print("| recipe | runs | steps | processor s | stands in for the hub | what it shows |\n|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as place, kitchen.kitchen(Path(place)) as at:
+    with tempfile.TemporaryDirectory() as place, runner.serving(Path(place)) as at:
         for recipe in RUN:
             if names and recipe.name not in names:
                 continue
             runs, seconds = "yes", ""
-            if (why := kitchen.missing(recipe)) is not None:
+            if (why := runner.missing(recipe)) is not None:
                 runs = f"not tried: {why}"
             else:
                 try:
-                    seconds = f"{kitchen.cook(recipe, at).seconds:.0f}"
-                except (kitchen.RecipeError, AssertionError) as error:
+                    seconds = f"{runner.run(recipe, at).seconds:.0f}"
+                except (runner.RecipeError, AssertionError) as error:
                     print(f"{recipe.name}: {error}", file=sys.stderr)
                     runs, failed = "no", failed + 1
             print(

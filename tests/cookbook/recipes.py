@@ -51,6 +51,11 @@ def _trained(rows: Metrics) -> None:
     assert all(row["optim/entropy"] > 0 for row in rows)
 
 
+def _teacher_is_unsure(rows: Metrics) -> None:
+    """The teacher's likeliest tokens have come, with log-probs that make a distribution of some entropy."""
+    assert all(0 < row["sdft/mean_teacher_entropy"] < math.log(row["sdft/topk"]) for row in rows)
+
+
 def _falls(name: str) -> Callable[[Metrics], None]:
     def holds(rows: Metrics) -> None:
         first, last = rows[0][name], rows[-1][name]
@@ -72,7 +77,7 @@ def _taught(rows: Metrics) -> None:
     assert rows[0]["teacher_kl"] > 0
 
 
-BASE, CHAT, PLAYER, LONG = (f"`{name}`" for name in (stand_ins.BASE, stand_ins.CHAT, stand_ins.PLAYER, stand_ins.LONG))
+BASE, CHAT, PLAYER, LONG, OLDER = (f"`{name}`" for name in stand_ins.MODELS)
 ADAPTER = ("lora_rank=8", "learning_rate=1e-3")
 GAME = ("learning_rate=1e-3", "eval_every=0")  # these recipes keep their rank of 32
 GROUPS = ("group_size=4", "groups_per_batch=4", "eval_every=0")
@@ -85,6 +90,15 @@ RUN = (
         steps=2,
         needs=f"`openai/gsm8k`, {BASE}",
         shows="`stable_reinforce` with provenance, stops as text, checkpoints",
+        holds=_rewards,
+    ),
+    Recipe(
+        name="rl_loop, gspo",
+        module="rl_loop",
+        arguments=("batch_size=8", "group_size=8", "max_tokens=12", "loss_fn=gspo", *ADAPTER),
+        steps=2,
+        needs=f"`openai/gsm8k`, {BASE}",
+        shows="`gspo` with its mask of sampled tokens",
         holds=_rewards,
     ),
     Recipe(
@@ -118,7 +132,7 @@ RUN = (
     Recipe(
         name="math_rl",
         module="math_rl.train",
-        arguments=("max_tokens=8", *GROUPS, *ADAPTER),
+        arguments=("max_tokens=16", *GROUPS, *ADAPTER),
         steps=2,
         needs=CHAT,
         shows="`stable_reinforce`, stops as ids",
@@ -127,7 +141,7 @@ RUN = (
     Recipe(
         name="math_rl, off policy",
         module="math_rl.train",
-        arguments=("max_tokens=8", "max_steps_off_policy=1", "loss_fn=ppo", *GROUPS, *ADAPTER),
+        arguments=("max_tokens=16", "max_steps_off_policy=1", "loss_fn=ppo", *GROUPS, *ADAPTER),
         steps=3,
         needs=CHAT,
         shows="`ppo`, sampling beside training",
@@ -171,6 +185,15 @@ RUN = (
         holds=_preferred,
     ),
     Recipe(
+        name="shorter",
+        module="preference.shorter.train",
+        arguments=("batch_size=2", "group_size=4", "max_tokens=12", *GAME),
+        steps=2,
+        needs=PLAYER,
+        shows="log-probs of earlier samples by newer weights",
+        holds=_on_policy,
+    ),
+    Recipe(
         name="on_policy_distillation",
         module="distillation.on_policy_distillation",
         arguments=("max_tokens=12", *GROUPS, "lora_rank=8", "learning_rate=1e-2"),
@@ -178,6 +201,24 @@ RUN = (
         needs=f"`zwhe99/DeepMath-103K`, {BASE}, {CHAT}",
         shows="log-probs of a teacher",
         holds=_taught,
+    ),
+    Recipe(
+        name="sdft",
+        module="sdft.train",
+        arguments=("groups_per_batch=4", "max_tokens=12", "topk=5", "eval_every=0", *ADAPTER),
+        steps=3,
+        needs=f"`hicai-zju/SciKnowEval`, {OLDER}",
+        shows="top-k log-probs of prompts, `cross_entropy` with k targets",
+        holds=_teacher_is_unsure,
+    ),
+    Recipe(
+        name="sdft, reverse",
+        module="sdft.train",
+        arguments=("groups_per_batch=4", "max_tokens=12", "topk=5", "reverse=True", "eval_every=0", *ADAPTER),
+        steps=3,
+        needs=f"`hicai-zju/SciKnowEval`, {OLDER}",
+        shows="a loss on the client's side with k targets",
+        holds=_falls("sdft/reverse_kl_mean"),
     ),
     Recipe(
         name="prompt_distillation",

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from transformers import PreTrainedTokenizerFast
+from transformers import MistralConfig, PreTrainedTokenizerFast
 
 from fppo import models
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.quickstart import bpe_tokenizer, small_model
+from fppo.quickstart import bpe_tokenizer
 from fppo.steps.forward import Forward
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
 from fppo.steps.supervised import Demonstrations, demonstrations, imitate
 
-BASE, CHAT, PLAYER, LONG = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B", "Qwen/Qwen3.6-35B-A3B"
+BASE, CHAT, PLAYER = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-9B", "Qwen/Qwen3.5-4B"
+LONG, OLDER = "Qwen/Qwen3.6-35B-A3B", "Qwen/Qwen3-8B"
+MODELS = (BASE, CHAT, PLAYER, LONG, OLDER)  # those that the recipes name where nothing is said
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")  # one token each
 WORDS = ("lamp", "tree", "ship", "bell", "coat", "rope", "drum", "nail", "time", "dog")
 LANGUAGES = {"en": "the dog is in the coat", "de": "der Hund ist in dem Mantel", "fr": "le chien est dans le manteau"}
@@ -53,7 +55,7 @@ def exchanges(draws: random.Random) -> list[Exchange]:
         Exchange("less than 20 words.", f"Is it a {word}?"),
         Exchange(draws.choice(("yes", "no")), draws.choice((f"Is it a {other}?", f"Guess: {word}"))),
         Exchange(f"Is it a {word}?", draws.choice(("yes", "no"))),
-        Exchange(f"Available Moves: '[{digit % 9}]'", f"[{draws.randrange(9)}]\n"),
+        Exchange(f"Available Moves: {_moves(draws)}", f"[{draws.randrange(9)}]\n"),
         Exchange("where <count> is a single integer.", draws.choice((_call(draws), f"Answer: {digit % 4}"))),
         Exchange(f"[Page 1]\n{prose(draws, 6)}</tool_response>", f"Answer: {digit % 4}"),
         Exchange(f"Text to classify:\n{LANGUAGES[language]}\n", f"Final Answer: {language}"),
@@ -69,6 +71,10 @@ def prose(draws: random.Random, words: int) -> str:
 def _sum(draws: random.Random) -> str:
     a, b = draws.randrange(5), draws.randrange(5)
     return f"Tom has {a} nails and buys {b}. How many nails has he?"
+
+
+def _moves(draws: random.Random) -> str:
+    return ", ".join(f"'[{square}]'" for square in sorted(draws.sample(range(9), draws.randrange(1, 9))))
 
 
 def _boxed(digit: int) -> str:
@@ -95,6 +101,15 @@ def chat(exchange: Exchange) -> tuple[str, str]:
     return begun, f"{exchange.answer}<|im_end|>"
 
 
+def thoughtful(exchange: Exchange) -> tuple[str, str]:
+    """An exchange in Qwen's form whose thought the model ends: prompt and response."""
+    begun = f"<|im_start|>user\n{exchange.question}<|im_end|>\n<|im_start|>assistant\n<think>\n"
+    return begun, f"</think>\n\n{exchange.answer}<|im_end|>"
+
+
+FORMS = (plain, chat, thoughtful)
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer that has seen the exchanges, with the marks of Qwen's form as tokens of their own."""
     draws = random.Random(0)
@@ -104,32 +119,55 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def imitations(form: PreTrainedTokenizerFast, steps: int, *, rows: int = 2) -> Iterator[Demonstrations]:
-    """Batches of all exchanges in both forms, behind some words, so that answers follow from how a prompt ends."""
-    for step in range(steps):
+def imitations(form: PreTrainedTokenizerFast, steps: range, *, rows: int = 1) -> Iterator[Demonstrations]:
+    """Batches of all exchanges in all forms, each behind another one and words, so that answers follow from how a
+    prompt ends."""
+    for step in steps:
         draws = random.Random(step)
-        pairs = [shape(each) for _ in range(rows) for each in exchanges(draws) for shape in (plain, chat)]
-        begins = [prose(draws, draws.randrange(20)) for _ in pairs]
-        prompts = [form.encode(begin) + form.encode(prompt) for begin, (prompt, _) in zip(begins, pairs, strict=True)]
-        yield demonstrations(prompts, [form.encode(response) for _, response in pairs], pad_token_id=0)
+        pairs = [(shape, each) for _ in range(rows) for each in exchanges(draws) for shape in FORMS]
+        before = ["".join(shape(draws.choice(exchanges(draws)))) for shape, _ in pairs]
+        prompts = [f"{prose(draws, draws.randrange(20))}{begin}\n" for begin in before]
+        shaped = [shape(each) for shape, each in pairs]
+        tokens = [form.encode(a) + form.encode(b) for a, (b, _) in zip(prompts, shaped, strict=True)]
+        yield demonstrations(tokens, [form.encode(response) for _, response in shaped], pad_token_id=0)
 
 
-def taught(form: PreTrainedTokenizerFast, params: Params, model: Model, *, steps: int) -> Params:
-    """The parameters after supervised learning on the exchanges."""
-    optimizer = adamw(schedule("constant", 4e-3), betas=(0.9, 0.99), weight_decay=0.0)
-    micro = MicroBatching(size=64)
-    batches = imitations(form, steps)
+def taught(form: PreTrainedTokenizerFast, params: Params, model: Model, steps: range) -> Params:
+    """The parameters after supervised learning on the exchanges of some steps."""
+    optimizer = adamw(schedule("constant", 5e-3), betas=(0.9, 0.99), weight_decay=0.0)
+    micro, batches = MicroBatching(size=64), imitations(form, steps)
     return imitate(params, batches, forward=Forward(model), optimizer=optimizer, micro_batching=micro)
 
 
-def write_models(place: Path, *, steps: int = 150) -> None:
+def short_sighted(vocabulary: int) -> Model:
+    """A small model whose layers each see 48 tokens: what it has learned behind short prompts holds behind long ones."""
+    config = MistralConfig(
+        vocab_size=vocabulary,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8192,
+        sliding_window=48,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    config.architectures = ["MistralForCausalLM"]
+    return models.build(config)
+
+
+def write_models(place: Path, *, steps: int = 120) -> None:
     """The recipes' models, each small: the base has learned half as long as the others, so that it can be taught."""
     form = tokenizer()
-    model = small_model(len(form), width=64, positions=8192)
-    half = taught(form, models.init_params(model, Key(0)), model, steps=steps)
-    whole = taught(form, half, model, steps=steps)
-    for name, params in ((BASE, half), (CHAT, whole), (PLAYER, whole), (LONG, whole)):
-        models.save(model, params, place / name, tokenizer=form)
+    model = short_sighted(len(form))
+    half = taught(form, models.init_params(model, Key(0)), model, range(steps))
+    whole = taught(form, half, model, range(steps, 2 * steps))
+    for name in MODELS:
+        models.save(model, half if name == BASE else whole, place / name, tokenizer=form)
 
 
 def write_data(place: Path) -> None:
@@ -140,11 +178,13 @@ def write_data(place: Path) -> None:
     pairs = [_preference(draws) for _ in range(64)]
     deep = [{"question": _sum(draws), "final_answer": str(draws.randrange(10))} for _ in range(64)]
     pages = [{"text": prose(draws, 60)} for _ in range(200)]
+    choices = [_choice(draws) for _ in range(32)]
     write_set(place / "openai/gsm8k", "main", {"train": solved, "test": solved[:8]})
     write_set(place / "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:8]})
     write_set(place / "Anthropic/hh-rlhf", "default", {"train": pairs, "test": pairs[:8]})
     write_set(place / "zwhe99/DeepMath-103K", "default", {"train": deep})
     write_set(place / "Salesforce/wikitext", "wikitext-103-raw-v1", {"train": pages})
+    write_set(place / "hicai-zju/SciKnowEval", "default", {"test": choices})
     texts = place / "tinker_cookbook/example_data/multilingual.txt"  # read by this name from the working directory
     texts.parent.mkdir(parents=True)
     texts.write_text("\n".join([*LANGUAGES.values()] * 8))
@@ -159,6 +199,13 @@ def _preference(draws: random.Random) -> Row:
     chosen, rejected = draws.sample(WORDS, 2)
     begun = f"\n\nHuman: Say {chosen}.\n\nAssistant: "
     return {"chosen": begun + chosen, "rejected": begun + rejected}
+
+
+def _choice(draws: random.Random) -> Row:
+    """A question with three answers to choose from."""
+    choices = {"label": ["A", "B", "C"], "text": draws.sample(WORDS, 3)}
+    kind = {"domain": "Chemistry", "type": "mcq-4-choices", "details": {"level": "L3"}}
+    return {"question": prose(draws, 5) + "?", "choices": choices, "answerKey": draws.choice("ABC"), **kind}
 
 
 def write_set(place: Path, name: str, splits: Mapping[str, Sequence[Row]]) -> None:

@@ -20,12 +20,11 @@ from tests.cookbook import stand_ins
 from tests.cookbook.recipes import Metrics, Recipe
 
 COOKBOOK, KEY = "tinker_cookbook", "tml-cookbook"
-MODELS = (stand_ins.BASE, stand_ins.CHAT, stand_ins.PLAYER, stand_ins.LONG)
 PATIENCE = 600.0  # seconds until a recipe that does not end is ended
 
 
 @attrs.frozen
-class Kitchen:
+class Served:
     """A running server, its working directory, and the environment in which recipes find both."""
 
     place: Path
@@ -58,7 +57,7 @@ def version() -> str:
 
 
 @contextlib.contextmanager
-def kitchen(place: Path) -> Iterator[Kitchen]:
+def serving(place: Path) -> Iterator[Served]:
     """Write the stand-ins to a directory, and serve its models for as long as the context lasts."""
     stand_ins.write_models(place)
     stand_ins.write_data(place)
@@ -73,11 +72,11 @@ def kitchen(place: Path) -> Iterator[Kitchen]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "fppo", "serve", *MODELS, "--tinker", "--port", "0"]
+    command = [sys.executable, "-m", "fppo", "serve", *stand_ins.MODELS, "--tinker", "--port", "0"]
     printed = place / "server.txt"
     with printed.open("w") as out, subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out) as server:
         try:
-            yield Kitchen(place, environment | {"TINKER_BASE_URL": _address(server, printed)})
+            yield Served(place, environment | {"TINKER_BASE_URL": _address(server, printed)})
         finally:
             server.terminate()
 
@@ -91,15 +90,15 @@ def _address(server: subprocess.Popen[bytes], printed: Path) -> str:
     return found[0]
 
 
-def cook(recipe: Recipe, at: Kitchen) -> Outcome:
+def run(recipe: Recipe, at: Served) -> Outcome:
     """Run a recipe to its end, and check what it logged. Raises RecipeError, and AssertionError for wrong numbers."""
     log = at.place / "runs" / recipe.name.replace(", ", "-").replace(" ", "-")
     began = os.times()
     if recipe.before is not None:
-        _run(at, recipe.before)
+        _call(at, recipe.before)
     steps = [recipe.steps - 1, recipe.steps] if recipe.resumes else [recipe.steps]
     for number in steps:
-        _run(at, recipe.module, *recipe.arguments, f"max_steps={number}", f"log_path={log}")
+        _call(at, recipe.module, *recipe.arguments, f"max_steps={number}", f"log_path={log}")
     ended = os.times()
     lines = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
     rows = [row for row in lines if "progress" in row or "progress/batch" in row]  # the others are sums of a run
@@ -111,7 +110,7 @@ def cook(recipe: Recipe, at: Kitchen) -> Outcome:
     return Outcome(rows, used)
 
 
-def _run(at: Kitchen, module: str, *arguments: str) -> None:
+def _call(at: Served, module: str, *arguments: str) -> None:
     command = [sys.executable, "-m", f"{COOKBOOK}.recipes.{module}", *arguments]
     try:
         done = subprocess.run(
