@@ -38,7 +38,7 @@ from fppo.runtime.mesh import LOCAL, Mesh, is_first
 from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
-from fppo.settings.modules import lacking_of_server
+from fppo.settings.modules import lacking_of_server, lacking_of_tinker
 from fppo.settings.train import TrainSettings
 
 
@@ -290,7 +290,13 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
     """Serve a policy until ctrl-C. Raises UsageError where the server's packages are missing."""
     if lacking := lacking_of_server():
         raise UsageError(lacking)
-    from fppo.commands import serve as command  # here: other commands do without
+    if options.tinker:
+        if lacking := lacking_of_tinker():
+            raise UsageError(lacking)
+        from fppo.commands import serve_tinker  # here: other commands do without
+
+        return serve_tinker.serve(options, environment)
+    from fppo.commands import serve as command  # here likewise
 
     return command.serve(options, environment)
 

@@ -257,7 +257,7 @@ def _export(rest: Sequence[str]) -> int | None:
 def _serve(rest: Sequence[str]) -> int | None:
     """Serve a run's policy, or a model, behind OpenAI's protocol, and record episodes: fppo serve RUN|MODEL"""
     if helps.wanted(rest):
-        return helps.show("fppo serve RUN|MODEL [--OPTION VALUE ...]", ServeOptions)
+        return helps.show("fppo serve RUN|MODEL [MODEL ...] [--OPTION VALUE ...]", ServeOptions)
     options = tyro.cli(ServeOptions, args=rest, prog="fppo serve")
     from fppo.commands import actions
 

@@ -58,11 +58,20 @@ class Export:
 class ServeOptions:
     """Serve a run's policy, or a model, behind OpenAI's protocol, and record what is sampled.
 
-    The key of the server is that of FPPO_API_KEY in the environment, or a new one, which is printed. Ctrl-C ends it.
+    With --tinker it serves models, one or more, for programs that train and sample through the tinker SDK. The key of
+    the server is that of FPPO_API_KEY in the environment, or a new one, which is printed. Ctrl-C ends it.
     """
 
-    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN|MODEL")]
-    """The output_dir of a run, or the name or the directory of a model."""
+    targets: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|MODEL [MODEL ...]")]
+    """The output_dir of a run, or the name or the directory of a model; with --tinker, of one or more models."""
+    tinker: bool = False
+    """Answer the tinker protocol, too: its clients train adapters, or all weights, of the models, and sample."""
+    store: str = "runs/tinker"
+    """The directory of what tinker's clients make: runs, checkpoints, snapshots. The next server goes on from it."""
+    keys: str | None = None
+    """A file of keys for tinker's clients, one a line, each beginning with tml-; None: the server's key alone."""
+    compress: bool = False
+    """Have tinker's clients compress their data, which pays where they are on other machines."""
     host: str = "127.0.0.1"
     """The address to listen at."""
     port: int = 8000

@@ -44,16 +44,17 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
     listener = bound_socket(options.host, options.port, public=options.public)
     with contextlib.closing(listener):
         transformers_logging.disable_progress_bar()
-        policy, params, version, newer = _policy(options)
-        bounds = _bounds(options, policy)
+        (target,) = targets_of(options, most=1)
+        policy, params, version, newer = _policy(options, target)
+        bounds = bounds_of(options, policy)
         key = environment.get(KEY) or new_key()
         writer = None if options.record is None else EpisodeFiles(Path(options.record), policy.engine.pad_token_id)
         episodes = Episodes(
             bounds.recorded_tokens,
-            on_dropped=_nothing if writer is None else writer.add,
+            on_dropped=unrecorded if writer is None else writer.add,
             on_forgotten=lambda names: service.forget(names),
         )
-        service = Service(_sources(options, policy, bounds), episodes)
+        service = Service(sources_of(options, policy, bounds, target), episodes)
         loop = EngineLoop(policy.engine, params, version=version, newer=newer)
         app = app_of([router_of(service)], key=key, bounds=bounds)
         with ended_by_signals() as ended, contextlib.ExitStack() as opened:
@@ -66,9 +67,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
             service.attach(None)
             loop.stop()  # whoever waits for an answer gets an error
         if writer is not None:
-            for name in episodes.names():
-                writer.add(name, episodes.take(name))
-            writer.close()
+            writer.end(episodes)
         print("stopped", flush=True)
     return 0
 
@@ -98,13 +97,22 @@ def ended_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _policy(options: ServeOptions) -> tuple[ServedPolicy, Params, int, Callable[[], Any] | None]:
+def targets_of(options: ServeOptions, *, most: int | None = None) -> tuple[str, ...]:
+    """The runs or models that are to be served. Raises UsageError for none, and for too many."""
+    if not options.targets:
+        raise UsageError("give the output_dir of a run, or a model")
+    if most is not None and len(options.targets) > most:
+        raise UsageError(f"{len(options.targets)} of them, {', '.join(options.targets)}: several need --tinker")
+    return options.targets
+
+
+def _policy(options: ServeOptions, target: str) -> tuple[ServedPolicy, Params, int, Callable[[], Any] | None]:
     """The policy, its parameters, the number of its updates, and what looks for newer ones."""
-    directory = Path(options.target)
+    directory = Path(target)
     if not (directory / session.SETTINGS).exists():
         if options.step is not None or options.follow:
-            raise UsageError(f"{options.target} is no run: leave --step and --follow out")
-        policy = served_policy(_settings_of_model(options), begins=True)
+            raise UsageError(f"{target} is no run: leave --step and --follow out")
+        policy = served_policy(settings_of_model(options, target), begins=True)
         assert policy.params is not None
         return policy, policy.params, 0, None
     settings = attrs.evolve(starts.load(directory), device=options.device)
@@ -141,19 +149,22 @@ class FollowedRun:
         return _loaded(self._directory, self._policy, step)
 
 
-def _settings_of_model(options: ServeOptions) -> TrainSettings:
-    model = ModelSettings(path=options.target, compute_dtype=options.compute_dtype)
+def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
+    """The settings of a model that is no run's."""
+    model = ModelSettings(path=target, compute_dtype=options.compute_dtype)
     return TrainSettings(model=model, rollout=RolloutSettings(exact=options.exact), device=options.device)
 
 
-def _bounds(options: ServeOptions, policy: ServedPolicy) -> Bounds:
+def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
+    """The bounds of a policy's server."""
     config = policy.model.config
     most = longest_row(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
     row = min(options.row_tokens or _LONGEST, most)
     return Bounds(row_tokens=row, answer_tokens=options.max_tokens, requests=options.requests)
 
 
-def _sources(options: ServeOptions, policy: ServedPolicy, bounds: Bounds) -> Sources:
+def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, target: str) -> Sources:
+    """The parts of a policy's answers that stay the same."""
     given = {"temperature": options.temperature, "top_p": options.top_p}
     changes = {name: value for name, value in given.items() if value is not None}
     return Sources(
@@ -161,7 +172,7 @@ def _sources(options: ServeOptions, policy: ServedPolicy, bounds: Bounds) -> Sou
         sampling=attrs.evolve(policy.sampling, n=1, **changes),
         key=Key(options.seed),
         bounds=bounds,
-        model=options.name or Path(options.target).name,
+        model=options.name or Path(target).name,
     )
 
 
@@ -179,6 +190,12 @@ class EpisodeFiles:
         self._rows += [(name, row) for row in rows]
         if len(self._rows) >= self._most:
             self.close()
+
+    def end(self, episodes: Episodes) -> None:
+        """Takes in the episodes that are still held, and writes all."""
+        for name in episodes.names():
+            self.add(name, episodes.take(name))
+        self.close()
 
     def close(self) -> None:
         """Writes what was taken in since the last file."""
@@ -199,5 +216,6 @@ class EpisodeFiles:
         print(f"{len(rows)} rows: {printable(str(path))}", file=sys.stderr, flush=True)
 
 
-def _nothing(name: str, rows: Sequence[EpisodeRow]) -> None:
+def unrecorded(name: str, rows: Sequence[EpisodeRow]) -> None:
+    """Lets go of an episode that no file is to have."""
     del name, rows

@@ -78,13 +78,13 @@ def log_ratio(log_probs: Tokens, old_log_probs: Tokens, *, bound: float | None =
     return delta if bound is None else delta.clamp(-bound, bound)
 
 
-def positive(name: str, value: Scalar) -> None:
+def positive(name: str, value: float | Tensor) -> None:
     """Raise ValueError unless `value` is > 0. A tensor passes unread: reading it would wait for the device."""
     if not isinstance(value, Tensor) and not value > 0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
-def positive_all(**values: Scalar) -> None:
+def positive_all(**values: float | Tensor) -> None:
     """Raise ValueError, with the argument's name, for the first value that is not > 0."""
     for name, value in values.items():
         positive(name, value)

@@ -2,7 +2,8 @@
 
 All take (log_probs, old_log_probs, advantages, mask), the first three floating [B, T], the mask bool [B, T], and
 return (per-token loss, metrics). `old_log_probs` and `advantages` are constants to the gradient. Where the mask is
-False the loss and the gradient are 0, whatever the inputs hold. Scalars may be 0-d tensors (for vmap).
+False the loss and the gradient are 0, whatever the inputs hold. Scalars may be 0-d tensors (for vmap), and the clip
+ranges of `ppo_clip`, `gspo` and `cispo` also [B, T].
 Other shapes or dtypes raise ValueError: they would broadcast.
 r is exp(log_probs - old_log_probs), with the log-ratio clamped to +-20 unless said otherwise, and A the advantage.
 """
@@ -23,8 +24,8 @@ def ppo_clip(
     advantages: Tokens,
     mask: Mask,
     *,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
+    clip_low: Scalar | Tokens = 0.2,
+    clip_high: Scalar | Tokens = 0.2,
     dual_clip: Scalar | None = 3.0,
 ) -> tuple[Tokens, Metrics]:
     """max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A dual_clip where A < 0.
@@ -59,8 +60,8 @@ def gspo(
     advantages: Tokens,
     mask: Mask,
     *,
-    clip_low: Scalar = 3e-4,
-    clip_high: Scalar = 4e-4,
+    clip_low: Scalar | Tokens = 3e-4,
+    clip_high: Scalar | Tokens = 4e-4,
 ) -> tuple[Tokens, Metrics]:
     """PPO's clipped loss on s = exp(mean over the row of the log-ratio), the row's ratio at each of its tokens.
 
@@ -115,8 +116,8 @@ def cispo(
     advantages: Tokens,
     mask: Mask,
     *,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
+    clip_low: Scalar | Tokens = 0.2,
+    clip_high: Scalar | Tokens = 0.2,
 ) -> tuple[Tokens, Metrics]:
     """-A clip(r, 1 - clip_low, 1 + clip_high) log_probs with the clipped ratio held constant.
 

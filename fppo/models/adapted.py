@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import attrs
@@ -70,17 +70,38 @@ class Parts(NamedTuple):
     flipped: bool
 
 
+class Factors(NamedTuple):
+    """The factors A [r, in], B [out, r] and the scale of one adapter's change of a weight."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def change_of(self, x: Tensor) -> Tensor:
+        """Compute x @ (B @ A).T for x [N, in], without the scale."""
+        return (x @ self.a.t()) @ self.b.t()
+
+
+class Several(NamedTuple):
+    """A weight [out, in], or [in, out] if `flipped`, and the factors of several adapters, each for rows of a pass. Rows
+    of none have the weight alone."""
+
+    weight: Tensor
+    own: Sequence[tuple[slice | Tensor, Factors]]
+    flipped: bool
+
+
 class Adapted(Tensor):
-    """A weight in a module that acts as W + scale * B @ A.
+    """A weight in a module that acts as W + scale * B @ A, or as that of several adapters, each for rows of its own.
 
     It implements the products in which transformers' code uses weights. Any other use raises RuntimeError: it would
     see the weight without its factors.
     """
 
-    parts: Parts
+    parts: Parts | Several
 
     @staticmethod
-    def of(parts: Parts) -> Adapted:
+    def of(parts: Parts | Several) -> Adapted:
         """Wrap a weight and its factors as a tensor without memory of its own."""
         w = parts.weight
         value = Tensor._make_wrapper_subclass(Adapted, w.shape, w.stride(), dtype=w.dtype, device=w.device)
@@ -105,8 +126,10 @@ class Adapted(Tensor):
         return _refused(str(func))
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight, a, _, scale, _ = self.parts
-        return f"Adapted({list(weight.shape)}, rank {a.shape[-2]}, scale {scale})"
+        shape = list(self.parts.weight.shape)
+        if isinstance(self.parts, Several):
+            return f"Adapted({shape}, by {len(self.parts.own)} adapters)"
+        return f"Adapted({shape}, rank {self.parts.a.shape[-2]}, scale {self.parts.scale})"
 
 
 def merged_weight(parts: Parts) -> Tensor:
@@ -117,20 +140,35 @@ def merged_weight(parts: Parts) -> Tensor:
     return (weight.to(wide) + (change.mT if flipped else change)).to(weight.dtype)
 
 
-def product(x: Tensor, parts: Parts, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
+def product(
+    x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear
+) -> Tensor:
     """x @ (W + scale * B @ A).T + bias for x [..., in], the product with W by the kernel `linear`."""
-    weight, a, b, scale, flipped = parts
+    weight, flipped = parts.weight, parts.flipped
     rows = x.reshape(-1, x.shape[-1])
     if not flipped:
         out = linear(rows, weight, bias)
     else:
         out = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    if isinstance(parts, Several):
+        return add_own_(out, rows, parts.own).view(*x.shape[:-1], out.shape[-1])
+    _, a, b, scale, _ = parts
     inner = rows @ a.t()
     if linear is F.linear and not active():  # in new memory, which no backward pass reads
         out = out.addmm_(inner, b.t(), alpha=scale)
     else:
         out = torch.addmm(out, inner, b.t(), alpha=scale)
     return out.view(*x.shape[:-1], out.shape[-1])
+
+
+def add_own_(out: Tensor, x: Tensor, own: Sequence[tuple[slice | Tensor, Factors]]) -> Tensor:
+    """Adds to rows of `out` [N, out] what adapters give for these rows of `x` [N, in], outside of derivatives."""
+    for rows, factors in own:
+        if isinstance(rows, slice):
+            out[rows].addmm_(x[rows] @ factors.a.t(), factors.b.t(), alpha=factors.scale)
+        else:
+            out.index_add_(0, rows, factors.change_of(x[rows]), alpha=factors.scale)
+    return out
 
 
 def taking_adapted(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -158,21 +196,26 @@ def _addmm(input: Tensor, mat1: Tensor, mat2: Any) -> Tensor:
     return product(mat1, mat2.parts, input) if isinstance(mat2, Adapted) else _refused("addmm")
 
 
+def _one(weight: Adapted) -> Parts:
+    """The parts of a weight with one adapter."""
+    return _refused("a use by rows of several adapters") if isinstance(weight.parts, Several) else weight.parts
+
+
 def _matmul(x: Tensor, weight: Any) -> Tensor:
     if not isinstance(weight, Adapted):
         _refused("a product from the left")
-    w, a, b, scale, flipped = weight.parts
-    if not flipped:
+    if not weight.parts.flipped:
         _refused("a product from the right, of a weight stored [out, in],")
-    if w.dim() == 2:
+    if weight.parts.weight.dim() == 2:
         return product(x, weight.parts, None)
+    w, a, b, scale, _ = _one(weight)
     return torch.baddbmm(x @ w, x @ a.mT, b.mT, alpha=scale)
 
 
 def _bmm(input: Any, mat2: Any) -> Tensor:
     if not isinstance(input, Adapted):
         return _matmul(input, mat2)
-    w, a, b, scale, flipped = input.parts  # W [S, out, in] @ x [S, in, n]
+    w, a, b, scale, flipped = _one(input)  # W [S, out, in] @ x [S, in, n]
     if flipped:
         _refused("a product from the left, of a stack stored [in, out],")
     return torch.baddbmm(torch.bmm(w, mat2), b, torch.bmm(a, mat2), alpha=scale)
@@ -182,7 +225,7 @@ def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtyp
     """A grouped product of rows [S, in] with a weight [E, in, out]. Ranks are padded to the kernel's alignment."""
     if not isinstance(mat2, Adapted) or not mat2.parts.flipped or bias is not None or out_dtype is not None:
         _refused("a grouped product")
-    w, a, b, scale, _ = mat2.parts
+    w, a, b, scale, _ = _one(mat2)
     if wide := -a.shape[1] % (_ALIGNED // a.dtype.itemsize):
         a, b = F.pad(a, (0, 0, 0, wide)), F.pad(b, (0, wide))
     inner = F.grouped_mm(input, a.mT, offs=offs)
@@ -191,7 +234,7 @@ def _grouped(input: Tensor, mat2: Any, offs: Tensor, bias: None = None, out_dtyp
 
 def _item(weight: Any, index: Any) -> Any:
     """Select one or some experts of a stack."""
-    w, a, b, scale, flipped = weight.parts
+    w, a, b, scale, flipped = _one(weight)
     if w.dim() != 3 or not (isinstance(index, int) or (isinstance(index, Tensor) and index.dtype != torch.bool)):
         _refused("a piece")
     return Adapted.of(Parts(w[index], a[index], b[index], scale, flipped))
@@ -205,15 +248,21 @@ def _unbound(weight: Any, dim: int = 0) -> Any:
 
 
 def _transposed(weight: Any, *dims: int) -> Any:
-    w, a, b, scale, flipped = weight.parts
+    w = weight.parts.weight
     if dims and sorted(dim % w.dim() for dim in dims) != [w.dim() - 2, w.dim() - 1]:
         _refused("an exchange of other dimensions than the last two")
-    return Adapted.of(Parts(w.mT, a, b, scale, not flipped))
+    return Adapted.of(weight.parts._replace(weight=w.mT, flipped=not weight.parts.flipped))
 
 
 def _to(weight: Any, *args: Any, **kwargs: Any) -> Any:
-    w, a, b, scale, flipped = weight.parts
-    return Adapted.of(Parts(w.to(*args, **kwargs), a.to(*args, **kwargs), b.to(*args, **kwargs), scale, flipped))
+    def to(x: Tensor) -> Tensor:
+        return x.to(*args, **kwargs)
+
+    parts = weight.parts
+    if isinstance(parts, Several):
+        own = [(rows, Factors(to(x.a), to(x.b), x.scale)) for rows, x in parts.own]
+        return Adapted.of(parts._replace(weight=to(parts.weight), own=own))
+    return Adapted.of(parts._replace(weight=to(parts.weight), a=to(parts.a), b=to(parts.b)))
 
 
 def _embedding(  # torch's signature
@@ -229,11 +278,22 @@ def _embedding(  # torch's signature
     if max_norm is not None or scale_grad_by_freq or sparse:
         _refused("an embedding with more than rows")
     del norm_type
+    if isinstance(weight.parts, Several):
+        return _own_embedding(input, weight.parts, padding_idx)
     w, a, b, scale, _ = weight.parts
     change = F.embedding(input, b) @ a
     if padding_idx is not None:  # torch gives that row of a weight no gradient
         change = torch.where((input == padding_idx)[..., None], change.detach(), change)
     return torch.add(F.embedding(input, w, padding_idx), change, alpha=scale)
+
+
+def _own_embedding(input: Tensor, parts: Several, padding_idx: int | None) -> Tensor:
+    """Rows of W [V, H] + scale * B @ A of each token's adapter."""
+    tokens = input.flatten()
+    out = F.embedding(tokens, parts.weight, padding_idx)
+    for rows, (a, b, scale) in parts.own:
+        out[rows] += scale * (F.embedding(tokens[rows], b) @ a)
+    return out.view(*input.shape, -1)
 
 
 _TRANSPOSES: tuple[Any, ...] = (Tensor.transpose, torch.transpose, Tensor.t)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from fppo.models.adapted import Adapted, taking_adapted
+from fppo.models.adapted import Adapted, Factors, add_own_, taking_adapted
+from fppo.models.heads import embedding_name
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
 from fppo.models.known import KINDS, KnownLayer
+from fppo.models.model import Model
 from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
@@ -84,6 +86,38 @@ class _Layer(NamedTuple):
     down: _Product
 
 
+_GROUPS: Mapping[str, tuple[str, ...]] = {  # weights of one input
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+
+
+class DecoderFactors(NamedTuple):
+    """An adapter's factors in the form of a decoder: by layer those of the products of each input, side by side."""
+
+    embedding: Factors | None
+    layers: Sequence[Mapping[str, Factors]]  # by `_GROUPS`; without those that it does not adapt
+
+    @staticmethod
+    def of(model: Model, factors: Mapping[str, Factors]) -> DecoderFactors:
+        """Lay the factors of a model's weights, by their names, side by side."""
+        layers: list[dict[str, Factors]] = []
+        for path in model.layers:
+            names = {group: [f"{model.prefix}{path}.{end}.weight" for end in ends] for group, ends in _GROUPS.items()}
+            adapted = {group: own for group, own in names.items() if any(name in factors for name in own)}
+            layers.append({group: _side_by_side(model, own, factors) for group, own in adapted.items()})
+        return DecoderFactors(factors.get(embedding_name(model)), layers)
+
+
+class OwnSteps(NamedTuple):
+    """The rows of a step that go by an adapter."""
+
+    rows: Tensor  # int64 [r]
+    factors: DecoderFactors
+
+
 class Decoder(NamedTuple):
     """Inputs of `hidden`: the parameters that a skeleton has while they are bound to it. Where it is `held`, `hidden`
     needs them bound no longer.
@@ -114,32 +148,70 @@ class Decoder(NamedTuple):
         half = sin.shape[-1] // 2
         return Rotation(cos[0][:, None], torch.cat([-sin[0, :, :half], sin[0, :, half:]], -1)[:, None])
 
-    def hidden(self, tokens: Tensor, turn: Rotation, *, attend: Attend, asked: Sequence[AttentionLayer]) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        turn: Rotation,
+        *,
+        attend: Attend,
+        asked: Sequence[AttentionLayer],
+        own: Sequence[OwnSteps] = (),
+    ) -> Tensor:
         """Hidden states [R, H] after the last norm, of one token per row [R]; `turn` [R, 1, D] or one for all rows.
 
-        `asked` is what each layer asks of `attend`.
+        `asked` is what each layer asks of `attend`. Adapters have rows of their `own`.
         """
         embedding, axis = self.embedding, self.axis
         shares = embedding.share if isinstance(embedding, EmbeddingSeam) else embedding
         x = all_reduce(shares(tokens), axis)
+        for rows, factors in own:
+            if factors.embedding is not None:
+                a, b, scale = factors.embedding
+                x.index_add_(0, rows, F.embedding(tokens[rows], b) @ a, alpha=scale)
         queries, keys, width = self.heads
-        for layer, what in zip(self.layers, asked, strict=True):
-            heads = self._products_of(layer.before.of(x), layer.qkv).view(len(x), -1, width)
+        for number, (layer, what) in enumerate(zip(self.layers, asked, strict=True)):
+            with_own = partial(_with_own, own, number)
+            inner = layer.before.of(x)
+            heads = with_own("qkv", inner, self._products_of(inner, layer.qkv)).view(len(x), -1, width)
             turned, value = heads.split((queries + keys, keys), 1)
             if layer.head_norms is not None:
                 pairs = zip(layer.head_norms, turned.split((queries, keys), 1), strict=True)
                 turned = torch.cat([norm.of(part) for norm, part in pairs], 1)
             query, key = turn.of(turned, queries)
             mixed = attend(query[:, None], key[:, None], value[:, None], what).flatten(1)
-            x = all_reduce(self.linear(mixed, *layer.out), axis).add_(x)
-            gate, up = self._products_of(layer.after.of(x), layer.gate_up).chunk(2, -1)
-            x = all_reduce(self.linear(layer.glu(gate, up), *layer.down), axis).add_(x)
+            x = all_reduce(with_own("out", mixed, self.linear(mixed, *layer.out)), axis).add_(x)
+            inner = layer.after.of(x)
+            gate, up = with_own("gate_up", inner, self._products_of(inner, layer.gate_up)).chunk(2, -1)
+            inner = layer.glu(gate, up)
+            x = all_reduce(with_own("down", inner, self.linear(inner, *layer.down)), axis).add_(x)
         return self.norm.of(x)
 
     def _products_of(self, x: Tensor, products: Sequence[_Product]) -> Tensor:
         """The products of `x` with all weights, side by side."""
         results = [self.linear(x, *product) for product in products]
         return results[0] if len(results) == 1 else torch.cat(results, -1)
+
+
+def _with_own(own: Sequence[OwnSteps], layer: int, group: str, x: Tensor, out: Tensor) -> Tensor:
+    """The products `out` of `x` with a group of weights, and what adapters add to their rows."""
+    found = [(rows, factors.layers[layer].get(group)) for rows, factors in own]
+    return add_own_(out, x, [(rows, factors) for rows, factors in found if factors is not None])
+
+
+def _side_by_side(model: Model, names: Sequence[str], factors: Mapping[str, Factors]) -> Factors:
+    """Factors whose product stands for those of all these weights, one below the other: A [r, in] of all, and B
+    [out, r] in blocks. Weights without factors have zeros."""
+    some = next(factors[name] for name in names if name in factors)
+    if len(names) == 1:
+        return some
+    ranks = [len(factors[name].a) if name in factors else 0 for name in names]
+    heights = [model.shapes[name][0] for name in names]
+    b = some.b.new_zeros(sum(heights), sum(ranks))
+    for i, name in enumerate(names):
+        if name in factors:
+            above, left = sum(heights[:i]), sum(ranks[:i])
+            b[above : above + heights[i], left : left + ranks[i]] = factors[name].b
+    return Factors(torch.cat([factors[name].a for name in names if name in factors]), b, some.scale)
 
 
 def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linears.plain) -> Decoder | None:

@@ -188,9 +188,10 @@ class EmbeddedEngine:
             kept, calls, state_bytes = bound(lambda _: tried(policy))
             budget = self._budget(policy)
         scores, device = partial(self._scores, model, params) if self.exact else None, policy.head.weight.device
+        policy = policy if scores is None else policy._replace(scores=scores(1.0))  # of prompts
         recorder = None if policy.record is None else partial(_recorder, device)
         layout = BankLayout.of(kept, device)
-        return LoadedPolicy(bound, policy, layout, calls, state_bytes, budget, scores, recorder)
+        return LoadedPolicy(self.model, bound, policy, layout, calls, state_bytes, budget, scores, recorder)
 
     def _prepared(self, params: Mapping[str, Tensor]) -> tuple[Model, dict[str, Tensor]]:
         """The model that runs and its parameters, gathered where they are cut along other axes than its own."""

@@ -22,7 +22,7 @@ from fppo.rollout.requests import (
     Requests,
     StepResult,
 )
-from fppo.rollout.rows import check_names
+from fppo.rollout.rows import check_names, check_without
 
 
 def opened(
@@ -94,6 +94,7 @@ class GeneratedRequests:
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
         check_names(requests, self._kept, self._waiting)
+        check_without(requests, "an engine that only generates")
         for request in requests:
             had = _Continued((), request.inputs, 0) if request.after is None else self._kept[request.after]
             self._waiting[request.name] = request, _Continued([*had.ids, *request.ids], had.inputs, had.ran)

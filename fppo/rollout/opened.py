@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
+import attrs
 import torch
 from torch import Tensor
 
 from fppo.key import uniforms
+from fppo.models.model import Model
 from fppo.models.run import Bound
 from fppo.models.seams import AttentionLayer
+from fppo.models.several import Adapter, fitted
 from fppo.rollout.banks import BankLayout
+from fppo.rollout.decoder import DecoderFactors
 from fppo.rollout.engine import Sampling
-from fppo.rollout.places import CHUNK, RowPlaces
+from fppo.rollout.places import CHUNK, RowPlaces, ServedAdapter
 from fppo.rollout.reading import Reading, RowContext, read
 from fppo.rollout.requests import (
     DrawnTokens,
@@ -27,9 +31,11 @@ from fppo.rollout.requests import (
     RequestCounts,
     StepResult,
 )
-from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_names, check_tokens
+from fppo.rollout.rows import KeptRow, OpenRow, SharedPrompt, check_adapters, check_names, check_tokens
 from fppo.rollout.sampling import Draws, draw
+from fppo.rollout.scores import ScoredPrompt, top_tokens, whole_logits
 from fppo.rollout.stepping import DecodingPolicy, HeadLogProbs, Next
+from fppo.rollout.waiting import WaitingRows
 from fppo.runtime.graphs import Record
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.padding import sent
@@ -41,6 +47,7 @@ _FEW = 8  # tokens that are read by steps, in which others draw, in place of a p
 class LoadedPolicy(NamedTuple):
     """A policy's parameters as an open engine answers with them."""
 
+    model: Model  # the engine's own
     bound: Bound
     policy: DecodingPolicy
     layout: BankLayout
@@ -52,7 +59,7 @@ class LoadedPolicy(NamedTuple):
 
 
 class EmbeddedRequests:
-    """`Requests` of an `EmbeddedEngine`; `load(params)` gives what it answers with.
+    """`AdapterRequests` of an `EmbeddedEngine`; `load(params)` gives what it answers with.
 
     A row that ended is kept with its keys, values and states. What it has not read yet when it comes back, its last
     token and an observation, goes through the model in one pass with those of other rows; a model that carries states
@@ -72,7 +79,9 @@ class EmbeddedRequests:
     ) -> None:
         self._load, self._most_rows, self._most_waiting = load, max_rows, most_waiting
         self._together, self._limit = together, limit
-        self._coming, self._fresh = deque[OpenRow](), deque[OpenRow]()  # waiting: with tokens before, and prompts
+        self._waiting = WaitingRows()
+        self._adapters: dict[str, ServedAdapter] = {}
+        self._version = version
         self._live: list[OpenRow] = []  # by their places
         self._open: dict[str, OpenRow] = {}
         self._kept: dict[str, KeptRow] = {}
@@ -94,7 +103,7 @@ class EmbeddedRequests:
     @property
     def counts(self) -> RequestCounts:
         """How many requests there are."""
-        return RequestCounts(len(self._coming) + len(self._fresh), len(self._live), len(self._kept))
+        return RequestCounts(len(self._waiting), len(self._live), len(self._kept))
 
     def add(self, requests: Sequence[Request]) -> None:
         """Implement `Requests.add`."""
@@ -103,22 +112,25 @@ class EmbeddedRequests:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
         check_names(requests, self._kept, self._open)
         size = self._loaded.policy.columns.size
+        check_adapters(requests, self._adapters, self._kept, size)
         for request in requests:
             before = 0 if request.after is None else len(self._kept[request.after].ids)
             check_tokens(request, before, size=size, limit=self._limit)
             self._check_budget(request, before)
-        prompts: dict[tuple[tuple[int, ...], int], SharedPrompt] = {}
+        prompts: dict[tuple[tuple[int, ...], int, str | None], SharedPrompt] = {}
         for request in requests:
             kind = self._kind_of(request.sampling)
             if request.after is not None:
                 kept = self._kept[request.after]
                 row = OpenRow(request, [*kept.ids, *request.ids], kept.inputs, kind, kept.context)
-                self._coming.append(row)
             else:
-                prompt = prompts.setdefault((request.ids, id(request.inputs)), SharedPrompt(0))
+                prompt = prompts.setdefault((request.ids, id(request.inputs), request.adapter), SharedPrompt(0))
                 prompt.missing += 1
+                if request.scores is not None and request.scores.of_prompt:
+                    scored = ScoredPrompt(request.scores, request.sampling, request.key, request.row)
+                    prompt.asked[request.name] = scored
                 row = OpenRow(request, [*request.ids], request.inputs, kind, prompt=prompt)
-                self._fresh.append(row)
+            self._waiting.add(row, fresh=request.after is None)
             self._open[request.name] = row
 
     def step(self) -> StepResult:
@@ -146,10 +158,9 @@ class EmbeddedRequests:
         for row in rows:
             if row.prompt is not None:
                 row.prompt.missing -= 1
-            for queue in (self._coming, self._fresh):
-                if row in queue:
-                    queue.remove(row)
-                    self._keep(row, row.context)
+                row.prompt.left(row.name)
+            if self._waiting.remove(row):
+                self._keep(row, row.context)
         live = set(map(id, rows))
         self._end([place for place, row in enumerate(self._live) if id(row) in live])
         self._cancelled += [self._closed(row, "cancelled") for row in rows]
@@ -161,23 +172,49 @@ class EmbeddedRequests:
 
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
         """Implement `Requests.update`."""
-        self._coming.extendleft(reversed(self._live))
-        for row in (*self._coming, *self._fresh):
+        self._waiting.put_back(self._live)
+        for row in self._waiting:
             row.context = None
             row.feed.clear()
             row.experts.clear()
             if row.prompt is not None:
                 row.prompt.read = None
-        self._kept = {name: KeptRow(kept.ids, kept.inputs) for name, kept in self._kept.items()}
+        self._kept = {name: attrs.evolve(kept, context=None) for name, kept in self._kept.items()}
         self._live = []
         self._take_in(params, version)
+
+    def put(self, name: str, adapter: Adapter, version: int = 0) -> None:
+        """Implement `AdapterRequests.put`."""
+        loaded, decoder = self._loaded, self._loaded.policy.decoder
+        if loaded.scores is not None:
+            raise ValueError(f"adapter {name!r}: an exact engine runs no adapters beside its base; leave exact out")
+        own = fitted(loaded.model, adapter, name, loaded.layout.device, loaded.policy.head.weight.dtype)
+        held = decoder is not None and decoder.held
+        factors = DecoderFactors.of(loaded.model, own.factors) if held else None
+        self._adapters[name] = ServedAdapter(own, version, factors)
+        self._places.renew()
+
+    def drop(self, name: str) -> None:
+        """Implement `AdapterRequests.drop`."""
+        users = [row.name for row in self._open.values() if row.request.adapter == name]
+        if users:
+            raise ValueError(f"adapter {name!r}: {len(users)} requests with it are open, {users[:3]}: cancel them first")
+        self.release([kept for kept, row in self._kept.items() if row.adapter == name])
+        self._adapters.pop(name, None)
 
     def _take_in(self, params: Mapping[str, Tensor], version: int) -> None:
         self._version = version
         self._loaded = loaded = self._load(params)
         spare = 2 if loaded.budget is None else 8
         self._places = RowPlaces(
-            loaded.bound, loaded.policy, loaded.layout, loaded.calls, self._limit, spare, loaded.recorder
+            loaded.bound,
+            loaded.policy,
+            loaded.layout,
+            loaded.calls,
+            self._limit,
+            spare,
+            loaded.recorder,
+            self._adapters,
         )
         self._in_passes = not loaded.policy.model.stateful and takes_key_lengths(loaded.policy.kernels.attention)
         self._scores: dict[float, HeadLogProbs] = {}
@@ -203,16 +240,12 @@ class EmbeddedRequests:
         return tokens * self._loaded.layout.token_bytes + self._loaded.state_bytes
 
     def _chosen(self) -> tuple[list[OpenRow], list[OpenRow]]:
-        """Rows that begin now, those that read by steps and others: first what has tokens before, which holds memory,
-        and then prompts."""
-        rows: list[OpenRow] = []
-        for queue in (self._coming, self._fresh):
-            while queue and self._fits(queue[0], rows, fresh=queue is self._fresh):
-                rows.append(queue.popleft())
+        """Rows that begin now, those that read by steps and others."""
+        rows = self._waiting.deal(self._fits)
         by_steps = [self._goes_by_steps(row) for row in rows]
         return [*compress(rows, by_steps)], [*compress(rows, map(operator.not_, by_steps))]
 
-    def _fits(self, row: OpenRow, others: Sequence[OpenRow], *, fresh: bool) -> bool:
+    def _fits(self, row: OpenRow, others: Sequence[OpenRow], fresh: bool) -> bool:
         """Whether a row can begin beside those that draw and others that begin. Prompts leave room for what is kept to
         come back; one row always can."""
         count, budget = len(self._live) + len(others), self._loaded.budget
@@ -220,9 +253,10 @@ class EmbeddedRequests:
             return count < self._most_rows
         longest = max(self._places.longest, *(other.most for other in (row, *others)))
         one = self._bytes(self._places.columns(longest, longest))
+        coming = [*self._waiting.coming]
         if fresh:
-            return (count + 1 + len(self._kept) + len(self._coming)) * one <= budget
-        held = [x.context.length for x in (*self._kept.values(), *self._coming) if x.context is not None]
+            return (count + 1 + len(self._kept) + len(coming)) * one <= budget
+        held = [x.context.length for x in (*self._kept.values(), *coming) if x.context is not None]
         return (count + 1) * one + sum(map(self._bytes, held)) <= budget
 
     def _goes_by_steps(self, row: OpenRow) -> bool:
@@ -230,7 +264,7 @@ class EmbeddedRequests:
 
     def _place(self, rows: Sequence[OpenRow], contexts: Sequence[RowContext]) -> None:
         """Gives rows places, where they draw on from these contexts."""
-        self._places.join(contexts, [row.most for row in rows])
+        self._places.join(contexts, [row.most for row in rows], [row.request.adapter for row in rows])
         self._live += rows
 
     def _stepped(self) -> Next:
@@ -249,21 +283,28 @@ class EmbeddedRequests:
             source = row if row.prompt is None else row.prompt
             if row.prompt is None or row.prompt.read is None:
                 row.fed += 0 if id(source) in readings else len(row.unread)
-                readings.setdefault(id(source), Reading(row.unread, row.context, row.inputs))
+                readings.setdefault(id(source), self._reading(row))
         loaded = self._loaded
-        every = loaded.bound(lambda _: read(loaded.policy, loaded.layout, [*readings.values()])) if readings else []
+        every = read(loaded.bound, loaded.policy, loaded.layout, [*readings.values()]) if readings else []
         found = dict(zip(readings, every, strict=True))
         contexts: list[RowContext] = []
         new = {id(row.prompt): row.prompt for row in rows if row.prompt is not None and id(row.prompt) in found}
         for row in rows:
             prompt = row.prompt
-            context, experts = found[id(row)] if prompt is None else prompt.taken(found.get(id(prompt)))
+            context, experts, _ = found[id(row)] if prompt is None else prompt.taken(found.get(id(prompt)))
+            if prompt is not None:
+                row.prompt_scores = prompt.left(row.name)
             row.context = row.prompt = None
             row.experts += [] if experts is None else [experts]
             contexts.append(context)
         for prompt in new.values():
             prompt.settle()
         return contexts
+
+    def _reading(self, row: OpenRow) -> Reading:
+        name, asked = row.request.adapter, () if row.prompt is None else tuple(row.prompt.asked.values())
+        adapter = None if name is None else self._adapters[name].adapter
+        return Reading(row.unread, row.context, row.inputs, adapter, asked)
 
     def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:
         """The rows that draw, and their tokens and log-probs; others have their next token to read."""
@@ -284,7 +325,9 @@ class EmbeddedRequests:
         kinds = {row.kind for row in rows}
         if len(kinds) == 1:
             draws = self._drawn(logits, numbers, hidden, kinds.pop())
-            return rows, draws.tokens.tolist(), draws.log_probs.tolist(), draws.sampling_log_probs.tolist()
+            tokens = draws.tokens.tolist()
+            self._score(rows, logits, tokens)
+            return rows, tokens, draws.log_probs.tolist(), draws.sampling_log_probs.tolist()
         found: list[tuple[int, int, float, float]] = []
         for kind in sorted(kinds):
             places = [place for place, row in enumerate(rows) if row.kind == kind]
@@ -292,7 +335,22 @@ class EmbeddedRequests:
             draws = self._drawn(logits[index], numbers[index], None if hidden is None else hidden[index], kind)
             found += zip(places, *(x.tolist() for x in draws), strict=True)
         _, tokens, log_probs, others = zip(*sorted(found), strict=True) if found else ((), (), (), ())
+        self._score(rows, logits, tokens)
         return rows, [*tokens], [*log_probs], [*others]
+
+    def _score(self, rows: Sequence[OpenRow], logits: Tensor, tokens: Sequence[int]) -> None:
+        """Notes the scores of draws from logits [R, V] where rows are to tell them."""
+        places = [place for place, row in enumerate(rows) if row.top]
+        if not places:
+            return
+        index = sent(torch.tensor(places), logits.device)
+        own = whole_logits(logits if len(places) == len(rows) else logits[index], self._loaded.policy.columns)
+        chosen = sent(torch.tensor([tokens[place] for place in places]), logits.device)
+        log_probs = own.gather(1, chosen[:, None])[:, 0] - own.logsumexp(-1)
+        top = top_tokens(own, max(rows[place].top for place in places))
+        for place, *found in zip(places, log_probs.tolist(), *(x.tolist() for x in top), strict=True):
+            row, (log_prob, ids, likeliest) = rows[place], found
+            row.drawn.append((log_prob, ids[: row.top], likeliest[: row.top]))
 
     def _drawn(self, logits: Tensor, numbers: Tensor, hidden: Tensor | None, kind: int) -> Draws:
         sampling, policy = self._samplings[kind], self._loaded.policy
@@ -321,13 +379,14 @@ class EmbeddedRequests:
         self, rows: Sequence[OpenRow], tokens: Sequence[int], log_probs: Sequence[float], others: Sequence[float]
     ) -> tuple[DrawnTokens, list[FinishedRequest]]:
         """Gives rows their tokens, and takes out those that end."""
-        version = self._version
         ends: dict[int, End] = {}
         for row, token, log_prob, other in zip(rows, tokens, log_probs, others, strict=True):
+            name = row.request.adapter
+            version = self._version if name is None else self._adapters[name].version
             end = row.take(token, log_prob, other, version)
             if end is not None:
                 ends[id(row)] = end
-        drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, version)
+        drawn = DrawnTokens([row.name for row in rows], tokens, log_probs, others, self._version)
         if not ends:
             return drawn, []
         self._end([place for place, row in enumerate(self._live) if id(row) in ends])
@@ -345,7 +404,7 @@ class EmbeddedRequests:
 
     def _keep(self, row: OpenRow, context: RowContext | None) -> None:
         if row.request.keep:
-            self._kept[row.name] = KeptRow(row.ids, row.inputs, context)
+            self._kept[row.name] = KeptRow(row.ids, row.inputs, context, row.request.adapter)
 
     def _closed(self, row: OpenRow, end: End) -> FinishedRequest:
         del self._open[row.name]

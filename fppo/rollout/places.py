@@ -3,16 +3,18 @@ column, since keys are rotated by position and not by column."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fppo.models.run import Bound
 from fppo.models.seams import AttentionLayer
+from fppo.models.several import Adapter, OwnRows, beside
 from fppo.rollout import banks as bank_rows
 from fppo.rollout.banks import BankLayout, Banks
+from fppo.rollout.decoder import DecoderFactors, OwnSteps
 from fppo.rollout.reading import RowContext
 from fppo.rollout.states import States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps
@@ -20,6 +22,16 @@ from fppo.runtime.graphs import Record
 from fppo_kernels.padding import sent
 
 T = TypeVar("T")
+
+
+class ServedAdapter(NamedTuple):
+    """An adapter as rows go by it, with its factors in the form of a decoder that holds all its parameters."""
+
+    adapter: Adapter
+    version: int
+    factors: DecoderFactors | None
+
+
 CHUNK = 128  # columns by which the banks grow at least
 _ALIGNED = 64  # columns of recorded steps, as kernels read them best
 _FEWEST = 8  # rows of recorded steps
@@ -29,7 +41,8 @@ class RowPlaces:
     """The rows that decode together, numbered from 0 without a gap, and the columns where their keys and values stand.
 
     All write the same column in a step. A row's tokens end before it; what is before them is padding. With a recorder
-    of steps there are more places than rows, so that rows come and go without another recording.
+    of steps there are more places than rows, so that rows come and go without another recording; steps in which rows
+    go by `adapters` are not recorded.
     """
 
     def __init__(
@@ -41,11 +54,14 @@ class RowPlaces:
         limit: int | None,
         spare: int,
         recorder: Callable[[], Record] | None,
+        adapters: Mapping[str, ServedAdapter],
     ) -> None:
         self._bound, self._policy, self._layout, self._calls = bound, policy, layout, calls
         self._limit = limit  # of a row's tokens
         self._spare = spare  # there may be one place more for so many rows
         self._recorder = recorder  # makes recorders of steps
+        self._adapters = adapters  # by name, as they are now
+        self._owners: list[str | None] = []  # the adapter of each row
         self._pads: list[int] = []  # columns before each row's tokens
         self._shifts: list[int] = []  # as `RowContext.shift`
         self._most: list[int] = []  # tokens that each row may come to have
@@ -56,6 +72,7 @@ class RowPlaces:
         self._steps: tuple[int, Callable[[LiveRows], Advance]] | None = None  # for rows of at most so many tokens
         self._advance: Advance | None = None
         self._fixed: LiveRows | None = None  # of a recorded step
+        self._beside: Bound | None = None  # the model with the rows' adapters, where its modules run them
 
     def __len__(self) -> int:
         return len(self._pads)
@@ -65,8 +82,9 @@ class RowPlaces:
         """The most tokens that a row may come to have."""
         return max(self._most, default=0)
 
-    def join(self, contexts: Sequence[RowContext], most: Sequence[int]) -> None:
-        """Gives rows the next places; each may come to have so many tokens, one of `most`."""
+    def join(self, contexts: Sequence[RowContext], most: Sequence[int], owners: Sequence[str | None]) -> None:
+        """Gives rows the next places; each may come to have so many tokens, one of `most`, and goes by an adapter, one
+        of `owners`, or by none."""
         if not contexts:
             return
         first = len(self)
@@ -76,6 +94,7 @@ class RowPlaces:
             self._pads.append(self._column - context.length)
             self._shifts.append(context.shift)
         self._most += most
+        self._owners += owners
         if self._steps is not None and self._steps[0] < self.longest:
             self._steps = self._fixed = None
         parts = [context.states.picked([0]) for context in contexts]
@@ -92,14 +111,15 @@ class RowPlaces:
     def leave(self, rows: Sequence[int]) -> list[int]:
         """Takes rows out. Others move to their places: the number that each row had, by its place."""
         order = list(range(len(self)))
+        columns: tuple[list[Any], ...] = order, self._pads, self._shifts, self._most, self._owners
         for row in sorted(rows, reverse=True):
             last = len(order) - 1
             if row < last:
                 start = self._pads[last]
                 bank_rows.move_(self._banks, last, row, start, self._column)
-                for column in (order, self._pads, self._shifts, self._most):
+                for column in columns:
                     column[row] = column[last]
-            for column in (order, self._pads, self._shifts, self._most):
+            for column in columns:
                 column.pop()
         if rows and self._states is not None:
             index = sent(torch.tensor(order, dtype=torch.int64), self._layout.device)
@@ -115,12 +135,14 @@ class RowPlaces:
             self._rebase((max(_FEWEST, len(self) + len(self) // 4), self._room[1]), 0)
         if self._advance is None:
             self._advance = self._made()
-        rows = self._room[0] if self._recorder is not None else len(self)
+        rows = len(self) if self._fixed is None else self._room[0]
         new = sent(torch.tensor([*tokens, *[0] * (rows - len(tokens))]), self._layout.device)
         advance, column = self._advance, self._column
         self._column += 1
         decoder = self._policy.decoder
-        if decoder is not None and decoder.held:
+        if self._beside is not None:
+            after = self._beside(lambda _: advance(new, column))
+        elif decoder is not None and decoder.held:
             with self._bound.precision():
                 after = advance(new, column)
         else:
@@ -129,8 +151,8 @@ class RowPlaces:
 
     def _changed(self) -> None:
         """Notes that rows came or went."""
-        if self._fixed is None:
-            self._advance = None
+        if self._fixed is None or any(owner is not None for owner in self._owners):
+            self._advance = self._fixed = None
             return
         for x, own in ((self._fixed.pads, self._pads), (self._fixed.starts, self._starts())):
             x[: len(self), 0] = sent(torch.tensor(own, dtype=torch.int64), x.device)
@@ -141,24 +163,44 @@ class RowPlaces:
     def _column_of(self, values: Sequence[int]) -> Tensor:
         return sent(torch.tensor(values, dtype=torch.int64), self._layout.device)[:, None]
 
+    def renew(self) -> None:
+        """Notes that adapters changed."""
+        self._changed()
+
     def _made(self) -> Advance:
         """The step of the rows as they stand."""
-        policy, (rows, columns) = self._policy, self._room
+        policy, (rows, columns), owned = self._policy, self._room, self._owned()
+        record = None if self._recorder is None or owned else self._recorder()
+        by_decoder = policy.decoder is not None and policy.decoder.held
+        self._beside = beside(self._bound, [own for own, _ in owned]) if owned and not by_decoder else None
         if self._steps is None or self._recorder is not None:  # a new recorder has no earlier recordings
             most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
-            if self._recorder is None:
-                self._steps = most, self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
+            if record is None:
+                steps = self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
             else:
-                record = self._recorder()
-                self._steps = most, self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
+                steps = self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
+            self._steps = most, steps
         assert self._states is not None
-        count = len(self) if self._recorder is None else rows
+        count = len(self) if record is None else rows
         banks = tuple(x[:, :count] for x in self._banks)
         spare = [0] * (count - len(self))
         pads, starts = self._column_of([*self._pads, *spare]), self._column_of([*self._starts(), *spare])
-        live = LiveRows(self._layout.layers(banks), columns, pads, starts, self._states)
-        self._fixed = None if self._recorder is None else live
+        cache, own = self._layout.layers(banks), [steps for _, steps in owned if steps is not None]
+        live = LiveRows(cache, columns, pads, starts, self._states, [rows for rows, _ in owned], own)
+        self._fixed = None if record is None else live
         return self._steps[1](live)
+
+    def _owned(self) -> list[tuple[OwnRows, OwnSteps | None]]:
+        """The rows of each adapter."""
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(self._owners):
+            if name is not None:
+                places.setdefault(name, []).append(place)
+        found: list[tuple[OwnRows, OwnSteps | None]] = []
+        for name, own in places.items():
+            rows, (adapter, _, factors) = sent(torch.tensor(own), self._layout.device), self._adapters[name]
+            found.append((OwnRows(adapter, rows), None if factors is None else OwnSteps(rows, factors)))
+        return found
 
     def _make_room(self, rows: int, longest: int, most: int) -> None:
         """Room for so many rows, the longest of the new ones with so many tokens, each to have at most `most`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, count
+from itertools import accumulate, count, groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -11,15 +11,17 @@ from torch import Tensor
 
 from fppo import models
 from fppo.batch import RowInputs
-from fppo.models.heads import logits_of
 from fppo.models.routing import Routes, experts_of
 from fppo.models.rows import RowWise
+from fppo.models.run import Bound
 from fppo.models.seams import Attend, AttentionLayer
+from fppo.models.several import Adapter, OwnRows, beside
 from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import banks as bank_rows
 from fppo.rollout import cache as caches
 from fppo.rollout.banks import BankLayout, Banks
 from fppo.rollout.cache import Layers
+from fppo.rollout.scores import PromptScores, ScoredPrompt, prompt_scores, whole_logits
 from fppo.rollout.states import PromptStates, States
 from fppo.rollout.stepping import DecodingPolicy, Next
 from fppo_kernels.collectives import all_gather
@@ -42,11 +44,14 @@ class RowContext(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """Tokens to read behind a context, or a whole prompt with its images."""
+    """Tokens to read behind a context, or a whole prompt with its images, by an adapter or the policy as it is, and the
+    scores of it."""
 
     ids: Sequence[int]
     context: RowContext | None = None
     inputs: RowInputs | None = None
+    adapter: Adapter | None = None
+    asked: Sequence[ScoredPrompt] = ()
 
     @property
     def before(self) -> int:
@@ -60,19 +65,37 @@ class Reading(NamedTuple):
 
 
 class RowRead(NamedTuple):
-    """The context of a row after a reading, in memory that rows of one pass share, and the experts of its tokens."""
+    """The context of a row after a reading, in memory that rows of one pass share, the experts of its tokens, and the
+    scores that were asked for."""
 
     context: RowContext
     experts: Tensor | None  # [m, L, k]
+    scores: Sequence[PromptScores] = ()
 
 
-def read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[RowRead]:
-    """Reads, in passes of at most `policy.prefill_tokens` tokens together; call it inside `bind`.
+def read(bound: Bound, policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading]) -> list[RowRead]:
+    """Reads, in passes of at most `policy.prefill_tokens` tokens together; rows of one adapter stand together.
 
     A model with carried states reads whole prompts alone: transformers goes on from states by one token at a time.
     """
-    passes = groups_within([len(reading.ids) for reading in readings], policy.prefill_tokens)
-    return [row for part in passes for row in _read(policy, layout, readings[part])]
+    first: dict[int, int] = {}
+    kinds = [first.setdefault(id(reading.adapter), len(first)) for reading in readings]
+    order = sorted(range(len(readings)), key=kinds.__getitem__)
+    found: dict[int, RowRead] = {}
+    for part in groups_within([len(readings[place].ids) for place in order], policy.prefill_tokens):
+        own = [readings[place] for place in order[part]]
+        rows = beside(bound, owned([(reading.adapter, len(reading.ids)) for reading in own]))
+        found |= zip(order[part], rows(lambda _, own=own: _read(policy, layout, own)), strict=True)
+    return [found[place] for place in range(len(readings))]
+
+
+def owned(sizes: Sequence[tuple[Adapter | None, int]]) -> list[OwnRows]:
+    """The adapters of consecutive rows of a pass, so many of each."""
+    found, end = list[OwnRows](), 0
+    for adapter, rows in groupby(sizes, key=lambda each: each[0]):
+        start, end = end, end + sum(size for _, size in rows)
+        found += [] if adapter is None else [OwnRows(adapter, slice(start, end))]
+    return found
 
 
 def groups_within(sizes: Sequence[int], most: int) -> Iterator[slice]:
@@ -98,8 +121,9 @@ def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading
     carried, routes = PromptStates(lengths, policy.model), policy.routes()
     inputs = [reading.inputs for reading in readings]
     hidden = _hidden(policy, tokens, positions, inputs, sizes, RowWise(attend, carried), routes)
-    last = all_gather(hidden, axis)[lengths.cu_seqlens[1 : rows + 1].long() - 1]
-    logits = logits_of(policy.head, last, policy.product)
+    hidden = all_gather(hidden, axis)
+    last = hidden[lengths.cu_seqlens[1 : rows + 1].long() - 1]
+    logits = policy.logits(last, owned([(reading.adapter, 1) for reading in readings]))
     experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)
     states = carried.states_(rows, 1)
     ends, starts = list(accumulate(reading.length for reading in readings)), [0, *accumulate(sizes)]
@@ -110,8 +134,18 @@ def _read(policy: DecodingPolicy, layout: BankLayout, readings: Sequence[Reading
         after = Next(logits[row : row + 1], last[row : row + 1])
         context = RowContext(reading.length, own, states.picked([row]), shift, after)
         part = None if experts is None else experts[starts[row] : starts[row + 1]]
-        found.append(RowRead(context, part))
+        scores = _scores(policy, reading, hidden[starts[row] : starts[row + 1]]) if reading.asked else ()
+        found.append(RowRead(context, part, scores))
     return found
+
+
+def _scores(policy: DecodingPolicy, reading: Reading, hidden: Tensor) -> list[PromptScores]:
+    own = [] if reading.adapter is None else [OwnRows(reading.adapter, slice(None))]
+
+    def logits_of(some: Tensor) -> Tensor:
+        return whole_logits(policy.logits(some, own), policy.columns)
+
+    return prompt_scores(reading.asked, reading.ids, hidden, logits_of, policy.scores)
 
 
 def _positions(reading: Reading) -> Tensor:

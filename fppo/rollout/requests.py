@@ -21,7 +21,9 @@ from torch import Tensor
 
 from fppo.batch import RowInputs
 from fppo.key import Key
+from fppo.models.several import Adapter
 from fppo.rollout.engine import Engine, Sampling
+from fppo.rollout.scores import DrawnScores, PromptScores, Scores
 
 End = Literal["stop", "length", "cancelled"]
 
@@ -47,7 +49,11 @@ class Request:
     others are being answered. `keep` keeps the context, once the request ends, until it is released. `inputs` are the
     images of a whole prompt.
 
-    Raises ValueError for a sampling of several rows, for a prompt without tokens, and for images behind other tokens.
+    The policy is the engine's own, or that of an `adapter` which the engine has by this name. Places are dealt in turn
+    among the `owner`s of what waits (None: the adapter). `scores` are log-probs to report beside the tokens.
+
+    Raises ValueError for a sampling of several rows, for a prompt without tokens, for images behind other tokens, and
+    for scores that do not fit the prompt.
     """
 
     name: str  # of which an engine knows one at a time
@@ -59,12 +65,17 @@ class Request:
     after: str | None = None
     keep: bool = False
     inputs: RowInputs | None = None
+    adapter: str | None = None
+    owner: str | None = None
+    scores: Scores | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.after is None and not self.ids:
             raise ValueError(f"request {self.name!r} has no tokens: give a prompt, or after = an earlier request")
         if self.after is not None and self.inputs is not None:
             raise ValueError(f"request {self.name!r}: images come with a whole prompt, not after {self.after!r}")
+        if self.scores is not None:
+            self.scores.check(f"request {self.name!r}", None if self.after is not None else len(self.ids))
 
 
 class DrawnTokens(NamedTuple):
@@ -74,7 +85,7 @@ class DrawnTokens(NamedTuple):
     tokens: Sequence[int] = ()
     log_probs: Sequence[float] = ()  # under softmax(logits / temperature)
     sampling_log_probs: Sequence[float] = ()  # under the distribution drawn from; 0 if greedy
-    version: int = 0  # of the policy that drew them
+    version: int = 0  # of the engine's own policy; an adapter's is in `FinishedRequest.versions`
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -83,6 +94,7 @@ class FinishedRequest:
 
     `end` is "stop" where a stop token, which is the last one, or a stop text ended it. `fed` counts the tokens that
     went through the model for it. A request that was cancelled before its first draw has no tokens.
+    `prompt_scores` and `drawn_scores` are those of `Request.scores`, in the dtype of the log-probs.
     """
 
     name: str
@@ -93,6 +105,8 @@ class FinishedRequest:
     end: End
     fed: int
     experts: Tensor | None = None  # [M, L, k]: of the M last tokens that were fed, where the engine records them
+    prompt_scores: PromptScores | None = None
+    drawn_scores: DrawnScores | None = None
 
 
 class RequestCounts(NamedTuple):
@@ -137,7 +151,7 @@ class Requests(Protocol):
 
         All are taken or none. Raises QueueFull for more than may wait, and ValueError, which names the request, for a
         name that is taken, one to go on after that is not kept, tokens that the model does not have, a row that may
-        outgrow `limit`, and whatever an engine cannot do.
+        outgrow `limit`, an adapter that the engine does not have, and whatever an engine cannot do.
         """
         ...
 
@@ -156,6 +170,27 @@ class Requests(Protocol):
     def update(self, params: Mapping[str, Tensor], version: int) -> None:
         """Goes on with newer parameters. What was read before is read anew, so that each token's log-prob is of one
         policy. Every rank of a mesh that cuts parameters must call."""
+        ...
+
+
+class AdapterRequests(Requests, Protocol):
+    """Requests of an engine that answers by adapters of its base side by side, each row by the one that it names."""
+
+    def put(self, name: str, adapter: Adapter, version: int = 0) -> None:
+        """Gives the engine an adapter under a name, in place of an earlier one of that name.
+
+        The factors are copied. In place of an earlier one it is in flight: rows under way draw on by the newer factors,
+        and what they have read stays as it was read. To leave them as they are, give another name.
+
+        Raises ValueError for an adapter that does not fit the base, or of weights that cannot run side by side.
+        """
+        ...
+
+    def drop(self, name: str) -> None:
+        """Forgets an adapter, with the kept contexts that were read by it. A name that is not known is passed over.
+
+        Raises ValueError while requests with it are open.
+        """
         ...
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import attrs
 import torch
@@ -14,6 +14,7 @@ from fppo.data.stops import StopReader
 from fppo.rollout.reading import RowContext, RowRead
 from fppo.rollout.records import check_stops
 from fppo.rollout.requests import End, FinishedRequest, Request
+from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopTokens
 
 
 @attrs.define(eq=False)
@@ -22,13 +23,21 @@ class SharedPrompt:
 
     missing: int  # rows that have not begun to draw
     read: RowRead | None = None  # once it has been
+    asked: dict[str, ScoredPrompt] = attrs.field(factory=dict)  # by the names of those requests that score it
+    scores: dict[str, PromptScores] = attrs.field(factory=dict)
 
     def taken(self, new: RowRead | None) -> RowRead:
         """Gives a row what it draws on from, `new` where it was read just now."""
-        self.read = new if self.read is None else self.read
-        assert self.read is not None
+        if self.read is None:
+            assert new is not None
+            self.read, self.scores = new, dict(zip(self.asked, new.scores, strict=True))
         self.missing -= 1
         return self.read
+
+    def left(self, name: str) -> PromptScores | None:
+        """The scores of a request that begins to draw, or does no more."""
+        self.asked.pop(name, None)
+        return self.scores.pop(name, None)
 
     def settle(self) -> None:
         """Keeps what was read for rows that begin later, in memory of its own."""
@@ -55,6 +64,8 @@ class OpenRow:
     versions: list[int] = attrs.field(factory=list)
     experts: list[Tensor] = attrs.field(factory=list)
     uniforms: list[float] = attrs.field(factory=list)  # of the next draws
+    prompt_scores: PromptScores | None = None
+    drawn: list[tuple[float, list[int], list[float]]] = attrs.field(factory=list)  # scores of its draws
     stops: frozenset[int] = attrs.field(init=False)
     reader: StopReader | None = attrs.field(init=False)
 
@@ -67,6 +78,16 @@ class OpenRow:
     def name(self) -> str:
         """The request's."""
         return self.request.name
+
+    @property
+    def owner(self) -> str | None:
+        """Among whom places are dealt in turn."""
+        return self.request.adapter if self.request.owner is None else self.request.owner
+
+    @property
+    def top(self) -> int:
+        """How many likeliest tokens are to be told of each of its draws; 0: nothing."""
+        return 0 if self.request.scores is None else self.request.scores.drawn_top
 
     @property
     def left(self) -> int:
@@ -106,7 +127,14 @@ class OpenRow:
             end=end,
             fed=self.fed,
             experts=torch.cat(self.experts) if self.experts else None,
+            prompt_scores=self.prompt_scores,
+            drawn_scores=self._drawn_scores(dtype) if self.top else None,
         )
+
+    def _drawn_scores(self, dtype: torch.dtype) -> DrawnScores:
+        log_probs, ids, top = zip(*self.drawn, strict=True) if self.drawn else ((), [[]], [[]])
+        likeliest = TopTokens(torch.tensor(ids, dtype=torch.int64), torch.tensor(top, dtype=dtype))
+        return DrawnScores(torch.tensor(log_probs, dtype=dtype), TopTokens(*(x[: len(log_probs)] for x in likeliest)))
 
 
 @attrs.frozen(eq=False)
@@ -116,6 +144,35 @@ class KeptRow:
     ids: Sequence[int]
     inputs: RowInputs | None
     context: RowContext | None = None  # what of it has been read
+    adapter: str | None = None  # by which
+
+
+def check_adapters(
+    requests: Sequence[Request], adapters: Container[str], kept: Mapping[str, KeptRow], size: int
+) -> None:
+    """Raises ValueError for requests by adapters that are not there, for those after one by another adapter, and for
+    targets that a vocabulary of `size` tokens does not have."""
+    for request in requests:
+        if request.adapter is not None and request.adapter not in adapters:
+            text = f"there is no adapter {request.adapter!r}: `put` it first"
+            raise ValueError(f"request {request.name!r}: {text}")
+        before = kept.get(request.after) if request.after is not None else None
+        if before is not None and before.adapter != request.adapter:
+            text = f"after = {request.after!r} was by adapter {before.adapter!r}, not by {request.adapter!r}"
+            raise ValueError(f"request {request.name!r}: {text}; one goes on by the same adapter")
+        targets = None if request.scores is None else request.scores.targets
+        if targets is not None and targets.numel() and int(targets.max()) >= size:
+            text = f"scores.targets has ids that the model's vocabulary of {size} tokens does not have"
+            raise ValueError(f"request {request.name!r}: {text}")
+
+
+def check_without(requests: Sequence[Request], engine: str) -> None:
+    """Raises ValueError for requests by adapters, and for scores, of an engine that has neither."""
+    for request in requests:
+        wrong = [name for name in ("adapter", "scores") if getattr(request, name) is not None]
+        if wrong:
+            text = f"{wrong[0]} is for the embedded engine, and {engine} has none; leave it out"
+            raise ValueError(f"request {request.name!r}: {text}")
 
 
 def check_names(requests: Sequence[Request], kept: Container[str], used: Container[str]) -> None:

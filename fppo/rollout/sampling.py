@@ -148,6 +148,17 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling, columns: Columns 
     return Draws(tokens, log_probs, chosen - all_reduce(weights.sum(-1), axis).log() if cut else log_probs)
 
 
+def draw_each(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Tensor:
+    """Draw tokens int64 [R, k] with replacement from softmax(logits / temperature) of whole `logits` [R, V], each by
+    one of `uniforms` (float64 [R, k]); a greedy sampling has the likeliest token k times. top-k and top-p are not
+    read."""
+    if sampling.greedy:
+        return logits.argmax(-1, keepdim=True).expand_as(uniforms)
+    scaled = _scale(logits, sampling)
+    weights = (scaled - scaled.amax(-1, keepdim=True)).exp_()
+    return torch.stack([inverse_cdf(weights, column.contiguous()) for column in uniforms.unbind(1)], 1)
+
+
 def _likeliest_places(scaled: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """The rank [R] whose columns have the largest value, and the index of this rank's own largest value [R]."""
     places = scaled.argmax(-1)

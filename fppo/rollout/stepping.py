@@ -21,8 +21,9 @@ from fppo.models.model import Model
 from fppo.models.routing import Router, Routes, experts_of
 from fppo.models.rows import RowWise
 from fppo.models.seams import Attend, AttentionLayer
+from fppo.models.several import OwnRows, with_own_head
 from fppo.rollout import cache as caches
-from fppo.rollout.decoder import Decoder
+from fppo.rollout.decoder import Decoder, OwnSteps
 from fppo.rollout.sampling import Columns
 from fppo.rollout.states import States
 from fppo.runtime.graphs import Record
@@ -70,6 +71,10 @@ class DecodingPolicy(NamedTuple):
         """The language model."""
         return self.model.text_of(self.skeleton)
 
+    def logits(self, hidden: Tensor, owned: Sequence[OwnRows] = ()) -> Tensor:
+        """The logits [N, V] of hidden states [N, H], of which some are `owned` by adapters."""
+        return logits_of(self.head, hidden, with_own_head(self.product, owned))
+
     def routes(self) -> Routes | None:
         """A record of the routers' choices in one pass; None without routers."""
         return Routes() if self.routers else None
@@ -83,6 +88,8 @@ class LiveRows(NamedTuple):
     pads: Tensor  # int64 [R, 1], of padding before each prompt
     starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
     states: States
+    owned: Sequence[OwnRows] = ()  # by adapters
+    own: Sequence[OwnSteps] = ()  # the same for a decoder
 
 
 def plain_steps(
@@ -101,9 +108,9 @@ def plain_steps(
             routes = policy.routes()
             attend = RowWise(caches.decode_attention(kernel, rows.cache, column, first, bias), rows.states)
             positions = column - (rows.starts if bias is not None or not alike else rows.starts[:1])
-            hidden = next_hidden(tokens[:, None], positions, attend, routes)
+            hidden = next_hidden(tokens[:, None], positions, attend, routes, rows.own)
             experts = None if routes is None else experts_of(routes.routed, policy.routers, tokens)[: len(tokens)]
-            return Next(logits_of(policy.head, hidden, policy.product), hidden, experts)
+            return Next(policy.logits(hidden, rows.owned), hidden, experts)
 
         return advance
 
@@ -122,7 +129,7 @@ def fixed_steps(
         def step() -> Tensor:
             attend = caches.fixed_attention(kernel, rows.cache, column, rows.pads)
             positions = (column - rows.starts).clamp(max=length - 1)  # of places without a row it means nothing
-            hidden = next_hidden(tokens, positions, attend, None)
+            hidden = next_hidden(tokens, positions, attend, None, ())
             return logits_of(policy.head, hidden, policy.product)
 
         run = record(step)
@@ -145,14 +152,18 @@ def wide_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _hidden_of(
     policy: DecodingPolicy, asked: Sequence[AttentionLayer], length: int
-) -> Callable[[Tensor, Tensor, Attend, Routes | None], Tensor]:
+) -> Callable[[Tensor, Tensor, Attend, Routes | None, Sequence[OwnSteps]], Tensor]:
     """The hidden states [R, H] after one more token per row [R, 1], at positions [R, 1], or [1, 1] if all have one.
 
     Rows become at most `length` tokens long. A decoder of layers without experts has no routers that could tell.
+    Modules have the rows of adapters in their weights, a decoder as the last argument.
     """
     decoder, axis = policy.decoder, policy.columns.axis
 
-    def by_modules(tokens: Tensor, positions: Tensor, attend: Attend, routes: Routes | None) -> Tensor:
+    def by_modules(
+        tokens: Tensor, positions: Tensor, attend: Attend, routes: Routes | None, own: Sequence[OwnSteps]
+    ) -> Tensor:
+        del own
         positions = positions.expand_as(tokens)
         if axis.size == 1:
             return models.forward(policy.text, tokens, positions, attend=attend, routes=routes)[:, 0]
@@ -165,8 +176,8 @@ def _hidden_of(
     if decoder is None:
         return by_modules
     rotation = decoder.rotation(length)
-    return lambda tokens, positions, attend, _: decoder.hidden(
-        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked
+    return lambda tokens, positions, attend, _, own: decoder.hidden(
+        tokens[:, 0], rotation.at(positions[:, 0]), attend=attend, asked=asked, own=own
     )
 
 

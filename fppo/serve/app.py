@@ -18,9 +18,9 @@ from fppo.serve.service import Bounds
 T = TypeVar("T")
 Scope = MutableMapping[str, Any]
 _Message = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-_App = Callable[[Scope, _Receive, _Send], Awaitable[None]]
+Receive = Callable[[], Awaitable[_Message]]
+Send = Callable[[_Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HEALTH = "/health"
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
 
@@ -40,6 +40,16 @@ def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> FastAPI
     return app
 
 
+def by_path(prefix: str, app: App, other: App) -> App:
+    """An application that answers paths beginning with `prefix` by one application, and all others by another."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        inside = str(scope.get("path", "")).startswith(prefix)
+        await (app if inside else other)(scope, receive, send)
+
+    return call
+
+
 async def _healthy() -> dict[str, str]:
     return {"status": "ok"}
 
@@ -56,11 +66,11 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 
 @attrs.frozen(kw_only=True)
-class _Body:
+class Body:
     """A body that has been read; what comes behind it comes as it did."""
 
     body: bytes
-    receive: _Receive
+    receive: Receive
     _read: list[bool] = attrs.field(factory=list)
 
     async def __call__(self) -> _Message:
@@ -70,15 +80,34 @@ class _Body:
         return {"type": "http.request", "body": self.body, "more_body": False}
 
 
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
+    """The whole body of a request; None if the client has gone before its end. Raises ValueError for one of over `most`
+    bytes, before all of it has come."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    parts, size, more = list[bytes](), int(length) if length.isdigit() else 0, True
+    if size > most:
+        raise ValueError(f"a body of {size:,} bytes; at most {most:,}")
+    size = 0
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
+        if size > most:
+            raise ValueError(f"a body of over {most:,} bytes")
+    return b"".join(parts)
+
+
 class Guard:
     """Middleware that lets requests with the right key through, with bodies that are within bounds and whole."""
 
-    def __init__(self, app: _App, *, key: str, bounds: Bounds) -> None:
+    def __init__(self, app: App, *, key: str, bounds: Bounds) -> None:
         if not key:
             raise ValueError("the server's key is empty: give one, or leave it to the server")
         self._app, self._key, self._bounds = app, f"Bearer {key}".encode(), bounds
 
-    async def __call__(self, scope: Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """A request, or what else a server tells its application."""
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -89,16 +118,19 @@ class Guard:
         try:
             self._check_key(scope)
             async with asyncio.timeout(self._bounds.body_seconds):
-                body = await self._body(scope, receive)
+                body = await read_body(scope, receive, self._bounds.body_bytes)
         except TimeoutError:
             error = ApiError(408, f"the body had not come after {self._bounds.body_seconds:g} seconds")
             await self._refuse(error, scope, receive, send)
+            return
+        except ValueError as error:
+            await self._refuse(ApiError(413, str(error)), scope, receive, send)
             return
         except ApiError as error:
             await self._refuse(error, scope, receive, send)
             return
         if body is not None:
-            await self._app(scope, _Body(body=body, receive=receive), send)
+            await self._app(scope, Body(body=body, receive=receive), send)
 
     def _check_key(self, scope: Scope) -> None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
@@ -106,25 +138,8 @@ class Guard:
             text = "give the key that the server was started with, as Authorization: Bearer KEY"
             raise ApiError(401, text, kind="authentication_error", code="invalid_api_key")
 
-    async def _body(self, scope: Scope, receive: _Receive) -> bytes | None:
-        """The whole body; None if the client has gone before its end."""
-        most, length = self._bounds.body_bytes, dict(scope["headers"]).get(b"content-length", b"0")
-        parts, size, more = list[bytes](), int(length) if length.isdigit() else 0, True
-        if size > most:
-            raise ApiError(413, f"a body of {size:,} bytes; at most {most:,}")
-        size = 0
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > most:
-                raise ApiError(413, f"a body of over {most:,} bytes")
-        return b"".join(parts)
-
     @staticmethod
-    async def _refuse(error: ApiError, scope: Scope, receive: _Receive, send: _Send) -> None:
+    async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {"connection": "close"} if error.status in (408, 413) else None
         await JSONResponse(error.body, error.status, headers)(scope, receive, send)
 
@@ -143,7 +158,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(receive: _Receive) -> None:
+async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -156,7 +171,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events, self._close = events, close
 
-    async def __call__(self, scope: Scope, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events as they come."""
         del scope
         work, gone = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_gone(receive))
@@ -170,7 +185,7 @@ class EventStream(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
             self._close()
 
-    async def _send(self, send: _Send) -> None:
+    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for event in self._events:
             await send({"type": "http.response.body", "body": event.encode(), "more_body": True})

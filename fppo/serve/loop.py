@@ -6,14 +6,16 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from typing import Any, NamedTuple, cast
 
 import attrs
 from torch import Tensor
 
+from fppo.models.several import Adapter
 from fppo.rollout.engine import Engine
 from fppo.rollout.generated import opened
-from fppo.rollout.requests import FinishedRequest, QueueFull, Request, Requests
+from fppo.rollout.requests import AdapterRequests, FinishedRequest, QueueFull, Request, Requests
 
 Params = Mapping[str, Tensor]
 Newer = Callable[[], tuple[Params, int] | None]
@@ -63,6 +65,7 @@ class EngineLoop:
         self._engine, self._most, self._newer, self._every = engine, most_waiting, newer, every
         self._calls: queue.SimpleQueue[_Waiting | Callable[[Requests], None] | None] = queue.SimpleQueue()
         self._waiting: dict[str, _Waiting] = {}
+        self._futures: list[Future[None]] = []
         self._lock = threading.Lock()
         self._stopped = False
         self.failure: Exception | None = None
@@ -105,6 +108,40 @@ class EngineLoop:
     def release(self, names: Sequence[str]) -> None:
         """Forgets the contexts of requests that have ended."""
         self._calls.put(lambda requests: requests.release(names))
+
+    def put(self, name: str, adapter: Adapter, version: int = 0) -> Future[None]:
+        """Gives the engine an adapter under a name, between two steps, as `AdapterRequests.put` does.
+
+        The result has its errors, and ValueError for an engine that takes none."""
+
+        def put(requests: Requests) -> None:
+            if not hasattr(requests, "put"):
+                raise ValueError("the engine runs no adapters beside its own policy")
+            cast(AdapterRequests, requests).put(name, adapter, version)
+
+        return self._called(put)
+
+    def drop(self, name: str) -> Future[None]:
+        """Has the engine forget an adapter, as `AdapterRequests.drop` does."""
+        return self._called(lambda requests: cast(AdapterRequests, requests).drop(name))
+
+    def _called(self, call: Callable[[Requests], None]) -> Future[None]:
+        """The result of a call between two steps."""
+        result: Future[None] = Future()
+
+        def called(requests: Requests) -> None:
+            try:
+                result.set_result(call(requests))
+            except Exception as error:  # the caller's to handle
+                result.set_exception(error)
+
+        with self._lock:
+            if self._stopped:
+                result.set_exception(ServerStopped("the engine has stopped"))
+                return result
+            self._futures = [each for each in self._futures if not each.done()] + [result]
+        self._calls.put(called)
+        return result
 
     def update(self, params: Params, version: int) -> None:
         """Goes on with newer weights, from the next step on."""
@@ -212,6 +249,10 @@ class EngineLoop:
         with self._lock:
             self._stopped = True
             left, self._waiting = self._waiting, {}
+            futures, self._futures = self._futures, []
+        for result in futures:
+            if not result.done():
+                result.set_exception(error)
         for waiting in left.values():
             _post(waiting.home, [(waiting.receive, error)])
 

@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator
 
 import uvicorn
-from fastapi import FastAPI
+
+from fppo.serve.app import App
 
 LOOPBACK = "127.0.0.1"
 _STARTS, _ENDS = 30.0, 5  # seconds
@@ -55,7 +56,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI, listener: socket.socket) -> Iterator[str]:
+def serving(app: App, listener: socket.socket) -> Iterator[str]:
     """Serves the application in a thread, for as long as the context lasts; gives its URL.
 
     At the end open connections have a few seconds to finish.

@@ -79,6 +79,13 @@ def lacking_of_server() -> str | None:
     return f"{' and '.join(lacking)} cannot be imported: pip install 'fppo[serve]'" if lacking else None
 
 
+def lacking_of_tinker() -> str | None:
+    """The package of the tinker protocol if it is missing, and what to do; None if it is there."""
+    if importlib.util.find_spec("tinker") is not None:
+        return None
+    return "--tinker: the package tinker, whose protocol it is, cannot be imported: pip install 'fppo[tinker]'"
+
+
 def _wrong(module: str, path: str) -> str | None:
     """The problem of "module:path", as far as the module's file tells; None if there is none."""
     try:

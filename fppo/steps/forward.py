@@ -176,6 +176,11 @@ def goes_on(model: Model) -> bool:
     return bool(model.spans) and not model.spans[-1].ends
 
 
+def hidden_of(params: Opened, rows: Rows, indices: Indices, forward: Forward) -> Tensor:
+    """Run rows without a head: the hidden states [N, H] of this rank's tokens, packed or with their padding."""
+    return _hidden(params, rows, indices, forward, (), None)[0]
+
+
 def _hidden(
     params: Opened,
     rows: Rows,

@@ -20,7 +20,7 @@ from fppo.rollout.requests import (
     RequestCounts,
     StepResult,
 )
-from fppo.rollout.rows import check_names, check_tokens
+from fppo.rollout.rows import check_names, check_tokens, check_without
 from fppo.rollout.vllm.host import EngineDied, HostDraws, HostRow
 
 _WHY = "vLLM was started for max_model_len ="
@@ -120,6 +120,7 @@ class VllmRequests:
         if self._most_waiting is not None and waiting > self._most_waiting:
             raise QueueFull(f"{waiting} requests would wait, and at most {self._most_waiting} may: add them later")
         check_names(requests, self._kept, self._open)
+        check_without(requests, "vLLM here")
         for request in requests:
             before = 0 if request.after is None else len(self._kept[request.after][0])
             check_tokens(request, before, size=self._size, limit=self.limit, why=_WHY)

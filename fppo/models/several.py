@@ -1,0 +1,113 @@
+"""Adapters of one base side by side: each row of a pass goes by the adapter that it belongs to.
+
+The product with a base weight is one for all rows; to it each adapter adds scale * B @ A for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import attrs
+import torch
+from torch import Tensor
+
+from fppo.models.adapted import FACTORS, Adapted, Factors, Several, add_own_
+from fppo.models.codes import shapes_of_weights
+from fppo.models.heads import vocabulary_head
+from fppo.models.model import Model
+from fppo.models.run import Bound
+
+
+@attrs.frozen(eq=False)
+class Adapter:
+    """A low-rank adapter apart from its base: factors by the names of the weights, which of these are stored [in, out],
+    and for a pass those of the vocabulary head."""
+
+    factors: Mapping[str, Factors]
+    flipped: Mapping[str, bool]
+    head: Factors | None = None
+
+    @staticmethod
+    def of(model: Model, params: Mapping[str, Tensor]) -> Adapter:
+        """The adapter in the parameters of an adapted model. Raises ValueError for a plain model."""
+        if model.frozen is None:
+            raise ValueError("the model has no adapter: `adapt` it first")
+        scale, places = model.frozen.lora.scale, model.frozen.places
+        pairs = {name: [params[name + factor].detach() for factor in FACTORS] for name in places}
+        return Adapter({name: Factors(a, b, scale) for name, (a, b) in pairs.items()}, places)
+
+
+class OwnRows(NamedTuple):
+    """Rows of a pass that go by an adapter."""
+
+    adapter: Adapter
+    rows: slice | Tensor  # or int64 [R]
+
+
+def fitted(model: Model, adapter: Adapter, name: str, device: torch.device, head: torch.dtype) -> Adapter:
+    """A copy of an adapter for passes of a plain model: on a device, in the compute dtype, and the factors of the
+    vocabulary head in the dtype `head`.
+
+    Raises ValueError, which gives the adapter's `name`, for one that does not fit, and for weights whose rows are not
+    those of the pass: stacks of experts, a vision tower, and layers that carry states.
+    """
+    what = f"adapter {name!r}"
+    if model.frozen is not None:
+        raise ValueError(f"{what}: the engine's model is adapted itself; give the engine the plain base")
+    if model.layout is not None or model.spans:
+        raise ValueError(f"{what}: adapters side by side run on one rank, not on parts of a model; merge the adapter")
+    if model.stateful:
+        raise ValueError(f"{what}: model type {model.config.model_type!r} carries states; merge the adapter")
+    shapes = shapes_of_weights(model.shapes, model.forms, model.layout)
+    unknown = sorted(adapter.factors.keys() - shapes.keys())
+    if unknown:
+        raise ValueError(f"{what}: the engine's model has no weights {unknown[:5]}: it is an adapter of another base")
+    apart = sorted(n for n in adapter.factors if len(shapes[n]) != 2 or n in model.seeing)
+    if apart:
+        raise ValueError(
+            f"{what}: weights {apart[:5]} are of experts or of a vision tower, whose rows are not those of the pass; "
+            "leave them out of the adapter's targets, or merge the adapter"
+        )
+    for own, (a, b, _) in adapter.factors.items():
+        out, wide = reversed(shapes[own]) if adapter.flipped[own] else shapes[own]
+        if a.shape[1:] != (wide,) or b.shape != (out, len(a)):
+            raise ValueError(
+                f"{what}: factors {[*a.shape]} and {[*b.shape]} of {own} do not fit a weight {[*shapes[own]]}"
+            )
+    factors = {n: _copied(x, device, model.compute_dtype) for n, x in adapter.factors.items()}
+    last = adapter.factors.get(vocabulary_head(model)[0])
+    return Adapter(factors, adapter.flipped, None if last is None else _copied(last, device, head))
+
+
+def _copied(factors: Factors, device: torch.device, dtype: torch.dtype | None) -> Factors:
+    a, b = (x.detach().to(device, dtype or x.dtype, copy=True) for x in (factors.a, factors.b))
+    return Factors(a, b, factors.scale)
+
+
+def beside(bound: Bound, owned: Sequence[OwnRows]) -> Bound:
+    """A model whose weights act on some rows of a pass with the factors of adapters; their other rows, and all without
+    `owned`, have the base alone."""
+    if not owned:
+        return bound
+    tensors, start = dict(bound.tensors), len(bound.model.prefix)
+    names = {name for one in owned for name in one.adapter.factors if name.startswith(bound.model.prefix)}
+    for name in names:
+        key = f"skeleton.{name[start:]}"
+        adapters = [one for one in owned if name in one.adapter.factors]
+        own = [(one.rows, one.adapter.factors[name]) for one in adapters]
+        tensors[key] = Adapted.of(Several(tensors[key], own, adapters[0].adapter.flipped[name]))
+    return attrs.evolve(bound, tensors=tensors)
+
+
+def with_own_head(product: Callable[..., Tensor], owned: Sequence[OwnRows]) -> Callable[..., Tensor]:
+    """Extend the product of hidden states [N, H] with the vocabulary head by what adapters have of it for their rows."""
+    own = [(one.rows, one.adapter.head) for one in owned if one.adapter.head is not None]
+    if not own:
+        return product
+
+    def call(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        out = product(x, weight, bias)
+        return add_own_(out, x.to(out.dtype), own)
+
+    return call

@@ -1,0 +1,375 @@
+"""Requests of the tinker protocol as values: what a body holds is checked here, before anything is kept or run.
+
+Types are those of the `tinker` package, whose client writes these bodies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import attrs
+import numpy as np
+import torch
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ValidationError
+from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
+from torch import Tensor
+
+from fppo._errors import json_of, printable
+from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.futures import Refusal
+from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
+
+M = TypeVar("M", bound=BaseModel)
+PROTO = "application/x-protobuf"
+MOST_NUMBER = 1 << 62  # of requests of a run, or of a sampling session
+_DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
+_TTL = (3600, 10 * 366 * 24 * 3600)  # seconds
+
+
+@attrs.frozen(kw_only=True)
+class TinkerBounds:
+    """The bounds of what a request may hold."""
+
+    body_bytes: int = 64 << 20  # of a body, once it is decompressed
+    body_seconds: float = 60.0  # until its last byte has come
+    datums: int = 1024  # of a pass
+    tokens: int = 1 << 22  # of a pass, over all datums
+    numbers: int = 1 << 24  # in one tensor, sparse ones written out
+    samples: int = 4096  # of one prompt
+    scored: int = 1 << 22  # log-probs of a prompt: its tokens times the width of what is to be scored
+    drawn_top: int = 1024  # likeliest tokens of each draw
+    stops: int = 64
+    metadata: int = 16 << 10  # characters of what a user attaches
+    open_requests: int = 8192  # of a key, that have no result yet
+    open_bytes: int = 1 << 30  # of all requests that wait
+
+
+@attrs.frozen
+class CreateVerb:
+    """A run's first request, which its description says."""
+
+
+@attrs.frozen(kw_only=True)
+class PassVerb:
+    """A forward pass over data, with `backward` also one backward, whose gradients are added to the run's."""
+
+    data: tuple[Datum, ...]
+    loss: str  # its name
+    config: Mapping[str, float | str]
+    backward: bool
+
+
+@attrs.frozen(kw_only=True)
+class StepVerb:
+    """A step of the optimizer; `kind` is the family that its numbers are of."""
+
+    kind: str
+    params: StepParams
+
+
+@attrs.frozen(kw_only=True)
+class SaveVerb:
+    """Weights to be saved: all of a run's state, those that sampling needs, or files for other programs."""
+
+    kind: Literal["weights", "sampler_weights", "external_weights"]
+    name: str
+    seconds: int | None = None  # its time to live
+    overwrite: bool = False
+    metadata: Mapping[str, str] | None = None
+
+
+@attrs.frozen(kw_only=True)
+class SnapshotVerb:
+    """Weights to sample from in a session of this number, fixed, or `inflight`: the run's newest such."""
+
+    session: int
+    inflight: bool
+
+
+@attrs.frozen(kw_only=True)
+class LoadVerb:
+    """Weights of a checkpoint to go on with, and its optimizer's state."""
+
+    path: str
+    optimizer: bool
+
+
+@attrs.frozen(kw_only=True)
+class RefusedVerb:
+    """A request that took its turn and is refused. One that was to add gradients leaves the step without them."""
+
+    error: str
+    breaks: bool = True
+
+
+RunVerb = CreateVerb | PassVerb | StepVerb | SaveVerb | SnapshotVerb | LoadVerb | RefusedVerb
+
+
+def refused(name: str, text: str) -> Refusal:
+    """The refusal of a field."""
+    return Refusal(f"{name}: {text}")
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises Refusal."""
+    try:
+        value = json_of(body)
+    except ValueError as error:
+        raise Refusal(f"the body is no JSON: {error}"[:500]) from error
+    if not isinstance(value, dict):
+        raise Refusal(f"the body is a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def of_type(kind: type[M], value: Mapping[str, Any] | bytes) -> M:
+    """A body as one of the protocol's types. Raises Refusal, which names the field."""
+    try:
+        return kind.model_validate_json(value) if isinstance(value, bytes) else kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise Refusal(printable(f"{place}: {first['msg']}", 500)) from error
+
+
+def number_of(value: Any, name: str = "seq_id", *, low: int = 0) -> int:
+    """The number of a request. Raises Refusal."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < MOST_NUMBER:
+        raise refused(name, f"{value!r} is no number from {low} to {MOST_NUMBER - 1}")
+    return value
+
+
+def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message of a pass. Raises Refusal for what is none."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise Refusal("the body is no ForwardBackwardRequest in protobuf") from error
+    return message
+
+
+def pass_verb(message: pb.ForwardBackwardRequest, *, bounds: TinkerBounds, vocabulary: int, limit: int) -> PassVerb:
+    """The pass of a message, for a model of so many tokens whose rows have at most `limit`. Raises Refusal."""
+    if not 0 < len(message.data) <= bounds.datums:
+        raise refused("data", f"{len(message.data)} datums; give 1 to {bounds.datums}")
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    data, total = list[Datum](), 0
+    for place, datum in enumerate(message.data):
+        data.append(_datum(datum, f"data[{place}]", bounds, vocabulary, limit))
+        total += len(data[-1].tokens)
+        if total > bounds.tokens:
+            raise refused("data", f"over {bounds.tokens:,} tokens; cut the batch into several calls")
+    return PassVerb(data=tuple(data), loss=message.loss_fn, config=config, backward=not message.forward_only)
+
+
+def _datum(message: pb.Datum, name: str, bounds: TinkerBounds, vocabulary: int, limit: int) -> Datum:
+    ids = np.concatenate([_chunk(chunk, f"{name}.model_input") for chunk in message.model_input] or [np.zeros(0)])
+    if not 0 < len(ids) <= limit:
+        raise refused(f"{name}.model_input", f"{len(ids)} tokens; the model takes 1 to {limit}")
+    _check_ids(ids, f"{name}.model_input", vocabulary)
+    inputs = {key: tensor_of(value, f"{name}.{key}", bounds) for key, value in message.loss_fn_inputs.items()}
+    targets = inputs.pop("target_tokens", None)
+    if targets is None:
+        raise refused(f"{name}.loss_fn_inputs", f"there is no target_tokens; there are {sorted(inputs)}")
+    if targets.is_floating_point():
+        raise refused(f"{name}.target_tokens", "give int64 ids")
+    if targets.ndim not in (1, 2) or len(targets) != len(ids):
+        raise refused(f"{name}.target_tokens", f"shape {[*targets.shape]}; the input has {len(ids)} tokens")
+    _check_ids(targets.numpy(), f"{name}.target_tokens", vocabulary)
+    return Datum(
+        tokens=torch.from_numpy(ids.astype(np.int64)),
+        targets=targets.long(),
+        inputs={key: value if value.is_floating_point() else value.float() for key, value in inputs.items()},
+    )
+
+
+def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind != "encoded_text":
+        what = {"image": "images", "dmel": "audio"}.get(str(kind), "nothing")
+        raise refused(name, f"a chunk of {what}: this model takes text alone")
+    data = chunk.encoded_text.tokens
+    if len(data) % 4:
+        raise refused(name, f"{len(data)} bytes are no int32 tokens")
+    return np.frombuffer(data, np.int32)
+
+
+def _check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:
+    if ids.size and not (ids.min() >= 0 and ids.max() < vocabulary):
+        wrong = ids[(ids < 0) | (ids >= vocabulary)].flat[0]
+        raise refused(name, f"the token {wrong} is none of the model's {vocabulary}")
+
+
+def tensor_of(message: pb.Tensor, name: str, bounds: TinkerBounds) -> Tensor:
+    """A tensor of the protocol, a sparse one with zeros written out. Raises Refusal."""
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise refused(name, f"dtype {message.dtype}: give float32 or int64")
+    shape = [*message.shape]
+    if len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > bounds.numbers:
+        raise refused(name, f"shape {shape}: give one or two dimensions, and at most {bounds.numbers:,} numbers")
+    if message.WhichOneof("encoding") == "sparse_csr":
+        csr = message.sparse_csr
+        rows, columns = (_numbers(x, np.dtype(np.int64), name) for x in (csr.crow_indices, csr.col_indices))
+        return torch.from_numpy(dense_of(_numbers(csr.values, np.dtype(dtype), name), rows, columns, shape, name))
+    values = _numbers(message.dense, np.dtype(dtype), name)
+    if shape and math.prod(shape) != len(values):
+        raise refused(name, f"shape {shape} with {len(values)} numbers")
+    return torch.from_numpy(values.reshape(shape or [len(values)]).copy())
+
+
+def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise refused(name, f"{len(data)} bytes are no numbers of {dtype.itemsize} bytes")
+    return np.frombuffer(data, dtype)
+
+
+def dense_of(
+    values: np.ndarray, rows: np.ndarray, columns: np.ndarray, shape: Sequence[int], name: str, *, fill: int = 0
+) -> np.ndarray:
+    """A sparse matrix (CSR: `rows` are its row pointers) of this shape, with `fill` written out. Raises Refusal."""
+    if len(shape) != 2 or len(rows) != shape[0] + 1 or len(columns) != len(values):
+        raise refused(name, f"sparse of shape {list(shape)}, {len(rows)} row pointers, {len(columns)} columns")
+    if rows[0] != 0 or rows[-1] != len(values) or (np.diff(rows) < 0).any():
+        raise refused(name, "its row pointers do not rise from 0 to the number of values")
+    if len(columns) and not (columns.min() >= 0 and columns.max() < shape[1]):
+        raise refused(name, f"a column outside of 0 to {shape[1] - 1}")
+    dense = np.full(shape, fill, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def step_verb(body: Mapping[str, Any]) -> StepVerb:
+    """The step of a request. Raises Refusal."""
+    request = of_type(types.OptimStepRequest, body)
+    given = request.optim_params
+    if isinstance(given, types.AdamParams):
+        return StepVerb(kind="adamw", params=_step_params(given.model_dump()))
+    if given.type != "muon":
+        advice = "its formula is not published; give muon, or adamw" if given.type == "dimuon" else "give adamw or muon"
+        raise refused("optimizer_params.type", f"{printable(given.type, 40)!r}: {advice}")
+    fields = {name: value for name, value in given.model_dump().items() if name != "type"}
+    return StepVerb(kind="muon", params=_step_params(fields))
+
+
+def _step_params(fields: Mapping[str, Any]) -> StepParams:
+    """The numbers of a step. Raises Refusal, which names the number."""
+    known = [field.name for field in attrs.fields(StepParams)]
+    for name, value in fields.items():
+        if name not in known:
+            raise refused(printable(name, 60), f"a step has {', '.join(known)}")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise refused(name, f"{printable(repr(value), 60)} is no number")
+    clip = fields.get("grad_clip_norm", 0.0)
+    given = {**fields, "grad_clip_norm": max(clip, 0.0) if math.isfinite(clip) else clip}
+    try:
+        return StepParams(**given)
+    except ValueError as error:
+        raise Refusal(f"optim_params: {error}") from error
+
+
+def save_verb(body: Mapping[str, Any], bounds: TinkerBounds) -> SaveVerb:
+    """The saving of a run's state. Raises Refusal."""
+    request = of_type(types.SaveWeightsRequest, body)
+    if request.path is None:
+        raise refused("path", "give the checkpoint a name")
+    return SaveVerb(
+        kind="weights",
+        name=name_of(request.path),
+        seconds=seconds_of(request.ttl_seconds),
+        overwrite=request.overwrite,
+        metadata=metadata_of(request.user_metadata, bounds),
+    )
+
+
+def sampler_verb(body: Mapping[str, Any], bounds: TinkerBounds) -> SaveVerb | SnapshotVerb:
+    """The saving of weights to sample from, under a name or for a session alone. Raises Refusal."""
+    request = of_type(types.SaveWeightsForSamplerRequest, body)
+    if request.path is not None:
+        return SaveVerb(
+            kind="sampler_weights",
+            name=name_of(request.path),
+            seconds=seconds_of(request.ttl_seconds),
+            metadata=metadata_of(request.user_metadata, bounds),
+        )
+    if request.sampling_session_seq_id is None:
+        raise refused("path, sampling_session_seq_id", "give one of them")
+    number = number_of(request.sampling_session_seq_id, "sampling_session_seq_id")
+    return SnapshotVerb(session=number, inflight=request.kind == "inflight")
+
+
+def external_verb(body: Mapping[str, Any]) -> SaveVerb:
+    """The saving of files for other programs. Raises Refusal."""
+    request = of_type(types.SaveWeightsExternalRequest, body)
+    if request.age_encryption_recipients:
+        raise refused("age_encryption_recipients", "this server encrypts no files: leave it out")
+    return SaveVerb(kind="external_weights", name=name_of(request.path), seconds=seconds_of(request.ttl_seconds))
+
+
+def load_verb(request: types.LoadWeightsRequest) -> LoadVerb:
+    """The loading of a checkpoint. Raises Refusal."""
+    if request.weights_access_token is not None:
+        raise refused("weights_access_token", "this server has its own checkpoints alone: publish the other key's")
+    return LoadVerb(path=request.path[:1000], optimizer=request.optimizer)
+
+
+def adapters_of(config: types.LoraConfig | None, seed: int) -> Adapters:
+    """The adapters that a run is to train; rank 0, and no configuration, stand for all weights. Raises Refusal."""
+    if config is None:
+        return Adapters(rank=0, seed=seed, attention=True, mlp=True, unembed=True)
+    if not 0 <= config.rank <= 4096:
+        raise refused("lora_config.rank", f"{config.rank}: give 1 to 4096, or 0 to train all weights")
+    if not (config.train_attn or config.train_mlp or config.train_unembed):
+        raise refused("lora_config", "nothing would be trained: set train_attn, train_mlp or train_unembed")
+    chosen = seed if config.seed is None else config.seed % (1 << 64)
+    return Adapters(
+        rank=config.rank,
+        seed=chosen,
+        attention=config.train_attn,
+        mlp=config.train_mlp,
+        unembed=config.train_unembed,
+    )
+
+
+def optimizer_of(config: types.OptimizerConfig | None) -> str:
+    """The optimizer's family. Raises Refusal."""
+    kind = "adamw" if config is None else config.type
+    if kind == "dimuon":
+        raise refused("optimizer_config.type", "'dimuon': its formula is not published; give muon, or adamw")
+    if kind not in OPTIMIZERS:
+        raise refused("optimizer_config.type", f"{printable(kind, 40)!r}: there are {', '.join(OPTIMIZERS)}")
+    return kind
+
+
+_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+
+
+def name_of(value: str) -> str:
+    """The name of a checkpoint, which is a file name of its own. Raises Refusal."""
+    if not 0 < len(value) <= 128 or not _LETTERS.issuperset(value) or value.startswith("."):
+        text = "give 1 to 128 letters, digits, dots, hyphens and underscores, the first of them no dot"
+        raise refused("path", f"{printable(value, 60)!r} is no name of a checkpoint: {text}")
+    return value
+
+
+def seconds_of(value: int | None) -> int | None:
+    """A time to live. Raises Refusal."""
+    if value is not None and not _TTL[0] <= value <= _TTL[1]:
+        raise refused("ttl_seconds", f"{value}: give {_TTL[0]} (an hour) to {_TTL[1]} (ten years), or nothing")
+    return value
+
+
+def metadata_of(value: Mapping[str, Any] | None, bounds: TinkerBounds) -> dict[str, str] | None:
+    """The metadata that a user attaches to a session, a run or a checkpoint, as texts. Raises Refusal."""
+    if value is None:
+        return None
+    texts = {str(name): each if isinstance(each, str) else str(each) for name, each in value.items()}
+    if sum(len(name) + len(each) for name, each in texts.items()) > bounds.metadata:
+        raise refused("user_metadata", f"over {bounds.metadata} characters")
+    return texts

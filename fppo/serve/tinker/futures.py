@@ -1,0 +1,231 @@
+"""Futures: the results of requests that other threads work on, under names that are functions of the requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import attrs
+
+Category = Literal["user", "server"]
+
+
+@attrs.frozen
+class Payload:
+    """The result of a request that succeeded, as the body of a response."""
+
+    body: bytes
+    proto: bool = False  # protobuf; else JSON
+
+
+@attrs.frozen
+class FailedRequest:
+    """The result of a request that failed; `category` says whose fault that is."""
+
+    error: str
+    category: Category = "user"
+
+
+Outcome = Payload | FailedRequest
+
+
+class Refusal(Exception):
+    """A request that is refused, with the status of its response and the protocol's error."""
+
+    def __init__(self, error: str, *, status: int = 400, category: Category = "user") -> None:
+        super().__init__(error)
+        self.error, self.status = error, status
+        self.category: Category = category
+
+    @property
+    def outcome(self) -> FailedRequest:
+        """The result of a request that was taken before."""
+        return FailedRequest(self.error, self.category)
+
+
+@attrs.define(eq=False)
+class _Future:
+    owner: str
+    opened: float
+    size: int
+    outcome: Outcome | None = None
+    retrieved: float | None = None
+    waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = attrs.field(factory=list)
+
+
+class PendingRequests(NamedTuple):
+    """The requests of an owner without a result: how many there are, and the bytes of what was sent."""
+
+    number: int
+    size: int
+
+
+class FutureState(NamedTuple):
+    """The state of a future that somebody may read."""
+
+    outcome: Outcome | None  # None: the request is being worked on, or waits
+
+
+class Futures:
+    """The futures of a server; any thread may call.
+
+    An outcome is forgotten `read_seconds` after it was first read, and else `seconds` after it was set, both by
+    `clock`. A name that was forgotten, or never was, has no state.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, read_seconds: float = 600.0, seconds: float = 24 * 3600.0
+    ) -> None:
+        self._clock, self._read_seconds, self._seconds = clock, read_seconds, seconds
+        self._lock = threading.Lock()
+        self._held: dict[str, _Future] = {}
+        self._pending: dict[str, PendingRequests] = {}
+
+    def open(self, name: str, owner: str, size: int = 0) -> bool:
+        """Begin a future of a request of so many bytes; False if there is one of this name already."""
+        with self._lock:
+            if name in self._held:
+                return False
+            future = self._held[name] = _Future(owner, self._clock(), size)
+            self._count(future, 1)
+            return True
+
+    def _count(self, future: _Future, sign: int) -> None:
+        count, size = self.pending(future.owner)
+        self._pending[future.owner] = PendingRequests(count + sign, size + sign * future.size)
+
+    def settle(self, name: str, outcome: Outcome) -> None:
+        """Set an outcome, once, and wake those who wait for it; a name that is not open is passed over."""
+        with self._lock:
+            future = self._held.get(name)
+            if future is None or future.outcome is not None:
+                return
+            self._count(future, -1)
+            future.outcome, future.opened = outcome, self._clock()
+            waiting, future.waiting = future.waiting, []
+        for loop, event in waiting:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(event.set)
+
+    def state(self, name: str, owner: str) -> FutureState | None:
+        """The state of a future of this owner's; None if there is none."""
+        with self._lock:
+            future = self._held.get(name)
+            return None if future is None or future.owner != owner else FutureState(future.outcome)
+
+    async def wait(self, name: str, owner: str, seconds: float) -> FutureState | None:
+        """The state of a future once it has an outcome, or after so many seconds."""
+        with self._lock:
+            future = self._held.get(name)
+            if future is None or future.owner != owner:
+                return None
+            if future.outcome is not None:
+                return FutureState(future.outcome)
+            event = asyncio.Event()
+            entry = (asyncio.get_running_loop(), event)
+            future.waiting.append(entry)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        with self._lock:
+            if entry in future.waiting:
+                future.waiting.remove(entry)
+            return FutureState(future.outcome)
+
+    def read(self, name: str) -> None:
+        """Note that an outcome is being sent to its owner."""
+        with self._lock:
+            future = self._held.get(name)
+            if future is not None and future.retrieved is None:
+                future.retrieved = self._clock()
+
+    def outcomes(self, names: Sequence[str]) -> dict[str, Outcome]:
+        """The outcomes that are held under these names."""
+        with self._lock:
+            held = ((name, self._held.get(name)) for name in names)
+            return {name: future.outcome for name, future in held if future is not None and future.outcome is not None}
+
+    def pending(self, owner: str) -> PendingRequests:
+        """The requests of an owner without an outcome."""
+        return self._pending.get(owner, PendingRequests(0, 0))
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget futures."""
+        with self._lock:
+            for name in names:
+                future = self._held.pop(name, None)
+                if future is not None and future.outcome is None:
+                    self._count(future, -1)
+
+    def sweep(self) -> list[str]:
+        """Forget the outcomes that have been held long enough; returns their names."""
+        with self._lock:
+            now = self._clock()
+            old = [name for name, future in self._held.items() if self._is_old(future, now)]
+            for name in old:
+                del self._held[name]
+            return old
+
+    def _is_old(self, future: _Future, now: float) -> bool:
+        if future.outcome is None:
+            return False
+        if future.retrieved is not None and now - future.retrieved > self._read_seconds:
+            return True
+        return now - future.opened > self._seconds
+
+
+class Completion(NamedTuple):
+    """The end of a request, for those who poll for the ends of many."""
+
+    cursor: int
+    name: str
+    size: int | None  # bytes of the result; None: it failed
+
+
+class Completions:
+    """The ends of requests by target, in their order; one event loop calls.
+
+    Cursors begin at `first`, which a later server must not go below: a client may hold an earlier server's cursor.
+    """
+
+    def __init__(self, first: int, *, most: int = 1 << 16) -> None:
+        self._numbers, self._most = itertools.count(first + 1), most
+        self._ended: dict[tuple[str, int], list[Completion]] = {}
+        self._changed: dict[tuple[str, int], asyncio.Event] = {}
+
+    def add(self, target: tuple[str, int], name: str, outcome: Outcome) -> None:
+        """Add an end."""
+        size = len(outcome.body) if isinstance(outcome, Payload) else None
+        ended = self._ended.setdefault(target, [])
+        ended.append(Completion(next(self._numbers), name, size))
+        del ended[: -self._most]
+        if event := self._changed.pop(target, None):
+            event.set()
+
+    async def after(self, target: tuple[str, int], cursor: int, seconds: float) -> tuple[list[Completion], int]:
+        """The ends behind a cursor, and the cursor behind them; waits up to so many seconds for one. Those up to the
+        cursor are forgotten."""
+        found = self._behind(target, cursor)
+        if not found and seconds > 0:
+            event = self._changed.setdefault(target, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await event.wait()
+            found = self._behind(target, cursor)
+        return found, found[-1].cursor if found else cursor
+
+    def drop(self, session: str) -> None:
+        """Forget the ends of a sampling session."""
+        for target in [target for target in self._ended if target[0] == session]:
+            del self._ended[target]
+
+    def _behind(self, target: tuple[str, int], cursor: int) -> list[Completion]:
+        ended = self._ended.get(target)
+        if ended is None:
+            return []
+        ended[:] = [each for each in ended if each.cursor > cursor]
+        return [*ended]

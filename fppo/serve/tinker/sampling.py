@@ -1,0 +1,219 @@
+"""Sampling for the tinker protocol: requests are gathered shortly, and drawn by the engines that hold their weights.
+
+Adapters of one base are drawn side by side by the base's engine, as far as that can. Other weights have an engine each,
+which is opened when they are first sampled from, and closed for others once nothing is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+
+import attrs
+
+from fppo.models.several import Adapter
+from fppo.rollout.embedded import EmbeddedEngine
+from fppo.rollout.requests import FinishedRequest, QueueFull, Request
+from fppo.serve.loop import EngineLoop, Event, ServerStopped
+from fppo.serve.tinker.encode import sample_payload
+from fppo.serve.tinker.futures import FailedRequest, Outcome, Refusal
+from fppo.serve.tinker.samples import SampleWork
+from fppo.serve.tinker.snapshots import SampledWeights
+
+Recorded = Callable[[SampleWork, Sequence[FinishedRequest]], None]  # by the names of the rows
+_GATHER, _GATHER_MOST = 0.002, 0.02  # seconds without another request, and in all
+
+
+@attrs.define(eq=False)
+class _OpenEngine:
+    """An open engine, with the adapters that it has, by their versions, and how many requests of each are open."""
+
+    loop: EngineLoop
+    closes: bool  # once other weights want its place
+    adapters: OrderedDict[str, int] = attrs.field(factory=OrderedDict)
+    open: dict[str | None, int] = attrs.field(factory=dict)
+    gathered: list[tuple[Request, Callable[[Event], None]]] = attrs.field(factory=list)
+    timer: asyncio.TimerHandle | None = None
+    began: float = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is open."""
+        return any(self.open.values())
+
+
+@attrs.define(eq=False)
+class _Open:
+    """Samples of a prompt that are being drawn."""
+
+    engine: _OpenEngine
+    adapter: str | None
+    names: list[str]
+    ended: asyncio.Future[list[FinishedRequest]]
+    finished: dict[str, FinishedRequest] = attrs.field(factory=dict)
+
+
+class SamplerEngines:
+    """The engines of a server's bases and of weights trained over them. One event loop calls.
+
+    `loops` are the bases', open. Of other weights at most `most` engines are open, and `most_adapters` over each base.
+    """
+
+    def __init__(
+        self,
+        loops: Mapping[str, EngineLoop],
+        engines: Mapping[str, EmbeddedEngine],
+        *,
+        most: int = 4,
+        most_adapters: int = 32,
+    ) -> None:
+        self._bases = {name: _OpenEngine(loop, closes=False) for name, loop in loops.items()}
+        self._engines, self._most, self._most_adapters = engines, most, most_adapters
+        self._own: OrderedDict[str, _OpenEngine] = OrderedDict()
+        self._alone: set[str] = set()  # weights that do not run beside others
+        self._lock = asyncio.Lock()  # of engines being opened, and adapters being given to them
+        self._open: dict[str, _Open] = {}
+
+    async def sample(
+        self, name: str, work: SampleWork, weights: SampledWeights | str, *, owner: str, record: Recorded
+    ) -> Outcome:
+        """Samples by some weights, or by a base of this name. Errors are outcomes.
+
+        Places are dealt in turn among owners. Work that is to be recorded is given to `record` with its draws."""
+        try:
+            engine, adapter = await self._engine_of(weights)
+            requests = work.requests(name, adapter=adapter, owner=owner)
+            finished = await self._draw(name, engine, adapter, requests)
+            if work.record:
+                record(work, finished)
+            return sample_payload(finished, work)
+        except asyncio.CancelledError:
+            self.cancel(name)
+            raise
+        except Refusal as error:
+            return FailedRequest(error.error, error.category)
+        except ValueError as error:
+            return FailedRequest(str(error)[:2000])
+        except (QueueFull, ServerStopped) as error:
+            return FailedRequest(str(error), "server")
+        except Exception as error:  # the engine's own
+            return FailedRequest(f"the engine failed: {type(error).__name__}", "server")
+
+    def cancel(self, name: str) -> None:
+        """End the drawing of samples; whoever waits for them gets an error."""
+        held = self._open.get(name)
+        if held is not None and not held.ended.done():
+            held.ended.set_exception(Refusal("the request was cancelled"))
+
+    async def _draw(
+        self, name: str, engine: _OpenEngine, adapter: str | None, requests: Sequence[Request]
+    ) -> list[FinishedRequest]:
+        ended: asyncio.Future[list[FinishedRequest]] = asyncio.get_running_loop().create_future()
+        held = self._open[name] = _Open(engine, adapter, [request.name for request in requests], ended)
+        engine.open[adapter] = engine.open.get(adapter, 0) + 1
+        try:
+            for request in requests:
+                self._gather(engine, request, self._receiver(held, request.name))
+            return await ended
+        finally:
+            del self._open[name]
+            engine.open[adapter] -= 1
+            left = set(held.names) - held.finished.keys()
+            engine.gathered = [each for each in engine.gathered if each[0].name not in left]
+            for each in left:
+                engine.loop.cancel(each)
+
+    @staticmethod
+    def _receiver(held: _Open, name: str) -> Callable[[Event], None]:
+        def receive(event: Event) -> None:
+            if held.ended.done():
+                return
+            if isinstance(event, Exception):
+                held.ended.set_exception(event)
+            elif isinstance(event, FinishedRequest):
+                held.finished[name] = event
+                if len(held.finished) == len(held.names):
+                    held.ended.set_result([held.finished[each] for each in held.names])
+
+        return receive
+
+    def _gather(self, engine: _OpenEngine, request: Request, receive: Callable[[Event], None]) -> None:
+        """Hold a request until no other has come for a moment, so that those that come together are read together."""
+        loop = asyncio.get_running_loop()
+        if not engine.gathered:
+            engine.began = loop.time()
+        engine.gathered.append((request, receive))
+        if engine.timer is not None:
+            engine.timer.cancel()
+        left = engine.began + _GATHER_MOST - loop.time()
+        engine.timer = loop.call_later(max(0.0, min(_GATHER, left)), self._flush, engine)
+
+    @staticmethod
+    def _flush(engine: _OpenEngine) -> None:
+        gathered, engine.gathered, engine.timer = engine.gathered, [], None
+        for request, receive in gathered:
+            try:
+                engine.loop.submit(request, receive, along=False)
+            except ServerStopped as error:
+                receive(error)
+
+    async def _engine_of(self, weights: SampledWeights | str) -> tuple[_OpenEngine, str | None]:
+        """The engine of some weights, and the name by which it has them, None for its own."""
+        if isinstance(weights, str):
+            return self._bases[weights], None
+        async with self._lock:
+            if weights.model.frozen is not None and weights.name not in self._alone:
+                engine = self._bases[weights.base]
+                if await self._beside(engine, weights):
+                    return engine, weights.name
+                self._alone.add(weights.name)
+            return await self._alone_engine(weights), None
+
+    async def _beside(self, engine: _OpenEngine, weights: SampledWeights) -> bool:
+        """Have a base's engine hold an adapter; False where it cannot run beside others."""
+        if engine.adapters.get(weights.name) != weights.version:
+            adapter = Adapter.of(weights.model, weights.params)
+            try:
+                await asyncio.wrap_future(engine.loop.put(weights.name, adapter, weights.version))
+            except ValueError:
+                return False
+            engine.adapters[weights.name] = weights.version
+        engine.adapters.move_to_end(weights.name)
+        idle = [name for name in engine.adapters if not engine.open.get(name) and name != weights.name]
+        for name in idle[: max(0, len(engine.adapters) - self._most_adapters)]:
+            del engine.adapters[name]
+            engine.open.pop(name, None)
+            await asyncio.wrap_future(engine.loop.drop(name))
+        return True
+
+    async def _alone_engine(self, weights: SampledWeights) -> _OpenEngine:
+        held = self._own.get(weights.name)
+        if held is None:
+            engine = attrs.evolve(self._engines[weights.base], model=weights.model)
+            loop = EngineLoop(engine, weights.params, version=weights.version)
+            await asyncio.to_thread(loop.start)
+            held = self._own[weights.name] = _OpenEngine(loop, closes=True)
+        elif held.loop.version != weights.version:
+            held.loop.update(weights.params, weights.version)
+            held.loop.version = weights.version
+        self._own.move_to_end(weights.name)
+        idle = [name for name, each in self._own.items() if not each.busy and name != weights.name]
+        for name in idle[: max(0, len(self._own) - self._most)]:
+            await asyncio.to_thread(self._own.pop(name).loop.stop)
+        return held
+
+    async def forget(self, names: Sequence[str]) -> None:
+        """Let go of weights that nobody samples from any more."""
+        async with self._lock:
+            for name in names:
+                self._alone.discard(name)
+                if name in self._own and not self._own[name].busy:
+                    await asyncio.to_thread(self._own.pop(name).loop.stop)
+
+    def close(self) -> None:
+        """Close the engines of weights that are no base's."""
+        for held in self._own.values():
+            with contextlib.suppress(RuntimeError):
+                held.loop.stop()

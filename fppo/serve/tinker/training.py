@@ -1,0 +1,353 @@
+"""The training runs of a server: their values in memory, their states and journals on disk, and the verbs done on them.
+
+    ROOT/SESSION.NUMBER/run.json          the run: its base, adapters, optimizer, owner
+    ROOT/SESSION.NUMBER/journal.log       the requests behind its newest state
+    ROOT/SESSION.NUMBER/results-N.log     the results of requests up to N that somebody may still read
+    ROOT/SESSION.NUMBER/states/           its state behind request N
+
+A run is restored when there is something to do, so that a server with many old runs starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import attrs
+import cattrs
+
+from fppo._errors import json_of, printable, words_of
+from fppo.runtime import checkpoint
+from fppo.runtime.exports import write_whole
+from fppo.serve.tinker import runs
+from fppo.serve.tinker.checkpoints import folder_of
+from fppo.serve.tinker.decode import (
+    CreateVerb,
+    LoadVerb,
+    PassVerb,
+    RefusedVerb,
+    RunVerb,
+    SaveVerb,
+    SnapshotVerb,
+    StepVerb,
+)
+from fppo.serve.tinker.encode import json_payload, pass_payload
+from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome, Payload, Refusal
+from fppo.serve.tinker.journal import Journal, JournalRecord, read, written_whole
+from fppo.serve.tinker.losses import Loss
+from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
+from fppo.serve.tinker.work import request_name
+
+INFO, JOURNAL, STATES = "run.json", "journal.log", "states"
+_SAVED = {  # results' types by kinds of checkpoints
+    "weights": "save_weights",
+    "sampler_weights": "save_weights_for_sampler",
+    "external_weights": "save_weights_external",
+}
+_SHARE = 0.05  # of a run's time at most goes into saving its state
+_BYTES = 64 << 20  # of a journal, beyond which a state is saved
+
+
+@attrs.frozen(kw_only=True)
+class RunInfo:
+    """The description of a run, from which it is created again: all that its first request said."""
+
+    name: str
+    session: str
+    owner: str
+    base: str
+    adapters: Adapters
+    optimizer: str
+    created: float
+    metadata: Mapping[str, str] | None = None
+    loaded: str | None = None  # the checkpoint that it begins with
+    with_optimizer: bool = False
+    ended: bool = False  # its session has: nothing more is done for it
+
+
+@attrs.define(eq=False)
+class HeldRun:
+    """A run as the server holds it."""
+
+    info: RunInfo
+    place: Path
+    journal: Journal
+    done: int = -1  # the number of the last request that was done
+    saved: int = -1  # likewise, of the newest state on disk
+    value: TrainingRun | None = None
+    broken: str | None = None  # why the gradients of this step are not to be used
+    cost: float = 0.0  # seconds of work behind the saved state
+    saving: float = 0.0  # seconds that the last saving took
+    due: bool = False  # whether its state must be saved: what it came from may be deleted
+    last: float = 0.0  # when a request came
+    numbers: list[int] = attrs.field(factory=list)  # of results that may be held
+    lock: threading.Lock = attrs.field(factory=threading.Lock)  # of the numbers
+
+
+class RunStores(Protocol):
+    """The places that a run's weights go to and come from."""
+
+    def save(self, run: TrainingRun, info: RunInfo, verb: SaveVerb, number: int) -> str: ...
+
+    def snapshot(self, run: TrainingRun, info: RunInfo, verb: SnapshotVerb, number: int) -> str: ...
+
+    def load(self, run: TrainingRun, info: RunInfo, verb: LoadVerb) -> TrainingRun: ...
+
+    def keep(self, info: RunInfo) -> None:
+        """Have the snapshots of a run outlive the server."""
+        ...
+
+
+class TrainingRuns:
+    """The runs of a server. `do`, `done` and `give_up` are the worker's; any thread may call the others."""
+
+    def __init__(
+        self,
+        root: Path,
+        bases: Mapping[str, BaseModel],
+        stores: RunStores,
+        futures: Futures,
+        *,
+        loss_of: Callable[[RunInfo, PassVerb], Loss],
+        verb_of: Callable[[RunInfo, JournalRecord], RunVerb],
+        clock: Callable[[], float],
+    ) -> None:
+        self._root, self._bases, self._stores, self._futures = root, bases, stores, futures
+        self._loss_of, self._verb_of, self._clock = loss_of, verb_of, clock
+        self._lock = threading.Lock()
+        self._held: dict[str, HeldRun] = {}
+        root.mkdir(parents=True, exist_ok=True)
+
+    def restore(self) -> Iterator[tuple[str, int, dict[int, RunVerb]]]:
+        """The runs of an earlier server: their names, the numbers of what is to be done next, and what waits."""
+        for place in sorted(self._root.iterdir()):
+            if (place / INFO).exists():
+                yield self._restore_one(place)
+
+    def _restore_one(self, place: Path) -> tuple[str, int, dict[int, RunVerb]]:
+        info = cattrs.structure(json_of((place / INFO).read_text("utf-8")), RunInfo)
+        records = read(place / JOURNAL)
+        held = HeldRun(info, place, Journal(place / JOURNAL), last=self._clock())
+        states = checkpoint.steps(place / STATES) if (place / STATES).exists() else []
+        held.done = held.saved = states[-1] if states else -1
+        if states:
+            for record in read(place / f"results-{held.saved}.log"):
+                name = request_name(info.name, record.number)
+                if self._futures.open(name, info.owner):
+                    self._futures.settle(name, _outcome_of(record))
+                    held.numbers.append(record.number)
+        todo = {
+            r.number: self._verb_of(info, r) for r in records if r.number > held.done
+        }  # the last of a number counts
+        if held.done < 0:
+            todo[0] = CreateVerb()
+        if info.ended:
+            todo = {}
+        for number in todo:
+            self._futures.open(request_name(info.name, number), info.owner)
+            held.numbers.append(number)
+        with self._lock:
+            self._held[info.name] = held
+        return info.name, held.done + 1, todo
+
+    def create(self, info: RunInfo) -> None:
+        """Note a new run, for good."""
+        place = self._root / folder_of(info.name)
+        place.mkdir(parents=True, exist_ok=True)
+        journal = Journal(place / JOURNAL)
+        write_whole(place / INFO, json.dumps(cattrs.unstructure(info), indent=1).encode())
+        with self._lock:
+            self._held[info.name] = HeldRun(info, place, journal, last=self._clock(), numbers=[0])
+
+    def accept(self, run: str, record: JournalRecord) -> None:
+        """Note a request, for good."""
+        held = self._held[run]
+        held.journal.append(record)
+        held.last = self._clock()
+        with held.lock:
+            held.numbers.append(record.number)
+
+    def has(self, run: str) -> bool:
+        """Whether there is a run of this name."""
+        return run in self._held
+
+    def info(self, run: str, owner: str) -> RunInfo:
+        """The description of an owner's run. Raises Refusal."""
+        folder_of(run)
+        held = self._held.get(run)
+        if held is None or held.info.owner != owner:
+            raise Refusal(f"there is no training run {printable(run, 80)}", status=404)
+        return held.info
+
+    def infos(self, owner: str) -> list[RunInfo]:
+        """The runs of an owner, the newest first."""
+        with self._lock:
+            own = [held.info for held in self._held.values() if held.info.owner == owner]
+        return sorted(own, key=lambda info: (-info.created, info.name))
+
+    def last_request(self, run: str) -> float:
+        """When a run was last called."""
+        return self._held[run].last
+
+    def value(self, run: str) -> TrainingRun | None:
+        """A run as it is now; None if it is on disk alone."""
+        return self._held[run].value
+
+    def do(self, run: str, number: int, verb: RunVerb) -> Outcome:
+        """Do a request. Errors are outcomes."""
+        held = self._held[run]
+        try:
+            outcome = self._done(held, number, verb)
+        except Refusal as error:
+            outcome = FailedRequest(error.error, error.category)
+        except ValueError as error:
+            outcome = FailedRequest(str(error)[:2000])
+        except Exception as error:  # a model's own, or the machine's
+            outcome = FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
+        breaks = isinstance(verb, PassVerb) and verb.backward and isinstance(outcome, FailedRequest)
+        if breaks or (isinstance(verb, RefusedVerb) and verb.breaks):
+            held.broken = f"request {number} failed, and so the gradients of this step are not whole"
+        held.done = number
+        return outcome
+
+    def done(self, run: str, number: int, seconds: float) -> None:
+        """Save the run's state where that is due."""
+        held = self._held[run]
+        held.cost += seconds
+        due = held.due or held.cost * _SHARE > max(held.saving, 0.25) or held.journal.size > _BYTES
+        if due and held.value is not None and held.value.grads is None and held.broken is None:
+            try:
+                self.save(run)
+            except (OSError, ValueError, checkpoint.CheckpointError) as error:  # the journal has everything: later
+                print(f"{run}: its state was not saved: {words_of(error, 500)}", file=sys.stderr, flush=True)
+                held.cost = 0.0
+
+    def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
+        """Note that requests are not to be done."""
+        for number in numbers:
+            self._held[run].journal.append(JournalRecord(number, "refused", json.dumps({"error": error}).encode()))
+
+    def save(self, run: str) -> None:
+        """Save a run's state, and drop the requests that led to it."""
+        held = self._held[run]
+        assert held.value is not None
+        start, number = self._clock(), held.done
+        with held.lock:
+            names = {request_name(run, each): each for each in held.numbers}
+        outcomes = self._futures.outcomes([*names])
+        records = (_record_of(names[name], outcome) for name, outcome in outcomes.items() if names[name] <= number)
+        written_whole(held.place / f"results-{number}.log", records)
+        self._stores.keep(held.info)
+        checkpoint.begin_save(held.value.state, held.place / STATES, number, keep=1).wait()
+        held.journal.compact(lambda record: record.number > number)
+        for old in held.place.glob("results-*.log"):
+            if old.name != f"results-{number}.log":
+                old.unlink()
+        with held.lock:
+            held.numbers = [each for each in held.numbers if each > number or request_name(run, each) in outcomes]
+        held.saved, held.cost, held.saving, held.due = number, 0.0, self._clock() - start, False
+
+    def release(self, run: str) -> None:
+        """Let go of a run of a session that has ended and that has nothing to do; its checkpoints stay."""
+        held = self._held[run]
+        held.value, held.info = None, attrs.evolve(held.info, ended=True)
+        write_whole(held.place / INFO, json.dumps(cattrs.unstructure(held.info), indent=1).encode())
+        shutil.rmtree(held.place / STATES, ignore_errors=True)
+        held.journal.compact(lambda record: False)
+
+    def open_runs(self) -> list[str]:
+        """The runs that are in memory."""
+        with self._lock:
+            return [name for name, held in self._held.items() if held.value is not None]
+
+    def any_info(self, run: str) -> RunInfo:
+        """The description of a run, whoever's it is."""
+        return self._held[run].info
+
+    def close(self) -> None:
+        """Close the journals."""
+        for held in self._held.values():
+            held.journal.close()
+
+    def _done(self, held: HeldRun, number: int, verb: RunVerb) -> Outcome:
+        if isinstance(verb, CreateVerb):
+            return self._create(held)
+        if isinstance(verb, RefusedVerb):
+            return FailedRequest(verb.error)
+        run = self._value(held)
+        match verb:
+            case PassVerb():
+                return self._pass(held, run, verb)
+            case StepVerb():
+                return self._step(held, run, verb)
+            case SaveVerb():
+                return json_payload(
+                    {"path": self._stores.save(run, held.info, verb, number), "type": _SAVED[verb.kind]}
+                )
+            case SnapshotVerb():
+                name = self._stores.snapshot(run, held.info, verb, number)
+                return json_payload({"sampling_session_id": name, "type": "save_weights_for_sampler"})
+            case LoadVerb():
+                held.value = attrs.evolve(self._stores.load(run, held.info, verb), grads=None)
+                held.broken, held.due = None, True
+                return json_payload({"path": verb.path, "model_id": held.info.name, "type": "load_weights"})
+
+    def _pass(self, held: HeldRun, run: TrainingRun, verb: PassVerb) -> Payload:
+        loss = self._loss_of(held.info, verb)
+        if not verb.backward:
+            return pass_payload(runs.forward(run, verb.data, loss))
+        held.value, outputs = runs.forward_backward(run, verb.data, loss)
+        return pass_payload(outputs)
+
+    def _step(self, held: HeldRun, run: TrainingRun, verb: StepVerb) -> Outcome:
+        if verb.kind != held.info.optimizer:
+            raise ValueError(f"the run's optimizer is {held.info.optimizer}, and the numbers are of {verb.kind}")
+        if held.broken is not None:
+            error, held.broken = held.broken, None
+            held.value = attrs.evolve(run, grads=None)
+            return FailedRequest(f"no step was taken: {error}")
+        held.value, metrics = runs.optim_step(run, verb.params)
+        return json_payload({"metrics": {name: float(value) for name, value in metrics.items()}})
+
+    def _create(self, held: HeldRun) -> Payload:
+        info = held.info
+        value = self._fresh(info)
+        if info.loaded is None:
+            held.value = value
+            return json_payload({"model_id": info.name, "type": "create_model"})
+        held.value = self._stores.load(value, info, LoadVerb(path=info.loaded, optimizer=info.with_optimizer))
+        held.due = True
+        return json_payload({"path": info.loaded, "model_id": info.name, "type": "load_weights"})
+
+    def _value(self, held: HeldRun) -> TrainingRun:
+        """The run, restored from its saved state if it is on disk alone. Raises ValueError for one that is nowhere."""
+        if held.value is None:
+            if held.saved < 0:
+                raise ValueError("the run was not created: its first request failed")
+            fresh = self._fresh(held.info)
+            state = checkpoint.load(fresh.state, held.place / STATES, held.saved)
+            held.value = attrs.evolve(fresh, state=state)
+        return held.value
+
+    def _fresh(self, info: RunInfo) -> TrainingRun:
+        base = self._bases.get(info.base)
+        if base is None:
+            raise ValueError(f"the server has no model {info.base!r} now; it has {', '.join(self._bases)}")
+        return runs.create_run(base, info.adapters, info.optimizer)
+
+
+def _record_of(number: int, outcome: Outcome) -> JournalRecord:
+    if isinstance(outcome, FailedRequest):
+        return JournalRecord(number, outcome.category, outcome.error.encode())
+    return JournalRecord(number, "proto" if outcome.proto else "json", outcome.body)
+
+
+def _outcome_of(record: JournalRecord) -> Outcome:
+    if record.kind in ("proto", "json"):
+        return Payload(record.body, proto=record.kind == "proto")
+    return FailedRequest(record.body.decode(), "server" if record.kind == "server" else "user")

@@ -1,0 +1,178 @@
+"""The worker of training runs: a thread that does their requests, each run's in order, and no run before another.
+
+A run's state is what its journal makes of it: its last saved state, and the requests behind that, done again. So a
+request whose arrival was answered is done, whatever happens to the server.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import attrs
+
+from fppo.serve.tinker.decode import RefusedVerb, RunVerb
+from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome
+
+CREATED = 0  # the number of the request that creates a run
+
+
+@attrs.define(eq=False)
+class RunQueue:
+    """The requests of a run that are to be done. `next` is the number of the request that is to be done next."""
+
+    name: str
+    next: int
+    todo: dict[int, RunVerb] = attrs.field(factory=dict)
+    used: float = 0.0  # seconds of the worker, as far as fairness goes
+    waits: float | None = None  # since when a number is missing
+    busy: bool = False
+
+
+class RunActions(Protocol):
+    """The doing of requests, and what is done in between."""
+
+    def do(self, run: str, number: int, verb: RunVerb) -> Outcome: ...
+
+    def done(self, run: str, number: int, seconds: float) -> None:
+        """Called once the outcome is set."""
+        ...
+
+    def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
+        """Note, for good, that these requests are not to be done."""
+        ...
+
+
+def request_name(run: str, number: int) -> str:
+    """The name of a run's request."""
+    return f"{run}:{number}"
+
+
+class Worker:
+    """The thread that works. Of the runs with something to do, the one that has had the least of it is next.
+
+    A run whose next number is missing waits `gap_seconds` for it; then what waits behind it fails. Gaps are looked for
+    every `look_seconds`.
+    """
+
+    def __init__(
+        self,
+        actions: RunActions,
+        futures: Futures,
+        clock: Callable[[], float],
+        *,
+        gap_seconds: float = 600.0,
+        look_seconds: float = 1.0,
+    ) -> None:
+        self._actions, self._futures, self._clock = actions, futures, clock
+        self._gap_seconds, self._look_seconds = gap_seconds, look_seconds
+        self._changed = threading.Condition()
+        self._runs: dict[str, RunQueue] = {}
+        self._floor = 0.0
+        self._stopped = False
+        self._thread = threading.Thread(target=self._work, name="fppo-tinker", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, after the request that is being done."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def add_run(self, name: str, next_number: int) -> None:
+        """Add a run, whose next request has this number."""
+        with self._changed:
+            self._runs.setdefault(name, RunQueue(name, next_number))
+
+    def put(self, run: str, number: int, verb: RunVerb) -> None:
+        """Add a request."""
+        with self._changed:
+            queue = self._runs[run]
+            if not queue.todo and not queue.busy:
+                queue.used = max(queue.used, self._floor)  # idle time is not saved up
+            queue.todo[number] = verb
+            self._changed.notify_all()
+
+    def knows(self, run: str, number: int) -> bool:
+        """Whether a request has been done, or waits."""
+        with self._changed:
+            queue = self._runs[run]
+            return number < queue.next or number in queue.todo
+
+    def position(self, run: str) -> int:
+        """The number of the request that is to be done next."""
+        with self._changed:
+            return self._runs[run].next
+
+    def idle(self, run: str) -> bool:
+        """Whether a run has nothing to do."""
+        with self._changed:
+            queue = self._runs[run]
+            return not queue.todo and not queue.busy
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while (chosen := self._chosen()) is None and not self._stopped:
+                    self._changed.wait(timeout=self._look_seconds)
+                    if self._late():
+                        break
+                if self._stopped:
+                    return
+                late = self._late()
+                if chosen is not None:
+                    verb = chosen.todo.pop(chosen.next)
+                    chosen.busy, self._floor = True, max(self._floor, chosen.used)
+            for queue in late:
+                self._expire(queue)
+            if chosen is not None:
+                self._do(chosen, verb)
+
+    def _chosen(self) -> RunQueue | None:
+        ready = [queue for queue in self._runs.values() if queue.next in queue.todo and not queue.busy]
+        for queue in ready:
+            queue.waits = None
+        return min(ready, key=lambda queue: queue.used, default=None)
+
+    def _do(self, queue: RunQueue, verb: RunVerb) -> None:
+        start, number = self._clock(), queue.next
+        outcome = self._actions.do(queue.name, number, verb)
+        seconds = self._clock() - start
+        with self._changed:
+            queue.next, queue.busy, queue.used = number + 1, False, queue.used + seconds
+        self._futures.settle(request_name(queue.name, number), outcome)
+        self._actions.done(queue.name, number, seconds)
+
+    def _late(self) -> list[RunQueue]:
+        """The runs that have waited too long for a number."""
+        now, late = self._clock(), list[RunQueue]()
+        for queue in self._runs.values():
+            if queue.busy or not queue.todo or queue.next in queue.todo:
+                continue
+            if queue.waits is None:
+                queue.waits = now
+            elif now - queue.waits > self._gap_seconds and not all(
+                isinstance(verb, RefusedVerb) for verb in queue.todo.values()
+            ):
+                late.append(queue)
+        return late
+
+    def _expire(self, queue: RunQueue) -> None:
+        with self._changed:
+            waiting = sorted(n for n, verb in queue.todo.items() if not isinstance(verb, RefusedVerb))
+            first = queue.next
+        error = (
+            f"request {first} of {queue.name} did not come within {self._gap_seconds:g} seconds: those behind it fail"
+        )
+        self._actions.give_up(queue.name, waiting, error)
+        with self._changed:
+            queue.todo |= {number: RefusedVerb(error=error) for number in waiting}
+            queue.waits = None
+        for number in waiting:
+            self._futures.settle(request_name(queue.name, number), FailedRequest(error))

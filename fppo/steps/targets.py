@@ -1,0 +1,121 @@
+"""A pass of a model that scores any tokens: log-probs of targets at every token of a row, not only of the next ones."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fppo import models
+from fppo.models.heads import Head
+from fppo.models.logits import LogitForm
+from fppo.models.model import Model
+from fppo.runtime.mesh import AXES, DATA_AXES, Mesh
+from fppo.runtime.offload import OnHost
+from fppo.steps.forward import hidden_of
+from fppo.steps.outputs import Forward, Rows
+from fppo.steps.packed import Indices, indices_of
+from fppo.steps.sharded import Gathered, opened
+from fppo.steps.train_state import Params
+from fppo_kernels.shapes import Float, Int
+from fppo_kernels.shared import read, readings
+
+
+class TargetRows(Rows, Protocol):
+    """The columns that a pass over targets reads.
+
+    `targets` [B, S, K] int64 are K tokens that may follow each token. Where `graded` [B, S] is False their log-probs
+    are constants to the gradient, which saves the head's backward pass there.
+    """
+
+    @property
+    def targets(self) -> Tensor: ...
+    @property
+    def graded(self) -> Tensor: ...
+
+
+def forward_targets(
+    params: Params | Gathered | OnHost, rows: TargetRows, *, forward: Forward, indices: Indices | None = None
+) -> Float[Tensor, "b s k"]:
+    """Compute log-probs [B, S, K] of the targets after each token, under the model's distribution of the next token:
+    float32 (float64 for float64 parameters), zero at padding.
+
+    The rows run as in `forward_micro_batch`: packed, and common prefixes once if the forward shares them. The response
+    mask tells prompts from responses, for sharing alone. Raises ValueError for a model without a vocabulary head, and
+    on a mesh that cuts rows or models.
+    """
+    check_targets(forward.model, forward.mesh)
+    indices = indices_of(rows, indices, forward)
+    ready = opened(params, forward.model, forward.mesh)
+    hidden = hidden_of(ready, rows, indices, forward)
+    head = models.output_head(forward.model, ready.root)
+    shared = indices.shared
+    real = indices.real.index if shared is None else shared.real.index  # [R], in [B * S]
+    if shared is not None:
+        places = shared.places
+    else:
+        places = torch.arange(len(real), device=real.device) if forward.remove_padding else real
+    targets, graded = rows.targets.flatten(0, 1)[real], rows.graded.flatten()[real]
+    chosen, others = graded.nonzero().flatten(), (~graded).nonzero().flatten()
+    values = []
+    if len(chosen):
+        own = places[chosen]
+        states = hidden[own] if shared is None else read(hidden, readings(own.cpu(), len(hidden), hidden.device))
+        values.append(_scores(states, targets[chosen], head, forward))
+    if len(others):
+        with torch.no_grad():
+            values.append(_constants(hidden, places[others], targets[others], head, forward, shared is not None))
+    order = torch.cat([chosen, others]).argsort()
+    return forward.kernels.pad(torch.cat(values)[order], real, rows.attention_mask.shape)
+
+
+def check_targets(model: Model, mesh: Mesh) -> None:
+    """Raise ValueError for a model and a mesh that have no pass over targets."""
+    if model.head != "lm":
+        raise ValueError("log-probs of targets need a vocabulary head; this model has a value head")
+    if cut := [name for name in AXES if name not in DATA_AXES and mesh[name].size > 1]:
+        raise ValueError(
+            f"log-probs of targets need whole rows and a whole model; this mesh has {cut}: use none of them"
+        )
+
+
+def _constants(
+    hidden: Float[Tensor, "n h"],
+    places: Int[Tensor, " m"],
+    targets: Int[Tensor, "m k"],
+    head: Head,
+    forward: Forward,
+    repeats: bool,
+) -> Float[Tensor, "m k"]:
+    """Score targets after the tokens at `places`; where those repeat, as in shared prompts, equal work is done once."""
+    if not repeats:
+        return _scores(hidden[places], targets, head, forward)
+    pairs, back = torch.unique(torch.cat([places[:, None], targets], 1), dim=0, return_inverse=True)
+    return _scores(hidden[pairs[:, 0]], pairs[:, 1:], head, forward)[back]
+
+
+def _scores(
+    states: Float[Tensor, "m h"], targets: Int[Tensor, "m k"], head: Head, forward: Forward
+) -> Float[Tensor, "m k"]:
+    """Log-probs of K targets of each state: the first by the kernel, the others by their logits' differences to it."""
+    first = forward.kernels.log_probs(
+        states,
+        head.weight,
+        targets[:, 0],
+        bias=head.bias,
+        temperature=1.0,
+        softcap=head.softcap,
+        scale=head.scale,
+        entropy=False,
+        sum_squared=False,
+    ).log_probs[:, None]
+    if targets.shape[1] == 1:
+        return first
+    wide = first.dtype
+    products = (F.embedding(targets, head.weight).to(wide) * states[:, None].to(wide)).sum(-1)
+    if head.bias is not None:
+        products = products + head.bias.to(wide)[targets]
+    logits = LogitForm(head.softcap, head.scale)(products)
+    return first + (logits - logits[:, :1])

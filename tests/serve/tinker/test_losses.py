@@ -1,0 +1,146 @@
+"""Losses of the protocol against their definitions by hand, in float64: values, gradients, and who has no effect."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo.serve.tinker.losses import LOSSES, Loss
+
+# (p, q, a, w, low, high, config, s) -> the loss of one target; p is a leaf's entry, s the datum's ratio of gspo
+BY_HAND = {
+    "cross_entropy": lambda p, q, a, w, low, high, config, s: -w * p,
+    "importance_sampling": lambda p, q, a, w, low, high, config, s: -(p - q).exp() * a,
+    "ppo": lambda p, q, a, w, low, high, config, s: -smaller((p - q).exp() * a, between((p - q).exp(), low, high) * a),
+    "cispo": lambda p, q, a, w, low, high, config, s: -between((p - q).exp(), low, high).detach() * p * a,
+    "dro": lambda p, q, a, w, low, high, config, s: -(p * a - 0.5 * config["beta"] * (p - q) ** 2),
+    "gspo": lambda p, q, a, w, low, high, config, s: (
+        -smaller(s * (p - p.detach()).exp() * a, between(s * (p - p.detach()).exp(), low, high) * a)
+    ),
+    "stable_reinforce": lambda p, q, a, w, low, high, config, s: (
+        -min(math.exp(p - q), 2.0) * a * p + config["kl_coeff"] * 0.5 * (p - q) ** 2
+    ),
+}
+CONFIGS = {
+    "ppo": {"clip_low_threshold": 0.7, "clip_high_threshold": 1.4},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 1.3},
+    "dro": {"beta": 0.3},
+    "gspo": {"clip_low_threshold": 0.95, "clip_high_threshold": 1.1},
+    "stable_reinforce": {"kl_coeff": 0.2},
+}
+
+
+def smaller(x, y):
+    return x if x <= y else y
+
+
+def between(x, low, high):
+    if x < low:
+        return torch.zeros_like(x) + low
+    return torch.zeros_like(x) + high if x > high else x
+
+
+def drawn(seed, rows=3, width=5, spread=0.4):
+    g = torch.Generator().manual_seed(seed)
+    real = torch.rand(rows, width, generator=g) < 0.9
+    counts = real & (torch.rand(rows, width, generator=g) < 0.7)
+    noise = lambda: torch.randn(rows, width, generator=g, dtype=torch.float64)  # noqa: E731
+    nothing = torch.zeros((), dtype=torch.float64)
+    log_probs = -noise().abs() - 1
+    columns = {
+        "weights": noise().where(counts, nothing),
+        "advantages": noise().where(counts, nothing),
+        "logprobs": log_probs + spread * noise(),
+        "sequence_ratio_mask": counts.double(),
+        "sampled": counts.double(),
+    }
+    return log_probs, columns, real, counts
+
+
+def by_hand(name, log_probs, columns, real, config):
+    """The loss of rows, target by target."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(log_probs)):
+        p, q, a = log_probs[row], columns["logprobs"][row], columns["advantages"][row]
+        inside = [t for t in range(len(p)) if real[row, t] and columns["sequence_ratio_mask"][row, t] != 0]
+        ratio = math.exp(sum(float(p[t] - q[t]) for t in inside) / len(inside)) if inside else 1.0
+        for t in range(len(p)):
+            where = real[row, t] and (name == "dro" or columns["sampled"][row, t] != 0)
+            if where:
+                low, high = config.get("clip_low_threshold"), config.get("clip_high_threshold")
+                low = columns["clip_low_threshold"][row, t] if "clip_low_threshold" in columns else low
+                high = columns["clip_high_threshold"][row, t] if "clip_high_threshold" in columns else high
+                w = columns["weights"][row, t]
+                total = total + BY_HAND[name](p[t], q[t], a[t], w, low, high, config, ratio)
+    return total
+
+
+def slope(fn, log_probs):
+    leaf = log_probs.clone().requires_grad_()
+    value = fn(leaf)
+    return value.detach(), torch.autograd.grad(value, leaf)[0] if value.requires_grad else torch.zeros_like(leaf)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 2**20))
+def test_equals_its_definition_in_value_and_gradient(name, seed):
+    log_probs, columns, real, _ = drawn(seed)
+    loss = Loss(name, CONFIGS.get(name, {}))
+    found = slope(lambda x: loss.per_token(x, columns, real).sum(), log_probs)
+    expected = slope(lambda x: by_hand(name, x, columns, real, loss.full_config), log_probs)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ppo", "cispo", "gspo"])
+@given(seed=st.integers(0, 2**20))
+def test_thresholds_of_targets_come_before_those_of_the_config(name, seed):
+    log_probs, columns, real, _ = drawn(seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    width = torch.rand(2, *real.shape, generator=g, dtype=torch.float64) * 0.5
+    columns = columns | {"clip_low_threshold": 1 - width[0], "clip_high_threshold": 1 + width[1]}
+    loss = Loss(name)
+    found = slope(lambda x: loss.per_token(x, columns, real).sum(), log_probs)
+    expected = slope(lambda x: by_hand(name, x, columns, real, loss.full_config), log_probs)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@given(seed=st.integers(0, 2**20))
+def test_targets_that_do_not_count_have_no_effect_whatever_they_hold(name, seed):
+    log_probs, columns, real, _ = drawn(seed)
+    loss = Loss(name)
+    counts = loss.counts(columns)
+    counts = real if counts is None else real & counts
+    spoiled = {
+        key: x.where(counts, torch.nan) if key in ("logprobs", "clip_low_threshold") else x
+        for key, x in columns.items()
+    }
+    found = slope(lambda x: loss.per_token(x, spoiled, real).sum(), log_probs)
+    torch.testing.assert_close(found, slope(lambda x: loss.per_token(x, columns, real).sum(), log_probs))
+    assert (found[1][~counts] == 0).all()
+
+
+def test_without_a_config_the_documented_numbers_hold():
+    ratio = torch.tensor([[0.5, 0.9, 1.1, 1.5]], dtype=torch.float64)
+    columns = {"logprobs": torch.zeros_like(ratio), "advantages": -torch.ones_like(ratio)}
+    found = Loss("ppo").per_token(ratio.log(), columns, torch.ones_like(ratio, dtype=torch.bool))
+    torch.testing.assert_close(found, torch.tensor([[0.8, 0.9, 1.1, 1.5]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("ppoo", {}), "did you mean 'ppo'"),
+        (("ppo", {"clip_low_treshold": 0.5}), "did you mean 'clip_low_threshold'"),
+        (("cross_entropy", {"beta": 0.5}), "knows none"),
+        (("dro", {"beta": math.nan}), "beta = nan"),
+        (("dro", {"beta": -1.0}), "beta = -1.0"),
+        (("ppo", {"clip_low_threshold": 1.3}), "clip_high_threshold = 1.2"),
+        (("custom", {}), "needs the graph"),
+    ],
+)
+def test_a_wrong_loss_is_refused_by_name(given, says):
+    with pytest.raises(ValueError, match=says.replace("(", r"\(")):
+        Loss(*given)

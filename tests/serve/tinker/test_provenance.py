@@ -1,0 +1,53 @@
+"""Recorded sequences: their log-probs take the place of a datum's, and what was not sampled so is refused."""
+
+import attrs
+import pytest
+import torch
+
+from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
+
+RECORDS = {
+    "a": SampledRecord(torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0])),
+    "b": SampledRecord(torch.tensor([5, 6, 7, 8, 9, 3]), torch.tensor([4]), torch.tensor([-4.0])),
+}
+# prompt 5 6, sampled 7 8 9, said by others 3, sampled 4
+DATUM = Datum(torch.tensor([5, 6, 7, 8, 9, 3]), torch.tensor([6, 7, 8, 9, 3, 4]), {"advantages": torch.ones(6)})
+RUNS = (
+    TargetRun("a", 1, 1, sampled=False),
+    TargetRun("a", 0, 3, sampled=True),
+    TargetRun("b", 5, 1, sampled=False),
+    TargetRun("b", 0, 1, sampled=True),
+)
+
+
+def test_sampled_targets_have_their_recorded_log_probs():
+    found = with_records(DATUM, RUNS, RECORDS)
+    assert found.inputs["sampled"].tolist() == [0, 1, 1, 1, 0, 1]
+    assert found.inputs["logprobs"].tolist() == [0, -1, -2, -3, 0, -4]
+    assert found.inputs["advantages"] is DATUM.inputs["advantages"]
+
+
+def test_targets_of_prompts_may_be_any():
+    other = attrs.evolve(DATUM, targets=torch.tensor([0, 7, 8, 9, 0, 4]))
+    assert with_records(other, RUNS, RECORDS).inputs["sampled"].tolist() == [0, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda runs: runs[:-1], "runs of 5 targets do not tile the datum's 6"),
+        (lambda runs: (*runs[:-1], TargetRun("c", 0, 1, sampled=True)), "'c' has no record in this session"),
+        (lambda runs: (*runs[:-1], TargetRun("b", 1, 1, sampled=True)), "has 1 sampled tokens"),
+        (lambda runs: (TargetRun("a", 2, 1, sampled=False), *runs[1:]), "has 2 prompt tokens"),
+        (lambda runs: (*runs[:-1], TargetRun("a", 0, 1, sampled=True)), "targets 5 to 6 are not the tokens"),
+    ],
+)
+def test_runs_that_do_not_fit_are_refused(change, says):
+    with pytest.raises(ValueError, match=says):
+        with_records(DATUM, change(RUNS), RECORDS)
+
+
+def test_several_targets_of_a_token_have_no_provenance():
+    with pytest.raises(ValueError, match="one target"):
+        with_records(attrs.evolve(DATUM, targets=DATUM.targets[:, None].expand(-1, 2)), RUNS, RECORDS)

@@ -1,0 +1,127 @@
+"""The worker: each run's requests in order, no run before another, and gaps that end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+
+from fppo.serve.tinker.decode import LoadVerb, RefusedVerb
+from fppo.serve.tinker.futures import FailedRequest, Futures, Payload
+from fppo.serve.tinker.work import Worker, request_name
+
+
+class Actions:
+    """Notes what is done; a request of run r takes `costs[r]` seconds of the clock."""
+
+    def __init__(self, costs):
+        self.costs, self.order, self.given_up, self.now = costs, [], [], 0.0
+        self.free = threading.Event()
+        self.free.set()
+
+    def do(self, run, number, verb):
+        self.free.wait()
+        self.order.append((run, number))
+        self.now += self.costs.get(run, 1.0)
+        return FailedRequest(verb.error) if isinstance(verb, RefusedVerb) else Payload(b"")
+
+    def done(self, run, number, seconds):
+        pass
+
+    def give_up(self, run, numbers, error):
+        self.given_up.append((run, tuple(numbers)))
+
+
+VERB = LoadVerb(path="", optimizer=False)
+
+
+def worker_of(costs=None, **changes):
+    actions = Actions(costs or {})
+    futures = Futures(lambda: 0.0)
+    return actions, futures, Worker(actions, futures, lambda: actions.now, look_seconds=0.01, **changes)
+
+
+def put(worker, futures, run, number, verb=VERB):
+    futures.open(request_name(run, number), "me")
+    worker.put(run, number, verb)
+
+
+def finished(worker, runs):
+    for _ in range(2000):
+        if all(worker.idle(run) for run in runs):
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError("the worker did not finish")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3]))[::2])
+def test_a_runs_requests_are_done_by_their_numbers_whatever_the_order_of_arrival(order):
+    actions, futures, worker = worker_of()
+    worker.add_run("a", 1)
+    for number in order:
+        put(worker, futures, "a", number)
+    worker.start()
+    finished(worker, ["a"])
+    worker.stop()
+    assert actions.order == [("a", 1), ("a", 2), ("a", 3)]
+    assert futures.state("a:3", "me").outcome == Payload(b"")
+
+
+def test_a_run_with_dear_requests_does_not_hold_up_another():
+    """Of two runs, one with requests ten times as dear, each gets half of the time."""
+    actions, futures, worker = worker_of({"dear": 10.0, "cheap": 1.0})
+    for run in ("dear", "cheap"):
+        worker.add_run(run, 1)
+        for number in range(1, 31):
+            put(worker, futures, run, number)
+    worker.start()
+    finished(worker, ["dear", "cheap"])
+    worker.stop()
+    first = actions.order[:22]
+    assert 18 <= sum(run == "cheap" for run, _ in first) <= 21
+
+
+def test_a_run_that_was_idle_has_saved_up_no_time():
+    actions, futures, worker = worker_of({"old": 1.0, "new": 1.0})
+    actions.free.clear()
+    worker.add_run("old", 1)
+    for number in range(1, 21):
+        put(worker, futures, "old", number)
+    worker.start()
+    actions.free.set()
+    finished(worker, ["old"])
+    actions.free.clear()
+    worker.add_run("new", 1)
+    for run, numbers in (("new", range(1, 11)), ("old", range(21, 31))):
+        for number in numbers:
+            put(worker, futures, run, number)
+    actions.free.set()
+    finished(worker, ["old", "new"])
+    worker.stop()
+    assert sum(run == "new" for run, _ in actions.order[20:30]) <= 6
+
+
+def test_a_gap_waits_and_then_fails_what_is_behind_it():
+    actions, futures, worker = worker_of(gap_seconds=5.0)
+    worker.add_run("a", 1)
+    put(worker, futures, "a", 2)
+    put(worker, futures, "a", 3)
+    worker.start()
+    threading.Event().wait(0.05)
+    assert actions.order == []
+    actions.now = 100.0
+    for _ in range(1000):
+        if actions.given_up:
+            break
+        actions.now += 10.0
+        threading.Event().wait(0.01)
+    assert actions.given_up == [("a", (2, 3))]
+    put(worker, futures, "a", 1)
+    finished(worker, ["a"])
+    worker.stop()
+    assert actions.order == [("a", 1), ("a", 2), ("a", 3)]
+    outcome = futures.state("a:2", "me").outcome
+    assert isinstance(outcome, FailedRequest)
+    assert "request 1 of a did not come" in outcome.error
+    assert futures.state("a:1", "me").outcome == Payload(b"")
