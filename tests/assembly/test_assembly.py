@@ -30,6 +30,9 @@ from fppo.settings import component, files, modules, tables
 from fppo.settings.learning import AlgorithmSettings, LossSettings, OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings
+from fppo.settings.rollout import RolloutSettings
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import from_function
 from fppo.steps.train_state import init_state, optimizer_step
 from fppo_kernels import _cpp, table
@@ -417,3 +420,11 @@ def test_a_gpu_takes_the_kernels_that_its_models_can_use(tmp_path, monkeypatch):
     assert starts.record(on_cpu, 0) == {}
     assert starts.record(on_gpu, 3)["model.attention"] == ("sdpa", "varlen")
     assert starts.load(tmp_path / "run").model == on_gpu.model
+
+
+@pytest.mark.parametrize(("epochs", "size", "watched"), [(1, 8, True), (2, 8, False), (1, 4, False), (2, 4, False)])
+def test_one_update_a_step_is_compared_with_the_engine_and_several_are_not(epochs, size, watched):
+    loop = Loop(mini_batch_size=size, micro_batching=MicroBatching(size=4), epochs=epochs)
+    rollout = RolloutSettings(batch_size=8, gap="stop")
+    assert (learning.update_watch(rollout, "float32", loop) is not None) is watched
+    assert learning.update_watch(attrs.evolve(rollout, gap="off"), "float32", loop) is None

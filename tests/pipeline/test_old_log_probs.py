@@ -2,6 +2,7 @@
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -169,3 +170,24 @@ def test_settings_say_when_the_engines_cannot_be_the_old_ones(tmp_path, changes,
     lines = announce.input_lines(inputs, settings.model, settings.placement, differing={}, old_log_probs=[said])
     assert f"auto {said}" in " ".join(" ".join(lines).split())
     assert old_log_probs_source(tiny_run.settings(tmp_path, **changes)) in ("pass", "update")
+
+
+def test_the_rows_that_are_compared_lie_all_over_the_batch():
+    """An engine that is wrong for later rows alone, as one whose cache was moved, is found too."""
+    rows, run = (
+        tiny.experience(0, 3 * gap.COMPARED),
+        SimpleNamespace(step=gap.WHOLE_STEPS, actor=SimpleNamespace(step=0)),
+    )
+    mask = torch.ones_like(rows.response_mask)
+    rows = attrs.evolve(rows, response_mask=mask)
+
+    def trainers(some, wrong_from):
+        return some.rollout_log_probs + (some.row_ids >= wrong_from).double()[:, None]
+
+    source, old, _ = gap.of_engine(rows, run, partial(trainers, wrong_from=len(mask)))
+    assert source == "engine"
+    assert torch.equal(old, rows.rollout_log_probs)
+    with pytest.warns(RuntimeWarning, match="differ from the policy's own"):
+        source, old, _ = gap.of_engine(rows, run, partial(trainers, wrong_from=2 * gap.COMPARED))
+    assert source == "pass"
+    assert torch.equal(old, trainers(rows, 2 * gap.COMPARED))

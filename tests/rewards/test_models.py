@@ -19,6 +19,7 @@ from fppo.batch import Column, Rollout
 from fppo.data.examples import MESSAGES
 from fppo.key import Key
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
+from fppo.rewards import models as reward_models
 from fppo.rewards.models import encode, load_reward_model, model_reward
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import LOCAL, Sharding
@@ -225,6 +226,14 @@ def test_conversations_are_encoded_anew():
     encoded = encode(chats, tokenizer=policy, own=own, chat=True)
     texts = [own(text)["input_ids"] for text in ("=1+2=+3", "=7+8=9+13")]
     assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
+
+
+def test_a_tokenizer_that_ends_texts_itself_ends_them_once(monkeypatch):
+    policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
+    rollout, plain = words([("1+2=", "3")], policy), reward_models.encode_text
+    monkeypatch.setattr(reward_models, "encode_text", lambda *args: [*plain(*args), own.eos_token_id])
+    encoded = encode(rollout, tokenizer=policy, own=own, chat=False)
+    assert encoded.tokens[0].tolist() == [*own("1+2=3")["input_ids"], own.eos_token_id]
 
 
 @pytest.mark.parametrize("stop", ["eos", "=", "text"])

@@ -200,6 +200,16 @@ def test_draws_go_on_from_a_position(whole):
         assert found[f"from {n}"][: 6 - n] == drawn[n:]
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["own", "generated"])
+def test_each_request_has_a_most_of_its_own(whole):
+    """Requests of one key and sampling are answered together, and each has at most its tokens."""
+    model, params = make("qwen2")
+    asked = [request(str(most), sampling=Sampling(max_tokens=most), row=most) for most in (2, 6, 3)]
+    with opened(engine_of(model) if whole else only_generate(engine_of(model)), params) as requests:
+        requests.add(asked)
+        assert {name: len(each.tokens) for name, each in ended(requests).items()} == {"2": 2, "6": 6, "3": 3}
+
+
 def test_a_row_that_goes_on_counts_with_all_its_tokens_towards_the_longest():
     model, params = make("gpt2")
     with opened(engine_of(model), params) as requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import attrs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from fppo.serve.calls import BetweenTexts, reader_of
 from fppo.serve.texts import AnswerReader, texts_of
 from tests.rollout.templates import KINDS
 from tests.serve.parrot import log_prob
-from tests.serve.world import END, MODEL, chat, parrot_world, texts, tokenizer
+from tests.serve.world import END, MODEL, chat, parrot_world, sampling, texts, tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {
@@ -120,6 +121,26 @@ def test_a_request_says_how_it_is_drawn():
     assert 77 in one.stop_token_ids
     assert (greedy.greedy, greedy.temperature, greedy.max_tokens) == (True, 1.0, 6)
     assert all_tokens.top_k is None
+
+
+def test_a_temperature_draws_also_where_the_server_is_greedy():
+    greedy = attrs.evolve(sampling(), greedy=True)
+    with parrot_world("lamp", sampling=greedy) as world:
+        for more in ({}, {"temperature": 0.5}, {"temperature": 0}):
+            world.post(CHAT, chat("find", max_tokens=5, **more))
+    found = [(request.sampling.greedy, request.sampling.temperature) for request in world.engine.requests]
+    assert found == [(True, greedy.temperature), (False, 0.5), (True, greedy.temperature)]
+
+
+def test_the_end_of_a_turn_ends_answers_of_chats_alone():
+    with parrot_world("lamp", sampling=attrs.evolve(sampling(), stop_token_ids=())) as world:
+        world.post(CHAT, chat("find", max_tokens=5))
+        world.post("/v1/completions", {"prompt": "find", "max_tokens": 5})
+        ends = set(world.sources.texts.ends)
+    turn, text = (set(request.sampling.stop_token_ids) for request in world.engine.requests)
+    assert ends
+    assert ends <= turn
+    assert not ends & text
 
 
 def test_a_server_may_keep_its_own_way_to_draw():

@@ -219,6 +219,17 @@ def test_what_is_held_is_bounded_and_the_oldest_goes():
         assert sum(len(r.ids) for n in world.episodes.names() for r in world.episodes.rows(n)) <= 120
 
 
+def test_kept_contexts_count_with_their_prompts():
+    """Short answers to long prompts: one of them fits, and two do not."""
+    with parrot_world("lamp", bounds=Bounds(row_tokens=512, kept_tokens=100)) as world:
+        for name in "ab":
+            content(world.post(f"/e/{name}{CHAT}", chat("find " * 20)))
+        (first, second), (row,) = world.engine.requests, world.episodes.rows("a")
+        assert 50 < len(row.ids) <= 100
+        assert [*world.service._kept] == [second.name]
+        assert ("release", [first.name]) in world.engine.calls
+
+
 def test_contexts_are_released_as_rows_go_on_and_where_there_are_many():
     with parrot_world("lamp", bounds=Bounds(row_tokens=512, kept_tokens=70)) as world:
         first = content(world.post(f"/e/0{CHAT}", chat("find")))

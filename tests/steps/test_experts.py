@@ -263,3 +263,14 @@ def test_what_replay_lacks_is_named():
         Forward(tiny.model_and_params()[0], replay=True)
     with pytest.raises(ValueError, match=r"balance_coef=0\.2 needs the experts of a whole mini-batch before"):
         outcome(LOCAL, "qwen3_moe", replay=False)
+
+
+def test_losses_are_reported_of_all_tokens_where_ranks_cut_rows():
+    alone, *ranks = (report(x.metrics) for x in (outcome(LOCAL, "qwen3_moe"), *simulate({"sequence": 2}, sequenced)))
+    for name in ("balance_loss", "router_z_loss"):
+        for found in ranks:
+            assert found[f"actor/{name}"] == pytest.approx(alone[f"actor/{name}"], rel=1e-9)
+
+
+def sequenced(mesh):
+    return outcome(mesh, "qwen3_moe")

@@ -7,12 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fppo import batch as batches
+from fppo import metrics
 from fppo.key import Key
+from fppo.models import flops
 from fppo.runtime.simulate import simulate
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop, _mini_batches
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.ranks import collect, imbalance, mini_batches
+from fppo.steps.packed import masks_and_tokens
+from fppo.steps.ranks import collect, imbalance, mini_batches, saved_work
 from fppo.steps.shared import SortedRows
 from tests import tiny
 
@@ -87,3 +91,17 @@ def test_the_weights_of_all_ranks_are_those_of_one_token_mean():
     shares = simulate({"replicate": 2}, on_rank)
     assert 0 < min(shares) < max(shares)
     assert sum(shares) == pytest.approx(1.0)
+
+
+def test_what_sharing_saves_is_weighed_by_the_work_of_each_mini_batch():
+    model, _ = tiny.model_and_params()
+    batch, parts = tiny.experience(0, 6), []
+    for rows, index in ((batch, [0, 0, 0]), (batch, [1, 2, 3, 4, 5])):
+        masks = masks_and_tokens(batches.rows(rows, index))
+        whole = flops.train_flops(model, masks.lengths, head_tokens=int(masks.response.sum()))
+        report = saved_work(model, masks, [list(range(len(index)))], "actor")
+        parts.append((report, whole * metrics.report(report)["perf/shared_flops/actor"], whole))
+    (one, saved, work), (other, less, more) = parts
+    together = metrics.report(metrics.merge(one, other))["perf/shared_flops/actor"]
+    assert saved > 0
+    assert together == pytest.approx((saved + less) / (work + more))

@@ -1,6 +1,7 @@
 """Learning rates: the first update moves, warm-up rises, decay ends where it should."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,15 @@ def test_every_schedule_starts_above_zero_rises_to_the_peak_and_stays_in_bounds(
     assert rates[warmup] == pytest.approx(0.5)
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(rates[warmup:]))
     assert rates[-1] == pytest.approx(0.5 if kind == "constant" else 0.5 * ratio)
+
+
+@given(st.integers(0, 10), st.integers(11, 50), st.floats(0, 1), st.floats(0, 1.2))
+def test_linear_and_cosine_fall_from_the_peak_to_the_least_rate(warmup, total, ratio, part):
+    """Along a line, and half a cosine, between the two: a least rate lifts all of the curve."""
+    step = warmup + part * (total - warmup)
+    for kind, left in (("linear", 1 - part), ("cosine", (1 + math.cos(math.pi * min(part, 1.0))) / 2)):
+        rate = schedule(kind, 0.5, total_steps=total, warmup_steps=warmup, min_ratio=ratio)
+        assert rate(step) == pytest.approx(0.5 * (ratio + (1 - ratio) * max(left, 0.0)))
 
 
 def test_wsd_is_flat_until_the_decay():
