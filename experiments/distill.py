@@ -13,7 +13,7 @@ import tyro
 from fppo import advantages, data, models, quickstart, rewards
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline import Evaluation, PolicyPass, RunState, Score, ScoreByTeacher, TeacherPass, evaluate, pieces, train
+from fppo.pipeline import Evaluation, RunState, evaluate, pieces, train, with_teacher
 from fppo.rollout import Sampling
 from fppo.runs import loggers
 from fppo.steps import Forward, Loop, MicroBatching, adamw
@@ -32,7 +32,7 @@ def imitating(width: int, key: Key, steps: int, mistakes: float) -> tuple[Model,
 
 def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, teacher: Path | None = None) -> RunState:
     key, micro = Key(seed), MicroBatching(size=batch)
-    big, knows = models.load(teacher) if teacher else imitating(128, key.fold("teacher"), 4 * warm_up, 0.0)
+    knows = models.load(teacher) if teacher else imitating(128, key.fold("teacher"), warm_up, 0.0)
     prompts, held_out = quickstart.prompt_sets(TOKENIZER)
     wired = pieces(
         imitating(64, key.fold("student"), warm_up, 0.75),
@@ -46,14 +46,12 @@ def main(seed: int = 0, steps: int = 40, warm_up: int = 600, batch: int = 512, t
         advantage=advantages.reverse_kl,
         key=key,
     )
-    taught = TeacherPass(params=knows, policy=PolicyPass(forward=Forward(big), micro_batching=micro))
-    score = ScoreByTeacher(score=wired.score, teacher=taught)
+    wired = with_teacher(wired, knows, micro_batching=micro)
     tests, greedy = [*data.batches(held_out, 512)], attrs.evolve(wired.sampling, greedy=True)
-    program = attrs.evolve(wired.program, score=Score(score=score))
-    measured = partial(evaluate, batches=tests, engine=wired.engine, sampling=greedy, score=score)
+    measured = partial(evaluate, batches=tests, engine=wired.engine, sampling=greedy, score=wired.score)
     console = loggers.observer([loggers.PlainConsole(steps)])
     how = {"observers": [console], "evaluation": Evaluation(measured, every=10)}
-    return train(wired.run, program=program, draw=wired.draw, steps=steps, **how)
+    return train(wired.run, program=wired.program, draw=wired.draw, steps=steps, **how)
 
 
 if __name__ == "__main__":

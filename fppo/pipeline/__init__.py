@@ -14,7 +14,7 @@ from fppo.pipeline.step import ppo_step
 from fppo.pipeline.teacher import ScoreByTeacher, TeacherPass
 from fppo.pipeline.train import Evaluation, StepRecord, iterate, train
 from fppo.pipeline.waiting import Waiting
-from fppo.pipeline.wiring import Pieces, pieces
+from fppo.pipeline.wiring import Pieces, pieces, with_teacher
 
 __all__ = [
     "Annotate",
@@ -44,4 +44,5 @@ __all__ = [
     "ppo_step",
     "train",
     "turn_metrics",
+    "with_teacher",
 ]

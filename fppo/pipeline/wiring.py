@@ -12,14 +12,16 @@ from fppo.advantages.columns import Estimator, name_of, reads, whitens
 from fppo.data import PromptSet
 from fppo.key import Key
 from fppo.models.model import Model, Params
-from fppo.pipeline.passes import Passes, RouterReplay, local_passes
+from fppo.pipeline.passes import Passes, PolicyPass, RouterReplay, local_passes
 from fppo.pipeline.program import Draw, Program, RunState, Together, UpdateStage, in_turn
 from fppo.pipeline.stages import Annotate, Estimate, RollOut, Score, ScoreFn, ScoreWithGreedy
+from fppo.pipeline.teacher import ScoreByTeacher, TeacherPass
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
 from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import Optimizer
 from fppo.steps.outputs import Forward
 from fppo.steps.train_state import init_state
@@ -99,6 +101,21 @@ def pieces(
         runner=runner,
         score=score,
     )
+
+
+def with_teacher(own: Pieces, teacher: tuple[Model, Params], *, micro_batching: MicroBatching) -> Pieces:
+    """The pieces with a teacher, what `models.load` returns, whose log-probs of the sampled tokens go with the scores:
+    for an estimator that reads them, as `advantages.reverse_kl` does. Raises ValueError for one of fewer tokens."""
+    model, params = teacher
+    most, rows = own.policy.model.config.vocab_size, model.config.vocab_size
+    if rows < most:
+        raise ValueError(f"the teacher has {rows} tokens, and the policy may sample {most}: give one of its tokenizer")
+    taught = TeacherPass(params=params, policy=PolicyPass(forward=Forward(model), micro_batching=micro_batching))
+    score = ScoreByTeacher(score=own.score, teacher=taught, temperature=own.sampling.temperature)
+    stage = own.program.score
+    assert isinstance(stage, (Score, ScoreWithGreedy))  # `wire` makes no other
+    program = attrs.evolve(own.program, score=attrs.evolve(stage, score=score))
+    return attrs.evolve(own, score=score, program=program)
 
 
 def wire(

@@ -11,7 +11,7 @@ import torch
 from fppo import advantages, data, laws, losses, models, quickstart, rewards, tree
 from fppo.advantages import Advantages
 from fppo.key import Key
-from fppo.pipeline import Program, RunState, local_passes, pieces, ppo_step, stages, train
+from fppo.pipeline import Program, RunState, local_passes, pieces, ppo_step, stages, train, with_teacher
 from fppo.pipeline.checks import disagreements
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.steps import (
@@ -89,9 +89,17 @@ def test_it_is_what_a_script_wires_by_hand(task, name):
 @pytest.mark.parametrize("name", EVERY_ESTIMATOR)
 def test_every_estimator_can_be_wired(task, name):
     wired = _wired(task, advantage=EVERY_ESTIMATOR[name])
+    if name == "distill":
+        wired = with_teacher(wired, task[1:3], micro_batching=LOOP.micro_batching)
     after, experience, _ = ppo_step(wired.run, program=wired.program, draw=wired.draw)
     assert after.actor.step == 2
     assert experience.advantages.isfinite().all()
+
+
+def test_a_teacher_of_fewer_tokens_is_refused(task):
+    model = quickstart.small_model(8, width=16, layers=1)
+    with pytest.raises(ValueError, match="the teacher has 8 tokens, and the policy may sample 15"):
+        with_teacher(_wired(task), (model, models.init_params(model, Key(0))), micro_batching=LOOP.micro_batching)
 
 
 def test_its_pieces_can_be_rearranged(task):
