@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fppo._errors import UsageError, printable
@@ -71,14 +70,7 @@ def served_base(target: str, policy: ServedPolicy, bounds: Bounds, seed: int) ->
     rules = SampleRules(
         texts=policy.texts, stop_token_ids=policy.sampling.stop_token_ids, limit=bounds.row_tokens, seed=seed
     )
-    return ServedBase(base=base, engine=policy.engine, rules=rules, write_tokenizer=_writer(policy.tokenizer))
-
-
-def _writer(tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    def write(place: Path) -> None:
-        tokenizer.save_pretrained(place)
-
-    return write
+    return ServedBase(base=base, engine=policy.engine, rules=rules, write_tokenizer=policy.tokenizer.save_pretrained)
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:

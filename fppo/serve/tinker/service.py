@@ -49,7 +49,7 @@ class ServedBase:
     base: BaseModel
     engine: EmbeddedEngine
     rules: SampleRules
-    write_tokenizer: Callable[[Path], None]  # beside exported weights
+    write_tokenizer: Callable[[Path], object]  # beside exported weights
 
 
 class TinkerService:
