@@ -3,7 +3,8 @@
 import gc
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -107,4 +108,30 @@ def first_curves(request: pytest.FixtureRequest) -> Iterator[None]:
                 "write_png",
                 lambda drawn, path, *, title: whole(drawn[: left.pop() if left else 0], path, title=title),
             )
+        yield
+
+
+_HELD: set[tuple[str, str, bool]] = set()  # checks that have passed in this process, with the models' configs
+
+
+def _once(check: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A check of models that is made of each config once."""
+
+    def checked(model: Any) -> None:
+        own = check.__name__, model.whole_config.to_json_string(use_diff=False), model.trust_remote_code
+        if model.frozen is not None or own not in _HELD:
+            check(model)
+            _HELD.add(own)
+
+    return checked
+
+
+@pytest.fixture(autouse=True, scope="module")
+def held_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Models are held against transformers once for each config, but in the tests of models: a run loads three, and
+    the checks took a twelfth of its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (("fppo.models.load", "check_model"), ("fppo.assembly.engines", "check_engine")):
+            if module in sys.modules and request.path.parent.name != "models":
+                patch.setattr(sys.modules[module], name, _once(getattr(sys.modules[module], name)))
         yield

@@ -26,17 +26,31 @@ def test_notebooks_are_small_and_without_outputs():
         assert sum(len(cell["source"]) for cell in code) < 80, name
 
 
+SMALL = {"rollout.batch_size": 64, "actor.mini_batch_size": 32, "critic.mini_batch_size": 32, "eval.max_prompts": 32}
+
+
+def shortened(source: str) -> str:
+    """A cell of a few steps of few rows."""
+    source = re.sub(r"^warm_up, steps = .*$", "warm_up, steps = 8, 2", source, flags=re.MULTILINE)
+    return source.replace('{"steps": steps,', f'{{"steps": steps, **{SMALL!r},')
+
+
 @pytest.mark.slow
 def test_notebooks_run_and_show_what_they_are_for(tmp_path, monkeypatch):
+    """One after another in one kernel, which knows no name of the one before: it has imported the library once."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(NOTEBOOKS.parents[1]), os.environ.get("PYTHONPATH", "")]))
-    for name in ORDER:
-        book = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
+    books = {name: nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4) for name in ORDER}
+    whole = nbformat.v4.new_notebook(metadata=books[ORDER[0]].metadata)
+    for book in books.values():
         for cell in book.cells:
-            cell.source = re.sub(r"^warm_up, steps = .*$", "warm_up, steps = 8, 2", cell.source, flags=re.MULTILINE)
-        nbclient.NotebookClient(book, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+            cell.source = shortened(cell.source)
+        whole.cells += [nbformat.v4.new_code_cell("%reset -f"), *book.cells]
+    assert sum(repr(SMALL) in cell.source for cell in whole.cells) == 2  # each run of them is of few rows
+    nbclient.NotebookClient(whole, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    for name, book in books.items():
         outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
         assert any("image/png" in output.get("data", {}) for output in outputs), name
         said = "".join(output.get("text", "") for output in outputs)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from gpu_kernels import operation
 from gpu_model import build, experience, parameters
 from gpu_step import kernels_of
 from gpu_tools import Plan, Record, attempt, check, measure, table
@@ -35,7 +36,7 @@ def held(plan: Plan) -> Record:
 
     start = time.perf_counter()
     dtypes = tuple({torch.float32, plan.dtype})
-    laws.check_kernel("linear", float8.float8, dtypes=dtypes, device=plan.device, reference=reference)
+    laws.check_kernel(operation("linear", plan), float8.float8, dtypes=dtypes, device=plan.device, reference=reference)
     g = torch.Generator().manual_seed(0)
     a, b = (torch.randn(64, 128, generator=g).to(plan.device, torch.bfloat16) for _ in range(2))
     codes = float8.coded(a), float8.coded(b)

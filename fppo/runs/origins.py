@@ -5,7 +5,9 @@ Each start writes them to `starts/step_NNNNNNNN.json`, by the step that it resum
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import functools
 import importlib.util
 import json
 import platform
@@ -13,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 
 import attrs
 import cattrs
@@ -40,12 +43,7 @@ class Origin:
 
 def origin_of(settings: TrainSettings) -> Origin:
     """The current origin of a run with these settings."""
-    versions = {"python": platform.python_version(), "fppo": metadata.version("fppo")}
-    for name in sorted({Requirement(line).name for line in metadata.requires("fppo") or ()}):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), "fppo": metadata.version("fppo"), **_installed()}
     places = {"fppo": Path(__file__)}
     code = {}
     for _, function in modules.own_functions(settings):
@@ -55,6 +53,16 @@ def origin_of(settings: TrainSettings) -> Origin:
             code[module] = importlib.util.decode_source(place.read_bytes())
     commits = {name: commit for name, place in places.items() if (commit := commit_of(place.resolve())) is not None}
     return Origin(versions=versions, commits=commits, code=code)
+
+
+@functools.cache
+def _installed() -> Mapping[str, str]:
+    """The versions of fppo's installed requirements, read once in a process."""
+    versions = {}
+    for name in sorted({Requirement(line).name for line in metadata.requires("fppo") or ()}):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return MappingProxyType(versions)
 
 
 def commit_of(path: Path) -> str | None:

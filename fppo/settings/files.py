@@ -253,7 +253,7 @@ def to_toml(settings: TrainSettings) -> str:
 
 def tables(values: Mapping[str, Any]) -> str:
     """Nested tables of settings, some or all, as TOML; None is left out."""
-    return "\n".join(_toml_lines(values, "")).lstrip("\n") + "\n"
+    return "\n".join(_toml_lines(values, "", paths())).lstrip("\n") + "\n"
 
 
 def save(settings: TrainSettings, path: str | os.PathLike[str]) -> None:
@@ -331,8 +331,8 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
 
 
-def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
-    plain = paths()  # tables of names that are not ours are among these
+def _toml_lines(table: Mapping[str, Any], prefix: str, plain: Mapping[str, Any]) -> list[str]:
+    """The lines of a table below `prefix`; tables of names that are not ours are among the `plain` settings."""
 
     def is_section(name: str, value: Any) -> bool:
         return isinstance(value, Mapping) and f"{prefix}{name}" not in plain
@@ -340,7 +340,7 @@ def _toml_lines(table: Mapping[str, Any], prefix: str) -> list[str]:
     lines = [f"{_key(name)} = {_toml(v)}" for name, v in table.items() if not is_section(name, v) and v is not None]
     for name, value in table.items():
         if is_section(name, value):
-            inside = _toml_lines(value, f"{prefix}{name}.")
+            inside = _toml_lines(value, f"{prefix}{name}.", plain)
             has_own = any(not is_section(f"{name}.{inner}", v) and v is not None for inner, v in value.items())
             lines += ["", f"[{prefix}{name}]", *inside] if has_own else inside
     return lines

@@ -1,5 +1,6 @@
 """Our updates keep the layout law, and it catches the mistakes it is there for."""
 
+import functools
 import hashlib
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,14 @@ def seed_of(*rooms):
 
 
 SEED = seed_of(steps, laws)  # other layouts are tried when the code has changed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def built_once():
+    """Every check has the same models, which no update changes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "_models", functools.cache(layout._models))
+        yield
 
 
 @pytest.fixture
