@@ -288,7 +288,8 @@ def _digests(scope: str, conversation: Conversation, sizes: set[int]) -> Iterato
     state = hashlib.blake2b(digest_size=16)
     for part in (scope.encode(), conversation.kind.encode(), conversation.head):
         state.update(len(part).to_bytes(8, "little") + part)
-    for size, item in enumerate(conversation.items[: max(sizes, default=0)], 1):
-        state.update(len(item).to_bytes(8, "little") + item)
-        if size in sizes:
-            yield size, state.copy().digest()
+    start = 0
+    for size in sorted(size for size in sizes if 0 < size <= len(conversation.items)):
+        state.update(b"".join(len(item).to_bytes(8, "little") + item for item in conversation.items[start:size]))
+        start = size
+        yield size, state.copy().digest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,20 +26,20 @@ _EPISODE = "/e/{episode}"
 
 def router_of(service: Service) -> APIRouter:
     """The routes, each also below /e/NAME, which names the episode."""
-    router = APIRouter()
+    router, ids = APIRouter(), _ids()
 
     async def chat(request: Request) -> Response:
         asked = chat_request(parsed(await request.body()))
         _check_model(service, asked.options)
         name = _name_of(request, asked.options)
-        form = _form(service, asked.options, chat=True)
+        form = _form(service, asked.options, next(ids), chat=True)
         return await _replied(request, service.chat(asked, name), form, asked.options, shown=not asked.tools)
 
     async def completions(request: Request) -> Response:
         asked = completion_request(parsed(await request.body()))
         _check_model(service, asked.options)
         name = _name_of(request, asked.options)
-        form = _form(service, asked.options, chat=False)
+        form = _form(service, asked.options, next(ids), chat=False)
         return await _replied(request, service.completions(asked, name), form, asked.options, shown=True)
 
     async def models() -> dict[str, Any]:
@@ -83,9 +84,16 @@ def _name_of(request: Request, options: AnswerOptions) -> str | None:
     return name or None
 
 
-def _form(service: Service, options: AnswerOptions, *, chat: bool) -> ReplyForm:
+def _ids() -> Iterator[str]:
+    """Names of replies, unlike those of other servers. Nothing is drawn for each: reading from the system's generator
+    lets go of the interpreter, which comes back only once the thread that decodes lets go of it."""
+    own = uuid.uuid4().hex
+    return (f"{own}-{number}" for number in itertools.count())
+
+
+def _form(service: Service, options: AnswerOptions, own: str, *, chat: bool) -> ReplyForm:
     return ReplyForm(
-        id=f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        id=f"{'chatcmpl' if chat else 'cmpl'}-{own}",
         created=int(time.time()),
         model=service.sources.model,
         chat=chat,
