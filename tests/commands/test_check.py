@@ -117,6 +117,14 @@ def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
     assert "reward  of the ground truth: by_response failed" in second
 
 
+@pytest.mark.parametrize(("answers", "said_so"), [((" ", "3"), False), ((" ", " "), True)])
+def test_a_truth_that_scores_as_nothing_does_is_said_where_all_do(task, capsys, answers, said_so):
+    rows = [{"prompt": f"{number}+2=", "answer": answer} for number, answer in enumerate(answers)]
+    (task / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["check", str(task / "run.toml"), "--gpu", "cpu"])
+    assert ("exact_match: the ground truth scores as nothing does" in capsys.readouterr().out) is said_so
+
+
 def test_a_reward_without_a_score_is_a_problem(task, capsys):
     own = ["--reward.functions", "tests.rewards.functions:too_few", "--gpu", "cpu"]
     assert main(["check", str(task / "run.toml"), *own]) == 2
