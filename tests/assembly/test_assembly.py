@@ -26,6 +26,7 @@ from fppo.pipeline.checks import field
 from fppo.pipeline.step import ppo_step
 from fppo.quickstart import CHARACTERS, character_tokenizer, small_model
 from fppo.runs import starts
+from fppo.runtime.mesh import LOCAL
 from fppo.settings import component, files, modules, tables
 from fppo.settings.learning import AlgorithmSettings, LossSettings, OptimizerSettings
 from fppo.settings.model import ModelSettings
@@ -428,3 +429,14 @@ def test_one_update_a_step_is_compared_with_the_engine_and_several_are_not(epoch
     rollout = RolloutSettings(batch_size=8, gap="stop")
     assert (learning.update_watch(rollout, "float32", loop) is not None) is watched
     assert learning.update_watch(attrs.evolve(rollout, gap="off"), "float32", loop) is None
+
+
+def test_a_rate_has_the_numbers_of_its_section():
+    section = OptimizerSettings(lr=0.5, schedule="linear", warmup_steps=1, min_lr_ratio=0.2)
+    optimizer = functions.optimizer_of(section, 5, setting="actor.optimizer")
+    state = init_state({"w": torch.zeros(2)}, optimizer)
+    rates = []
+    for step in (0, 1, 3, 5):
+        _, _, report = optimizer.update(state.params, {"w": torch.ones(2)}, state.opt, step, mesh=LOCAL, donate=False)
+        rates.append(metrics.report(report)["lr"])
+    assert rates == pytest.approx([0.25, 0.5, 0.3, 0.1])

@@ -106,12 +106,23 @@ def test_texts_of_data_are_no_escape_sequences(task, capsys):
 
 
 def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
-    (task / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "raise"}\n')
+    (task / "train.jsonl").write_text(
+        '{"prompt": "1+2=", "answer": "3"}\n{"prompt": "1+1=", "answer": "raise"}\n{"prompt": "2+2=", "answer": "4"}\n'
+    )
     own = ["--reward.functions", "tests.rewards.functions:by_response", "--gpu", "cpu"]
     assert main(["check", str(task / "run.toml"), *own]) == 1
     said = capsys.readouterr().out
-    assert "found: by_response failed on the ground truth of train.jsonl:1: KeyError: 'no such thing'" in said
-    assert "reward  of the ground truth: by_response failed" in said
+    assert "found: by_response failed on the ground truth of train.jsonl:2: KeyError: 'no such thing'" in said
+    (second,) = [part for part in said.split("\nprompt ") if part.startswith("train.jsonl:2")]
+    assert "reward  of the ground truth: by_response failed" in second
+
+
+@pytest.mark.parametrize(("answers", "said_so"), [((" ", "3"), False), ((" ", " "), True)])
+def test_a_truth_that_scores_as_nothing_does_is_said_where_all_do(task, capsys, answers, said_so):
+    rows = [{"prompt": f"{number}+2=", "answer": answer} for number, answer in enumerate(answers)]
+    (task / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    main(["check", str(task / "run.toml"), "--gpu", "cpu"])
+    assert ("exact_match: the ground truth scores as nothing does" in capsys.readouterr().out) is said_so
 
 
 def test_a_reward_without_a_score_is_a_problem(task, capsys):

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fppo import metrics, tree
 from fppo._errors import RunFailed
@@ -14,8 +15,10 @@ from fppo.pipeline import iterate, ppo_step, timing, train
 from fppo.pipeline.program import RunState
 from fppo.pipeline.replay import Difference, first_difference
 from fppo.pipeline.step import check_updates
+from fppo.pipeline.train import Evaluation, watch_steps
 from fppo.steps.loss_scale import LEAST
 from fppo.steps.train_state import TrainState
+from fppo.tree import replace
 from tests import tiny_run
 
 
@@ -122,3 +125,36 @@ def test_updates_that_were_all_skipped_end_a_run_at_its_first_or_at_the_least_sc
     with pytest.raises(RunFailed, match="the actor cannot learn") if ends else contextlib.nullcontext():
         check_updates("actor", before, after, report)
     check_updates("actor", before, after, report | {"actor/skipped": metrics.mean(1.0, 2.0)})
+
+
+@pytest.mark.parametrize(
+    ("first", "every", "before", "expected"),
+    [
+        (0, 2, True, [0, 2, 4, 5]),
+        (0, 2, False, [2, 4, 5]),
+        (0, 0, True, [0, 5]),
+        (0, 5, False, [5]),
+        (3, 2, True, [4, 5]),  # a run that goes on has been evaluated
+    ],
+)
+def test_evaluations_are_made_before_the_first_step_at_every_so_many_and_at_the_last(first, every, before, expected):
+    evaluated, shown = [], {}
+    start = RunState(actor=TrainState(params={"w": torch.zeros(1)}, opt=None, step=0), key=Key(0), step=first)
+
+    def begin(run):
+        while True:
+            run = replace(run, step=run.step + 1)
+            yield run, "batch", {"perf/total_num_tokens": metrics.mean(4.0)}
+
+    def evaluate(run):
+        evaluated.append(run.step)
+        return {"val-core/a/reward/mean@1": metrics.mean(float(run.step))}
+
+    def observe(record):
+        if "val-core/a/reward/mean@1" in record.metrics:
+            shown[record.run.step] = record.metrics["val-core/a/reward/mean@1"]
+
+    evaluation = Evaluation(evaluate, every=every, before=before)
+    watch_steps(start, begin, steps=5, observers=[observe], evaluation=evaluation)
+    assert evaluated == expected
+    assert shown == {step: float(step) for step in expected}

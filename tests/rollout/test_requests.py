@@ -210,6 +210,18 @@ def test_each_request_has_a_most_of_its_own(whole):
         assert {name: len(each.tokens) for name, each in ended(requests).items()} == {"2": 2, "6": 6, "3": 3}
 
 
+@pytest.mark.parametrize("rows", [(0, 1), (1, 2), (2, 3), (0, 2)])
+def test_rows_of_one_prompt_draw_by_their_numbers_whoever_answers(rows):
+    """Also where they are not all samples of one prompt, as an engine that answers prompts at once numbers these."""
+    model, params = make("qwen2")
+    found = []
+    for engine in (engine_of(model), only_generate(engine_of(model))):
+        with opened(engine, params) as requests:
+            requests.add([request(str(row), row=row) for row in rows])
+            found.append({name: each.tokens.tolist() for name, each in ended(requests).items()})
+    assert found[0] == found[1]
+
+
 def test_a_row_that_goes_on_counts_with_all_its_tokens_towards_the_longest():
     model, params = make("gpt2")
     with opened(engine_of(model), params) as requests:

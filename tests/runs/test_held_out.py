@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,3 +75,8 @@ def test_metrics_of_ones_own_evaluation_are_held_out_too():
         ("sums", "accuracy", "mean@1"),
         ("", "accuracy", "mean"),
     ]
+
+
+def test_a_number_of_several_sources_is_their_mean():
+    found = held_out.shown({"val-core/a/reward/mean@1": 0.2, "val-core/b/reward/mean@1": 0.6})
+    assert found == [("reward", pytest.approx(0.4))]

@@ -225,3 +225,10 @@ def test_a_record_is_opened_whole_or_by_column(tokenizer, tmp_path):
     next(iter(sample_files.files(tmp_path / SAMPLES).values())).write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"000001\.parquet: damaged"):
         run.samples()
+
+
+@pytest.mark.parametrize(
+    ("count", "chosen"), [(2, [0, 3]), (4, [0, 1, 3, 4]), (6, [0, 1, 2, 3, 4, 5]), (None, [*range(6)])]
+)
+def test_some_rows_lie_all_over_the_batch(count, chosen):
+    assert samples.spread(tiny.experience(0, 6), count).row_ids.tolist() == chosen

@@ -218,3 +218,13 @@ def test_names_for_mlflow_are_those_that_it_takes(text):
     name = trackers.mlflow_name(text)
     assert re.fullmatch(r"[\w.\- :/]{1,250}", name)
     assert all(part.strip(".") for part in name.split("/"))
+
+
+def test_an_id_is_that_of_an_earlier_start_and_none_of_a_run_that_begins_anew(tmp_path):
+    run = Tracked(run_dir=tmp_path)
+    assert run.noted("any") is None
+    run.note("any", "a-1.b")
+    assert run.noted("any") == "a-1.b"
+    assert attrs.evolve(run, settings={"resume": "never"}).noted("any") is None
+    run.note("any", "damaged \x00")
+    assert run.noted("any") is None

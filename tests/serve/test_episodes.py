@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fppo.rollout.requests import FinishedRequest
-from fppo.serve.episodes import Episodes, RecordedTurn, of_ids, of_messages, row_number
+from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, of_ids, of_messages, row_number
 from fppo.serve.rows import rollout_of_rows
 from fppo.serve.service import Bounds
 from tests.serve.world import END, chat, parrot_world, says, texts, tokenizer
@@ -301,3 +301,10 @@ def test_a_chat_goes_on_from_its_last_answer_alone():
     assert cuts(["user"]) == []
     assert cuts(["user", "assistant"]) == []
     assert cuts(["user", "assistant", "tool", "user"]) == [2]
+
+
+def test_a_row_has_the_version_of_its_first_token_and_each_token_its_own():
+    turns = RecordedTurn((1, 2), finished("a", (3,), 4), ""), RecordedTurn((5,), finished("b", (6, 7), 9), "")
+    rollout = rollout_of_rows([EpisodeRow(0, turns)], pad_token_id=0)
+    assert rollout.versions.tolist() == [4]
+    assert rollout.token_versions.tolist() == [[4, 0, 9, 9]]
