@@ -229,6 +229,15 @@ def test_best_of_n(warm, capsys):
     assert [line.rpartition(" ")[0] for line in lines[2:]] == ["held out, before:", "held out, after:"]
 
 
+@pytest.mark.slow
+def test_distill(capsys):
+    run = _load("distill").main(steps=2, warm_up=2, batch=64)
+    assert run.step == 2
+    held_out = [line for line in capsys.readouterr().out.splitlines() if "held out" in line]
+    assert len(held_out) == 2
+    assert all("reverse_kl" in line for line in held_out)
+
+
 def test_best_of_n_takes_the_first_of_the_best_rows():
     synthetic = _load("custom_loss").synthetic(8, 2, 3, 16, Key(0))
     scores = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.5, 0.0, 0.0, 0.0])

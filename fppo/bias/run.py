@@ -93,7 +93,8 @@ def _teacher(step: StepMath, worlds: Sequence[SmallWorld]) -> tuple[dict[str, An
 
 def _against(step: StepMath, worlds: Sequence[SmallWorld], of: str) -> Typical:
     """The bias of a step against the gradient of a divergence; of "none" against that of whole responses."""
-    goal: Divergence = next((x for x in DIVERGENCES if x == of), "sequence")
+    known: dict[str, Divergence] = {x: x for x in DIVERGENCES}
+    goal = known.get(of, "sequence")
     found = [step_bias(step, x) for x in worlds]
     return medians(
         [compared(x.mean, own.gradient(1.0, goal), x.deviation) for x, own in zip(found, worlds, strict=True)]
