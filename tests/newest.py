@@ -69,10 +69,11 @@ class Row:
 
 
 def requirements(project: Mapping[str, object]) -> dict[str, str]:
-    """The packages that pyproject.toml names, each with what it says of it: bounds, extras and markers."""
+    """The other packages that pyproject.toml names, each with what it says of it: bounds, extras and markers."""
     table = project["project"]
     lines = [*table["dependencies"], *(x for lines in table["optional-dependencies"].values() for x in lines)]  # type: ignore[index]
-    return {name_of(line): line for line in sorted(lines, key=str.lower)}
+    named = {name_of(line): line for line in sorted(lines, key=str.lower)}
+    return {name: line for name, line in named.items() if name != table["name"]}  # type: ignore[index]
 
 
 def name_of(requirement: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fppo import laws, losses
+from fppo.laws import _search
 from fppo.laws.losses import COMMON
 from fppo.metrics import masked_max, masked_mean, total
 
@@ -28,6 +29,12 @@ def test_losses_with_opt_outs_keep_the_other_laws():
     laws.check_policy_loss(losses.clip_cov, extras=selected, reinforce=None)
     laws.check_value_loss(losses.value_loss)
     laws.check_value_loss(partial(losses.value_loss, clip=None))
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Half of the examples in which a mistake is looked for: each kind of mask once in each size."""
+    monkeypatch.setattr(_search, "check", partial(_search.check, seeds=3))
 
 
 def reinforce(log_probs, old_log_probs, advantages, mask):
@@ -236,7 +243,7 @@ def test_each_mistake_breaks_its_law(mistake, law, rows, words):
         check_lines(error, mistake, law)
 
 
-def test_a_value_loss_without_the_half_breaks_the_last_law():
+def test_a_value_loss_without_the_half_breaks_the_last_law(few):
     def doubled(values, old_values, returns, mask):
         loss, metrics = losses.value_loss(values, old_values, returns, mask)
         return 2.0 * loss, metrics
@@ -276,7 +283,7 @@ def test_what_agrees_with_a_reference_away_from_old_passes():
 
 
 @pytest.mark.parametrize("mistake", [min_for_max, not_pessimistic, partial(clipped, high=0.3), losses.gpg])
-def test_what_a_loss_does_away_from_old_is_held_against_a_reference(mistake):
+def test_what_a_loss_does_away_from_old_is_held_against_a_reference(mistake, few):
     laws.check_policy_loss(mistake)
     with pytest.raises(laws.LawViolation, match=r"the (loss|gradient)\[.*, as of clipped") as caught:
         laws.check_policy_loss(mistake, reference=clipped)
