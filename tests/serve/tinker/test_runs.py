@@ -179,6 +179,11 @@ def test_verbs_change_nothing_but_what_they_return(optimizer):
 
     alone = [onward(onward(run, 1), 2).state for run in (one, two)]
     kept = [tree.digest(run.state) for run in (one, two)]
+    half, _ = forward_backward(one, data(1, 3), Loss("cross_entropy"))
+    summed = tree.digest(half.grads)
+    forward_backward(half, data(2, 3), Loss("cross_entropy"))
+    forward(half, data(2, 3), Loss("cross_entropy"))
+    assert tree.digest(half.grads) == summed
     a, b = onward(one, 1), onward(two, 1)  # in turn
     a, b = onward(a, 2), onward(b, 2)
     assert [tree.digest(a.state), tree.digest(b.state)] == [tree.digest(state) for state in alone]
