@@ -54,7 +54,7 @@ def drawn(seed, rows=3, width=5, spread=0.4):
     log_probs = -noise().abs() - 1
     columns = {
         "weights": noise().where(counts, nothing),
-        "advantages": noise().where(counts, nothing),
+        "advantages": noise().where(counts & (torch.rand(rows, width, generator=g) < 0.8), nothing),
         "logprobs": log_probs + spread * noise(),
         "sequence_ratio_mask": counts.double(),
         "sampled": counts.double(),

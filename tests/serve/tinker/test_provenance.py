@@ -15,7 +15,8 @@ RECORDS = {
 DATUM = Datum(torch.tensor([5, 6, 7, 8, 9, 3]), torch.tensor([6, 7, 8, 9, 3, 4]), {"advantages": torch.ones(6)})
 RUNS = (
     TargetRun("a", 1, 1, sampled=False),
-    TargetRun("a", 0, 3, sampled=True),
+    TargetRun("a", 0, 1, sampled=True),
+    TargetRun("a", 1, 2, sampled=True),
     TargetRun("b", 5, 1, sampled=False),
     TargetRun("b", 0, 1, sampled=True),
 )
