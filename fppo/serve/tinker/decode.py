@@ -215,10 +215,13 @@ def joined_input(
     parts: Sequence[InputPart], name: str, images: ImageReader | None
 ) -> tuple[list[int], RowInputs | None]:
     """The tokens of an input's parts, and its images' inputs. Raises Refusal."""
-    if not any(isinstance(part, ImagePart) for part in parts):
-        return [token for part in parts for token in part], None  # pyright: ignore[reportReturnType]
     if images is None:
-        raise refused(name, "a chunk of images: this model takes text alone")
+        tokens: list[int] = []
+        for part in parts:
+            if isinstance(part, ImagePart):
+                raise refused(name, "a chunk of images: this model takes text alone")
+            tokens += part
+        return tokens, None
     try:
         for part in parts:
             if isinstance(part, ImagePart) and part.expected is not None:
@@ -229,7 +232,7 @@ def joined_input(
     except Refusal:
         raise
     except Exception as error:  # processors raise what they like
-        raise refused(name, printable(f"an image: {error}", 500)) from error
+        raise refused(name, printable(str(error), 500)) from error
 
 
 def _part(chunk: pb.Chunk, name: str, vocabulary: int) -> InputPart:

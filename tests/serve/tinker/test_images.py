@@ -87,9 +87,8 @@ def test_images_are_trained_on_and_sampled_from(tmp_path, seeing):
         assert equal(host.params(trainer.model_id), run.state.params)
         assert torch.equal(found.loss_fn_outputs[0]["logprobs"].to_torch(), outputs.per_datum[0]["logprobs"])
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        scored = sampler.compute_logprobs(
-            types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=[13])])
-        ).result()
+        whole = types.ModelInput(chunks=[*chunks, types.EncodedTextChunk(tokens=[13])])
+        scored = sampler.compute_logprobs(whole).result()
         after = runs.forward(run, [own], Loss("cross_entropy")).per_datum[0]["logprobs"][-1].item()
         assert len(scored) == len(tokens) + 1
         assert scored[-1] == pytest.approx(after, abs=2e-5)
