@@ -118,7 +118,7 @@ def test_k_targets_are_k_single_ones_and_ungraded_ones_have_no_gradient(seed):
 
     def summed(params, targets, graded):
         found = forward_targets(params, attrs.evolve(batch, targets=targets, graded=graded), forward=forward)
-        return (found * batch.graded[..., None]).sum(), found
+        return (found * (1.0 if graded is batch.graded else batch.graded[..., None])).sum(), found
 
     together = value_and_grad(summed, has_aux=True)(params, batch.targets, batch.graded)
     alone = [
