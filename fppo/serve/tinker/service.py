@@ -268,7 +268,13 @@ class TinkerService:
         if kind == "pass":
             rules = served.rules
             message = decode.pass_message(body)
-            verb = decode.pass_verb(message, bounds=self.bounds, vocabulary=rules.texts.vocabulary, limit=rules.limit)
+            verb = decode.pass_verb(
+                message,
+                bounds=self.bounds,
+                vocabulary=rules.texts.vocabulary,
+                limit=rules.limit,
+                images=rules.images,
+            )
             self._loss_of(info, verb)
             return verb
         fields = decode.object_of(body)

@@ -4,6 +4,6 @@ import importlib.util
 import os
 
 NEEDED = ("fastapi", "uvicorn", "openai", "httpx2", "tinker")
-NEEDING = ("client", "command", "kill", "malformed", "restart", "work")
+NEEDING = ("client", "command", "images", "kill", "malformed", "restart", "work")
 collect_ignore = [] if all(map(importlib.util.find_spec, NEEDED)) else [f"test_{name}.py" for name in NEEDING]
 os.environ["TINKER_TELEMETRY"] = "0"  # its client would send what it does

@@ -484,6 +484,10 @@ def test_stable_reinforce_takes_the_log_probs_that_were_recorded(host, service):
     assert found.metrics["loss:sum"] == pytest.approx(-log_probs.sum().item(), rel=1e-3)
     with pytest.raises(tinker.RequestFailedError, match="provenance"):
         trainer.forward_backward([datum], "stable_reinforce").result()
+    with client_of(host) as stranger:
+        other = stranger.create_lora_training_client("tiny", rank=2, seed=0).result()
+        with pytest.raises(tinker.RequestFailedError, match="another session"):
+            other.forward_backward([datum.with_provenance(inputs, spans)], "stable_reinforce").result()
 
 
 def test_bodies_may_be_compressed_and_ends_polled(tmp_path):
