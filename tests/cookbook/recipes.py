@@ -19,8 +19,8 @@ Metrics = Sequence[Mapping[str, float]]  # one row per step, from the recipe's m
 class Recipe:
     """A recipe of the cookbook: its module and arguments, the rows it must log, and what holds for them.
 
-    `holds` raises AssertionError if the numbers are wrong. `needs` names what stands in for the hub, `shows` what of the
-    protocol it uses beside sampling and steps.
+    `holds` raises AssertionError if the numbers are wrong. `needs` names what stands in for the hub, `shows` what the
+    recipe uses of the protocol beside sampling and steps.
     """
 
     name: str

@@ -140,7 +140,7 @@ def taught(form: PreTrainedTokenizerFast, params: Params, model: Model, steps: r
 
 
 def short_sighted(vocabulary: int) -> Model:
-    """A small model whose layers each see 48 tokens: what it has learned behind short prompts holds behind long ones."""
+    """A small model whose layers see 48 tokens each: what it learns behind short prompts holds behind long ones."""
     config = MistralConfig(
         vocab_size=vocabulary,
         hidden_size=64,
