@@ -1,6 +1,6 @@
 """Tinker's client trains on this machine: GRPO on the quickstart's sums, with `fppo serve --tinker` as its service.
 
-It takes pip install -e ".[serve,tinker]". Numbers are below NUMBERS.
+It takes pip install -e ".[tinker]". Numbers are below NUMBERS.
 """
 
 import os
@@ -43,7 +43,8 @@ def grpo(trainer: tinker.TrainingClient, tasks: Sequence[quickstart.Addition]) -
 
 def main(place: Path = Path("runs/tinker"), steps: int = 60, prompts: int = 64, warm_up: int = 300) -> None:
     quickstart.prepare(place, 0, steps=warm_up)
-    command = [sys.executable, "-m", "fppo", "serve", str(place / quickstart.MODEL), "--tinker", "--port", "0"]
+    command = [sys.executable, "-m", "fppo", "serve", str(place / quickstart.MODEL), "--tinker"]
+    command += ["--store", str(place / "store"), "--port", "0"]
     environment, draws, (train, _) = os.environ | {"FPPO_API_KEY": KEY}, random.Random(0), quickstart.sums()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server, ExitStack() as ends:
         ends.callback(server.terminate)

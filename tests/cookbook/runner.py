@@ -45,7 +45,12 @@ class RecipeError(Exception):
 
 def missing(recipe: Recipe | None = None) -> str | None:
     """Why recipes, or this one, cannot run here; None if they can."""
-    for package in (COOKBOOK, "fastapi", "uvicorn", *([] if recipe is None or not recipe.package else [recipe.package])):
+    for package in (
+        COOKBOOK,
+        "fastapi",
+        "uvicorn",
+        *([] if recipe is None or not recipe.package else [recipe.package]),
+    ):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
     return None
@@ -72,9 +77,13 @@ def serving(place: Path) -> Iterator[Served]:
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "fppo", "serve", *stand_ins.MODELS, "--tinker", "--port", "0"]
+    arguments = [*stand_ins.MODELS, "--tinker", "--store", str(place / "store"), "--port", "0"]
+    command = [sys.executable, "-m", "fppo", "serve", *arguments]
     printed = place / "server.txt"
-    with printed.open("w") as out, subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out) as server:
+    with (
+        printed.open("w") as out,
+        subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out) as server,
+    ):
         try:
             yield Served(place, environment | {"TINKER_BASE_URL": _address(server, printed)})
         finally:
@@ -101,7 +110,7 @@ def run(recipe: Recipe, at: Served) -> Outcome:
         _call(at, recipe.module, *recipe.arguments, f"max_steps={number}", f"log_path={log}")
     ended = os.times()
     lines = map(json.loads, (log / "metrics.jsonl").read_text().splitlines())
-    rows = [row for row in lines if "progress" in row or "progress/batch" in row]  # the others are sums of a run
+    rows = [row for row in lines if any(name.startswith("progress") for name in row)]  # the others are sums of a run
     assert len(rows) == recipe.steps, f"{len(rows)} steps in place of {recipe.steps}"
     saved = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
     assert {"state_path", "sampler_path"} <= set(saved[-1]), saved[-1]

@@ -74,7 +74,7 @@ def _sum(draws: random.Random) -> str:
 
 
 def _moves(draws: random.Random) -> str:
-    return ", ".join(f"'[{square}]'" for square in sorted(draws.sample(range(9), draws.randrange(1, 9))))
+    return ", ".join(f"'[{square}]'" for square in sorted(draws.sample(range(9), draws.randrange(1, 10))))
 
 
 def _boxed(digit: int) -> str:
@@ -140,7 +140,7 @@ def taught(form: PreTrainedTokenizerFast, params: Params, model: Model, steps: r
 
 
 def short_sighted(vocabulary: int) -> Model:
-    """A small model whose layers each see 48 tokens: what it has learned behind short prompts holds behind long ones."""
+    """A small model whose layers see 48 tokens each: what it learns behind short prompts holds behind long ones."""
     config = MistralConfig(
         vocab_size=vocabulary,
         hidden_size=64,
@@ -173,14 +173,14 @@ def write_models(place: Path, *, steps: int = 120) -> None:
 def write_data(place: Path) -> None:
     """The recipes' data sets, each with a few rows of the columns that the hub's have."""
     draws = random.Random(1)
-    solved = [{"question": _sum(draws), "answer": f"He counts.\n#### {draws.randrange(10)}"} for _ in range(64)]
-    chats = [_messages(each) for _ in range(8) for each in exchanges(draws)]
+    solved = [{"question": _sum(draws), "answer": f"He counts.\n#### {draws.randrange(10)}"} for _ in range(16)]
+    chats = [_messages(each) for _ in range(24) for each in exchanges(draws)]
     pairs = [_preference(draws) for _ in range(64)]
     deep = [{"question": _sum(draws), "final_answer": str(draws.randrange(10))} for _ in range(64)]
     pages = [{"text": prose(draws, 60)} for _ in range(200)]
     choices = [_choice(draws) for _ in range(32)]
     write_set(place / "openai/gsm8k", "main", {"train": solved, "test": solved[:8]})
-    write_set(place / "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:8]})
+    write_set(place / "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:128]})
     write_set(place / "Anthropic/hh-rlhf", "default", {"train": pairs, "test": pairs[:8]})
     write_set(place / "zwhe99/DeepMath-103K", "default", {"train": deep})
     write_set(place / "Salesforce/wikitext", "wikitext-103-raw-v1", {"train": pages})

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cookbook import runner
-from tests.cookbook.runner import Served
 from tests.cookbook.recipes import RUN, Recipe
+from tests.cookbook.runner import Served
 
 pytestmark = [
     pytest.mark.slow,
