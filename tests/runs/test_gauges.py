@@ -22,4 +22,5 @@ def test_records_have_the_gauges_of_all_ranks():
 
     for numbers in simulate({"shard": 2}, on_rank):
         assert numbers["perf/comm_s/shard"] == 2.0  # of the rank that waited longest
+        assert numbers["perf/comm_gb/shard"] == 1.0  # GiB
         assert {f"perf/cpu_memory_used_gb/rank_{rank}" for rank in (0, 1)} <= numbers.keys()

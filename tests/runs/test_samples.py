@@ -22,6 +22,7 @@ from fppo.runs import sample_files, samples
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.samples import pieces, pieces_of
+from tests import tiny
 
 
 @pytest.fixture(scope="module")
