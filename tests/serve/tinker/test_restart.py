@@ -147,3 +147,10 @@ def test_a_sample_that_was_lost_is_sent_again(tmp_path):
     with served(tmp_path) as host:
         assert host.post("retrieve_future", {"request_id": f"{sampler}:0"}).status_code == 410
         assert host.post("retrieve_future", {"request_id": "nobody:0"}).status_code == 404
+
+
+def test_a_folder_has_one_server_at_a_time(tmp_path):
+    with served(tmp_path), pytest.raises(OSError, match="another server has"), served(tmp_path):
+        pass
+    with served(tmp_path):
+        pass
