@@ -1,7 +1,7 @@
 """Tinker's client against the server: samples per second beside the engine's own, and the seconds of a whole RL step.
 
     python experiments/bench/tinker_server.py samples --size 13M       # 64 requests of 64 tokens at once
-    python experiments/bench/tinker_server.py step --size 1M           # 64 prompts x 8, one update
+    python experiments/bench/tinker_server.py step --size 1M           # 64 prompts of 6 tokens x 8 of 4, one update
     python experiments/bench/tinker_server.py step --single            # one request for each sample, as the cookbook's
 
 The client is the unmodified SDK, in a process of its own. Medians of a few rounds; torch has one thread.
@@ -33,11 +33,11 @@ from fppo.serve.tinker.routes import tinker_app
 from fppo.serve.tinker.samples import SampleRules
 from fppo.serve.tinker.service import ServedBase, TinkerService
 
-KEY, PROMPT = "tml-benchmark", 16
+KEY = "tml-benchmark"
 
 
-def prompts_of(count: int) -> list[list[int]]:
-    return (2 + torch.arange(count * PROMPT).view(count, PROMPT) % 290).tolist()
+def prompts_of(count: int, length: int) -> list[list[int]]:
+    return (2 + torch.arange(count * length).view(count, length) % 290).tolist()
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def samples(url: str, size: str, count: int, tokens: int, rounds: int, adapted: 
     params = types.SamplingParams(max_tokens=tokens, stop=[])
     for _ in range(rounds):
         start = time.perf_counter()
-        pending = [sampler.sample(types.ModelInput.from_ints(p), 1, params) for p in prompts_of(count)]
+        pending = [sampler.sample(types.ModelInput.from_ints(p), 1, params) for p in prompts_of(count, 16)]
         assert all(len(each.result().sequences[0].tokens) == tokens for each in pending)
         seconds.append(time.perf_counter() - start)
     return seconds
@@ -106,7 +106,7 @@ def steps(url: str, size: str, tokens: int, rounds: int, single: bool) -> list[f
     for _ in range(rounds):
         start = time.perf_counter()
         sampler = trainer.save_weights_and_get_sampling_client().result()
-        asked = [(p, types.ModelInput.from_ints(p)) for p in prompts_of(64) for _ in range(8 if single else 1)]
+        asked = [(p, types.ModelInput.from_ints(p)) for p in prompts_of(64, 6) for _ in range(8 if single else 1)]
         pending = [(p, sampler.sample(prompt, 1 if single else 8, params)) for p, prompt in asked]
         data: list[types.Datum] = []
         for prompt, each in pending:
@@ -129,7 +129,7 @@ def steps(url: str, size: str, tokens: int, rounds: int, single: bool) -> list[f
 
 def own(served: ServedBase, count: int, tokens: int, rounds: int, adapted: bool) -> list[float]:
     """The seconds of the library's own engine on the same prompts."""
-    ids = torch.tensor(prompts_of(count))
+    ids = torch.tensor(prompts_of(count, 16))
     nothing = Column([None] * count)
     given = Prompts(
         tokens=ids,
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("work", choices=["samples", "step"])
     parser.add_argument("--size", default="1M")
     parser.add_argument("--count", type=int, default=64, help="requests at once")
-    parser.add_argument("--tokens", type=int, default=0, help="of a sample; by default 64, and 16 of a step")
+    parser.add_argument("--tokens", type=int, default=0, help="of a sample; by default 64, and 4 of a step")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--single", action="store_true", help="one request for each sample of a step")
@@ -164,7 +164,7 @@ def main() -> None:
     size, rounds = options.size, options.rounds
     with server(size, options.threads) as (url, served):
         if options.work == "step":
-            found = in_process("step", url, size, options.tokens or 16, rounds, options.single)
+            found = in_process("step", url, size, options.tokens or 4, rounds, options.single)
             print(f"{size}: a step of 64 x 8 in {statistics.median(found[1:]):.2f} s")
             return
         tokens = options.tokens or 64

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fppo._errors import UsageError, printable
+from fppo.assembly.texts import open_processor
 from fppo.commands.options import ServeOptions
 from fppo.commands.serve import (
     KEY,
@@ -22,6 +23,7 @@ from fppo.commands.serve import (
     targets_of,
     unrecorded,
 )
+from fppo.data.images import ImageReader
 from fppo.runs import session
 from fppo.runs.serving import ServedPolicy, served_policy
 from fppo.serve.app import app_of, by_path
@@ -56,7 +58,7 @@ def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
     return keys, given is None
 
 
-def served_base(target: str, policy: ServedPolicy, bounds: Bounds, seed: int) -> ServedBase:
+def served_base(options: ServeOptions, target: str, policy: ServedPolicy, bounds: Bounds) -> ServedBase:
     """A policy as a base of the protocol, under the name that it was given by."""
     assert policy.params is not None
     directory = Path(target)
@@ -69,16 +71,26 @@ def served_base(target: str, policy: ServedPolicy, bounds: Bounds, seed: int) ->
         kernels=policy.engine.kernels,
     )
     rules = SampleRules(
-        texts=policy.texts, stop_token_ids=policy.sampling.stop_token_ids, limit=bounds.row_tokens, seed=seed
+        texts=policy.texts,
+        stop_token_ids=policy.sampling.stop_token_ids,
+        limit=bounds.row_tokens,
+        seed=options.seed,
+        images=_images(options, target, policy),
     )
-    return ServedBase(base=base, engine=policy.engine, rules=rules, write_tokenizer=_writer(policy.tokenizer))
+    return ServedBase(base=base, engine=policy.engine, rules=rules, write_tokenizer=policy.tokenizer.save_pretrained)
 
 
-def _writer(tokenizer: PreTrainedTokenizerBase) -> Callable[[Path], None]:
-    def write(place: Path) -> None:
-        tokenizer.save_pretrained(place)
-
-    return write
+def _images(options: ServeOptions, target: str, policy: ServedPolicy) -> ImageReader | None:
+    """The reader of images of a model that takes them, if there is a processor beside it."""
+    if policy.model.vision is None:
+        return None
+    settings = settings_of_model(options, target)
+    try:
+        processor, vision = open_processor(settings.model, settings.data)
+    except ValueError as error:
+        print(f"{target} answers without images: {printable(str(error), 300)}", file=sys.stderr, flush=True)
+        return None
+    return ImageReader(processor, vision.token, video=vision.video)
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
@@ -90,7 +102,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         targets = _models(options)
         policies = {name: served_policy(settings_of_model(options, name), begins=True) for name in targets}
         bounds = {name: bounds_of(options, policy) for name, policy in policies.items()}
-        bases = {name: served_base(name, policy, bounds[name], options.seed) for name, policy in policies.items()}
+        bases = {name: served_base(options, name, policy, bounds[name]) for name, policy in policies.items()}
         service = opened_store(options, bases)
         opened.callback(service.stop)
         ended = opened.enter_context(ended_by_signals())

@@ -81,6 +81,41 @@ class ImageReader:
         shown, shown_of = _shown(items)
         return tokens.tolist(), RowInputs(tensors, places, shown, video_places, shown_of)
 
+    def joined(self, parts: Sequence[Sequence[int] | bytes]) -> tuple[list[int], RowInputs | None]:
+        """The tokens of parts one behind the other, ids or the bytes of an image's file, and the images' inputs.
+
+        An image has the tokens from its first to its last placeholder; what stands around these is for ids to say.
+        Raises ValueError for bytes that are no image, for placeholders among ids, and for a processor that reads images
+        together otherwise than one by one; processors raise any exception.
+        """
+        pictures = [opened(each, n) for n, each in enumerate((x for x in parts if isinstance(x, bytes)), start=1)]
+        if any(self.token in part or self.video in part for part in parts if not isinstance(part, bytes)):
+            raise ValueError(f"the tokens hold {self.token}, a placeholder of images: give the image in its place")
+        if not pictures:
+            return [token for part in parts for token in part], None
+        each = [self._seen([picture])[0] for picture in pictures]
+        _, out = self._seen(pictures)
+        left, tokens = iter(each), list[int]()
+        for part in parts:
+            tokens += next(left) if isinstance(part, bytes) else part
+        places = (torch.tensor(tokens) == self.token).nonzero()[:, 0]
+        whole = int((out["input_ids"] == self.token).sum())
+        if whole != len(places):
+            raise ValueError(f"{whole} placeholders of all images, and {len(places)} of each alone")
+        rows = "pixel_attention_mask" in out
+        tensors = {name: _by_image(name, x, rows) for name, x in out.items() if name not in _TEXT}
+        shown, shown_of = _shown(pictures)
+        return tokens, RowInputs(tensors, places, shown, shown_of=shown_of)
+
+    def _seen(self, pictures: Sequence[Any]) -> tuple[list[int], Mapping[str, Any]]:
+        """The tokens from the first to the last placeholder of images, and what the processor gives for them."""
+        out = self.processor(text=[self.processor.image_token * len(pictures)], images=[*pictures], return_tensors="pt")
+        tokens: list[int] = out["input_ids"][0].tolist()
+        places = [place for place, token in enumerate(tokens) if token == self.token]
+        if not places:
+            raise ValueError(f"the processor gives {len(pictures)} images no placeholder (token {self.token})")
+        return tokens[places[0] : places[-1] + 1], out
+
     def _clips(self, videos: Sequence[Any]) -> list[Clip]:
         if not videos:
             return []

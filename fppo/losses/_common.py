@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fppo._errors import nearest
-from fppo.shapes import Mask, Rows, Scalar, Tokens
+from fppo.shapes import Mask, Rows, Tokens
 
 LOG_RATIO_BOUND = 20.0  # exp(20) squared is still finite in float32
 

@@ -33,11 +33,13 @@ from fppo.models.place import (
 from fppo.models.probe import check_model
 from fppo.models.run import Bound, bind, call_layer, forward, hidden_states, in_compute_dtype
 from fppo.models.save import save, save_config
+from fppo.models.several import Adapter
 from fppo.models.spans import stage_of, staged
 from fppo.models.states import check_rows_whole
 from fppo.runtime.exports import check_replaceable
 
 __all__ = [
+    "Adapter",
     "Bound",
     "Dispatched",
     "Head",

@@ -140,9 +140,7 @@ def merged_weight(parts: Parts) -> Tensor:
     return (weight.to(wide) + (change.mT if flipped else change)).to(weight.dtype)
 
 
-def product(
-    x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear
-) -> Tensor:
+def product(x: Tensor, parts: Parts | Several, bias: Tensor | None, linear: Callable[..., Tensor] = F.linear) -> Tensor:
     """x @ (W + scale * B @ A).T + bias for x [..., in], the product with W by the kernel `linear`."""
     weight, flipped = parts.weight, parts.flipped
     rows = x.reshape(-1, x.shape[-1])

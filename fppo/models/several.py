@@ -101,7 +101,7 @@ def beside(bound: Bound, owned: Sequence[OwnRows]) -> Bound:
 
 
 def with_own_head(product: Callable[..., Tensor], owned: Sequence[OwnRows]) -> Callable[..., Tensor]:
-    """Extend the product of hidden states [N, H] with the vocabulary head by what adapters have of it for their rows."""
+    """Extend the product of hidden states [N, H] with the vocabulary head by adapters' factors for their rows."""
     own = [(one.rows, one.adapter.head) for one in owned if one.adapter.head is not None]
     if not own:
         return product

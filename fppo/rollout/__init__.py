@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from fppo.rollout.engine import Ask, Engine, OnFinished, Sampling
     from fppo.rollout.interrupt import InterruptibleEngine
     from fppo.rollout.pool import EnginePool, PlacedEngine, Policy
-    from fppo.rollout.requests import FinishedRequest, QueueFull, Request, RequestEngine, Requests
+    from fppo.rollout.requests import AdapterRequests, FinishedRequest, QueueFull, Request, RequestEngine, Requests
+    from fppo.rollout.scores import Scores
     from fppo.rollout.spread import FetchingEngine, SpreadEngine
     from fppo.rollout.sync import SyncError, reshard
     from fppo.rollout.turns.engine import TurnsEngine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fppo.rollout.vllm.options import VllmOptions
 
 __all__ = [
+    "AdapterRequests",
     "Ask",
     "Chance",
     "EmbeddedEngine",
@@ -47,6 +49,7 @@ __all__ = [
     "RequestEngine",
     "Requests",
     "Sampling",
+    "Scores",
     "SpreadEngine",
     "SyncError",
     "ToolRunner",

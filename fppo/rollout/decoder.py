@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from fppo.models.adapted import Adapted, Factors, add_own_, taking_adapted
+from fppo.models.codes import shapes_of_weights
 from fppo.models.heads import embedding_name
 from fppo.models.inner import GluSeam, LinearSeam, NormSeam
 from fppo.models.known import KINDS, KnownLayer
@@ -86,12 +88,14 @@ class _Layer(NamedTuple):
     down: _Product
 
 
-_GROUPS: Mapping[str, tuple[str, ...]] = {  # weights of one input
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
+_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {  # weights of one input
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "out": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
+)
 
 
 class DecoderFactors(NamedTuple):
@@ -103,11 +107,12 @@ class DecoderFactors(NamedTuple):
     @staticmethod
     def of(model: Model, factors: Mapping[str, Factors]) -> DecoderFactors:
         """Lay the factors of a model's weights, by their names, side by side."""
+        shapes = shapes_of_weights(model.shapes, model.forms, model.layout)
         layers: list[dict[str, Factors]] = []
         for path in model.layers:
             names = {group: [f"{model.prefix}{path}.{end}.weight" for end in ends] for group, ends in _GROUPS.items()}
             adapted = {group: own for group, own in names.items() if any(name in factors for name in own)}
-            layers.append({group: _side_by_side(model, own, factors) for group, own in adapted.items()})
+            layers.append({group: _side_by_side(shapes, own, factors) for group, own in adapted.items()})
         return DecoderFactors(factors.get(embedding_name(model)), layers)
 
 
@@ -198,14 +203,14 @@ def _with_own(own: Sequence[OwnSteps], layer: int, group: str, x: Tensor, out: T
     return add_own_(out, x, [(rows, factors) for rows, factors in found if factors is not None])
 
 
-def _side_by_side(model: Model, names: Sequence[str], factors: Mapping[str, Factors]) -> Factors:
+def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factors: Mapping[str, Factors]) -> Factors:
     """Factors whose product stands for those of all these weights, one below the other: A [r, in] of all, and B
     [out, r] in blocks. Weights without factors have zeros."""
     some = next(factors[name] for name in names if name in factors)
     if len(names) == 1:
         return some
     ranks = [len(factors[name].a) if name in factors else 0 for name in names]
-    heights = [model.shapes[name][0] for name in names]
+    heights = [shapes[name][0] for name in names]
     b = some.b.new_zeros(sum(heights), sum(ranks))
     for i, name in enumerate(names):
         if name in factors:

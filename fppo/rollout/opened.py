@@ -198,7 +198,9 @@ class EmbeddedRequests:
         """Implement `AdapterRequests.drop`."""
         users = [row.name for row in self._open.values() if row.request.adapter == name]
         if users:
-            raise ValueError(f"adapter {name!r}: {len(users)} requests with it are open, {users[:3]}: cancel them first")
+            raise ValueError(
+                f"adapter {name!r}: {len(users)} requests with it are open, {users[:3]}: cancel them first"
+            )
         self.release([kept for kept, row in self._kept.items() if row.adapter == name])
         self._adapters.pop(name, None)
 

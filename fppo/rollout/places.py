@@ -69,7 +69,8 @@ class RowPlaces:
         self._column = 0  # the next one
         self._banks: Banks = layout.rows(0, 0)
         self._room = (0, 0)  # rows and columns of the banks
-        self._steps: tuple[int, Callable[[LiveRows], Advance]] | None = None  # for rows of at most so many tokens
+        # for rows of at most so many tokens, and whether they are recorded
+        self._steps: tuple[int, Callable[[LiveRows], Advance], bool] | None = None
         self._advance: Advance | None = None
         self._fixed: LiveRows | None = None  # of a recorded step
         self._beside: Bound | None = None  # the model with the rows' adapters, where its modules run them
@@ -111,7 +112,7 @@ class RowPlaces:
     def leave(self, rows: Sequence[int]) -> list[int]:
         """Takes rows out. Others move to their places: the number that each row had, by its place."""
         order = list(range(len(self)))
-        columns: tuple[list[Any], ...] = order, self._pads, self._shifts, self._most, self._owners
+        columns: Any = order, self._pads, self._shifts, self._most, self._owners
         for row in sorted(rows, reverse=True):
             last = len(order) - 1
             if row < last:
@@ -173,13 +174,13 @@ class RowPlaces:
         record = None if self._recorder is None or owned else self._recorder()
         by_decoder = policy.decoder is not None and policy.decoder.held
         self._beside = beside(self._bound, [own for own, _ in owned]) if owned and not by_decoder else None
-        if self._steps is None or self._recorder is not None:  # a new recorder has no earlier recordings
+        if self._steps is None or record is not None or self._steps[2]:  # a new recorder has no earlier recordings
             most = 2 * self.longest if self._limit is None else min(2 * self.longest, self._limit)
             if record is None:
                 steps = self._bound(lambda _: plain_steps(policy, self._calls, most, alike=False))
             else:
                 steps = self._bound(lambda _: fixed_steps(policy, self._calls, most, record))
-            self._steps = most, steps
+            self._steps = most, steps, record is not None
         assert self._states is not None
         count = len(self) if record is None else rows
         banks = tuple(x[:, :count] for x in self._banks)

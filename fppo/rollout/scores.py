@@ -157,7 +157,7 @@ def prompt_scores(
     return [sheet.result() for sheet in sheets]
 
 
-class _Part(NamedTuple):
+class _Positions(NamedTuple):
     """Some positions of a prompt, and what the model has before each of them."""
 
     start: int
@@ -171,28 +171,28 @@ class _Part(NamedTuple):
 
     def log_probs(self, tokens: Tensor, exact: TokenLogProbs | None) -> Tensor:
         """The log-probs [N, K] of tokens [N, K]."""
-        if exact is None:
+        if exact is None or not tokens.shape[1]:
             return self.logits.gather(1, tokens) - self.norm
         return torch.stack([exact(self.hidden, column) for column in tokens.unbind(1)], 1)
 
-    def behind(self, begin: int) -> _Part:
+    def behind(self, begin: int) -> _Positions:
         """The positions from `begin` on."""
         skipped = max(0, begin - self.start)
-        return _Part(self.start + skipped, *(x[skipped:] for x in self[1:]))
+        return _Positions(self.start + skipped, *(x[skipped:] for x in self[1:]))
 
 
-def _parts(begin: int, end: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Iterator[_Part]:
+def _parts(begin: int, end: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Iterator[_Positions]:
     """The positions from `begin` to `end`, some at a time."""
     start, count = begin, 1  # the first tells how wide logits are
     while start < end:
         before = hidden[start - 1 : min(start + count, end) - 1]
         logits = logits_of(before)
-        yield _Part(start, before, logits, logits.logsumexp(-1, keepdim=True))
+        yield _Positions(start, before, logits, logits.logsumexp(-1, keepdim=True))
         start, count = start + len(before), max(1, _NUMBERS // logits.shape[-1])
 
 
 class _Sheet:
-    """What has been found of one request's scores."""
+    """Collects one request's scores, some positions at a time."""
 
     def __init__(self, asked: ScoredPrompt, length: int) -> None:
         scores = asked.scores
@@ -203,7 +203,7 @@ class _Sheet:
         self._targets: list[Tensor] = []
         self._draws: list[TopTokens] = []
 
-    def fill(self, part: _Part, tokens: Tensor, exact: TokenLogProbs | None) -> None:
+    def fill(self, part: _Positions, tokens: Tensor, exact: TokenLogProbs | None) -> None:
         """Notes the scores of some positions."""
         scores, own = self._asked.scores, part.behind(self._begin)
         if scores.prompt and own.start < own.end:
@@ -218,7 +218,7 @@ class _Sheet:
             drawn = self._drawn(part)
             self._draws.append(TopTokens(drawn.cpu(), (part.logits.gather(1, drawn) - part.norm).cpu()))
 
-    def _drawn(self, part: _Part) -> Tensor:
+    def _drawn(self, part: _Positions) -> Tensor:
         """Alternatives [N, k]: number j at a position depends on the key, the row and the position alone."""
         _, sampling, key, row = self._asked
         keys = [key.fold("alternatives", j) for j in range(self._asked.scores.draws)]

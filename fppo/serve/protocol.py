@@ -16,7 +16,7 @@ T = TypeVar("T")
 Message = dict[str, Any]  # {"role", "content", ...}, with contents as one text and arguments of calls as values
 INVALID = "invalid_request_error"
 MOST_CHOICES, MOST_STOPS = 128, 16
-MOST_TOP = 0  # log-probs of other tokens than the drawn ones: engines do not tell them yet
+MOST_TOP = 20  # likeliest tokens beside each drawn one
 _SEEDS, _IDS = 1 << 63, 1 << 31
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # what changes nothing that is sampled
@@ -82,7 +82,7 @@ class AnswerOptions:
     seed: int | None
     stream: bool
     include_usage: bool  # in a last chunk of a stream
-    top_logprobs: int | None  # None: no log-probs; 0: those of the tokens alone
+    top_logprobs: int | None  # None: no log-probs; 0: those of the tokens alone; else of so many likeliest ones, too
     return_token_ids: bool
     user: str | None
 
@@ -186,6 +186,9 @@ def _check_names(body: Mapping[str, Any], known: Sequence[str]) -> None:
 def _options(body: Mapping[str, Any], top: int | None, lengths: Sequence[str]) -> AnswerOptions:
     most = [x for x in (_field(body, name, _whole(1), None) for name in lengths) if x is not None]
     stream, how = _field(body, "stream", _flag, False), body.get("stream_options")
+    if stream and top:
+        name = "top_logprobs" if "top_logprobs" in body else "logprobs"
+        raise wrong(name, "a stream has those of the answer's own tokens alone; give stream = false")
     if how is not None and not (stream and isinstance(how, dict)):
         raise wrong("stream_options", "it is an object, and goes with stream = true")
     return AnswerOptions(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import attrs
 
+from fppo.rollout.scores import TopTokens
 from fppo.serve.calls import ParsedTurn
 from fppo.serve.service import AnswerPart, WholeAnswer
 from fppo.serve.texts import Texts
@@ -66,7 +68,11 @@ class ReplyForm:
         finished = answer.finished
         tokens, log_probs = finished.tokens.tolist(), finished.log_probs.tolist()
         own: dict[str, Any] = {"index": answer.index, "finish_reason": answer.finish}
-        own["logprobs"] = self._noted(tokens, log_probs)
+        scores = finished.drawn_scores
+        if scores is None:
+            own["logprobs"] = self._noted(tokens, log_probs)
+        else:
+            own["logprobs"] = self._noted(tokens, scores.log_probs.tolist(), scores.top)
         if self.token_ids:
             own |= {"token_ids": tokens, "prompt_token_ids": list(answer.prompt)}
         if not self.chat:
@@ -93,22 +99,41 @@ class ReplyForm:
             choice["token_ids"] = list(tokens)
         return {**self._head("chat.completion.chunk" if self.chat else "text_completion"), "choices": [choice]}
 
-    def _noted(self, tokens: Sequence[int], log_probs: Sequence[float]) -> Any:
-        """The log-probs of tokens, in the form of chats or of completions."""
+    def _noted(self, tokens: Sequence[int], log_probs: Sequence[float], top: TopTokens | None = None) -> Any:
+        """The log-probs of tokens, and of the likeliest ones beside each, in the form of chats or of completions."""
         if not self.log_probs:
             return None
-        pieces, log_probs = [self.texts.piece(token) for token in tokens], [_finite(x) for x in log_probs]
-        shown = [piece.decode(errors="replace") for piece in pieces]
-        if not self.chat:
-            return {"tokens": shown, "token_logprobs": log_probs, "top_logprobs": None, "text_offset": None}
-        each = zip(shown, log_probs, pieces, strict=True)
-        return {"content": [{"token": t, "logprob": x, "bytes": [*b], "top_logprobs": []} for t, x, b in each]}
+        own = self._each(tokens, log_probs)
+        beside = [] if top is None else zip(top.ids.tolist(), top.log_probs.tolist(), strict=True)
+        others = [self._each(*pair) for pair in beside]
+        if self.chat:
+            return {"content": [x | {"top_logprobs": y} for x, y in zip_longest(own, others, fillvalue=[])]}
+        return {
+            "tokens": [x["token"] for x in own],
+            "token_logprobs": [x["logprob"] for x in own],
+            "top_logprobs": [_by_text(each) for each in others] or None,
+            "text_offset": None,
+        }
+
+    def _each(self, tokens: Sequence[int], log_probs: Sequence[float]) -> list[dict[str, Any]]:
+        """Tokens with their log-probs, in the form of chats."""
+        pieces = [self.texts.piece(token) for token in tokens]
+        pairs = zip(pieces, log_probs, strict=True)
+        return [{"token": b.decode(errors="replace"), "logprob": _finite(x), "bytes": [*b]} for b, x in pairs]
 
 
 def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, int]:
     """The numbers of tokens of a request's answers."""
     drawn, read = sum(len(x.finished.tokens) for x in answers), sum(map(len, {x.prompt for x in answers}))
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
+
+
+def _by_text(tokens: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The log-probs of tokens, the likeliest first, by their texts; of those with one text the likeliest's."""
+    found: dict[str, float] = {}
+    for token in tokens:
+        found.setdefault(token["token"], token["logprob"])
+    return found
 
 
 def _finite(log_prob: float) -> float:

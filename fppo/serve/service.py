@@ -13,6 +13,7 @@ import attrs
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import FinishedRequest, QueueFull, Request
+from fppo.rollout.scores import Scores
 from fppo.serve.calls import ParsedTurn, Tool
 from fppo.serve.episodes import (
     Conversation,
@@ -303,6 +304,7 @@ class Service:
             row=row,
             after=after,
             keep=True,
+            scores=Scores(drawn_top=options.top_logprobs) if options.top_logprobs else None,
         )
 
     def _sampling(self, options: AnswerOptions, kind: Kind, most: int) -> Sampling:

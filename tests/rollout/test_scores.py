@@ -17,6 +17,7 @@ from fppo.rollout.sampling import inverse_cdf
 from fppo.rollout.scores import Scores
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
+from fppo_kernels.table import needs_cpp
 from tests.models.families import make, plain
 from tests.rollout.talks import only_generate
 from tests.rollout.test_embedded import engine_of
@@ -35,7 +36,7 @@ def answered(engine, params, requests, meanwhile=lambda opened: None):
     with opened(engine, params) as open_requests:
         open_requests.add(requests)
         meanwhile(open_requests)
-        found = {}
+        found = {one.name: one for one in open_requests.step().finished}
         while open_requests.counts.open:
             found |= {one.name: one for one in open_requests.step().finished}
     return found
@@ -139,9 +140,7 @@ def test_a_row_that_waits_has_its_scores_too():
     """Its prompt was read for one that came with it."""
     model, params = make("qwen2")
     alone = answered(engine_of(model), params, [request("b", scores=Scores(draws=2), row=3)])["b"]
-    found = answered(
-        engine_of(model, max_rows=1), params, [request("a"), request("b", scores=Scores(draws=2), row=3)]
-    )
+    found = answered(engine_of(model, max_rows=1), params, [request("a"), request("b", scores=Scores(draws=2), row=3)])
     assert torch.equal(found["b"].prompt_scores.draws.ids, alone.prompt_scores.draws.ids)
     assert found["a"].prompt_scores.log_probs is not None
 
@@ -181,6 +180,7 @@ def test_ranks_that_cut_the_vocabulary_score_as_one():
             torch.testing.assert_close(a._asdict(), b._asdict(), rtol=0, atol=1e-10, equal_nan=True)
 
 
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
 def test_an_exact_engine_scores_prompts_as_it_scores_draws():
     engine, params = exact_engine_of("qwen3")
     sampling = Sampling(max_tokens=5)
@@ -196,7 +196,10 @@ def test_an_exact_engine_scores_prompts_as_it_scores_draws():
         ({"draws": -1}, "scores.draws = -1: give 0 or more"),
         ({"last": 2}, "scores.last = 2: set prompt or prompt_top"),
         ({"last": 6, "prompt": True}, r"'a': scores.last = 6: a prompt of 6 has 1 to 5 to score"),
-        ({"targets": torch.zeros(4, 1, dtype=torch.int64)}, "'a': scores.targets has 4 rows, and a prompt of 6 tokens 5"),
+        (
+            {"targets": torch.zeros(4, 1, dtype=torch.int64)},
+            "'a': scores.targets has 4 rows, and a prompt of 6 tokens 5",
+        ),
         ({"targets": torch.zeros(5, 1)}, "scores.targets: give int64 ids"),
         ({"targets": torch.full((5, 1), -2)}, "scores.targets: give int64 ids"),
     ],
@@ -213,7 +216,7 @@ def test_scores_that_an_engine_does_not_have_are_refused():
     request(after="b", scores=Scores(drawn_top=1))
     with opened(engine_of(model), params) as requests:
         targets = torch.full((5, 1), 31)
-        with pytest.raises(ValueError, match="'a': scores.targets has ids that the model's vocabulary of 31 tokens"):
+        with pytest.raises(ValueError, match=r"'a': scores.targets has ids that the model's vocabulary of 31 tokens"):
             requests.add([request(scores=Scores(targets=targets))])
     with opened(only_generate(engine_of(model)), params) as requests:
         with pytest.raises(ValueError, match="'a': scores is for the embedded engine"):

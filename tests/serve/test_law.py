@@ -15,6 +15,8 @@ from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
+from fppo.rollout.requests import Request
+from fppo.rollout.scores import Scores
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.rollout.turns.runner import ToolRunner
 from fppo.serve.rows import rollout_of_rows
@@ -38,6 +40,39 @@ def exact_kernels(model):
     """Kernels whose sums do not depend on other rows."""
     inside = [op for op in EXACT if op in INSIDE and not models.has_place(model.skeleton, op)]
     return Kernels.named(**{op: name for op, name in EXACT.items() if op not in inside})
+
+
+@pytest.mark.parametrize("kind", ["chats", "completions"])
+def test_the_likeliest_tokens_stand_beside_each_token(kind):
+    """Under softmax(logits), whatever the temperature, as a request of the engine's own has them."""
+    engine, params = policy()
+    body = {"max_tokens": 5, "temperature": 0.5, "return_token_ids": True}
+    path, more = {
+        "chats": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "find"}], "logprobs": True}),
+        "completions": ("/v1/completions", {"prompt": "find the", "logprobs": 4}),
+    }[kind]
+    more |= {"top_logprobs": 4} if kind == "chats" else {}
+    with World(engine, params=params) as world:
+        (choice,) = world.post(path, {**body, **more}).json()["choices"]
+    ids, whole = choice["token_ids"], (*choice["prompt_token_ids"], *choice["token_ids"])
+    how = {"sampling": sampling(max_tokens=1), "key": Key(0), "scores": Scores(prompt=True, prompt_top=4)}
+    with engine.open(params) as requests:
+        requests.add([Request(name="a", ids=whole, **how)])
+        (finished,) = requests.step().finished
+    scores = finished.prompt_scores
+    expected = scores.log_probs[-len(ids) :].tolist(), scores.top.log_probs[-len(ids) :].tolist()
+    if kind == "chats":
+        noted = choice["logprobs"]["content"]
+        own, top = [x["logprob"] for x in noted], [[y["logprob"] for y in x["top_logprobs"]] for x in noted]
+        shown = [[bytes(y["bytes"]) for y in x["top_logprobs"]] for x in noted]
+        assert shown == [[texts().piece(token) for token in row] for row in scores.top.ids[-len(ids) :].tolist()]
+    else:
+        own = choice["logprobs"]["token_logprobs"]
+        top = [[*row.values()] for row in choice["logprobs"]["top_logprobs"]]
+    assert own == pytest.approx(expected[0], abs=1e-5)
+    for got, row in zip(top, expected[1], strict=True):
+        assert max(got) == pytest.approx(max(row), abs=1e-5)  # completions show two tokens of one text once
+        assert len(got) == 4 or kind == "completions"
 
 
 def said(turn):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import attrs
 import numpy as np
@@ -19,6 +19,8 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from fppo._errors import json_of, printable
+from fppo.batch import RowInputs
+from fppo.data.images import ImageReader
 from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
@@ -152,7 +154,14 @@ def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def pass_verb(message: pb.ForwardBackwardRequest, *, bounds: TinkerBounds, vocabulary: int, limit: int) -> PassVerb:
+def pass_verb(
+    message: pb.ForwardBackwardRequest,
+    *,
+    bounds: TinkerBounds,
+    vocabulary: int,
+    limit: int,
+    images: ImageReader | None = None,
+) -> PassVerb:
     """The pass of a message, for a model of so many tokens whose rows have at most `limit`. Raises Refusal."""
     if not 0 < len(message.data) <= bounds.datums:
         raise refused("data", f"{len(message.data)} datums; give 1 to {bounds.datums}")
@@ -161,18 +170,20 @@ def pass_verb(message: pb.ForwardBackwardRequest, *, bounds: TinkerBounds, vocab
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     data, total = list[Datum](), 0
     for place, datum in enumerate(message.data):
-        data.append(_datum(datum, f"data[{place}]", bounds, vocabulary, limit))
+        data.append(_datum(datum, f"data[{place}]", bounds, vocabulary, limit, images))
         total += len(data[-1].tokens)
         if total > bounds.tokens:
             raise refused("data", f"over {bounds.tokens:,} tokens; cut the batch into several calls")
     return PassVerb(data=tuple(data), loss=message.loss_fn, config=config, backward=not message.forward_only)
 
 
-def _datum(message: pb.Datum, name: str, bounds: TinkerBounds, vocabulary: int, limit: int) -> Datum:
-    ids = np.concatenate([_chunk(chunk, f"{name}.model_input") for chunk in message.model_input] or [np.zeros(0)])
+def _datum(
+    message: pb.Datum, name: str, bounds: TinkerBounds, vocabulary: int, limit: int, images: ImageReader | None
+) -> Datum:
+    parts = [_part(chunk, f"{name}.model_input", vocabulary) for chunk in message.model_input]
+    ids, seen = joined_input(parts, f"{name}.model_input", images)
     if not 0 < len(ids) <= limit:
         raise refused(f"{name}.model_input", f"{len(ids)} tokens; the model takes 1 to {limit}")
-    _check_ids(ids, f"{name}.model_input", vocabulary)
     inputs = {key: tensor_of(value, f"{name}.{key}", bounds) for key, value in message.loss_fn_inputs.items()}
     targets = inputs.pop("target_tokens", None)
     if targets is None:
@@ -183,21 +194,62 @@ def _datum(message: pb.Datum, name: str, bounds: TinkerBounds, vocabulary: int, 
         raise refused(f"{name}.target_tokens", f"shape {[*targets.shape]}; the input has {len(ids)} tokens")
     _check_ids(targets.numpy(), f"{name}.target_tokens", vocabulary)
     return Datum(
-        tokens=torch.from_numpy(ids.astype(np.int64)),
+        tokens=torch.tensor(ids),
         targets=targets.long(),
         inputs={key: value if value.is_floating_point() else value.float() for key, value in inputs.items()},
+        images=seen,
     )
 
 
-def _chunk(chunk: pb.Chunk, name: str) -> np.ndarray:
+class ImagePart(NamedTuple):
+    """An image in an input: its file, and the number of its tokens that the client expects."""
+
+    data: bytes
+    expected: int | None
+
+
+InputPart = list[int] | ImagePart
+
+
+def joined_input(
+    parts: Sequence[InputPart], name: str, images: ImageReader | None
+) -> tuple[list[int], RowInputs | None]:
+    """The tokens of an input's parts, and its images' inputs. Raises Refusal."""
+    if images is None:
+        tokens: list[int] = []
+        for part in parts:
+            if isinstance(part, ImagePart):
+                raise refused(name, "a chunk of images: this model takes text alone")
+            tokens += part
+        return tokens, None
+    try:
+        for part in parts:
+            if isinstance(part, ImagePart) and part.expected is not None:
+                found = len(images.joined([part.data])[0])
+                if found != part.expected:
+                    raise refused(name, f"an image has {found} tokens, and {part.expected} were expected")
+        return images.joined([part.data if isinstance(part, ImagePart) else part for part in parts])
+    except Refusal:
+        raise
+    except Exception as error:  # processors raise what they like
+        raise refused(name, printable(str(error), 500)) from error
+
+
+def _part(chunk: pb.Chunk, name: str, vocabulary: int) -> InputPart:
     kind = chunk.WhichOneof("chunk")
+    if kind == "image":
+        image = chunk.image
+        if image.HasField("override_dimensions"):
+            raise refused(name, "an image with override_dimensions: send it in the size that the model is to see")
+        return ImagePart(image.data, image.expected_tokens if image.HasField("expected_tokens") else None)
     if kind != "encoded_text":
-        what = {"image": "images", "dmel": "audio"}.get(str(kind), "nothing")
-        raise refused(name, f"a chunk of {what}: this model takes text alone")
+        raise refused(name, f"a chunk of {'audio' if kind == 'dmel' else 'nothing'}: give tokens, or images")
     data = chunk.encoded_text.tokens
     if len(data) % 4:
         raise refused(name, f"{len(data)} bytes are no int32 tokens")
-    return np.frombuffer(data, np.int32)
+    ids = np.frombuffer(data, np.int32)
+    _check_ids(ids, name, vocabulary)
+    return ids.tolist()
 
 
 def _check_ids(ids: np.ndarray, name: str, vocabulary: int) -> None:

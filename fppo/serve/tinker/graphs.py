@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fppo._errors import nearest, printable
-from fppo.serve.tinker.operations import ATTRIBUTES, DTYPES, FUNCTIONS, KEYWORDS, METHODS, check_call
+from fppo.serve.tinker.operations import ATTRIBUTES, DTYPES, FIXED, FUNCTIONS, KEYWORDS, METHODS, check_call
 
 MOST_NODES, MOST_ARGUMENTS, DEEPEST, MOST_INPUTS = 512, 4096, 8, 16
 MOST_ELEMENTS = 1 << 25  # of all results of a graph for one datum, views included
@@ -31,7 +31,7 @@ _FLOATS = MappingProxyType({"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 @attrs.frozen
-class Reference:
+class NodeResult:
     """An argument that is the result of another node."""
 
     name: str
@@ -179,13 +179,16 @@ def _check_target(where: str, node: LossNode) -> None:
         near = nearest(node.target, table)
         hint = f"; did you mean {near}?" if near else ""
         raise ValueError(f"{where}: {what} {printable(node.target, 64)!r} is not on the list of operations{hint}")
-    if unknown := [key for key in node.kwargs if key not in KEYWORDS]:
+    fixed = [key for key, x in node.kwargs.items() if key in FIXED and x in FIXED[key]]
+    if unknown := [key for key in node.kwargs if key not in KEYWORDS and key not in fixed]:
         raise ValueError(f"{where}: {node.target} with keyword {printable(unknown[0], 64)!r}, which is not on the list")
-    if node.target == "builtins.getattr":
-        names = [x for x in node.args[1:]]
+    if node.target in ("getattr", "builtins.getattr"):
+        names = list(node.args[1:])
         if len(names) != 1 or names[0] not in ATTRIBUTES or node.kwargs:
             raise ValueError(f"{where}: attribute {printable(str(names), 64)}: there are {', '.join(ATTRIBUTES)}")
-    elif any(isinstance(x, str) for x in _leaves((node.args, node.kwargs))):
+    elif any(
+        isinstance(x, str) for x in _leaves((node.args, [x for key, x in node.kwargs.items() if key not in fixed]))
+    ):
         raise ValueError(f"{where}: {node.target} takes no text")
 
 
@@ -213,7 +216,7 @@ def _decoded(where: str, x: Any, known: Mapping[str, str], depth: int) -> Any:
         case "ref", str():
             if value not in known:
                 raise ValueError(f"{where} reads node {printable(value, 64)!r}, which does not come before it")
-            return Reference(value)
+            return NodeResult(value)
         case "tuple", [*parts]:
             return tuple(map(inner, parts))
         case "dict", Mapping():
@@ -235,7 +238,7 @@ def _check_output(loss: str, node: LossNode) -> None:
     if not (isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[1], dict)):
         raise ValueError(f"loss {loss!r} must return (loss, metrics), metrics a dict")
     for key, x in (("loss", value[0]), *value[1].items()):
-        if not isinstance(x, Reference):
+        if not isinstance(x, NodeResult):
             raise ValueError(f"loss {loss!r}: its {printable(key, 64)} is no node")
         if key != "loss" and not _METRIC.fullmatch(key):
             text = "give custom/<name>:sum or custom/<name>:mean in lowercase"
@@ -262,7 +265,7 @@ def _count(x: Any) -> int:
 def _filled(x: Any, values: Mapping[str, Any]) -> Any:
     """An argument with the results of other nodes in it."""
     fill: Callable[[Any], Any] = lambda part: _filled(part, values)  # noqa: E731
-    if isinstance(x, Reference):
+    if isinstance(x, NodeResult):
         return values[x.name]
     if isinstance(x, Mapping):
         return {key: fill(part) for key, part in x.items()}

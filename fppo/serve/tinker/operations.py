@@ -37,6 +37,8 @@ KEYWORDS = frozenset(
         ),
     )
 )
+# keywords with these values alone, which torch.nn.functional's functions are traced with
+FIXED = MappingProxyType({"inplace": (False,), "_stacklevel": (3,), "approximate": ("none", "tanh")})
 _ELEMENTWISE = (
     *("abs", "add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "neg", "negative", "pow"),
     *("exp", "expm1", "log", "log1p", "log2", "log10", "sqrt", "rsqrt", "square", "reciprocal", "sign", "sigmoid"),
@@ -78,7 +80,7 @@ def _methods() -> dict[str, Callable[..., Any]]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {"builtins.getattr": _flag}
+    found: dict[str, Callable[..., Any]] = {"getattr": _flag, "builtins.getattr": _flag}
     found |= {f"torch.{name}": getattr(torch, name) for name in (*_BOTH, *_OF_TORCH) if hasattr(torch, name)}
     found |= {f"torch.nn.functional.{name}": getattr(F, name) for name in _OF_NN}
     # torch.fx names functions of F that are compiled by their own module

@@ -60,7 +60,7 @@ class BaseModel:
 
 @attrs.frozen
 class Adapters:
-    """What a run trains: low-rank adapters of some kinds of weights, scaled by alpha / rank; with rank 0 all weights.
+    """A choice of trained weights: low-rank adapters on some kinds of weights, scaled by alpha / rank; all with rank 0.
 
     `unembed` is the vocabulary head. Where that is tied to the embeddings both have the adapter. Raises ValueError for
     a rank below 0, and for adapters of no kind of weights.
@@ -94,7 +94,7 @@ class TrainingRun:
 
 @attrs.frozen(eq=False)
 class PassOutputs:
-    """What a pass returns: tensors for each datum, and the request's metrics.
+    """Results of a pass: tensors for each datum, and the request's metrics.
 
     Each datum has "logprobs", of all its targets, [T] or [T, K] float32; cross_entropy also "elementwise_loss". Metrics
     are named with how they combine over requests: "loss:sum", and "custom/...:sum" or ":mean" of custom losses.

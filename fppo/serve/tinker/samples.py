@@ -10,12 +10,14 @@ import torch
 from tinker import types
 from torch import Tensor
 
+from fppo.batch import RowInputs
+from fppo.data.images import ImageReader
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
 from fppo.rollout.scores import Scores
 from fppo.serve.texts import Texts
-from fppo.serve.tinker.decode import TinkerBounds, dense_of, of_type, refused
+from fppo.serve.tinker.decode import ImagePart, InputPart, TinkerBounds, dense_of, joined_input, of_type, refused
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -26,6 +28,7 @@ class SampleRules:
     stop_token_ids: tuple[int, ...]
     limit: int
     seed: int = 0
+    images: ImageReader | None = None  # of a base that takes images
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -36,6 +39,7 @@ class SampleWork:
     """
 
     ids: tuple[int, ...]
+    inputs: RowInputs | None
     sampling: Sampling
     count: int
     key: Key
@@ -51,6 +55,7 @@ class SampleWork:
             Request(
                 name=f"{name}:{row}",
                 ids=self.ids,
+                inputs=self.inputs,
                 sampling=self.sampling,
                 key=self.key,
                 row=row,
@@ -69,7 +74,7 @@ def sample_request(body: bytes) -> types.SampleRequest:
 
 def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, bounds: TinkerBounds) -> SampleWork:
     """The work of a request, whose draws follow from its `name` unless it has a seed. Raises Refusal."""
-    ids = _ids(request.prompt, rules)
+    ids, inputs = _ids(request.prompt, rules)
     if not 0 < request.num_samples <= bounds.samples:
         raise refused("num_samples", f"{request.num_samples}; give 1 to {bounds.samples}")
     params = request.sampling_params
@@ -84,6 +89,7 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
     layout = None if given is None else (given.sparse_crow_indices, given.sparse_col_indices or [])
     return SampleWork(
         ids=ids,
+        inputs=inputs,
         sampling=sampling,
         count=request.num_samples,
         key=key,
@@ -94,18 +100,26 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
     )
 
 
-def _ids(prompt: types.ModelInput, rules: SampleRules) -> tuple[int, ...]:
-    ids: list[int] = []
+def _ids(prompt: types.ModelInput, rules: SampleRules) -> tuple[tuple[int, ...], RowInputs | None]:
+    parts: list[InputPart] = []
     for chunk in prompt.chunks:
-        if not isinstance(chunk, types.EncodedTextChunk):
-            raise refused("prompt", f"a chunk of type {chunk.type}: this model takes text alone")
-        ids.extend(chunk.tokens)
+        if isinstance(chunk, types.ImageChunk):
+            parts.append(ImagePart(chunk.data, chunk.expected_tokens))
+        elif isinstance(chunk, types.EncodedTextChunk):
+            _check_known(chunk.tokens, rules)
+            parts.append([*chunk.tokens])
+        else:
+            raise refused("prompt", f"a chunk of type {chunk.type}: give tokens, or images as bytes")
+    ids, inputs = joined_input(parts, "prompt", rules.images)
     if not 0 < len(ids) < rules.limit:
         raise refused("prompt", f"{len(ids)} tokens; give 1 to {rules.limit - 1}")
-    wrong = next((token for token in ids if not 0 <= token < rules.texts.vocabulary), None)
+    return tuple(ids), inputs
+
+
+def _check_known(tokens: Sequence[int], rules: SampleRules) -> None:
+    wrong = next((token for token in tokens if not 0 <= token < rules.texts.vocabulary), None)
     if wrong is not None:
         raise refused("prompt", f"the token {wrong} is none of the model's {rules.texts.vocabulary}")
-    return tuple(ids)
 
 
 def _sampling(params: types.SamplingParams, most: int, rules: SampleRules, bounds: TinkerBounds) -> Sampling:

@@ -7,6 +7,7 @@ rest. Samples alone are not: a client whose sample was lost with the server is t
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import secrets
 import time
@@ -49,11 +50,14 @@ class ServedBase:
     base: BaseModel
     engine: EmbeddedEngine
     rules: SampleRules
-    write_tokenizer: Callable[[Path], None]  # beside exported weights
+    write_tokenizer: Callable[[Path], object]  # beside exported weights
 
 
 class TinkerService:
-    """The state of a server, below a folder, and what is done with it. One event loop calls, unless said otherwise."""
+    """The state of a server, below a folder, and what is done with it. One event loop calls, unless said otherwise.
+
+    Raises OSError for a folder that another server has, or that cannot be written to.
+    """
 
     def __init__(
         self,
@@ -65,6 +69,12 @@ class TinkerService:
     ) -> None:
         self.bases, self.bounds, self.clock = bases, bounds or TinkerBounds(), clock
         root.mkdir(parents=True, exist_ok=True)
+        self._taken_root = (root / "lock").open("w")
+        try:
+            fcntl.flock(self._taken_root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends, however it does
+        except OSError as error:
+            self._taken_root.close()
+            raise OSError(f"another server has {root}") from error
         self.futures = Futures(clock)
         self.records = SampleRecords()
         self.completions = Completions(int(clock() * 1e6))
@@ -103,6 +113,7 @@ class TinkerService:
             self._engines.close()
         self.runs.close()
         self.registry.close()
+        self._taken_root.close()
 
     def base(self, name: str) -> ServedBase:
         """A base by its name. Raises Refusal."""
@@ -268,7 +279,13 @@ class TinkerService:
         if kind == "pass":
             rules = served.rules
             message = decode.pass_message(body)
-            verb = decode.pass_verb(message, bounds=self.bounds, vocabulary=rules.texts.vocabulary, limit=rules.limit)
+            verb = decode.pass_verb(
+                message,
+                bounds=self.bounds,
+                vocabulary=rules.texts.vocabulary,
+                limit=rules.limit,
+                images=rules.images,
+            )
             self._loss_of(info, verb)
             return verb
         fields = decode.object_of(body)

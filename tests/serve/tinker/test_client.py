@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.routes import ClientFlags
 from fppo.serve.tinker.runs import Adapters, StepParams
-from tests.serve.tinker.served import KEY, OTHER, SIZE, base, equal, served
+from fppo.serve.tinker.sessions import owner_of
+from tests.serve.tinker.served import KEY, OTHER, SIZE, base, equal, served, tokenizer
 
 STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
 OURS = StepParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
@@ -321,8 +324,6 @@ def test_stops_are_tokens_texts_the_models_own_or_none(service):
     first = free.tokens.index(free.tokens[4])
     assert by_token.tokens == free.tokens[: first + 1]
     assert by_token.stop_reason == "stop"
-    from tests.serve.tinker.served import tokenizer
-
     text = tokenizer().decode([free.tokens[4]])
     if text.strip() and not text.startswith("<"):
         assert drawn(stop=text).tokens == by_token.tokens
@@ -483,6 +484,10 @@ def test_stable_reinforce_takes_the_log_probs_that_were_recorded(host, service):
     assert found.metrics["loss:sum"] == pytest.approx(-log_probs.sum().item(), rel=1e-3)
     with pytest.raises(tinker.RequestFailedError, match="provenance"):
         trainer.forward_backward([datum], "stable_reinforce").result()
+    with client_of(host) as stranger:
+        other = stranger.create_lora_training_client("tiny", rank=2, seed=0).result()
+        with pytest.raises(tinker.RequestFailedError, match="another session"):
+            other.forward_backward([datum.with_provenance(inputs, spans)], "stable_reinforce").result()
 
 
 def test_bodies_may_be_compressed_and_ends_polled(tmp_path):
@@ -527,3 +532,67 @@ def test_a_session_that_has_finished_takes_nothing_more(host):
     body = {"model_id": name, "seq_id": 1, "adam_params": {}}
     assert host.post("optim_step", body).status_code == 410
     assert host.post("session_heartbeat", {"session_id": name.split(":")[0]}).status_code == 410
+
+
+def test_all_weights_are_sampled_from_by_engines_of_their_own(tmp_path):
+    """More snapshots than engines, and than are held in memory: all still answer, by the weights that they are of."""
+    with served(tmp_path) as host, client_of(host) as service:
+        trainers = [service.create_lora_training_client("tiny", rank=rank, seed=0).result() for rank in (0, 2)]
+        prompt, held = types.ModelInput.from_ints([3, 4, 5]), []
+        for step in range(6):
+            for trainer in trainers:
+                train(trainer, [step])
+                sampler = trainer.save_weights_and_get_sampling_client().result()
+                held.append((sampler, sampler.compute_logprobs(prompt).result()))
+        assert len({str(scored) for _, scored in held}) == 12
+        for sampler, scored in held:
+            assert sampler.compute_logprobs(prompt).result() == scored
+
+
+def test_snapshots_of_a_run_are_bounded_and_what_is_gone_says_so(tmp_path):
+    with served(tmp_path) as host, client_of(host) as service:
+        host.service.stores.snapshots._most_of_run = 2
+        trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
+        samplers = [trainer.save_weights_and_get_sampling_client().result() for _ in range(3)]
+        prompt = types.ModelInput.from_ints([3, 4])
+        for sampler in samplers[1:]:
+            sampler.compute_logprobs(prompt).result()
+        with pytest.raises(tinker.RequestFailedError, match=r"are gone; at most 2 of a run"):
+            samplers[0].compute_logprobs(prompt).result()
+
+
+def test_a_checkpoint_ends_with_its_time_and_a_session_with_its_silence(tmp_path):
+    now = [1e9]
+    with served(tmp_path, clock=lambda: now[0]) as host, client_of(host) as service:
+        rest = tinker.RestClient(base_url=host.url, api_key=KEY)
+        trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
+        path = trainer.save_state("short", ttl_seconds=3600).result().path
+        assert rest.get_weights_info_by_tinker_path(path).result().lora_rank == 2
+        now[0] += 3601
+        with pytest.raises(tinker.NotFoundError):
+            rest.get_weights_info_by_tinker_path(path).result()
+        assert rest.list_checkpoints(trainer.model_id).result().checkpoints == []
+        host.service.sweep()
+        now[0] += 8 * 24 * 3600
+        host.service.sweep()
+        assert host.service.runs.value(trainer.model_id) is None
+        body = {"model_id": trainer.model_id, "seq_id": 2, "adam_params": {}}
+        assert host.post("optim_step", body).status_code == 410
+
+
+def test_abandoned_samples_are_cancelled(host, service):
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    prompt, params = types.ModelInput.from_ints([3]), types.SamplingParams(max_tokens=30, stop=[])
+    pending = sampler.sample(prompt, 400, params)
+    with pytest.raises(TimeoutError):
+        pending.result(timeout=0.05)
+    pending.future().cancel()
+    sampler.sample(prompt, 1, params).result()
+    name = f"{sampler._sampling_session_id}:0"
+    for _ in range(500):
+        outcome = host.service.futures.state(name, owner_of(KEY))
+        if outcome is not None and outcome.outcome is not None:
+            break
+        threading.Event().wait(0.01)
+    assert isinstance(outcome.outcome, FailedRequest | Payload)
+    assert not host.service._engines._open

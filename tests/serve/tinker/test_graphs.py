@@ -71,7 +71,7 @@ def soft(logprobs, advantages, old):
     """Functions of torch.nn.functional, indexing, shapes, joins."""
     wide = torch.stack([logprobs, old], dim=-1)
     last = wide[..., 0][1:] * logprobs.shape[0]
-    gate = F.softplus(-last) + F.logsigmoid(last) + F.relu(last)
+    gate = F.softplus(-last) + F.logsigmoid(last) + F.relu(last) + F.gelu(last) * F.softmax(last, dim=0)
     held = torch.where(advantages > 0, logprobs, torch.zeros_like(logprobs))
     both = torch.cat([gate, held.masked_fill(old < -3, 0.0)], dim=0)
     best = both.max(dim=0)[0] + torch.logsumexp(both, 0) - both.abs().amax() / 3
@@ -91,6 +91,7 @@ FNS = [reinforce, soft, sequence]
 
 @pytest.mark.parametrize("fn", FNS)
 @given(seed=st.integers(0, 2**20))
+@settings(max_examples=10)
 def test_a_graph_is_its_function_in_value_and_gradient(fn, seed):
     g = torch.Generator().manual_seed(seed)
     loss = custom_loss(fn.__name__, [("logprobs", 1), ("advantages", 1), ("old", 1)], traced(fn))
@@ -104,17 +105,18 @@ def test_a_graph_is_its_function_in_value_and_gradient(fn, seed):
 
 
 @given(seed=st.integers(0, 2**20), cut=st.integers(1, 4))
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_a_custom_loss_is_summed_over_data_with_its_metrics(seed, cut):
     def fn(logprobs, advantages, logprobs_old):
         ratio = (logprobs - logprobs_old).exp()
         return -(ratio * advantages).sum(), {"custom/gain:sum": (ratio * advantages).sum(), "custom/one:mean": ratio[0]}
 
     graph = custom_loss("mine", [("logprobs", 1), ("advantages", 1), ("logprobs_old", 1)], traced(fn))
-    part = [attrs.evolve(d, inputs={"logprobs_old": d.inputs["logprobs"], **d.inputs}) for d in data(seed, 5)]
+    plain_part = data(seed, 5)
+    part = [attrs.evolve(d, inputs={"logprobs_old": d.inputs["logprobs"], **d.inputs}) for d in plain_part]
     run = create_run(base(), Adapters(2))
     whole, outputs = forward_backward(run, part, Loss("custom", {}, graph))
-    known, plain = forward_backward(run, part, Loss("importance_sampling"))
+    known, plain = forward_backward(run, plain_part, Loss("importance_sampling"))
     torch.testing.assert_close(whole.grads, known.grads, rtol=0.0, atol=1e-10)
     assert outputs.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], abs=1e-10)
     assert outputs.metrics["custom/gain:sum"] == pytest.approx(-outputs.metrics["loss:sum"], abs=1e-10)
@@ -177,7 +179,7 @@ SUM = call("sum", P, op="call_method")
         (graph(SUM, output={"ref": "x"}), r"must return \(loss, metrics\)"),
         (graph(SUM, output={"tuple": [1.0, {"dict": {}}]}), "its loss is no node"),
         (graph(SUM, output={"tuple": [{"ref": "x"}, {"dict": {"loss:sum": {"ref": "x"}}}]}), "metric 'loss:sum'"),
-        (graph(SUM)[1:], "takes "),
+        (graph(SUM)[1:], "does not come before"),
         (graph(SUM)[:-1], "must end with its one output"),
         ([], "give 2 to 512"),
     ],

@@ -90,6 +90,23 @@ def test_what_was_taken_in_and_not_done_is_done_by_the_next_server(tmp_path):
         assert host.post("retrieve_future", {"request_id": f"{run}:99"}).status_code == 410
 
 
+def test_what_waits_when_a_state_is_saved_is_done_by_the_next_server(tmp_path):
+    """A step that came before its pass is noted before the state is saved, and done behind it."""
+    with served(tmp_path / "first") as host:
+        run = begun(host)
+        for name in send(host, run, 1, 0):
+            result(host, name)
+        step = {"model_id": run, "seq_id": 4, "adam_params": STEP.model_dump()}
+        late = host.post("optim_step", step).json()["request_id"]
+        host.service.runs.save(run)
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+    with served(tmp_path / "second") as host:
+        host.post("forward_backward", passed(3, 1)(run), **PROTO)
+        result(host, late)
+        wanted, _ = train_ours(runs.create_run(base().base, Adapters(rank=2, seed=0)), range(2))
+        assert equal(host.params(run), wanted.state.params)
+
+
 def test_samplers_outlive_a_server(tmp_path):
     """Of a base, of a checkpoint, a snapshot, and weights in flight; the snapshot of a state that was saved, too."""
     with served(tmp_path) as host:
@@ -130,3 +147,10 @@ def test_a_sample_that_was_lost_is_sent_again(tmp_path):
     with served(tmp_path) as host:
         assert host.post("retrieve_future", {"request_id": f"{sampler}:0"}).status_code == 410
         assert host.post("retrieve_future", {"request_id": "nobody:0"}).status_code == 404
+
+
+def test_a_folder_has_one_server_at_a_time(tmp_path):
+    with served(tmp_path), pytest.raises(OSError, match="another server has"), served(tmp_path):
+        pass
+    with served(tmp_path):
+        pass
