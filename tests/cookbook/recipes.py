@@ -74,9 +74,9 @@ def _preferred(rows: Metrics) -> None:
 
 
 def _taught(rows: Metrics) -> None:
+    """The teacher is another model: its log-probs are not the student's."""
     _on_policy(rows)
-    _falls("teacher_kl")(rows)
-    assert rows[0]["teacher_kl"] > 0
+    assert all(1e-4 < abs(row["teacher_kl"]) < 2 for row in rows), [row["teacher_kl"] for row in rows]
 
 
 BASE, CHAT, PLAYER, LONG, OLDER = (f"`{name}`" for name in stand_ins.MODELS)
@@ -198,7 +198,7 @@ RUN = (
     Recipe(
         name="on_policy_distillation",
         module="distillation.on_policy_distillation",
-        arguments=("max_tokens=12", *GROUPS, "lora_rank=8", "learning_rate=1e-2"),
+        arguments=("max_tokens=12", *GROUPS, *ADAPTER),
         steps=4,
         needs=f"`zwhe99/DeepMath-103K`, {BASE}, {CHAT}",
         shows="log-probs of a teacher",

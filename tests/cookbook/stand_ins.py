@@ -196,9 +196,10 @@ def _messages(exchange: Exchange) -> Row:
 
 
 def _preference(draws: random.Random) -> Row:
-    chosen, rejected = draws.sample(WORDS, 2)
-    begun = f"\n\nHuman: Say {chosen}.\n\nAssistant: "
-    return {"chosen": begun + chosen, "rejected": begun + rejected}
+    """A pair whose rejected answer is the same in each, so that a few steps learn it."""
+    word = draws.choice(WORDS)
+    begun = f"\n\nHuman: Say {word}.\n\nAssistant: "
+    return {"chosen": begun + word, "rejected": f"{begun}no"}
 
 
 def _choice(draws: random.Random) -> Row:

@@ -16,7 +16,7 @@ from fppo.key import Key
 from fppo.models import flops
 from fppo.pipeline import measure, stages
 from fppo.pipeline.evaluate import evaluate
-from fppo.pipeline.measure import Measured, batch_metrics
+from fppo.pipeline.measure import Measured, batch_metrics, token_metrics
 from fppo.pipeline.pretrain import explained_variance
 from fppo.pipeline.supervised import lengths_of
 from fppo.rollout.engine import Sampling
@@ -36,7 +36,8 @@ def test_numbers_of_a_batch_are_those_of_a_loop(seed, rows):
     mask, width = batch.response_mask, batch.response_mask.shape[1]
     columns = ("token_rewards", "advantages", "returns", "values")
     filled = {name: getattr(batch, name).where(mask, 100.0) for name in columns[1:]}  # what is outside counts nowhere
-    numbers = metrics.report(batch_metrics(attrs.evolve(batch, **filled), max_tokens=9))
+    seen = attrs.evolve(batch, **filled)
+    numbers = metrics.report({**batch_metrics(seen, max_tokens=9), **token_metrics(seen)})
     attended = batch.attention_mask.tolist()
     expected = {
         "response_length": [sum(row[-width:]) for row in attended],
