@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 import tyro
@@ -19,6 +20,7 @@ from transformers import Qwen2Config
 from fppo import models
 from fppo.key import Key
 from fppo.models import Adapter, Lora
+from fppo.models.model import Params
 from fppo.rollout import AdapterRequests, EmbeddedEngine, Request, Requests, Sampling
 from fppo_kernels.table import Kernels
 
@@ -37,14 +39,19 @@ def seconds(requests: Requests, prompts: torch.Tensor, named: Callable[[int], st
 def main(rank: int = 8, rounds: int = 3) -> None:
     """Prints a line for each way."""
     torch.set_num_threads(1)
-    sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
+    sizes: dict[str, Any] = {
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 6,
+    }
     base = models.build(Qwen2Config(vocab_size=4096, num_key_value_heads=6, tie_word_embeddings=False, **sizes))
     params = models.init_params(base, Key(0))
     adapters = [models.adapt(base, params, Lora(rank, 2.0 * rank), key=Key(i)) for i in range(ADAPTERS)]
     prompts = torch.randint(3, 4096, (ROWS, PROMPT), generator=torch.Generator().manual_seed(0))
     with ExitStack() as stack:
 
-        def opened(model: models.Model, own: models.model.Params) -> AdapterRequests:
+        def opened(model: models.Model, own: Params) -> AdapterRequests:
             engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
             return stack.enter_context(engine.open(own))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 import attrs
@@ -107,7 +106,9 @@ class ReplyForm:
         beside = [] if top is None else zip(top.ids.tolist(), top.log_probs.tolist(), strict=True)
         others = [self._each(*pair) for pair in beside]
         if self.chat:
-            return {"content": [x | {"top_logprobs": y} for x, y in zip_longest(own, others, fillvalue=[])]}
+            if top is None:
+                others = [[] for _ in own]
+            return {"content": [{**x, "top_logprobs": y} for x, y in zip(own, others, strict=True)]}
         return {
             "tokens": [x["token"] for x in own],
             "token_logprobs": [x["logprob"] for x in own],
