@@ -3,8 +3,8 @@
 `scores` floating [B], `mask` bool [B, T], `groups` int64 [B] (rows of one prompt share an id, in any order), else
 ValueError. All are constants to the gradient; results have the dtype of the scores. A row without tokens counts
 nowhere, whatever its score. The only row of a group has no baseline: it is treated as if the mean were 0 and the std 1,
-so its advantage is its score. Equal scores within a group of two or more give exactly 0 (before any whitening); scores
-are equal if they differ by no more than 8 rounding errors of the group's largest.
+so its advantage is its score (over 1 + 1e-6 in grpo). Equal scores within a group of two or more give exactly 0 (before
+any whitening); scores are equal if they differ by no more than 8 rounding errors of the group's largest.
 """
 
 from __future__ import annotations
