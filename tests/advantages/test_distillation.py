@@ -106,4 +106,4 @@ def test_what_does_not_fit_is_named():
             advantages.reverse_kl(x, x, mask, **wrong)
     batch = tiny.experience(0, 4)
     with pytest.raises(ValueError, match="the estimator 'reverse_kl' needs teacher_log_probs in the batch"):
-        OfRows(advantages.reverse_kl)(batch, batch.token_rewards)
+        OfRows(advantages.reverse_kl)(batch, advantages.token_rewards(batch.scores, batch.response_mask))

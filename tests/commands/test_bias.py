@@ -58,6 +58,7 @@ def test_every_table_says_what_it_must(capsys):
         "k1 in the reward, rloo": "sequence",
         "abs in the loss": "variation",
         "k3 in the loss": "reverse",
+        **{f"reverse_kl, gamma {gamma}": of for gamma, of in ((0, "token"), (0.5, "none"), (1, "sequence"))},
         **{f"{kind} in the loss": "token" for kind in ("k2", "k1+", "abs+", "k2+", "k3+")},
     }
     assert kl["k1 in the loss"]["turned"] == "no gradient"

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
 
 import pytest
-import torch
 
 from fppo.commands.cli import main
 from fppo.runs import jsonl
 from fppo.settings import files
 from tests import tiny_run
-from tests.distributed.processes import server
 
 MINE = """
 import fppo_kernels.attention.sdpa
@@ -49,24 +47,13 @@ def task(tmp_path):
     return tmp_path
 
 
-def _command(cwd, output, arguments):
-    """What a console script does: without the working directory on its path."""
-    torch.set_num_threads(1)
-    os.chdir(cwd)
-    sys.path[:] = [path for path in sys.path if path]
-    with open(output, "w") as sink:
-        os.dup2(sink.fileno(), 1)
-        os.dup2(sink.fileno(), 2)
-    os._exit(main(arguments))
-
-
 def _console(cwd, *arguments):
-    """That, in a process that has imported what the library is made of; ranks that it starts have imported nothing."""
-    output = cwd / "output"
-    process = server().Process(target=_command, args=(cwd, output, [str(word) for word in arguments]))
-    process.start()
-    process.join()
-    assert process.exitcode == 0, output.read_text()
+    """What a console script does: without the working directory on its path."""
+    program = "import sys; from fppo.commands.cli import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow

@@ -179,7 +179,7 @@ def test_a_curriculum_learns_of_outcomes_at_the_step_and_goes_on_to_the_next():
     made, dataset = data.easy_to_hard(steps=10), prompts("aab")
     cursor = at_step(data.begin_course(made, dataset), 4)
     outcomes = torch.tensor([1.0, float("nan"), 0.0])
-    scored = SimpleNamespace(ids=["2", "0", "1"], outcome=outcomes, scores=outcomes - 0.75)
+    scored = SimpleNamespace(ids=["2", "0", "1"], outcome=outcomes, scores=outcomes - 0.75, episodes=None)
     after, report = data.Learn.of(made, dataset)(cursor, scored)
     assert (after.course.known.successes.tolist(), after.course.known.failures.tolist()) == ([0, 0, 1], [0, 1, 0])
     assert after.course.step == 5
