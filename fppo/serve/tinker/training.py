@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -224,7 +224,8 @@ class TrainingRuns:
             try:
                 self.save(run)
             except (OSError, ValueError, checkpoint.CheckpointError) as error:  # the journal has everything: later
-                print(f"{run}: its state was not saved: {words_of(error, 500)}", file=sys.stderr, flush=True)
+                text = f"{run}: its state was not saved: {words_of(error, 500)}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
                 held.cost = 0.0
 
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:

@@ -145,9 +145,11 @@ class Worker:
         outcome = self._actions.do(queue.name, number, verb)
         seconds = self._clock() - start
         with self._changed:
-            queue.next, queue.busy, queue.used = number + 1, False, queue.used + seconds
+            queue.next, queue.used = number + 1, queue.used + seconds
         self._futures.settle(request_name(queue.name, number), outcome)
         self._actions.done(queue.name, number, seconds)
+        with self._changed:
+            queue.busy = False  # only now may the run be let go of: its state has been saved, if that was due
 
     def _late(self) -> list[RunQueue]:
         """The runs that have waited too long for a number."""

@@ -125,3 +125,16 @@ def test_a_gap_waits_and_then_fails_what_is_behind_it():
     assert isinstance(outcome, FailedRequest)
     assert "request 1 of a did not come" in outcome.error
     assert futures.state("a:1", "me").outcome == Payload(b"")
+
+
+def test_a_run_is_at_work_until_its_state_is_saved():
+    """Whoever finds it idle may let go of it, and what is being saved would be gone."""
+    actions, futures, worker = worker_of()
+    seen = []
+    actions.done = lambda run, number, seconds: seen.append((number, worker.idle(run)))
+    worker.add_run("a", 1)
+    put(worker, futures, "a", 1)
+    worker.start()
+    finished(worker, ["a"])
+    worker.stop()
+    assert seen == [(1, False)]
