@@ -7,7 +7,6 @@ from pathlib import Path
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fppo import advantages, metrics
 from fppo import batch as batches
@@ -147,11 +146,4 @@ def concat(records: list[Scored], pad_token_id: int) -> Scored:
     """
     prompt = max(record.tokens.shape[1] - record.response_mask.shape[1] for record in records)
     response = max(record.response_mask.shape[1] for record in records)
-    wide = [widened(r, prompt, response, pad_token_id) for r in batches.same_scores(records)]
-    return batches.concat([_taught(r, response) for r in wide])
-
-
-def _taught(record: Scored, response: int) -> Scored:
-    """The record with a teacher's log-probs, if it has any, padded to `response` positions."""
-    x = record.teacher_log_probs
-    return record if x is None else replace(record, teacher_log_probs=F.pad(x, (0, response - x.shape[1])))
+    return batches.concat([widened(r, prompt, response, pad_token_id) for r in batches.same_scores(records)])

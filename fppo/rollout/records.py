@@ -146,7 +146,8 @@ def widened(record: R, prompt: int, response: int, pad_token_id: int) -> R:
     width = record.response_mask.shape[1]
     left, right = prompt - (record.tokens.shape[1] - width), response - width
     per_token = ["response_mask", "rollout_log_probs", "sampling_log_probs"]
-    per_token += [name for name in ("token_versions", "turn_rewards") if getattr(record, name) is not None]
+    others = ("token_versions", "turn_rewards", "teacher_log_probs")  # the last of scored rows alone
+    per_token += [name for name in others if getattr(record, name, None) is not None]
     return replace(
         record,
         tokens=F.pad(record.tokens, (left, right), value=pad_token_id),
