@@ -77,8 +77,8 @@ def spent(work: Callable[[], object]) -> float:
     return time.process_time() - start
 
 
-def compare(size: str, kernel: str, shape: tuple[int, int, int, int], rounds: int) -> str:
-    """The times of rows apart, and those of shared prompts over them."""
+def model_of(size: str) -> models.Model:
+    """A model of this size, of Qwen2's type."""
     width, inner, layers, vocabulary = SIZES[size]
     config = Qwen2Config(
         vocab_size=vocabulary,
@@ -90,8 +90,13 @@ def compare(size: str, kernel: str, shape: tuple[int, int, int, int], rounds: in
         max_position_embeddings=1024,
         tie_word_embeddings=True,
     )
-    model = models.build(config)
-    params, batch = models.init_params(model, Key(0)), rows_of(*shape, vocabulary)
+    return models.build(config)
+
+
+def compare(size: str, kernel: str, shape: tuple[int, int, int, int], rounds: int) -> str:
+    """The times of rows apart, and those of shared prompts over them."""
+    model = model_of(size)
+    params, batch = models.init_params(model, Key(0)), rows_of(*shape, SIZES[size][3])
     forwards = [Forward(model, Kernels.named(attention=kernel), share_prompts=share) for share in (False, True)]
     loop = Loop(mini_batch_size=len(batch.tokens), micro_batching=CUT)
     works = [

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from shared_prompts import SIZES, rows_of, spent
-from transformers import Qwen2Config
+from shared_prompts import SIZES, model_of, rows_of, spent
 
 from fppo import losses, models
 from fppo.batch import Experience
@@ -32,18 +31,7 @@ OPTIMIZER = adamw(lambda step: 1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=
 
 def base_of(size: str, kernel: str) -> BaseModel:
     """A model of this size with fresh weights."""
-    width, inner, layers, vocabulary = SIZES[size]
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    model = models.build(config)
+    model = model_of(size)
     params = models.init_params(model, Key(0))
     return BaseModel(size, model, params, size, kernels=Kernels.named(attention=kernel))
 
