@@ -19,14 +19,14 @@ from typing import Any
 import attrs
 from tinker import types
 
-from fppo._errors import printable
+from fppo._errors import printable, words_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.serve.loop import EngineLoop
 from fppo.serve.tinker import decode, losses, samples
 from fppo.serve.tinker.checkpoints import CheckpointStore
 from fppo.serve.tinker.decode import CreateVerb, PassVerb, RefusedVerb, RunVerb, TinkerBounds
 from fppo.serve.tinker.encode import json_payload
-from fppo.serve.tinker.futures import Completions, Futures, Outcome, Refusal
+from fppo.serve.tinker.futures import Completions, FailedRequest, Futures, Outcome, Refusal
 from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.journal import JournalRecord
 from fppo.serve.tinker.records import SampleRecords
@@ -394,6 +394,8 @@ class TinkerService:
             outcome = await self._engines.sample(name, work, weights, owner=session, record=self.records.add)
         except Refusal as error:
             outcome = error.outcome
+        except Exception as error:  # weights that cannot be read
+            outcome = FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
         self._settle_sample(name, sampler, number, outcome)
         self._tasks.pop(name, None)
 

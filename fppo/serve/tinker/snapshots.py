@@ -154,13 +154,24 @@ class Snapshots:
         place = self._place(held.info.name)
         (place / SNAPSHOT).unlink(missing_ok=True)
         place.mkdir(parents=True, exist_ok=True)
-        tensors = {name: x.detach().cpu().contiguous() for name, x in held.weights.params.items()}
-        safetensors.torch.save_file(tensors, place / WEIGHTS)
-        sync(place / WEIGHTS)
+        write_params(held.weights.params, place / WEIGHTS)
         write_whole(place / SNAPSHOT, json.dumps(cattrs.unstructure(held.info)).encode())
         held.stored = True
 
     def _loaded(self, info: SnapshotInfo) -> SampledWeights:
         model = self._model_of(info.base, info.adapters)
-        params = {name: x.clone() for name, x in safetensors.torch.load_file(self._place(info.name) / WEIGHTS).items()}
+        params = read_params(self._place(info.name) / WEIGHTS)
         return SampledWeights(name=info.name, base=info.base, model=model, params=params, version=info.version)
+
+
+def write_params(params: Params, path: Path) -> None:
+    """Write parameters to a file; they are on disk when this returns."""
+    tensors = {name: x.detach().cpu().contiguous() for name, x in params.items()}
+    safetensors.torch.save_file(tensors, path)
+    sync(path)
+
+
+def read_params(path: Path) -> Params:
+    """Parameters of a file, in memory of their own: a file's layout aligns them otherwise, and kernels then round
+    otherwise."""
+    return {name: x.clone() for name, x in safetensors.torch.load_file(path).items()}

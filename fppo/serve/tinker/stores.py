@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 import attrs
-import safetensors.torch
 
 from fppo import models
 from fppo.models import lora, lora_files
-from fppo.models.model import Model, Params
+from fppo.models.model import Model
 from fppo.runtime import checkpoint
-from fppo.runtime.exports import sync
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.checkpoints import CheckpointMeta, CheckpointStore
 from fppo.serve.tinker.decode import LoadVerb, SaveVerb, SnapshotVerb
 from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
 from fppo.serve.tinker.sessions import Registry, Sampler
-from fppo.serve.tinker.snapshots import WEIGHTS, SampledWeights, SnapshotInfo, Snapshots
+from fppo.serve.tinker.snapshots import WEIGHTS, SampledWeights, SnapshotInfo, Snapshots, read_params, write_params
 from fppo.serve.tinker.training import RunInfo
 
 _STATE = "state"
@@ -53,7 +52,7 @@ class WeightStores:
     ) -> None:
         self._checkpoints, self._bases, self._registry, self._clock = checkpoints, bases, registry, clock
         self.snapshots = Snapshots(root, self._model_of)
-        self._most = most
+        self._most, self._lock = most, threading.Lock()  # of what is loaded
         self._loaded: OrderedDict[tuple[str, int], SampledWeights] = OrderedDict()
 
     def restore(self) -> None:
@@ -90,9 +89,7 @@ class WeightStores:
             checkpoint.begin_save(run.state, data / _STATE, number).wait()
         elif verb.kind == "sampler_weights":
             _, params = runs.sampling_params(run)
-            tensors = {name: x.detach().cpu().contiguous() for name, x in params.items()}
-            safetensors.torch.save_file(tensors, data / WEIGHTS)
-            sync(data / WEIGHTS)
+            write_params(params, data / WEIGHTS)
         else:
             self._export(run, data)
         return self._checkpoints.commit(meta).path
@@ -142,7 +139,7 @@ class WeightStores:
             return runs.with_weights(run, saved, optimizer=verb.optimizer)
         if meta.kind == "external_weights" or verb.optimizer:
             raise Refusal(f"path: {meta.path} has no optimizer state; give a checkpoint of save_state")
-        params = _read(self._checkpoints.data(meta) / WEIGHTS)
+        params = read_params(self._checkpoints.data(meta) / WEIGHTS)
         return runs.with_weights(run, attrs.evolve(run.state, params=params), optimizer=False)
 
     def _template(self, run: TrainingRun, meta: CheckpointMeta) -> TrainingRun:
@@ -158,20 +155,21 @@ class WeightStores:
     def sampled(self, meta: CheckpointMeta) -> SampledWeights:
         """The weights of a checkpoint, to sample from. The last few are held."""
         key = meta.path, meta.number
-        held = self._loaded.get(key)
-        if held is None:
-            model = self._model_of(meta.base, meta.adapters)
-            if meta.kind == "sampler_weights":
-                params = _read(self._checkpoints.data(meta) / WEIGHTS)
-            else:
-                fresh = runs.create_run(self._base(meta.base), meta.adapters, meta.optimizer)
-                place = self._checkpoints.data(meta) / _STATE
-                params = checkpoint.load(fresh.state.params, place, meta.number, part=".params")
-            held = SampledWeights(name=f"{meta.path}#{meta.number}", base=meta.base, model=model, params=params)
-        self._loaded[key] = held
-        self._loaded.move_to_end(key)
-        while len(self._loaded) > self._most:
-            self._loaded.popitem(last=False)
+        with self._lock:
+            held = self._loaded.get(key)
+            if held is None:
+                model = self._model_of(meta.base, meta.adapters)
+                if meta.kind == "sampler_weights":
+                    params = read_params(self._checkpoints.data(meta) / WEIGHTS)
+                else:
+                    fresh = runs.create_run(self._base(meta.base), meta.adapters, meta.optimizer)
+                    place = self._checkpoints.data(meta) / _STATE
+                    params = checkpoint.load(fresh.state.params, place, meta.number, part=".params")
+                held = SampledWeights(name=f"{meta.path}#{meta.number}", base=meta.base, model=model, params=params)
+            self._loaded[key] = held
+            self._loaded.move_to_end(key)
+            while len(self._loaded) > self._most:
+                self._loaded.popitem(last=False)
         return held
 
     def _base(self, name: str) -> BaseModel:
@@ -185,9 +183,3 @@ class WeightStores:
 
 def _sampler_of(info: SnapshotInfo) -> Sampler:
     return Sampler(name=info.name, owner=info.owner, base=info.base, weights="snapshot", run=info.run)
-
-
-def _read(path: Path) -> Params:
-    """Tensors of a file, in memory of their own: a file's layout aligns them otherwise, and kernels then round
-    otherwise."""
-    return {name: x.clone() for name, x in safetensors.torch.load_file(path).items()}

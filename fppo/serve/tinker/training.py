@@ -223,7 +223,7 @@ class TrainingRuns:
         if due and held.value is not None and held.value.grads is None and held.broken is None:
             try:
                 self.save(run)
-            except (OSError, ValueError, checkpoint.CheckpointError) as error:  # the journal has everything: later
+            except Exception as error:  # a full disk, in each library's own form; the journal has everything: later
                 text = f"{run}: its state was not saved: {words_of(error, 500)}"
                 warnings.warn(text, RuntimeWarning, stacklevel=2)
                 held.cost = 0.0

@@ -7,11 +7,13 @@ request whose arrival was answered is done, whatever happens to the server.
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import attrs
 
+from fppo._errors import words_of
 from fppo.serve.tinker.decode import RefusedVerb, RunVerb
 from fppo.serve.tinker.futures import FailedRequest, Futures, Outcome
 
@@ -172,7 +174,12 @@ class Worker:
         error = (
             f"request {first} of {queue.name} did not come within {self._gap_seconds:g} seconds: those behind it fail"
         )
-        self._actions.give_up(queue.name, waiting, error)
+        try:
+            self._actions.give_up(queue.name, waiting, error)
+        except OSError as full:  # what is not noted for good is not answered: at the next look again
+            text = f"{queue.name}: requests were not given up: {words_of(full, 500)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            return
         with self._changed:
             queue.todo |= {number: RefusedVerb(error=error) for number in waiting}
             queue.waits = None

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from safetensors import SafetensorError
 from tinker import types
 from tinker.types.tensor_data import TensorData
 
@@ -17,12 +18,14 @@ from fppo.models.several import Adapter
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
 from fppo.serve.tinker import runs
+from fppo.serve.tinker.checkpoints import address_of
 from fppo.serve.tinker.data import Datum
 from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.routes import ClientFlags
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.sessions import owner_of
+from fppo.serve.tinker.snapshots import WEIGHTS
 from tests.serve.tinker.served import KEY, OTHER, SIZE, base, equal, served, tokenizer
 
 STEP = types.AdamParams(learning_rate=1e-2, weight_decay=0.01, grad_clip_norm=1.0)
@@ -43,6 +46,13 @@ def client_of(host):
 def service(host):
     with client_of(host) as client:
         yield client
+
+
+def at_rest(host, trainer):
+    """The client of a run once the server has nothing to do for it."""
+    while not host.service.worker.idle(trainer.model_id):
+        threading.Event().wait(0.005)
+    return trainer
 
 
 def rows(seed, count=3, *, length=6):
@@ -372,6 +382,32 @@ def test_checkpoints_are_saved_loaded_listed_and_deleted(host, service):
     assert [each.tinker_path for each in rest.list_checkpoints(trainer.model_id).result().checkpoints] == [sampled]
     with pytest.raises(tinker.NotFoundError):
         rest.get_weights_info_by_tinker_path(path).result()
+
+
+def test_a_checkpoint_that_cannot_be_read_fails_the_sample(host, service):
+    trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
+    path = trainer.save_weights_for_sampler("lost").result().path
+    sampler = service.create_sampling_client(model_path=path).result()
+    meta = host.service.checkpoints.own(*address_of(path), owner_of(KEY))
+    (host.service.checkpoints.data(meta) / WEIGHTS).write_bytes(b"damaged")
+    with pytest.raises(tinker.RequestFailedError, match="the server failed: SafetensorError"):
+        sampler.sample(types.ModelInput.from_ints([3, 4]), 1, types.SamplingParams(max_tokens=2)).result(timeout=60)
+
+
+def test_a_state_that_cannot_be_saved_holds_nothing_up(host, service, monkeypatch):
+    trainer = service.create_lora_training_client("tiny", rank=2, seed=0).result()
+    path = trainer.save_state("one").result().path
+
+    def full(info):
+        raise SafetensorError("I/O error: no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.service.stores, "keep", full)
+        with pytest.warns(RuntimeWarning, match="its state was not saved: SafetensorError"):
+            again = at_rest(host, service.create_training_client_from_state(path).result())
+    train(again, [0])
+    train(trainer, [0])
+    assert equal(host.params(again.model_id), host.params(trainer.model_id))
 
 
 def test_keys_are_by_run(host, service):

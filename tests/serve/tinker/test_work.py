@@ -55,6 +55,15 @@ def finished(worker, runs):
     raise AssertionError("the worker did not finish")
 
 
+def _pass_time(actions):
+    """Let the clock go on until requests are given up."""
+    for _ in range(1000):
+        if actions.given_up:
+            break
+        actions.now += 10.0
+        threading.Event().wait(0.01)
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3]))[::2])
 def test_a_runs_requests_are_done_by_their_numbers_whatever_the_order_of_arrival(order):
     actions, futures, worker = worker_of()
@@ -111,11 +120,7 @@ def test_a_gap_waits_and_then_fails_what_is_behind_it():
     threading.Event().wait(0.05)
     assert actions.order == []
     actions.now = 100.0
-    for _ in range(1000):
-        if actions.given_up:
-            break
-        actions.now += 10.0
-        threading.Event().wait(0.01)
+    _pass_time(actions)
     assert actions.given_up == [("a", (2, 3))]
     put(worker, futures, "a", 1)
     finished(worker, ["a"])
@@ -138,3 +143,22 @@ def test_a_run_is_at_work_until_its_state_is_saved():
     finished(worker, ["a"])
     worker.stop()
     assert seen == [(1, False)]
+
+
+def test_what_cannot_be_given_up_for_good_is_tried_again():
+    actions, futures, worker = worker_of(gap_seconds=5.0)
+    give_up, full = actions.give_up, [OSError("the disk is full")]
+
+    def given_up(run, numbers, error):
+        if full:
+            raise full.pop()
+        give_up(run, numbers, error)
+
+    actions.give_up = given_up
+    worker.add_run("a", 1)
+    put(worker, futures, "a", 2)
+    worker.start()
+    with pytest.warns(RuntimeWarning, match="a: requests were not given up: OSError: the disk is full"):
+        _pass_time(actions)
+    worker.stop()
+    assert actions.given_up == [("a", (2,))]
