@@ -1,0 +1,210 @@
+"""Every metric of an update against its definition, token by token, over mini-batches and epochs of unequal sizes.
+
+The policy does not move, so that all passes see the same numbers; they are those of passes of their own.
+"""
+
+import math
+from functools import partial
+
+import attrs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fppo import batch as batches
+from fppo import losses
+from fppo.batch import Experience
+from fppo.steps.actor import PolicyTerms, UpdateActor, rollout_gap
+from fppo.steps.critic import UpdateCritic
+from fppo.steps.forward import Forward, compute_outputs, compute_values
+from fppo.steps.loop import Loop
+from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.optimizers import adamw
+from fppo.steps.schedules import schedule
+from fppo.steps.train_state import init_state
+from tests import tiny
+
+ACTOR, ACTOR_PARAMS = tiny.model_and_params("lm")
+CRITIC, CRITIC_PARAMS = tiny.model_and_params("value", seed=1)
+STILL = adamw(schedule("constant", 0.0), max_grad_norm=None)
+ROWS, SIZE, EPOCHS, HORIZON, LOW, HIGH, DUAL, MARGIN = 7, 4, 2, 9, 0.1, 0.3, 1.2, 0.4
+SPLIT = [range(4), range(4, 7)]  # the rows of each mini-batch
+MODES = [*losses.MODES]
+
+
+def weight_of(batch: Experience, rows: range, row: int, mode: str) -> float:
+    """The weight of a token of a row, in the mini-batch of these rows."""
+    lengths = [int(batch.response_mask[i].sum()) for i in rows]
+    count = sum(1 for n in lengths if n)
+    own = int(batch.response_mask[row].sum())
+    if mode == "token-mean":
+        return 1 / sum(lengths)
+    if mode == "token-sum":
+        return 1.0
+    return {"seq-mean-token-sum": 1.0, "seq-mean-token-mean": 1 / own, "seq-mean-token-sum-norm": 1 / HORIZON}[
+        mode
+    ] / count
+
+
+def make_loop(mode: str, cut: MicroBatching) -> Loop:
+    horizon = HORIZON if mode == "seq-mean-token-sum-norm" else None
+    return Loop(mini_batch_size=SIZE, micro_batching=cut, epochs=EPOCHS, weight_mode=mode, horizon=horizon)
+
+
+def make_batch(seed: int) -> Experience:
+    """Rows with weights of a correction, tokens without an entropy bonus, and scores of both signs."""
+    batch, g = tiny.experience(seed, ROWS), torch.Generator().manual_seed(seed)
+    shape = batch.response_mask.shape
+    old = compute_outputs(ACTOR_PARAMS, batch, forward=Forward(ACTOR), micro_batching=MicroBatching(ROWS)).log_probs
+    assert old is not None
+    apart = 0.4 * torch.randn(shape, generator=g, dtype=torch.float64)
+    return batches.extend(
+        Experience,
+        batch,
+        old_log_probs=(old + apart).where(batch.response_mask, torch.nan),
+        rollout_log_probs=(old + 0.1 * apart).where(batch.response_mask, torch.nan),
+        correction_weights=torch.rand(shape, generator=g, dtype=torch.float64),
+        entropy_mask=torch.rand(shape, generator=g) < 0.6,
+        scores=torch.randn(ROWS, generator=g),
+    )
+
+
+def policy_terms(batch: Experience, terms: PolicyTerms, row: int, column: int, new: float, entropy: float) -> dict:
+    """The terms of a token's loss, and what the metrics count of it."""
+    old, ref, a, c, explored = (
+        getattr(batch, name)[row, column].item()
+        for name in ("old_log_probs", "ref_log_probs", "advantages", "correction_weights", "entropy_mask")
+    )
+    ratio = math.exp(new - old)
+    plain, clipped = -a * ratio, -a * min(max(ratio, 1 - LOW), 1 + HIGH)
+    loss = max(plain, clipped)
+    cut = a < 0 and loss > -a * DUAL
+    kl = math.exp(ref - new) - 1 - (ref - new)
+    return {
+        "pg_loss": c * (-a * DUAL if cut else loss),
+        "entropy_loss": -terms.entropy_coef * entropy * explored,
+        "kl_loss": terms.kl_coef * ratio * c * kl,
+        "entropy": entropy,
+        "pg_clipfrac": clipped > plain,
+        "pg_clipfrac_lower": cut,
+        "ppo_kl": old - new,
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_actors_metrics_are_their_definitions(mode):
+    cut = MicroBatching(size=3) if MODES.index(mode) % 2 else MicroBatching(token_budget=20)
+    batch = make_batch(MODES.index(mode))
+    terms = PolicyTerms(temperature=1.3, entropy_coef=0.3, kl_coef=0.7, nll_coef=0.2)
+    update = UpdateActor(
+        forward=Forward(ACTOR),
+        loss_fn=partial(losses.ppo_clip, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL),
+        loop=make_loop(mode, cut),
+        optimizer=STILL,
+        terms=terms,
+        old_log_probs="engine",
+    )
+    _, report = update(init_state(ACTOR_PARAMS, STILL), batch)
+    out = compute_outputs(
+        ACTOR_PARAMS,
+        batch,
+        forward=Forward(ACTOR),
+        micro_batching=MicroBatching(ROWS),
+        outputs=("log_probs", "entropy"),
+        temperature=terms.temperature,
+    )
+    expected: dict[str, tuple[float, float]] = {}  # sums and counts
+    add = partial(add_to, expected)
+    for rows in SPLIT:
+        sums = dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss", "nll_loss"), 0.0)
+        positive = sum(int(batch.response_mask[i].sum()) for i in rows if batch.scores[i] > 0)
+        for row, column in ((i, t) for i in rows for t in batch.response_mask[i].nonzero().flatten().tolist()):
+            new, entropy = out.log_probs[row, column].item(), out.entropy[row, column].item()
+            found = policy_terms(batch, terms, row, column, new, entropy)
+            for name in ("pg_loss", "entropy_loss", "kl_loss"):
+                sums[name] += weight_of(batch, rows, row, mode) * found[name]
+            if batch.scores[row] > 0:
+                sums["nll_loss"] -= terms.nll_coef * new / positive
+            for name in ("entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
+                add(f"actor/{name}", found[name])
+        for name, x in sums.items():
+            add(f"actor/{name}", x)
+    expected = {name: (EPOCHS * x, EPOCHS * n) for name, (x, n) in expected.items()}
+    first = batches.rows(batch, list(SPLIT[0]))
+    gap = rollout_gap(out.log_probs[: len(SPLIT[0])], first.rollout_log_probs, first.response_mask)
+    check(report, expected, gap, "actor")
+
+
+def test_the_critics_metrics_are_their_definitions():
+    for mode in ("token-mean", "seq-mean-token-mean"):
+        batch = make_batch(MODES.index(mode))
+        forward = Forward(CRITIC)
+        cut = MicroBatching(size=3)
+        values = compute_values(CRITIC_PARAMS, batch, forward=forward, micro_batching=cut)
+        batch = attrs.evolve(batch, values=(values + 0.5 * batch.advantages).where(batch.response_mask, torch.nan))
+        update = UpdateCritic(
+            forward=forward,
+            loop=make_loop(mode, cut),
+            optimizer=STILL,
+            loss_fn=partial(losses.value_loss, clip=MARGIN),
+        )
+        _, report = update(init_state(CRITIC_PARAMS, STILL), batch)
+        expected: dict[str, tuple[float, float]] = {}
+        add = partial(add_to, expected)
+        for rows in SPLIT:
+            total = 0.0
+            for row, column in ((i, t) for i in rows for t in batch.response_mask[i].nonzero().flatten().tolist()):
+                v, old, goal = (x[row, column].item() for x in (values, batch.values, batch.returns))
+                near = min(max(v, old - MARGIN), old + MARGIN)
+                total += weight_of(batch, rows, row, mode) * max((v - goal) ** 2, (near - goal) ** 2) / 2
+                add("critic/vpred_mean", v)
+                add("critic/vf_clipfrac", (near - goal) ** 2 > (v - goal) ** 2)
+            add("critic/vf_loss", total)
+        expected = {name: (EPOCHS * x, EPOCHS * n) for name, (x, n) in expected.items()}
+        check(report, expected, {}, "critic")
+
+
+def add_to(expected: dict[str, tuple[float, float]], name: str, x: float) -> None:
+    total, count = expected.get(name, (0.0, 0.0))
+    expected[name] = total + x, count + 1
+
+
+def check(report, expected, others, role) -> None:
+    of_updates = {f"{role}/{name}" for name in ("grad_norm", "lr", "skipped")}
+    assert report.keys() == expected.keys() | others.keys() | of_updates
+    for name in of_updates:
+        assert report[name].count == EPOCHS * len(SPLIT)
+    for name, (total, count) in expected.items():
+        assert report[name].count.item() == count, name
+        assert report[name].total.item() == pytest.approx(total, rel=1e-6, abs=1e-9), name
+    for name, metric in others.items():
+        for one, other in zip(report[name], metric, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, equal_nan=True, msg=name)
+
+
+@given(st.integers(0, 99), st.integers(1, 4))
+def test_the_gap_to_the_engine_is_its_definition(seed, rows):
+    batch, g = tiny.experience(seed, rows), torch.Generator().manual_seed(seed)
+    mask = batch.response_mask
+    ours = batch.old_log_probs
+    engines = (ours + 0.3 * torch.randn(mask.shape, generator=g, dtype=torch.float64)).clamp(max=0.0)
+    engines = torch.where(torch.rand(mask.shape, generator=g) < 0.3, ours, engines)
+    report = rollout_gap(ours.where(mask, 3.0), engines.where(mask, torch.nan), mask)
+    tokens = [(ours[i, t].item(), engines[i, t].item()) for i, t in mask.nonzero().tolist()]
+    apart = [abs(math.exp(x) - math.exp(y)) for x, y in tokens]
+    ratios = [math.exp(x - y) for x, y in tokens]
+    means = {"probs_diff_mean": apart, "ratio_mean": ratios, "equal": [x == y for x, y in tokens]}
+    for name, numbers in means.items():
+        found = report[f"training/rollout_{name}"]
+        assert (found.total.item(), found.count.item()) == (pytest.approx(sum(numbers)), len(tokens)), name
+    for name, numbers in {"probs_diff_max": apart, "ratio_max": ratios}.items():
+        assert report[f"training/rollout_{name}"].value.item() == pytest.approx(max(numbers, default=-math.inf)), name
+    assert {name for name in report if name.startswith("training/")} == {
+        *(f"training/rollout_{name}" for name in (*means, "probs_diff_max", "ratio_max"))
+    }
+    of_losses = losses.off_policy_metrics(ours, engines, mask)
+    assert {name for name in report if not name.startswith("training/")} == of_losses.keys()
+    for name, metric in of_losses.items():
+        for one, other in zip(report[name], metric, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True)
