@@ -5,6 +5,7 @@ The policy does not move, so that all passes see the same numbers; they are thos
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -13,14 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import batch as batches
-from fppo import losses
+from fppo import losses, metrics
 from fppo.batch import Experience
+from fppo.models import flops
+from fppo.steps import experts
 from fppo.steps.actor import PolicyTerms, UpdateActor, rollout_gap
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_outputs, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
+from fppo.steps.packed import masks_and_tokens
+from fppo.steps.ranks import saved_work
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests import tiny
@@ -208,3 +213,67 @@ def test_the_gap_to_the_engine_is_its_definition(seed, rows):
     for name, metric in of_losses.items():
         for one, other in zip(report[name], metric, strict=True):
             torch.testing.assert_close(one, other, equal_nan=True)
+
+
+@given(st.integers(0, 999), st.integers(1, 3), st.sampled_from([2, 4, 6]))
+def test_loads_are_said_by_layer_by_rank_and_at_their_worst(seed, layers, count):
+    """Of every layer the fullest expert over its mean, and of every number of ranks the fullest rank over its mean."""
+    g = torch.Generator().manual_seed(seed)
+    loads = torch.randint(0, 9, (layers, count), generator=g).double()
+    loads[:, 0] += 1
+    routers = [SimpleNamespace(layer=3 * number) for number in range(layers)]
+    given_report = {"actor/expert_load": metrics.Sum(loads), "own": metrics.mean(2.0)}
+    report, kept = experts.split_loads(given_report, "actor", routers)
+    numbers, each = metrics.report(report), loads.tolist()
+    assert kept is loads
+    expected = {f"actor/expert_load/{3 * i}": max(row) / (sum(row) / count) for i, row in enumerate(each)}
+    expected["actor/expert_load/max"] = max(expected.values())
+    for ranks in [n for n in range(2, count + 1) if count % n == 0]:
+        width = count // ranks
+        own = [sum(sum(row[r * width : (r + 1) * width]) for row in each) for r in range(ranks)]
+        expected[f"actor/expert_load/of_{ranks}_ranks"] = max(own) / (sum(own) / ranks)
+    assert numbers == pytest.approx(expected | {"own": 2.0})
+    assert experts.split_loads({"own": metrics.mean(2.0)}, "actor", routers)[1] is None
+
+
+@given(st.integers(0, 999))
+def test_choices_that_differ_are_counted_by_token_and_by_choice(seed):
+    """In any order; the last token of a row, which the engine did not run, and padding do not count."""
+    g = torch.Generator().manual_seed(seed)
+    attended = tiny.experience(seed, 3).attention_mask
+    engine, own = (
+        torch.stack([torch.randperm(4, generator=g)[:2] for _ in range(attended.numel() * 2)]).view(
+            *attended.shape, 2, 2
+        )
+        for _ in range(2)
+    )
+    tokens, choices = [], []
+    for row, places in enumerate(attended):
+        for place in places.nonzero().flatten().tolist()[:-1]:
+            both = zip(engine[row, place].tolist(), own[row, place].tolist(), strict=True)
+            found = [set(x) != set(y) for x, y in both]
+            tokens.append(any(found))
+            choices += found
+    report = experts.rerouted(engine, own, attended)
+    for name, numbers in (("tokens", tokens), ("choices", choices)):
+        found = report[f"training/rerouted/{name}"]
+        assert (found.total.item(), found.count.item()) == (sum(numbers), len(numbers)), name
+
+
+def test_what_sharing_saves_is_the_tokens_and_the_work_of_common_prefixes():
+    """Of two micro-batches, in each of which rows share what they have in common with each other alone."""
+    batch = batches.rows(tiny.experience(0, 6), [0, 0, 0, 1, 1, 2])
+    masks = masks_and_tokens(batch)
+    parts = [[0, 1, 3], [2, 4, 5]]
+    lengths, heads = masks.lengths, int(masks.response.sum())
+    depths = [d for part in parts for d in batches.rows(masks, part).depths]
+    assert sum(depths) == lengths[0]  # the rows 0 and 1 are equal, and no others of a micro-batch
+    whole = flops.train_flops(ACTOR, lengths, head_tokens=heads)
+    shared = flops.train_flops(ACTOR, lengths, head_tokens=heads, shared=depths)
+    report = saved_work(ACTOR, masks, parts, "actor")
+    found = {name: (x.total.item(), x.count.item()) for name, x in report.items()}
+    assert found == {
+        "perf/shared_tokens/actor": (lengths[0], sum(lengths)),
+        "perf/shared_flops/actor": (pytest.approx(whole - shared), pytest.approx(whole)),
+    }
+    assert 0 < whole - shared < whole
