@@ -58,7 +58,7 @@ def make_loop(mode: str, cut: MicroBatching) -> Loop:
 
 
 def make_batch(seed: int) -> Experience:
-    """Rows with weights of a correction, tokens without an entropy bonus, and scores of both signs."""
+    """Rows with weights of a correction, tokens without an entropy bonus, and outcomes of both signs that are no scores."""
     batch, g = tiny.experience(seed, ROWS), torch.Generator().manual_seed(seed)
     shape = batch.response_mask.shape
     old = compute_outputs(ACTOR_PARAMS, batch, forward=Forward(ACTOR), micro_batching=MicroBatching(ROWS)).log_probs
@@ -72,6 +72,7 @@ def make_batch(seed: int) -> Experience:
         correction_weights=torch.rand(shape, generator=g, dtype=torch.float64),
         entropy_mask=torch.rand(shape, generator=g) < 0.6,
         scores=torch.randn(ROWS, generator=g),
+        outcomes=torch.randn(ROWS, generator=g),
     )
 
 
@@ -123,13 +124,13 @@ def test_the_actors_metrics_are_their_definitions(mode):
     add = partial(add_to, expected)
     for rows in SPLIT:
         sums = dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss", "nll_loss"), 0.0)
-        positive = sum(int(batch.response_mask[i].sum()) for i in rows if batch.scores[i] > 0)
+        positive = sum(int(batch.response_mask[i].sum()) for i in rows if batch.outcomes[i] > 0)
         for row, column in ((i, t) for i in rows for t in batch.response_mask[i].nonzero().flatten().tolist()):
             new, entropy = out.log_probs[row, column].item(), out.entropy[row, column].item()
             found = policy_terms(batch, terms, row, column, new, entropy)
             for name in ("pg_loss", "entropy_loss", "kl_loss"):
                 sums[name] += weight_of(batch, rows, row, mode) * found[name]
-            if batch.scores[row] > 0:
+            if batch.outcomes[row] > 0:
                 sums["nll_loss"] -= terms.nll_coef * new / positive
             for name in ("entropy", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
                 add(f"actor/{name}", found[name])
