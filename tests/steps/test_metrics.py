@@ -58,7 +58,7 @@ def make_loop(mode: str, cut: MicroBatching) -> Loop:
 
 
 def make_batch(seed: int) -> Experience:
-    """Rows with weights of a correction, tokens without an entropy bonus, and outcomes of both signs that are no scores."""
+    """Rows with weights of a correction, tokens without an entropy bonus, and outcomes that are no scores."""
     batch, g = tiny.experience(seed, ROWS), torch.Generator().manual_seed(seed)
     shape = batch.response_mask.shape
     old = compute_outputs(ACTOR_PARAMS, batch, forward=Forward(ACTOR), micro_batching=MicroBatching(ROWS)).log_probs
@@ -140,6 +140,20 @@ def test_the_actors_metrics_are_their_definitions(mode):
     first = batches.rows(batch, list(SPLIT[0]))
     gap = rollout_gap(out.log_probs[: len(SPLIT[0])], first.rollout_log_probs, first.response_mask)
     check(report, expected, gap, "actor")
+
+
+@pytest.mark.parametrize("source", ["pass", "auto", "engine", "update"])
+def test_the_gap_to_the_engine_is_reported_where_no_pass_before_the_update_does(source):
+    batch = make_batch(3)
+    loop = Loop(mini_batch_size=ROWS, micro_batching=MicroBatching(size=3))
+    parts = {"forward": Forward(ACTOR), "loss_fn": losses.ppo_clip, "loop": loop, "optimizer": STILL}
+    _, report = UpdateActor(**parts, old_log_probs=source)(init_state(ACTOR_PARAMS, STILL), batch)
+    old = compute_outputs(ACTOR_PARAMS, batch, forward=Forward(ACTOR), micro_batching=MicroBatching(ROWS)).log_probs
+    gap = rollout_gap(old, batch.rollout_log_probs, batch.response_mask) if source in ("engine", "update") else {}
+    assert {name for name in report if not name.startswith("actor/")} == gap.keys()
+    for name, metric in gap.items():
+        for one, other in zip(report[name], metric, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9, equal_nan=True, msg=name)
 
 
 def test_the_critics_metrics_are_their_definitions():
