@@ -16,18 +16,22 @@ from hypothesis import strategies as st
 from fppo import batch as batches
 from fppo import losses, metrics
 from fppo.batch import Experience
+from fppo.key import Key
 from fppo.models import flops
 from fppo.steps import experts
 from fppo.steps.actor import PolicyTerms, UpdateActor, rollout_gap
+from fppo.steps.clock import Clock, Timeline, at_step
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_outputs, compute_values
+from fppo.steps.hidden import UpdateHidden, hidden_values, init_hidden
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import adamw
+from fppo.steps.optimizers import adamw, sgd
 from fppo.steps.packed import masks_and_tokens
 from fppo.steps.ranks import saved_work
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
+from fppo.tree import replace
 from tests import tiny
 
 ACTOR, ACTOR_PARAMS = tiny.model_and_params("lm")
@@ -170,19 +174,52 @@ def test_the_critics_metrics_are_their_definitions():
             loss_fn=partial(losses.value_loss, clip=MARGIN),
         )
         _, report = update(init_state(CRITIC_PARAMS, STILL), batch)
-        expected: dict[str, tuple[float, float]] = {}
-        add = partial(add_to, expected)
-        for rows in SPLIT:
-            total = 0.0
-            for row, column in ((i, t) for i in rows for t in batch.response_mask[i].nonzero().flatten().tolist()):
-                v, old, goal = (x[row, column].item() for x in (values, batch.values, batch.returns))
-                near = min(max(v, old - MARGIN), old + MARGIN)
-                total += weight_of(batch, rows, row, mode) * max((v - goal) ** 2, (near - goal) ** 2) / 2
-                add("critic/vpred_mean", v)
-                add("critic/vf_clipfrac", (near - goal) ** 2 > (v - goal) ** 2)
-            add("critic/vf_loss", total)
-        expected = {name: (EPOCHS * x, EPOCHS * n) for name, (x, n) in expected.items()}
-        check(report, expected, {}, "critic")
+        check(report, value_metrics(batch, values, mode), {}, "critic")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_metrics_of_a_critic_without_a_model_are_their_definitions(mode):
+    """Of one that reads hidden states, over the mini-batches and epochs of the others; at the clock's rates."""
+    batch, g = make_batch(MODES.index(mode)), torch.Generator().manual_seed(0)
+    hidden = torch.randn(*batch.response_mask.shape, 3, generator=g, dtype=torch.float64)
+    params = {name: x.double() + 0.3 for name, x in init_hidden(Key(0), 3, width=4).items()}
+    values = hidden_values(params, hidden, batch.response_mask)
+    batch = attrs.evolve(batch, hidden=hidden, values=values + 0.5 * batch.advantages)
+    loss_fn = partial(losses.value_loss, clip=MARGIN)
+    update = UpdateHidden(loop=make_loop(mode, MicroBatching(size=3)), optimizer=STILL, loss_fn=loss_fn)
+    _, report = update(init_state(params, STILL), batch)
+    check(report, value_metrics(batch, values, mode), {}, "critic")
+
+
+def test_a_critic_without_a_model_keeps_the_clock():
+    """Its schedule falls from update to update of a step, in mini-batches that are not all full."""
+    batch, rate = make_batch(0), schedule("linear", 0.1, total_steps=8, warmup_steps=2)
+    params = {name: x.double() for name, x in init_hidden(Key(0), 3, width=4).items()}
+    batch = attrs.evolve(batch, hidden=torch.ones(*batch.response_mask.shape, 3), values=batch.returns)
+    loop = attrs.evolve(make_loop("token-mean", MicroBatching(size=3)), timeline=Timeline(2, 8))
+    optimizer, reports = sgd(rate), []
+    state = replace(init_state(params, optimizer), clock=Clock())
+    for step in range(2):
+        state = replace(state, clock=at_step(state.clock, step, 2))
+        state, report = UpdateHidden(loop=loop, optimizer=optimizer)(state, batch)
+        reports.append(report["critic/lr"].total.item())
+    assert reports == pytest.approx([sum(rate(n) for n in range(4)), sum(rate(n) for n in range(4, 8))])
+    assert state.step == 8
+
+
+def value_metrics(batch: Experience, values: torch.Tensor, mode: str) -> dict[str, tuple[float, float]]:
+    expected: dict[str, tuple[float, float]] = {}
+    add = partial(add_to, expected)
+    for rows in SPLIT:
+        total = 0.0
+        for row, column in ((i, t) for i in rows for t in batch.response_mask[i].nonzero().flatten().tolist()):
+            v, old, goal = (x[row, column].item() for x in (values, batch.values, batch.returns))
+            near = min(max(v, old - MARGIN), old + MARGIN)
+            total += weight_of(batch, rows, row, mode) * max((v - goal) ** 2, (near - goal) ** 2) / 2
+            add("critic/vpred_mean", v)
+            add("critic/vf_clipfrac", (near - goal) ** 2 > (v - goal) ** 2)
+        add("critic/vf_loss", total)
+    return {name: (EPOCHS * x, EPOCHS * n) for name, (x, n) in expected.items()}
 
 
 def add_to(expected: dict[str, tuple[float, float]], name: str, x: float) -> None:
