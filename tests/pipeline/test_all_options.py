@@ -1,7 +1,9 @@
 """An estimate with every option at once against its definition, token by token, with rows that leave one by one."""
 
+import inspect
 import math
 import statistics
+from functools import partial
 
 import attrs
 import pytest
@@ -9,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo import losses, metrics
-from fppo.advantages import Advantages
+from fppo import advantages, losses, metrics
+from fppo.advantages import Advantages, token_rewards
+from fppo.advantages.columns import COLUMNS, WEIGHTS, OfRows, whitens
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, narrow
 from fppo.losses import Correction, KLState
@@ -126,3 +129,57 @@ def test_the_kind_of_the_divergence_is_the_one_given():
         )
         reports[kind] = float(expected.total)
     assert len({round(x, 9) for kind, x in reports.items() if "+" not in kind}) == 4
+
+
+class Reads:
+    """An estimator of one column, which keeps what it got."""
+
+    def __init__(self, name: str) -> None:
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)])
+        self.seen = None
+
+    def __call__(self, **columns) -> torch.Tensor:
+        ((_, self.seen),) = columns.items()
+        return torch.zeros(ROWS, 6)
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, WEIGHTS])
+def test_an_estimator_gets_the_column_of_its_parameters_name(name):
+    """No two of which are equal here; the returns of one that gives advantages alone are its rows' whole rewards."""
+    rows = rows_of(0)
+    g = torch.Generator().manual_seed(9)
+    scores = {x: torch.randn(ROWS, generator=g) for x in ("scores", "outcomes", "baselines")}
+    dense = {x: torch.randn(ROWS, 6, generator=g) for x in ("values", "sum_squared_probs")}
+    named = {"a": torch.tensor([1.0, torch.nan, 2.0, 3.0, 4.0, 5.0])}
+    turns = torch.arange(6).expand(ROWS, 6)
+    rows = attrs.evolve(rows, **scores, **dense, named_scores=named, turn_ids=turns)
+    rewards = token_rewards(rows.scores, rows.response_mask).double()
+    correct = lambda old, rollout, mask: Correction(old - 2 * rollout, mask, {})  # noqa: E731
+    fn = Reads(name)
+    result = OfRows(fn, correct)(rows, rewards)
+    expected = {
+        "rows": rows,
+        "rewards": rewards,
+        "scores": rewards.sum(1),
+        "named_scores": {"a": torch.tensor([1.0, 0.0, 2.0, 3.0, 4.0, 5.0])},
+        "outcomes": rows.outcomes,
+        "mask": rows.response_mask,
+        "log_probs": rows.old_log_probs,
+        WEIGHTS: rows.old_log_probs - 2 * rows.rollout_log_probs,
+    }.get(name, getattr(rows, name, None))
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(fn.seen, expected)
+    elif name == "rows":
+        assert fn.seen is rows
+    else:
+        assert torch.equal(fn.seen["a"], expected["a"])
+    assert torch.equal(result.returns, rewards.sum(1)[:, None].where(rows.response_mask, 0.0))
+
+
+def test_estimators_with_a_critic_and_those_that_whiten_themselves_are_whitened():
+    names = ["gae", "turn_gae", "td", "vtrace", "grpo", "rloo", "remax", "gpg", "opo", "gdpo", "reinforce_plus_plus"]
+    fns = {name: getattr(advantages, name) for name in [*names, "reinforce_plus_plus_baseline", "discounted_returns"]}
+    expected = ["gae", "turn_gae", "td", "vtrace", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+    fns["td"] = partial(advantages.td, steps=2)
+    for wrapped in (lambda fn: fn, lambda fn: partial(fn), OfRows):
+        assert [name for name, fn in fns.items() if whitens(wrapped(fn))] == expected
