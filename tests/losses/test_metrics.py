@@ -202,6 +202,33 @@ def test_metrics_of_heads_of_several_outputs_are_means_of_their_tokens(head, bat
         assert report[metric].total.item() == pytest.approx(math.fsum(numbers), rel=1e-9, abs=1e-9)
 
 
+HEADS = {
+    "huber_value_loss": ({"delta": 0.4, "clip": 0.3}, 1),
+    "hl_gauss": ({"low": -0.6, "high": 0.9, "sigma": 0.6}, 4),
+    "two_hot": ({"low": -0.6, "high": 0.9}, 4),
+    "quantile_loss": ({"delta": 0.4}, 3),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@given(batch=batches(), seed=st.integers(0, 99))
+def test_losses_of_values_and_their_gradients_are_the_loops(name, batch, seed):
+    """Huber's, and those of heads of several outputs, of returns within and beyond the range."""
+    options, width = HEADS[name]
+    g = torch.Generator().manual_seed(seed)
+    outputs = torch.randn(*batch.mask.shape, width, generator=g, dtype=torch.float64)
+    outputs = outputs if width > 1 else outputs[..., 0]
+    results = []
+    for of in (losses, references.values):
+        leaf = outputs.clone().requires_grad_()
+        loss = getattr(of, name)(leaf, batch.old_log_probs, batch.advantages, batch.mask, **options)[0]
+        total = (loss * torch.arange(1.0, 1 + loss.numel()).view(loss.shape)).sum()
+        slope = torch.autograd.grad(total, leaf)[0] if total.requires_grad else torch.zeros_like(leaf)
+        results.append((loss.detach(), slope))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
 OF_VALUES = ("value_loss", "huber_value_loss", "hl_gauss", "two_hot", "quantile_loss")
 
 
