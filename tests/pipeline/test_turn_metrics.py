@@ -92,7 +92,7 @@ def test_ages_are_the_updates_since_rows_or_their_tokens_were_sampled(seed):
     lags = [7 - x for x in scored.versions.tolist()]
     assert metrics.report(_ages(scored, 7)) == {"rollout/lag": sum(lags) / 4, "rollout/lag/max": max(lags)}
     of_tokens = torch.randint(0, 6, mask.shape, generator=g)
-    seen = attrs.evolve(scored, token_versions=of_tokens.where(mask, 100))
+    seen = attrs.evolve(scored, token_versions=of_tokens.where(mask, -100))
     ages = [7 - x for x in of_tokens[mask].tolist()]
     if not ages:
         return
