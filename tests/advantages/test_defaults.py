@@ -38,7 +38,12 @@ def test_defaults_are_those_that_are_documented():
         "optimal_token_baseline": {"correction": None, "leave_one_out": False},
         "reinforce_plus_plus": {"gamma": 1.0},
         "reverse_kl": {
-            "scores": None, "groups": None, "gamma": 0.0, "coef": 1.0, "limit": None, "score_coef": 0.0,
+            "scores": None,
+            "groups": None,
+            "gamma": 0.0,
+            "coef": 1.0,
+            "limit": None,
+            "score_coef": 0.0,
         },
         "td": {"gamma": 1.0},
         "token_rewards": {"turns": None, "kl": None, "kl_coef": 0.0},
