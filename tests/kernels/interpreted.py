@@ -222,16 +222,24 @@ def split_vocabulary():
 
 
 def masked_words():
-    """Words with a bias of -inf have probability 0, and their gradients are 0."""
-    leaves, labels, temperature, weights = problem(4, 20, 3)
-    bias = leaves[2].detach().clone()
-    bias[10:] = -torch.inf
-    _, grads = run(triton, [*leaves[:2], bias.requires_grad_()], labels % 10, temperature, weights)
-    fewer = [leaves[0], *(x.detach()[:10].clone().requires_grad_() for x in leaves[1:])]
-    _, expected = run(triton, fewer, labels % 10, temperature, weights)
-    torch.testing.assert_close([grads[0], *(x[:10] for x in grads[1:])], list(expected))
-    assert not grads[1][10:].any()
-    assert not grads[2][10:].any()
+    """Words with a bias of -inf have probability 0, and their gradients are 0: also where they fill whole splits of the
+    vocabulary, of 48 words here."""
+    leaves, labels, temperature, weights = problem(4, 100, 3)
+    for kernel in (triton, partial(triton, tiling=SMALL)):
+        for gone in (slice(50, 100), slice(0, 50), slice(40, 97)):
+            kept = torch.ones(100, dtype=torch.bool)
+            kept[gone] = False
+            (words,) = kept.nonzero(as_tuple=True)
+            bias = leaves[2].detach().where(kept, -torch.inf).requires_grad_()
+            own = words[labels % len(words)]
+            found, grads = run(kernel, [*leaves[:2], bias], own, temperature, weights)
+            fewer = [leaves[0], *(x.detach()[words].requires_grad_() for x in leaves[1:])]
+            expected, of_fewer = run(reference, fewer, labels % len(words), temperature, weights)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            kept_grads = (grads[0], *(x[words] for x in grads[1:]))
+            torch.testing.assert_close(kept_grads, of_fewer, rtol=1e-4, atol=1e-5)
+            assert not grads[1][gone].any()
+            assert not grads[2][gone].any()
 
 
 def refusals():

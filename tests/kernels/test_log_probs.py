@@ -251,12 +251,62 @@ def test_a_split_vocabulary_changes_nothing(
             torch.testing.assert_close(torch.cat([grads[1 + i] for grads in found]), grad, rtol=1e-10, atol=1e-11)
 
 
-def test_a_token_that_the_head_excludes_adds_nothing_to_the_entropy():
-    """By a bias of -inf, as of a vocabulary that is padded."""
-    (hidden, weight), labels, *_ = problem(0, 3, 4, 6, False, 1.0)
+EXCLUDED = {"first": slice(0, 1100), "last": slice(1400, 2500), "scattered": slice(3, 2500, 7)}
+
+
+def excluding(fn, leaves, labels, temperature, weights, *, softcap=None, scale=1.0):
+    """Outputs and gradients of a kernel, together and of the log-probs alone."""
+    out, grads = run(fn, leaves, labels, temperature, weights, softcap=softcap, scale=scale)
+    alone = fn(*leaves[:2], labels, bias=leaves[2], temperature=temperature, softcap=softcap, scale=scale).log_probs
+    return out, [*grads, torch.autograd.grad((alone * weights[0]).sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("where", EXCLUDED)
+@pytest.mark.parametrize("temperature", [1.0, "per token"])
+def test_tokens_that_the_head_excludes_add_nothing_and_get_no_gradient(name, where, temperature):
+    """By a bias of -inf, as of a vocabulary that is padded: also where they fill whole splits of the vocabulary."""
+    (hidden, weight, bias), labels, temperature, weights = problem(0, 3, 4, 2500, True, temperature)
+    gone = torch.zeros(2500, dtype=torch.bool)
+    gone[EXCLUDED[where]] = True
+    kept = (~gone).nonzero().flatten()
+    labels = labels % len(kept)
+    bias = bias.detach().where(~gone, -torch.inf).requires_grad_()
+    kernel = partial(chunked, tiles=Tiles(2, 4096, 128)) if name == "chunked" else table.get("log_probs", name)
+    out, grads = excluding(kernel, [hidden, weight, bias], kept[labels], temperature, weights)
+    fewer = [hidden, *(x.detach()[kept].requires_grad_() for x in (weight, bias))]
+    expected, expected_grads = excluding(reference, fewer, labels, temperature, weights)
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+    for (d_hidden, *d_head), (of_hidden, *of_head) in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(d_hidden, of_hidden, rtol=1e-9, atol=1e-11)
+        for found, other in zip(d_head, of_head, strict=True):
+            torch.testing.assert_close(found[kept], other, rtol=1e-9, atol=1e-11)
+            assert not found[gone].any()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_rank_whose_part_of_the_vocabulary_is_excluded_changes_nothing(name):
+    (hidden, weight, bias), labels, temperature, weights = problem(1, 3, 4, 12, True, 0.8)
+    bias = torch.cat([bias.detach()[:6], torch.full((6,), -torch.inf, dtype=torch.float64)])
+    kernel = table.get("log_probs", name)
+
+    def on_rank(mesh):
+        axis = mesh["tensor"]
+        head = [x.detach().chunk(2)[axis.rank].clone().requires_grad_() for x in (weight, bias)]
+        leaves = [hidden.detach().clone().requires_grad_(), *head]
+        return run(partial(kernel, axis=axis), leaves, labels % 6, temperature, weights / 2, softcap=None, scale=1.0)
+
+    fewer = [hidden, *(x.detach()[:6].clone().requires_grad_() for x in (weight, bias))]
+    expected, _ = run(reference, fewer, labels % 6, temperature, weights, softcap=None, scale=1.0)
+    for out, grads in simulate({"tensor": 2}, on_rank):
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-11)
+        assert all(x.isfinite().all() for each in grads for x in each)
+
+
+def test_an_excluded_label_has_no_probability():
+    (hidden, weight, _), _, *_ = problem(2, 2, 4, 6, True, 1.0)
     bias = torch.tensor([0.0] * 5 + [-torch.inf], dtype=hidden.dtype)
-    labels = labels.clamp(max=4)
-    found = reference(hidden, weight, labels, bias=bias, entropy=True, sum_squared=True)
-    expected = reference(hidden, weight[:5], labels, entropy=True, sum_squared=True)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    for name in KERNELS:
+        found = table.get("log_probs", name)(hidden, weight, torch.tensor([5, 0]), bias=bias, entropy=True)
+        assert found.log_probs.isinf().tolist() == [True, False], name
+        assert found.entropy.isfinite().all(), name

@@ -147,6 +147,26 @@ def test_each_batch_of_an_evaluation_is_asked_of_the_policy_by_a_key_of_its_own(
     assert all(ask.sampling == sampling for ask in engine.asked)
 
 
+def test_an_evaluation_reports_what_failed_and_what_is_measured_beside_the_scores():
+    """Counts of all batches together; and all responses go on, in batches."""
+    reports = iter([(1.0, 2.0), (4.0, 8.0)])
+
+    def score(rollout):
+        errors, timeouts = next(reports)
+        rows, _ = scored(rollout)
+        return rows, {"reward/errors": metrics.total(errors), "reward/timeouts": metrics.total(timeouts)}
+
+    measured = [lambda rollout: {"own": metrics.total(float(len(rollout.row_ids)))}]
+    run, kept = SimpleNamespace(key=Key(3), step=1, actor=SimpleNamespace(params={}, step=1)), []
+    how = {"engine": Recording(), "sampling": Sampling(n=2), "score": score, "measure": measured}
+    report = evaluate(run, batches=[prompts(2), prompts(1)], on_scored=kept.append, **how)
+    numbers = metrics.report(report)
+    found = {name: numbers.pop(f"val-aux/{name}") for name in ("errors", "timeouts", "own")}
+    assert found == {"errors": 5.0, "timeouts": 10.0, "own": 6.0}
+    assert "val-core/test/reward/mean@2" in numbers
+    assert [[len(rows.row_ids) for rows in each] for each in kept] == [[4, 2]]
+
+
 def test_greedy_baselines_are_asked_of_the_policy_that_made_the_rollout():
     engine, greedy = Recording(), Sampling(greedy=True)
     rollout = attrs.evolve(batches.narrow(Rollout, tiny.experience(0, 4)), versions=torch.full((4,), 6))

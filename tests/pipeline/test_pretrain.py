@@ -45,6 +45,10 @@ def test_it_ends_when_the_explained_variance_rises_no_more(shares, rule, alone):
         assert torch.equal(after.returns, batch.returns if progress.over else learned)
         if over[-2:] == [1, 1]:
             assert report == {}
+            continue
+        numbers = metrics.report(report)
+        assert numbers["critic/pretrain/over"] == progress.over
+        assert numbers["critic/pretrain/explained_var"] == pytest.approx(share, abs=0.2)
     assert over == [0] * alone + [1] * (len(shares) - alone)
     assert progress.steps == alone
 

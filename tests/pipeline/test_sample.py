@@ -118,6 +118,53 @@ def test_groups_are_the_first_that_differ_and_what_is_missing_is_dropped(data, s
     assert [float(x) for x in report["rollout/groups/filled"]] == [size - len(good), size]
 
 
+@pytest.mark.parametrize("episodes", [False, True])
+def test_every_draw_has_a_key_rows_and_learning_of_its_own(episodes):
+    """The first the key of a plain batch; metrics of what is learned of the prompts add up over the draws."""
+    table, asked, learned = {str(i): [0, i >= 6] for i in range(8)}, [], []
+
+    def rollout(prompts, params, *, key, version):
+        asked.append((key, version, prompts.row_ids.tolist()))
+        made, report = _rollout(prompts, params, key=key, version=version, n=2)
+        if episodes:  # whose rows are numbered from 0 on
+            count = len(made.row_ids)
+            more = {"episodes": made.row_ids, "observed": Column([[]] * count), "row_ids": torch.arange(count)}
+            made = attrs.evolve(made, **more)
+        return made, report
+
+    def score(rows, *, params, prompts):
+        scores = torch.tensor([float(table[i][p % 2]) for p, i in enumerate(rows.ids)])
+        return extend(Scored, rows, scores=scores, named_scores={}), {}
+
+    def learn(cursor, scored):
+        learned.append((cursor.position, scored.row_ids.tolist()))
+        return attrs.evolve(cursor, epoch=cursor.epoch + 1), {"own/learned": metrics.total(1.0)}
+
+    stage = SampleGroups(pad_token_id=PAD, max_draws=9, learn=learn)
+    batch, cursor, report = stage(_run(3, step=5), draw=_draw_on(2), rollout=rollout, score=score)
+    step = Key(0).fold("step", 5)
+    assert [key for key, _, _ in asked] == [step.fold("rollout"), *(step.fold("refill", i) for i in (1, 2, 3))]
+    assert [version for _, version, _ in asked] == [3] * 4
+    assert [ids for _, _, ids in asked] == [[2 * i, 2 * i + 1] for i in range(4)]
+    assert [position for position, _ in learned] == [2, 4, 6, 8]
+    rows = [row for _, rows in learned for row in rows]
+    assert len(set(rows)) == len(rows) == 16
+    assert (cursor.epoch, cursor.position) == (4, 8)
+    assert metrics.report(report)["own/learned"] == 4.0
+    assert list(batch.ids) == ["6", "6", "7", "7"]
+
+
+def _draw_on(size):
+    """As `_draw`, of a cursor that keeps what else it knows."""
+    draw = _draw(size)
+    return lambda cursor: (draw(cursor)[0], attrs.evolve(cursor, position=cursor.position + size))
+
+
+def test_the_responses_that_the_limit_cut_are_those_that_finished_by_length():
+    rows = tiny.experience(0, 3)
+    assert truncated(attrs.evolve(rows, finish=Column(["stop", "length", "stop"]))).tolist() == [False, True, False]
+
+
 @given(st.integers(1, 3), st.integers(1, 5))
 def test_rows_of_several_draws_keep_their_tokens(size, max_draws):
     table = {str(i): [0, i % 3] for i in range(size * max_draws)}

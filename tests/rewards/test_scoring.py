@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -144,6 +145,51 @@ def test_sums_with_functions_of_the_rollout():
     }
     assert [extra["extracted_answer"] for extra in scored.extras] == ["aeb", "b", "e"]
     assert scored.extras[1]["row"] == 1
+
+
+def test_a_sample_on_which_several_functions_fail_is_one_that_failed():
+    rows = rollout(["q"] * 3, ["z", "az", "a"], [None] * 3)
+    _, report = score(rows, rewards.weighted_sum({"v": vowels, "c": cost}))
+    numbers = metrics.report(report)
+    assert (numbers["reward/errors"], numbers["reward/timeouts"], numbers["reward/unscored"]) == (2.0, 0.0, 2.0)
+
+
+def test_rows_of_the_rollout_that_its_function_does_not_know_have_no_score():
+    """Whatever number stands there; the metrics that it returns are the step's."""
+
+    @rewards.tensor_reward
+    def model(rows):
+        known = torch.tensor([True, False, True])
+        return torch.tensor([2.0, 7.0, -1.0]), {"own/metric": metrics.mean(4.0)}, known
+
+    rows = rollout(["q"] * 3, ["a", "b", "c"], [None] * 3)
+    scored, report = score(rows, model)
+    assert scored.scores.tolist() == [2.0, NONE, -1.0]
+    numbers = metrics.report(report)
+    assert (numbers["own/metric"], numbers["reward/model"], numbers["critic/score/mean"]) == (4.0, 0.5, 0.5)
+    assert (numbers["critic/score/max"], numbers["critic/score/min"], numbers["reward/unscored"]) == (2.0, -1.0, 1.0)
+
+
+def test_every_row_of_an_episode_has_the_numbers_of_the_whole():
+    """Of four rows of two episodes, which stand between each other: scores, outcomes, parts and answers."""
+
+    @rewards.shaping_reward
+    @rewards.inline_reward
+    def shorter(sample: Sample) -> float:
+        return -float(len(sample.response_tokens)) / 10
+
+    rows = rollout(["q"] * 4, ["ae", "b", "i", "c"], ["aei", "bc", "aei", "bc"])
+    rows = attrs.evolve(rows, episodes=torch.tensor([8, 3, 8, 3]), observed=batch.Column([[], [], [], []]))
+    scored, report = score(rows, rewards.weighted_sum({"exact": rewards.exact_match, "v": vowels, "s": shorter}))
+    whole = [(1.0, 3.0, -0.5), (1.0, 0.0, -0.4)]  # with the tokens that end responses
+    assert scored.scores.tolist() == pytest.approx([sum(whole[i]) for i in (0, 1, 0, 1)])
+    assert scored.outcome.tolist() == [whole[i][0] + whole[i][1] for i in (0, 1, 0, 1)]
+    for place, name in enumerate(("exact", "v", "s")):
+        assert scored.named_scores[name].tolist() == pytest.approx([whole[i][place] for i in (0, 1, 0, 1)])
+    assert [extra["extracted_answer"] for extra in scored.extras] == ["aei", "bc", "aei", "bc"]
+    assert torch.equal(scored.tokens, rows.tokens)
+    assert metrics.report(report)["critic/score/mean"] == pytest.approx((sum(whole[0]) + sum(whole[1])) / 2)
+    assert report["critic/score/mean"].count == 2
 
 
 def test_the_weight_of_a_sum_is_a_factor_of_its_terms():

@@ -255,6 +255,21 @@ def test_a_bias_moves_by_the_sign_of_what_its_expert_lacks():
         experts.check_biases(make("qwen3_moe")[0], "leave it out")
 
 
+def test_a_skipped_update_leaves_the_biases():
+    model, params = make("glm4_moe")
+
+    def infinite(*given):
+        loss, metrics = losses.ppo_clip(*given)
+        return loss * torch.inf, metrics
+
+    loop = Loop(mini_batch_size=6, micro_batching=WHOLE, balance_rate=0.125)
+    state, metrics = UpdateActor(forward=Forward(model), loss_fn=infinite, loop=loop, optimizer=OPTIMIZER)(
+        init_state(params, OPTIMIZER), BATCH
+    )
+    assert report(metrics)["actor/skipped"] == 1.0
+    assert torch.equal(state.params[BIAS], params[BIAS])
+
+
 def test_what_replay_lacks_is_named():
     model, params = make("qwen3_moe")
     with pytest.raises(ValueError, match="replay=True, and the rows have no `routed`"):

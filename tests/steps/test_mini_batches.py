@@ -91,6 +91,8 @@ def test_a_selection_draws_anew_in_every_mini_batch_of_every_epoch():
     for drawn in of_row.values():
         assert len(drawn) == EPOCHS
         assert not any(torch.equal(a, b) for i, a in enumerate(drawn) for b in drawn[:i])
+    for call in calls:  # rows of one prompt too
+        assert len({tuple(row) for row in call.noise.tolist()}) == len(call.noise)
     again = selections()
     assert all(torch.equal(one.noise, other.noise) for one, other in zip(calls, again, strict=True))
     other = selections(key=Key(6))

@@ -4,6 +4,13 @@ namespace {
 
 constexpr int64_t PART = 1024;  // numbers of a row that are worked on together
 
+// z - largest, finite for the logit -inf of a token that the head excludes, as 0 * inf is not a number; nan stays nan.
+template <typename T>
+inline T below(T z, T largest) {
+  const T x = z - largest;
+  return x < T(-1e18) ? T(-1e18) : x;
+}
+
 template <typename T>
 struct Rule {
   const T* bias;         // [width], or null
@@ -70,7 +77,7 @@ void measure(const Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, c
       T part_sum = 0, part_dot = 0, part_squares = 0;
 #pragma omp simd reduction(+ : part_sum, part_dot)
       for (int64_t j = 0; j < count; ++j) {
-        const T x = z[j] - largest;
+        const T x = below(z[j], largest);
         z[j] = exponential(x);
         part_sum += z[j];
         part_dot += z[j] * x;
@@ -112,7 +119,7 @@ void differentiate(Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, c
       finish<T>(out, count, rule, rule.bias + begin, row, z, bend);
 #pragma omp simd
       for (int64_t j = 0; j < count; ++j) {
-        const T x = z[j] - largest, p = exponential(x - total);
+        const T x = below(z[j], largest), p = exponential(x - total);
         z[j] = p * (first + second * x + third * p);
       }
       if (rule.softcap != T(0))

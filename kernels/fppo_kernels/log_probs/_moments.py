@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fppo_kernels.collectives import Axis, all_gather
 
+LOWEST = -1e18  # the logit of a token that the head excludes by a bias of -inf; finite, as 0 * inf is not a number
+
 
 class Moments(NamedTuple):
     """Moments of the softmax over logits z, for the whole vocabulary [N] or for each split of it [splits, N]."""
@@ -43,8 +45,9 @@ def merge(splits: Moments) -> Moments:
     log_sum = torch.logsumexp(log_sums, 0)
     log_shares = log_sums - log_sum
     shares = log_shares.exp()
-    entropy = (shares * (splits.entropy - log_shares)).sum(0)
-    return Moments(maximum, log_sum, entropy, (shares.square() * splits.sum_squared).sum(0))
+    there = shares != 0  # a split without any probability may have no moments; nan stays
+    entropy = (shares * (splits.entropy - log_shares)).where(there, 0.0).sum(0)
+    return Moments(maximum, log_sum, entropy, (shares.square() * splits.sum_squared).where(there, 0.0).sum(0))
 
 
 def merge_ranks(splits: Moments, axis: Axis) -> Moments:

@@ -78,7 +78,7 @@ class PassInputs(NamedTuple):
         return raw.div_(temperature) if self.rule.tempered else raw
 
     def logits(self, raw: Tensor, tokens: slice, vocab: slice) -> Tensor:
-        bias = None if self.bias is None else self.bias[vocab]
+        bias = None if self.bias is None else self.bias[vocab].clamp(min=_moments.LOWEST)
         return self.finish(raw.to(self.wide), bias, self.temperature[tokens, None])
 
     def find(self, tokens: slice, vocab: slice) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo_kernels.collectives import Axis
+from fppo_kernels.log_probs._moments import LOWEST
 from fppo_kernels.log_probs.reference import LogProbs, per_token
 from fppo_kernels.shapes import Float, Int
 from fppo_kernels.transforms import refuse
@@ -42,7 +43,7 @@ def _program(
     total = weights.sum(-1)
     return LogProbs(
         logits.gather(1, labels[:, None])[:, 0] - total.log(),
-        total.log() - (weights * logits).sum(-1) / total if entropy else None,
+        total.log() - (weights * logits.clamp(min=LOWEST)).sum(-1) / total if entropy else None,
         weights.square().sum(-1) / total.square() if sum_squared else None,
     )
 
