@@ -364,7 +364,9 @@ def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ForcedCall | Non
         raise wrong("tool_choice", f"{json.dumps(choice)[:100]} is no choice here: {text}{hint}")
     names = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
     if not names:
-        raise wrong("tool_choice", f"{json.dumps(choice)[:100]} forces a call, and there is nothing to call: give tools")
+        raise wrong(
+            "tool_choice", f"{json.dumps(choice)[:100]} forces a call, and there is nothing to call: give tools"
+        )
     if name is not None and name not in names:
         near = nearest(name, names)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"[:200]

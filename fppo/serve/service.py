@@ -229,9 +229,7 @@ class Service:
             del answer
             return conversation.behind(item_of(said_of(turn)))
 
-        return self._opened(
-            request.options, [NewTurn(conversation, added, behind, tools, forced, opening)], episode
-        )
+        return self._opened(request.options, [NewTurn(conversation, added, behind, tools, forced, opening)], episode)
 
     def completions(self, request: CompletionRequest, episode: str | None) -> list[OpenAnswer]:
         """The continuations of texts or ids, being drawn. Raises ApiError."""
@@ -255,9 +253,7 @@ class Service:
             lambda turn, answer: conversation.behind(*of_ids(answer.tokens.tolist()).items),
         )
 
-    def _opened(
-        self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None
-    ) -> list[OpenAnswer]:
+    def _opened(self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None) -> list[OpenAnswer]:
         """All answers to a request, or none."""
         count, most = len(turns) * options.n, self.sources.bounds.requests
         if count > MOST_CHOICES:

@@ -72,7 +72,9 @@ class Texts:
         alike = takewhile(lambda column: len({*column}) == 1, zip(*every, strict=False))
         ids = tuple(self._known([token for token, *_ in alike]))
         if not ids:
-            text = "it is not known how the chat template begins a call: give auto, or the tokenizer a response_template"
+            text = (
+                "it is not known how the chat template begins a call: give auto, or the tokenizer a response_template"
+            )
             raise wrong("tool_choice", text)
         return ids
 

@@ -22,7 +22,7 @@ from tests.serve.world import END, MODEL, chat, parrot_world, texts, tokenizer
 NAMES = ("read", "list")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
 READ = {"type": "function", "function": {"name": "read"}}
-WHOLE = '\n<tool_call>\n{"name": "read", "arguments": {"file": "lamp"}}\n</tool_call>'
+WHOLE = '<tool_call>\n{"name": "read", "arguments": {"file": "lamp"}}\n</tool_call>'
 
 
 def template(call, prompt="", said=""):
@@ -78,17 +78,22 @@ def opening(functions=("read",), named=True, of=None):
     return (of or texts()).opening(ForcedCall(functions, named))
 
 
-def rest(of, functions=("read",), whole=WHOLE):
+def rest(functions=("read",)):
     """What a policy has to say behind the opening."""
-    begun = of.decoded(opening(functions, of=of))
-    assert whole.startswith(begun)
-    return whole[len(begun) :]
+    begun = texts().decoded(opening(functions))
+    assert WHOLE.startswith(begun)
+    return WHOLE[len(begun) :]
+
+
+def drawn_of(rollout):
+    """The ids that a loss counts."""
+    return rollout.tokens[:, -rollout.response_mask.shape[1] :][rollout.response_mask].tolist()
 
 
 names = st.from_regex(r"[A-Za-z0-9_.-]{1,12}", fullmatch=True)
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text("abé {}\"\\<", max_size=6),
-    lambda each: st.lists(each, max_size=2) | st.dictionaries(st.text("ab\"}", max_size=3), each, max_size=2),
+    st.none() | st.booleans() | st.integers() | st.text('abé {}"\\<', max_size=6),
+    lambda each: st.lists(each, max_size=2) | st.dictionaries(st.text('ab"}', max_size=3), each, max_size=2),
     max_leaves=4,
 )
 
@@ -97,7 +102,7 @@ values = st.recursive(
 @given(
     st.sampled_from(sorted(KINDS)),
     st.lists(names, min_size=1, max_size=4, unique=True),
-    st.dictionaries(st.text("abé\"}<", min_size=1, max_size=4), values, max_size=3),
+    st.dictionaries(st.text('abé"}<', min_size=1, max_size=4), values, max_size=3),
     st.integers(0, 3),
 )
 def test_an_opening_is_what_the_template_writes_of_every_such_call(kind, functions, arguments, place):
@@ -157,7 +162,7 @@ def message_of(world, *, stream, **more):
 )
 def test_an_answer_begins_with_the_call_that_is_forced(choice, functions, finish, stream):
     ids = opening(functions)
-    with parrot_world(rest(texts(), functions)) as world:
+    with parrot_world(rest(functions)) as world:
         answer = message_of(world, stream=stream, tool_choice=choice)
         ((turn,),) = [row.turns for row in world.episodes.rows("1")]
         (request,) = world.engine.requests
@@ -167,13 +172,13 @@ def test_an_answer_begins_with_the_call_that_is_forced(choice, functions, finish
     assert turn.before == request.ids == (*texts().prompt(chat("find")["messages"], TOOLS), *ids)
     assert turn.text == WHOLE
     drawn = turn.answer.tokens.tolist()
-    assert texts().decoded(drawn[:-1]) == rest(texts(), functions)
-    assert rollout.tokens[rollout.response_mask].tolist() == drawn  # the opening is context
+    assert texts().decoded(drawn[:-1]) == rest(functions)
+    assert drawn_of(rollout) == drawn  # the opening is context
 
 
 def test_a_conversation_goes_on_behind_a_forced_call():
     """In its row, where the opening of a later call is context, too."""
-    with parrot_world(rest(texts()), rest(texts())) as world:
+    with parrot_world(rest(), rest()) as world:
         first = world.post(f"/e/1{CHAT}", chat("find", tools=TOOLS, tool_choice=READ)).json()["choices"][0]["message"]
         again = chat("find", tools=TOOLS, tool_choice=READ)
         again["messages"] += [first, {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "which"}]
@@ -184,21 +189,23 @@ def test_a_conversation_goes_on_behind_a_forced_call():
     assert [turn.before[-turn.opened :] for turn in row.turns] == [ids, ids]
     between = "<|im_start|>tool\nwhich<|im_end|>\n<|im_start|>assistant\n" + texts().decoded(ids)
     assert texts().decoded(row.turns[1].before).endswith(between)
-    assert rollout.tokens[rollout.response_mask].tolist() == [x for t in row.turns for x in t.answer.tokens.tolist()]
+    assert drawn_of(rollout) == [x for turn in row.turns for x in turn.answer.tokens.tolist()]
     assert rollout.rollout_log_probs[~rollout.response_mask].abs().max() == 0
 
 
 @pytest.mark.parametrize("kind", sorted(OPEN))
 def test_the_tokenizers_own_parser_reads_a_forced_call(kind):
     of = texts_with(kind)
+    begun = of.decoded(opening(of=of)).replace("<|sep|>", ">").rpartition("read>")[2]
     with parrot_world("lamp", texts=of) as world:
-        assert message_of(world, stream=False, tool_choice=READ)[1:] == ([("read", '{"said": "lamp"}')], "stop")
+        _, ((name, arguments),), finish = message_of(world, stream=False, tool_choice=READ)
+    assert (name, json.loads(arguments), finish) == ("read", {"said": f"{begun}lamp"}, "stop")
 
 
 @pytest.mark.parametrize("kind", ["thinks where it likes", "thinks", "thinks, and forgets"])
 def test_a_forced_call_skips_what_the_template_lets_the_policy_think(kind):
     of = texts_with(kind)
-    with parrot_world(rest(of, whole=of.decoded(opening(of=of)) + '{"a": 1}}\n</tool_call>'), texts=of) as world:
+    with parrot_world('"a": 1}}\n</tool_call>', texts=of) as world:
         assert message_of(world, stream=False, tool_choice=READ) == (None, [("read", '{"a": 1}')], "stop")
 
 
@@ -239,12 +246,12 @@ def test_an_answer_without_the_call_is_an_error_and_is_recorded(choice, said, wh
 def test_a_call_that_is_cut_says_so():
     with parrot_world('{"file": "lamp"}}') as world:
         content, calls, finish = message_of(world, stream=False, tool_choice=READ, max_tokens=2)
-    assert content.startswith('\n<tool_call>\n{"name": "read"')
+    assert content.startswith('<tool_call>\n{"name": "read"')
     assert (calls, finish) == ([], "length")
 
 
 def test_several_calls_may_stand_behind_the_forced_one():
-    more = rest(texts()) + '\n<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>'
+    more = rest() + '\n<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>'
     with parrot_world(more) as world:
         _, calls, _ = message_of(world, stream=True, tool_choice=READ)
     assert [name for name, _ in calls] == ["read", "list"]
@@ -291,7 +298,7 @@ def test_a_template_that_opens_a_thought_and_never_closes_it_forces_no_call():
 
 
 def test_the_episode_says_how_much_of_an_answer_was_forced():
-    with parrot_world(rest(texts())) as world:
+    with parrot_world(rest()) as world:
         world.post(f"/e/1{CHAT}", chat("find", tools=TOOLS, tool_choice=READ))
 
         async def get():
@@ -304,7 +311,7 @@ def test_the_episode_says_how_much_of_an_answer_was_forced():
 
 
 def test_chunks_name_the_function():
-    with parrot_world(rest(texts())) as world:
+    with parrot_world(rest()) as world:
         response = world.post(CHAT, chat("find", tools=TOOLS, tool_choice=READ, stream=True))
     (call,) = [x for c in events(response) for x in c["choices"][0]["delta"].get("tool_calls", ())]
     assert (call["index"], call["type"], call["function"]["name"]) == (0, "function", "read")
