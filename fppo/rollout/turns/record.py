@@ -144,9 +144,10 @@ def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str
         [numbers.repeat_interleave(tensor_of([x.tokens.numel() for x in sections], torch.int64))], torch.int32
     )
     rewards = torch.zeros(len(chains), width)
-    for row, chain in enumerate(chains):
-        for place, reward in chain.rewards.items():
-            rewards[row, place] += reward
+    given = [(row, *each) for row, chain in enumerate(chains) for each in chain.rewards.items()]
+    if given:
+        rows, places, values = zip(*given, strict=True)
+        rewards[tensor_of(rows, torch.int64), tensor_of(places, torch.int64)] = tensor_of(values, torch.float32)
     return {
         "tokens": column([x.tokens for x in sections], torch.int64),
         "seen": seen,
