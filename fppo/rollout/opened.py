@@ -22,6 +22,7 @@ from fppo.rollout.decoder import DecoderFactors
 from fppo.rollout.engine import Sampling
 from fppo.rollout.places import CHUNK, RowPlaces, ServedAdapter
 from fppo.rollout.reading import Reading, RowContext, read
+from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import (
     DrawnTokens,
     End,
@@ -319,11 +320,11 @@ class EmbeddedRequests:
             for row in self._live:
                 if row.feed:
                     row.pending = row.feed.popleft()
-            index = sent(torch.tensor(drawing, dtype=torch.int64), logits.device)
+            index = sent(tensor_of(drawing, torch.int64), logits.device)
             logits, hidden = logits[index], None if hidden is None else hidden[index]
         rows = [self._live[place] for place in drawing]
         self._refill(rows)
-        numbers = sent(torch.tensor([row.uniforms.pop() for row in rows], dtype=torch.float64), logits.device)
+        numbers = sent(tensor_of([row.uniforms.pop() for row in rows], torch.float64), logits.device)
         kinds = {row.kind for row in rows}
         if len(kinds) == 1:
             draws = self._drawn(logits, numbers, hidden, kinds.pop())
@@ -333,7 +334,7 @@ class EmbeddedRequests:
         found: list[tuple[int, int, float, float]] = []
         for kind in sorted(kinds):
             places = [place for place, row in enumerate(rows) if row.kind == kind]
-            index = sent(torch.tensor(places), logits.device)
+            index = sent(tensor_of(places, torch.int64), logits.device)
             draws = self._drawn(logits[index], numbers[index], None if hidden is None else hidden[index], kind)
             found += zip(places, *(x.tolist() for x in draws), strict=True)
         _, tokens, log_probs, others = zip(*sorted(found), strict=True) if found else ((), (), (), ())
@@ -345,7 +346,7 @@ class EmbeddedRequests:
         places = [place for place, row in enumerate(rows) if row.top]
         if not places:
             return
-        index = sent(torch.tensor(places), logits.device)
+        index = sent(tensor_of(places, torch.int64), logits.device)
         own = whole_logits(logits if len(places) == len(rows) else logits[index], self._loaded.policy.columns)
         chosen = sent(torch.tensor([tokens[place] for place in places]), logits.device)
         log_probs = own.gather(1, chosen[:, None])[:, 0] - own.logsumexp(-1)
@@ -371,7 +372,7 @@ class EmbeddedRequests:
         if not empty:
             return
         width = min(CHUNK, max(row.left for row in empty))
-        begins = torch.tensor([row.request.position + len(row.tokens) for row in empty])
+        begins = tensor_of([row.request.position + len(row.tokens) for row in empty], torch.int64)
         columns = begins[:, None] + torch.arange(width - 1, -1, -1)
         numbers = uniforms([row.request.key for row in empty], [row.request.row for row in empty], columns)
         for row, own in zip(empty, numbers.tolist(), strict=True):

@@ -16,6 +16,7 @@ from fppo.rollout import banks as bank_rows
 from fppo.rollout.banks import BankLayout, Banks
 from fppo.rollout.decoder import DecoderFactors, OwnSteps
 from fppo.rollout.reading import RowContext
+from fppo.rollout.records import tensor_of
 from fppo.rollout.states import States
 from fppo.rollout.stepping import Advance, DecodingPolicy, LiveRows, Next, fixed_steps, plain_steps
 from fppo.runtime.graphs import Record
@@ -123,7 +124,7 @@ class RowPlaces:
             for column in columns:
                 column.pop()
         if rows and self._states is not None:
-            index = sent(torch.tensor(order, dtype=torch.int64), self._layout.device)
+            index = sent(tensor_of(order, torch.int64), self._layout.device)
             self._states = self._states.take_(index) if order else None
         self._changed()
         return order
@@ -137,7 +138,7 @@ class RowPlaces:
         if self._advance is None:
             self._advance = self._made()
         rows = len(self) if self._fixed is None else self._room[0]
-        new = sent(torch.tensor([*tokens, *[0] * (rows - len(tokens))]), self._layout.device)
+        new = sent(tensor_of([*tokens, *[0] * (rows - len(tokens))], torch.int64), self._layout.device)
         advance, column = self._advance, self._column
         self._column += 1
         decoder = self._policy.decoder
@@ -156,13 +157,13 @@ class RowPlaces:
             self._advance = self._fixed = None
             return
         for x, own in ((self._fixed.pads, self._pads), (self._fixed.starts, self._starts())):
-            x[: len(self), 0] = sent(torch.tensor(own, dtype=torch.int64), x.device)
+            x[: len(self), 0] = sent(tensor_of(own, torch.int64), x.device)
 
     def _starts(self) -> list[int]:
         return [pad - shift for pad, shift in zip(self._pads, self._shifts, strict=True)]
 
     def _column_of(self, values: Sequence[int]) -> Tensor:
-        return sent(torch.tensor(values, dtype=torch.int64), self._layout.device)[:, None]
+        return sent(tensor_of(values, torch.int64), self._layout.device)[:, None]
 
     def renew(self) -> None:
         """Notes that adapters changed."""
@@ -199,7 +200,7 @@ class RowPlaces:
                 places.setdefault(name, []).append(place)
         found: list[tuple[OwnRows, OwnSteps | None]] = []
         for name, own in places.items():
-            rows, (adapter, _, factors) = sent(torch.tensor(own), self._layout.device), self._adapters[name]
+            rows, (adapter, _, factors) = sent(tensor_of(own, torch.int64), self._layout.device), self._adapters[name]
             found.append((OwnRows(adapter, rows), None if factors is None else OwnSteps(rows, factors)))
         return found
 

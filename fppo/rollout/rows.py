@@ -12,7 +12,7 @@ from torch import Tensor
 from fppo.batch import RowInputs
 from fppo.data.stops import StopReader
 from fppo.rollout.reading import RowContext, RowRead
-from fppo.rollout.records import check_stops
+from fppo.rollout.records import check_stops, tensor_of
 from fppo.rollout.requests import End, FinishedRequest, Request
 from fppo.rollout.scores import DrawnScores, PromptScores, ScoredPrompt, TopTokens
 
@@ -120,10 +120,10 @@ class OpenRow:
         """The result, with log-probs of this dtype."""
         return FinishedRequest(
             name=self.name,
-            tokens=torch.tensor(self.tokens, dtype=torch.int64),
-            log_probs=torch.tensor(self.log_probs, dtype=dtype),
-            sampling_log_probs=torch.tensor(self.sampling_log_probs, dtype=dtype),
-            versions=torch.tensor(self.versions, dtype=torch.int32),
+            tokens=tensor_of(self.tokens, torch.int64),
+            log_probs=tensor_of(self.log_probs, dtype),
+            sampling_log_probs=tensor_of(self.sampling_log_probs, dtype),
+            versions=tensor_of(self.versions, torch.int32),
             end=end,
             fed=self.fed,
             experts=torch.cat(self.experts) if self.experts else None,

@@ -14,6 +14,7 @@ import attrs
 
 from fppo.data.chat import PLAIN, ChatOptions, render_chat
 
+_THOUGHT, _SAID = "fppothought", "fpposaid"
 _NAME, _ARGUMENT, _VALUE = "fppo_name", "fppo_argument", "fppo_value"
 _TOOL = {
     "type": "function",
@@ -119,16 +120,10 @@ def reader_of(tokenizer: Any, options: ChatOptions = PLAIN) -> ReadTurn | None:
 
 def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
     """The texts around a call in what the chat template writes of one."""
-    function = {"name": _NAME, "arguments": {_ARGUMENT: _VALUE}}
-    call = {"id": "call00000", "type": "function", "function": function}
-    asked = [{"role": "user", "content": "x"}]
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
     shown = attrs.evolve(options, tools=[_TOOL])
-    try:
-        before = render_chat(tokenizer, asked, generation=True, options=shown)
-        whole = render_chat(tokenizer, [*asked, said], generation=False, options=shown)
-    except Exception:  # templates raise what they like
-        return None
+    turns = [_turn_of(tokenizer, shown, {_ARGUMENT: _VALUE}, content) for content in (_SAID, "")]
+    behind = [turn[1].rpartition(_SAID)[2] for turn in turns if turn is not None]  # what was said, or closes a thought
+    whole = next((text for text in behind if _NAME in text), "")
     place = whole.rfind(_NAME)
     start = whole.rfind("{", 0, place)
     if place < 0 or start < 0:
@@ -140,10 +135,62 @@ def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
     if not isinstance(value, dict) or value.get("name") != _NAME:
         return None
     key = next((name for name, each in value.items() if each == {_ARGUMENT: _VALUE}), None)
-    if key is None or not whole.startswith(before.rstrip()):
+    return None if key is None else BetweenTexts(whole[:start].strip(), _closing(tokenizer, whole[start + size :]), key)
+
+
+@attrs.frozen
+class CallForm:
+    """The text of a turn that is a call: what the chat template writes before the function's name, and what behind it,
+    for arguments of several kinds."""
+
+    opening: str
+    behind: tuple[str, ...]
+
+    def texts(self, functions: Sequence[str]) -> list[str]:
+        """Turns that are calls of these functions. What all of them begin with is no choice of the policy's."""
+        behind = self.behind if len(functions) == 1 else self.behind[:1]
+        return [f"{self.opening}{name}{rest}" for name in functions for rest in behind]
+
+
+def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> CallForm | None:
+    """The form of calls, where the chat template writes the function's name before its arguments, and the parser reads
+    the call back; None otherwise.
+
+    The form begins where the template's prompt ends. If that has opened a thought, the form closes it.
+    """
+    shown, arguments = attrs.evolve(options, tools=[_TOOL]), ({_ARGUMENT: _VALUE}, {_VALUE: 7}, {})
+    turns = [turn for each in arguments if (turn := _turn_of(tokenizer, shown, each)) is not None]
+    parts = [said.partition(_NAME) for _, said in turns if _NAME in said]
+    openings = {opening for opening, _, _ in parts}
+    if len(parts) != len(arguments) or len(openings) != 1:
         return None
-    opening = whole[len(before) : start].strip()
-    return BetweenTexts(opening, _closing(tokenizer, whole[start + size :]), key)
+    before, said = turns[0]
+    read = reader(said, said, before, [_TOOL]).calls
+    if not read or read[0].name != _NAME:
+        return None
+    return CallForm(openings.pop(), tuple(behind for _, _, behind in parts))
+
+
+def _turn_of(
+    tokenizer: Any, options: ChatOptions, arguments: Mapping[str, Any], content: str = ""
+) -> tuple[str, str] | None:
+    """A prompt, and the text of a turn behind it that is a call; None if the template writes no such turn there."""
+    asked = [{"role": "user", "content": "x"}]
+    call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    said = {"role": "assistant", "content": content, "tool_calls": [call]}
+    try:
+        before = render_chat(tokenizer, asked, generation=True, options=options)
+        whole = render_chat(tokenizer, [*asked, said], generation=False, options=options)
+        if whole.startswith(before):
+            return before, whole[len(before) :]
+        if whole.startswith(before.rstrip()):
+            return before, whole[len(before.rstrip()) :].lstrip()
+        said["reasoning_content"] = _THOUGHT
+        whole = render_chat(tokenizer, [*asked, said], generation=False, options=options)
+    except Exception:  # templates raise what they like
+        return None
+    opened, thought, rest = whole.partition(_THOUGHT)
+    return (before, rest) if thought and opened.rstrip() == before.rstrip() else None
 
 
 def _closing(tokenizer: Any, rest: str) -> str:

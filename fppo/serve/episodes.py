@@ -25,11 +25,16 @@ _ROWS = 1 << 62
 
 @attrs.frozen(eq=False)
 class RecordedTurn:
-    """An answer, and the ids before it: a prompt, or what came behind the answer before."""
+    """An answer, and the ids before it: a prompt, or what came behind the answer before.
+
+    The last `opened` of the ids before it open a call that the client forced. The policy drew none of them, but they
+    begin the text.
+    """
 
     before: tuple[int, ...]
     answer: FinishedRequest
     text: str
+    opened: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:

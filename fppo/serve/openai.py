@@ -189,4 +189,4 @@ def _episode(name: str, rows: Sequence[EpisodeRow]) -> dict[str, Any]:
 def _turn(turn: Any) -> dict[str, Any]:
     answer = turn.answer
     lists = {name: getattr(answer, name).tolist() for name in ("tokens", "log_probs", "sampling_log_probs", "versions")}
-    return {"before": list(turn.before), **lists, "text": turn.text, "finish": answer.end}
+    return {"before": list(turn.before), "opened": turn.opened, **lists, "text": turn.text, "finish": answer.end}

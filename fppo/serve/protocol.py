@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
@@ -18,6 +19,8 @@ INVALID = "invalid_request_error"
 MOST_CHOICES, MOST_STOPS = 128, 16
 MOST_TOP = 20  # likeliest tokens beside each drawn one
 _SEEDS, _IDS = 1 << 63, 1 << 31
+_CHOICES = ("auto", "none", "required")
+_WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # what changes nothing that is sampled
 _IGNORED = (
@@ -87,13 +90,21 @@ class AnswerOptions:
     user: str | None
 
 
+class ForcedCall(NamedTuple):
+    """A call with which an answer is to begin: of one of these functions, of which the client has `named` one."""
+
+    functions: tuple[str, ...]
+    named: bool
+
+
 @attrs.frozen(kw_only=True)
 class ChatRequest:
-    """A request for answers to a conversation."""
+    """A request for answers to a conversation, in which some of the tools may have to be called."""
 
     options: AnswerOptions
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...]
+    forced: ForcedCall | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -132,7 +143,9 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
         raise wrong("top_logprobs", "give logprobs = true, too")
     options = _options(body, (top or 0) if with_log_probs else None, ("max_completion_tokens", "max_tokens"))
     read = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
-    return ChatRequest(options=options, messages=read, tools=_tools(body))
+    tools = _tools(body)
+    shown = () if body.get("tool_choice") == "none" else tools
+    return ChatRequest(options=options, messages=read, tools=shown, forced=_forced(body.get("tool_choice"), tools))
 
 
 def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
@@ -329,13 +342,44 @@ def arguments_of(value: Any) -> Any:
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise wrong("tools", "give a list of tools")
     for place, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"tools[{place}]", 'a tool is {"type": "function", "function": {"name": ..., ...}}')
-    if choice in ("none", None, "auto"):
-        return () if choice == "none" else tuple(tools)
-    raise wrong("tool_choice", f"{json.dumps(choice)[:100]}: nothing forces a call; give auto or none")
+    return tuple(tools)
+
+
+def _forced(choice: Any, tools: Sequence[Mapping[str, Any]]) -> ForcedCall | None:
+    """The call that a choice of tools forces; None for none, auto and no choice."""
+    if choice in (None, "none", "auto"):
+        return None
+    name = _name_of(choice)
+    if choice != "required" and name is None:
+        near = nearest(choice, _CHOICES) if isinstance(choice, str) else None
+        hint = f"; did you mean {near!r}?" if near else ""
+        text = 'give auto, none, required or {"type": "function", "function": {"name": ...}}'
+        raise wrong("tool_choice", f"{json.dumps(choice)[:100]} is no choice here: {text}{hint}")
+    names = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
+    if not names:
+        raise wrong(
+            "tool_choice", f"{json.dumps(choice)[:100]} forces a call, and there is nothing to call: give tools"
+        )
+    if name is not None and name not in names:
+        near = nearest(name, names)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"[:200]
+        raise wrong("tool_choice", f"there is no function {name[:100]!r} among the tools; {hint}")
+    functions = names if name is None else (name,)
+    if unfit := next((x for x in functions if not _WRITABLE.fullmatch(x)), None):
+        text = "a function that is to be called has a name of at most 64 letters, digits, _, - and ."
+        raise wrong("tools", f"{unfit[:100]!r}: {text}")
+    return ForcedCall(functions, name is not None)
+
+
+def _name_of(choice: Any) -> str | None:
+    """The function that a choice names; None if it names none."""
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import attrs
 
+from fppo._errors import did_you_mean
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
-from fppo.rollout.requests import FinishedRequest, QueueFull, Request
+from fppo.rollout.requests import End, FinishedRequest, QueueFull, Request
 from fppo.rollout.scores import Scores
 from fppo.serve.calls import ParsedTurn, Tool
 from fppo.serve.episodes import (
@@ -34,6 +35,7 @@ from fppo.serve.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
+    ForcedCall,
     Message,
     arguments_of,
     wrong,
@@ -55,18 +57,41 @@ class Bounds:
     body_seconds: float = 30.0  # until its last byte has come
 
 
+class NewTurn(NamedTuple):
+    """A conversation to answer: the ids that it adds to a row, and itself with an answer.
+
+    Where a call is `forced`, the answer begins with the ids of `opening`, which nobody draws.
+    """
+
+    conversation: Conversation
+    added: Callable[[RowStart], list[int]]
+    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]
+    tools: Sequence[Tool] = ()
+    forced: ForcedCall | None = None
+    opening: tuple[int, ...] = ()
+
+    def check(self, turn: ParsedTurn, end: End) -> None:
+        """Raises ApiError for an answer that was to begin with a call and does not; one that was cut is passed over."""
+        if self.forced is None or (turn.calls and turn.calls[0].name in self.forced.functions):
+            return
+        if turn.calls:
+            name = turn.calls[0].name
+            hint = did_you_mean(name, self.forced.functions)
+            raise _no_call(f"the policy calls {name[:100]!r}, which is none of the tools; {hint}")
+        if end != "length":
+            raise _no_call(f"the answer holds no call that can be read: {turn.content[:200]!r}")
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class AnswerPlan:
     """An answer before it is drawn: its place in an episode, its request, and what becomes of its text."""
 
     start: RowStart
-    conversation: Conversation
-    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]  # the conversation with the answer
     prompt: tuple[int, ...]  # all ids before it
     new: tuple[int, ...]  # those of them that its row does not have yet
     request: Request
+    asked: NewTurn
     options: AnswerOptions
-    tools: Sequence[Tool]
     index: int  # among the answers to a request
 
 
@@ -86,11 +111,12 @@ class WholeAnswer:
     turn: ParsedTurn
     finished: FinishedRequest
     prompt: tuple[int, ...]  # all ids before it
+    named: bool = False  # the client named the function that it calls
 
     @property
     def finish(self) -> str:
-        """The protocol's reason for its end."""
-        return "tool_calls" if self.turn.calls else self.finished.end
+        """The protocol's reason for its end: a call of a function that the client named is none."""
+        return "tool_calls" if self.turn.calls and not self.named else self.finished.end
 
 
 @attrs.frozen(kw_only=True)
@@ -105,14 +131,6 @@ class Sources:
     keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are passed over
     anew: bool = False  # whether each answer to a chat begins a row
     row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
-
-
-class _Todo(NamedTuple):
-    """A conversation to answer: the ids that it adds to a row, and itself with an answer."""
-
-    conversation: Conversation
-    added: Callable[[RowStart], list[int]]
-    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]
 
 
 class OpenAnswer:
@@ -159,10 +177,15 @@ class OpenAnswer:
 
     def _commit(self, event: FinishedRequest, text: str) -> WholeAnswer:
         plan, texts = self.plan, self._service.sources.texts
-        turn = texts.parsed(text, event.tokens.tolist(), plan.prompt, plan.tools)
+        asked, opened = plan.asked, len(plan.asked.opening)
+        before = plan.prompt[: len(plan.prompt) - opened]
+        turn = texts.parsed(text, event.tokens.tolist(), before, asked.tools, asked.opening)
+        said = texts.decoded(asked.opening) + text if opened else text
         self._closed = True
-        self._service.close(plan, RecordedTurn(plan.new, event, text), plan.behind(turn, event))
-        return WholeAnswer(index=plan.index, turn=turn, finished=event, prompt=plan.prompt)
+        self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.behind(turn, event))
+        asked.check(turn, event.end)
+        named = asked.forced is not None and asked.forced.named
+        return WholeAnswer(index=plan.index, turn=turn, finished=event, prompt=plan.prompt, named=named)
 
 
 class Service:
@@ -189,60 +212,61 @@ class Service:
 
     def chat(self, request: ChatRequest, episode: str | None) -> list[OpenAnswer]:
         """The answers to a conversation, being drawn. Raises ApiError."""
-        messages, tools, texts = request.messages, request.tools, self.sources.texts
+        messages, tools, texts, forced = request.messages, request.tools, self.sources.texts, request.forced
+        opening = () if forced is None else texts.opening(forced)
         conversation = of_messages(messages, tools)
         if self.sources.anew:
             conversation = conversation._replace(cuts=())
 
         def added(start: RowStart) -> list[int]:
             if not start.seen or start.end is None:
-                return texts.prompt(messages, tools)
-            return texts.observation(messages[: start.seen], messages[start.seen :], start.end, tools)
+                ids = texts.prompt(messages, tools)
+            else:
+                ids = texts.observation(messages[: start.seen], messages[start.seen :], start.end, tools)
+            return [*ids, *opening]
 
         def behind(turn: ParsedTurn, answer: FinishedRequest) -> Conversation:
             del answer
             return conversation.behind(item_of(said_of(turn)))
 
-        return self._opened(request.options, [_Todo(conversation, added, behind)], episode, tools)
+        return self._opened(request.options, [NewTurn(conversation, added, behind, tools, forced, opening)], episode)
 
     def completions(self, request: CompletionRequest, episode: str | None) -> list[OpenAnswer]:
         """The continuations of texts or ids, being drawn. Raises ApiError."""
         of = [self._of_text(x) if isinstance(x, str) else self._of_ids(x) for x in request.prompts]
-        return self._opened(request.options, of, episode, ())
+        return self._opened(request.options, of, episode)
 
-    def _of_text(self, prompt: str) -> _Todo:
+    def _of_text(self, prompt: str) -> NewTurn:
         """A text goes on with an answer where it repeats all of it, with the text that ended it."""
         texts, conversation = self.sources.texts, of_text(prompt)
-        return _Todo(
+        return NewTurn(
             conversation,
             lambda start: texts.text(prompt[start.seen :], first=not start.seen),
             lambda turn, answer: conversation.behind(*of_text(texts.decoded(answer.tokens.tolist())).items),
         )
 
-    def _of_ids(self, prompt: tuple[int, ...]) -> _Todo:
+    def _of_ids(self, prompt: tuple[int, ...]) -> NewTurn:
         texts, conversation = self.sources.texts, of_ids(prompt)
-        return _Todo(
+        return NewTurn(
             conversation,
             lambda start: texts.checked(prompt[start.seen :]),
             lambda turn, answer: conversation.behind(*of_ids(answer.tokens.tolist()).items),
         )
 
-    def _opened(
-        self, options: AnswerOptions, todos: Sequence[_Todo], episode: str | None, tools: Sequence[Tool]
-    ) -> list[OpenAnswer]:
+    def _opened(self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None) -> list[OpenAnswer]:
         """All answers to a request, or none."""
-        count, most = len(todos) * options.n, self.sources.bounds.requests
+        count, most = len(turns) * options.n, self.sources.bounds.requests
         if count > MOST_CHOICES:
-            raise wrong("n", f"{count} answers to {len(todos)} prompts; at most {MOST_CHOICES} at once")
+            raise wrong("n", f"{count} answers to {len(turns)} prompts; at most {MOST_CHOICES} at once")
         if self._open + count > most:
             text = f"{self._open} answers are being drawn, and at most {most} may be; try again later"
             raise ApiError(429, text, kind="rate_limit_error", code="queue_full")
         answers: list[OpenAnswer] = []
         try:
-            for todo in todos:
+            for asked in turns:
                 name = episode
                 for _ in range(options.n):
-                    answers.append(self._open_one(options, todo, name, tools, len(answers)))
+                    answers.append(self._open_one(options, asked, name, len(answers)))
                     name = answers[-1].plan.start.name  # the others are rows of the same episode
         except BaseException:
             for answer in answers:
@@ -250,24 +274,20 @@ class Service:
             raise
         return answers
 
-    def _open_one(
-        self, options: AnswerOptions, todo: _Todo, episode: str | None, tools: Sequence[Tool], index: int
-    ) -> OpenAnswer:
+    def _open_one(self, options: AnswerOptions, asked: NewTurn, episode: str | None, index: int) -> OpenAnswer:
         loop = self.loop
-        start = self.episodes.begin(episode, todo.conversation)
+        start = self.episodes.begin(episode, asked.conversation)
         self._open += 1
         plan = None
         try:
-            new = tuple(todo.added(start))
+            new = tuple(asked.added(start))
             plan = AnswerPlan(
                 start=start,
-                conversation=todo.conversation,
-                behind=todo.behind,
                 prompt=(*start.before, *new),
                 new=new if start.row is not None else (*start.before, *new),
-                request=self._request(options, todo.conversation, start, new, index),
+                request=self._request(options, asked.conversation, start, new, index),
+                asked=asked,
                 options=options,
-                tools=tools,
                 index=index,
             )
             return OpenAnswer(self, plan, loop, along=options.stream)
@@ -361,6 +381,11 @@ def said_of(turn: ParsedTurn) -> Message:
         {"type": "function", "function": {"name": x.name, "arguments": arguments_of(x.arguments)}} for x in turn.calls
     ]
     return {"role": "assistant", "content": turn.content} | ({"tool_calls": calls} if calls else {})
+
+
+def _no_call(why: str) -> ApiError:
+    """The error of an answer without the call that was forced."""
+    return ApiError(422, f"tool_choice: {why}", param="tool_choice", code="tool_use_failed")
 
 
 def _error_of(error: BaseException) -> ApiError:

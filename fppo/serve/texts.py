@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import attrs
@@ -12,8 +13,8 @@ from fppo.data.chat import PLAIN, ChatOptions, encode_chat, end_of_turn
 from fppo.data.stops import StopTexts, token_pieces
 from fppo.data.tokenizers import encode_text, within
 from fppo.rollout.turns.observations import ChatTemplate, chat_template
-from fppo.serve.calls import ParsedTurn, ReadTurn, Tool, reader_of
-from fppo.serve.protocol import ApiError, Message, wrong
+from fppo.serve.calls import CallForm, ParsedTurn, ReadTurn, Tool, form_of, reader_of
+from fppo.serve.protocol import ApiError, ForcedCall, Message, wrong
 
 _UNFINISHED = "\ufffd"
 
@@ -39,6 +40,7 @@ class Texts:
     options: ChatOptions
     template: ChatTemplate | None
     reader: ReadTurn | None
+    form: CallForm | None  # of calls, where the chat template and the reader have the same one
     pieces: tuple[bytes, ...]  # of every token
     ids: Mapping[str, int]  # of all tokens, by their names
 
@@ -61,6 +63,20 @@ class Texts:
             return self._known(self._with(tools)(named, end))
         except ValueError as error:
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
+
+    def opening(self, forced: ForcedCall) -> tuple[int, ...]:
+        """The ids with which every call of these functions begins, as the chat template writes one behind its prompt.
+        Raises ApiError where nothing is known of that."""
+        texts = [] if self.form is None else self.form.texts(forced.functions)
+        every = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        alike = takewhile(lambda column: len({*column}) == 1, zip(*every, strict=False))
+        ids = tuple(self._known([token for token, *_ in alike]))
+        if not ids:
+            text = (
+                "it is not known how the chat template begins a call: give auto, or the tokenizer a response_template"
+            )
+            raise wrong("tool_choice", text)
+        return ids
 
     def text(self, value: str, *, first: bool) -> list[int]:
         """The ids of a text: of a whole prompt, with what begins one, or of what follows in it."""
@@ -88,11 +104,16 @@ class Texts:
         """The bytes that a token adds to a text."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
-    def parsed(self, text: str, ids: Sequence[int], before: Sequence[int], tools: Sequence[Tool]) -> ParsedTurn:
-        """An answer with its calls of tools."""
+    def parsed(
+        self, text: str, ids: Sequence[int], before: Sequence[int], tools: Sequence[Tool], opening: Sequence[int] = ()
+    ) -> ParsedTurn:
+        """An answer with its calls of tools. Where an `opening` was written for the policy it stands before the text
+        and the ids; none of it is content, unless the answer holds no call."""
+        written = self.decoded(opening) if opening else ""
         if not tools or self.reader is None:
-            return ParsedTurn(text)
-        return self.reader(text, self.decoded(ids), self.decoded(before), tools)
+            return ParsedTurn(written + text)
+        turn = self.reader(written + text, self.decoded([*opening, *ids]), self.decoded(before), tools)
+        return turn._replace(content="") if turn.calls and written.startswith(turn.content) else turn
 
     def _known(self, ids: Sequence[int]) -> list[int]:
         return within(ids, self.vocabulary)
@@ -111,13 +132,14 @@ class Texts:
 def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: ChatOptions = PLAIN) -> Texts:
     """The texts of a policy, with `chat` by the tokenizer's chat template. Raises ValueError for one that does not show
     the messages of a user; those of tools may be refused later, where a request has some."""
-    template, reader, end = None, None, None
+    template, reader, form, end = None, None, None, None
     if chat:
         try:
             template = chat_template(tokenizer, roles=("tool",), options=options)
         except ValueError:
             template = chat_template(tokenizer, options=options)
         reader, end = reader_of(tokenizer, options), end_of_turn(tokenizer, options=options)
+        form = None if reader is None else form_of(tokenizer, reader, options)
     return Texts(
         tokenizer=tokenizer,
         vocabulary=vocabulary,
@@ -125,6 +147,7 @@ def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: Cha
         options=options,
         template=template,
         reader=reader,
+        form=form,
         pieces=token_pieces(tokenizer),
         ids=tokenizer.get_vocab(),
     )

@@ -16,6 +16,7 @@ from fppo.rollout import opened as opening
 from fppo.rollout import places
 from fppo.rollout.engine import Sampling
 from fppo.rollout.generated import opened
+from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import QueueFull, Request
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -411,3 +412,14 @@ def test_an_update_leaves_the_experts_of_each_token_once():
         (expected,) = requests.step().finished
     assert torch.equal(found[0].tokens, expected.tokens)
     assert torch.equal(found[0].experts, expected.experts)
+
+
+@given(st.lists(st.floats(width=32) | st.integers(-(2**31), 2**31 - 1), max_size=4))
+def test_lists_become_the_tensors_that_torch_makes_of_them(values):
+    whole = [int(x) for x in values if x == x and abs(x) < 2**31]
+    for dtype in (torch.float32, torch.float64):
+        assert torch.equal(tensor_of(values, dtype).nan_to_num(7), torch.tensor(values, dtype=dtype).nan_to_num(7))
+    for dtype in (torch.int32, torch.int64):
+        made = tensor_of(whole, dtype)
+        assert made.dtype == dtype
+        assert made.tolist() == whole

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from functools import cache
+from functools import cache, partial
 
+import attrs
 import openai
 import pytest
 import torch
@@ -22,6 +23,7 @@ from fppo.rollout.turns.runner import ToolRunner
 from fppo.serve.rows import rollout_of_rows
 from fppo.steps import Forward
 from fppo_kernels.table import EXACT, INSIDE, Kernels, needs_cpp
+from tests.serve.test_forced import READ, TOOLS, opening, texts_with
 from tests.serve.world import END, MODEL, World, sampling, texts, tokenizer
 
 TURNS, TOKENS, EPISODES = 3, 12, 12
@@ -79,6 +81,28 @@ def said(turn):
     return f"No {turn}, again"
 
 
+async def play_forced(client, number, *, stream):
+    """One that wants a call in every answer, and sends the tool's message."""
+    messages = [{"role": "user", "content": f"find {number}"}]
+    for turn in range(TURNS):
+        how = {"model": MODEL, "messages": messages, "max_tokens": TOKENS, "tools": TOOLS, "tool_choice": READ}
+        calls, finish = [], None
+        if stream:
+            async for chunk in await client.chat.completions.create(stream=True, **how):
+                calls += chunk.choices[0].delta.tool_calls or ()
+                finish = chunk.choices[0].finish_reason or finish
+        else:
+            answer = (await client.chat.completions.create(**how)).choices[0]
+            calls, finish = answer.message.tool_calls or [], answer.finish_reason
+        if finish == "length" or turn == TURNS - 1:
+            return
+        (call,) = [x.model_dump(exclude={"index"}) for x in calls]
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": call["id"], "content": said(turn)},
+        ]
+
+
 async def play(client, number, *, stream):
     """An agent that knows nothing but its client."""
     messages = [{"role": "user", "content": f"find {number}"}]
@@ -97,7 +121,7 @@ async def play(client, number, *, stream):
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": said(turn)}]
 
 
-def played(world, *, stream):
+def played(world, *, stream, agent=play):
     """The rows of all episodes, played at once."""
 
     async def every():
@@ -106,20 +130,23 @@ def played(world, *, stream):
                 openai.AsyncOpenAI(base_url=f"http://test/e/{n}/v1", api_key="secret", http_client=http, max_retries=0)
                 for n in range(EPISODES)
             ]
-            await asyncio.gather(*(play(client, n, stream=stream) for n, client in enumerate(clients)))
+            await asyncio.gather(*(agent(client, n, stream=stream) for n, client in enumerate(clients)))
 
     asyncio.run(every())
     return [world.episodes.rows(str(n)) for n in range(EPISODES)]
 
 
-def respond(conversation):
+def respond(conversation, role="user"):
     turn = sum(message["role"] == "assistant" for message in conversation)
-    return [{"role": "user", "content": said(turn - 1)}]
+    return [{"role": role, "content": said(turn - 1)}]
 
 
-def by_the_library(engine, params, key):
-    """The rollout of the same episodes by the library's own loop."""
-    prompts = [texts().prompt([{"role": "user", "content": f"find {n}"}], ()) for n in range(EPISODES)]
+def by_the_library(engine, params, key, of, *, forced):
+    """The rollout of the same episodes by the library's own loop. What opens a forced call stands at the end of its
+    prompts and observations."""
+    tools, ids = (TOOLS, opening(of=of)) if forced else ((), ())
+    template = attrs.evolve(of.template, options=attrs.evolve(of.options, tools=tools))
+    prompts = [[*of.prompt([{"role": "user", "content": f"find {n}"}], tools), *ids] for n in range(EPISODES)]
     width = max(map(len, prompts))
     names = ("ids", "ground_truth", "source")
     rows = Prompts(
@@ -131,9 +158,9 @@ def by_the_library(engine, params, key):
     )
     turns = TurnsEngine(
         engine=engine,
-        tools=ToolRunner(respond, inline=True),
-        encode=texts().template,
-        tokenizer=tokenizer(),
+        tools=ToolRunner(partial(respond, role="tool" if forced else "user"), inline=True),
+        encode=lambda messages, end: [*template(messages, end), *ids],
+        tokenizer=of.tokenizer,
         max_turns=TURNS,
         turn_tokens=TOKENS,
         pad_token_id=0,
@@ -141,11 +168,11 @@ def by_the_library(engine, params, key):
     return turns.generate(params, Ask(rows, sampling(stop_token_ids=STOPS, max_tokens=400), key, version=3))
 
 
-def check(world, engine, params, *, stream, tolerance):
-    rows = played(world, stream=stream)
+def check(world, engine, params, *, stream, tolerance, forced=False):
+    rows = played(world, stream=stream, agent=play_forced if forced else play)
     assert [len(each) for each in rows] == [1] * EPISODES  # none was read anew
     rollout = rollout_of_rows([row for (row,) in rows], pad_token_id=0)
-    expected = by_the_library(engine, params, world.sources.key)
+    expected = by_the_library(engine, params, world.sources.key, world.sources.texts, forced=forced)
     for name in ("attention_mask", "tokens", "response_mask", "turn_ids", "versions"):
         assert torch.equal(getattr(rollout, name), getattr(expected, name)), name
     for name in ("rollout_log_probs", "sampling_log_probs"):
@@ -189,6 +216,13 @@ def test_episodes_of_clients_are_those_of_the_librarys_own_loop(stream):
     engine, params = policy()
     with world_of(engine, params) as world:
         check(world, engine, params, stream=stream, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_they_are_so_where_clients_force_calls(stream):
+    engine, params = policy()
+    with world_of(engine, params, texts=texts_with("tags")) as world:
+        check(world, engine, params, stream=stream, tolerance=1e-5, forced=True)
 
 
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")

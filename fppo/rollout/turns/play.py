@@ -17,6 +17,7 @@ from fppo.environments.runner import PlayerCalls
 from fppo.episodes import EpisodeCut
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
+from fppo.rollout.records import tensor_of
 from fppo.rollout.requests import FinishedRequest, Request, Requests
 from fppo.rollout.turns.chains import Chain, Section
 from fppo.rollout.turns.observations import Encode
@@ -225,7 +226,7 @@ class Play:
         if count not in self._nothing:
             self._nothing[count] = like.log_probs.new_zeros(count), like.versions.new_zeros(count)
         zero, versions = self._nothing[count]
-        chain.sections.append(Section(torch.tensor(observation, dtype=torch.int64), zero, zero, versions, 0))
+        chain.sections.append(Section(tensor_of(observation, torch.int64), zero, zero, versions, 0))
         chain.ids += observation
 
     def _request(self, chain: Chain, ids: Sequence[int], left: int, *, anew: bool = False) -> Request:

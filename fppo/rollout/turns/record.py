@@ -9,13 +9,12 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fppo.batch import Column, Prompts, Rollout, extend, repeat
 from fppo.data.examples import MESSAGES
 from fppo.episodes import EpisodeCut, cut
 from fppo.rollout.engine import Ask
-from fppo.rollout.records import completed_experts, number_rows
+from fppo.rollout.records import completed_experts, number_rows, tensor_of
 from fppo.rollout.turns.chains import Chain
 from fppo.runtime.mesh import AXES, Mesh, gather_objects
 from fppo.steps.ranks import collect
@@ -130,24 +129,32 @@ def _opening(chain: Chain) -> list[Any] | None:
 
 def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str, Tensor]:
     """The responses from the first column on, each [b, T]."""
+    lengths = tensor_of([len(chain.ids) for chain in chains], torch.int64)
+    seen, sections = torch.arange(width) < lengths[:, None], [x for chain in chains for x in chain.sections]
 
-    def column(of: Callable[[Any], Tensor], dtype: torch.dtype) -> Tensor:
-        rows = [torch.cat([of(x) for x in chain.sections]) for chain in chains]
-        padded = [F.pad(row, (0, width - len(row))) for row in rows]
-        return torch.stack(padded).to(dtype) if padded else torch.zeros(0, width, dtype=dtype)
+    def column(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The tokens of all sections, one behind the other, at their places."""
+        whole = torch.zeros(len(chains), width, dtype=dtype)
+        if parts:
+            whole[seen] = torch.cat([*parts]).to(dtype)
+        return whole
 
-    turns = column(lambda x: torch.full_like(x.versions, x.turn), torch.int32)
+    numbers = tensor_of([x.turn for x in sections], torch.int32)
+    turns = column(
+        [numbers.repeat_interleave(tensor_of([x.tokens.numel() for x in sections], torch.int64))], torch.int32
+    )
     rewards = torch.zeros(len(chains), width)
-    for row, chain in enumerate(chains):
-        for place, reward in chain.rewards.items():
-            rewards[row, place] += reward
+    given = [(row, *each) for row, chain in enumerate(chains) for each in chain.rewards.items()]
+    if given:
+        rows, places, values = zip(*given, strict=True)
+        rewards[tensor_of(rows, torch.int64), tensor_of(places, torch.int64)] = tensor_of(values, torch.float32)
     return {
-        "tokens": column(lambda x: x.tokens, torch.int64),
-        "seen": column(lambda x: torch.ones_like(x.versions), torch.bool),
+        "tokens": column([x.tokens for x in sections], torch.int64),
+        "seen": seen,
         "chosen": turns > 0,
-        "rollout_log_probs": column(lambda x: x.log_probs, wide),
-        "sampling_log_probs": column(lambda x: x.sampling_log_probs, wide),
-        "versions": column(lambda x: x.versions, torch.int32),
+        "rollout_log_probs": column([x.log_probs for x in sections], wide),
+        "sampling_log_probs": column([x.sampling_log_probs for x in sections], wide),
+        "versions": column([x.versions for x in sections], torch.int32),
         "turn_ids": turns - 1,
         "rewards": rewards,
     }
