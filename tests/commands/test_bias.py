@@ -25,7 +25,7 @@ def neither(numbers):
     return numbers
 
 
-SMALL = ["--n", "2", "--worlds", "2"]
+SMALL = ["--n", "2", "--worlds", "2", "--horizon", "2"]
 HERE = "tests.commands.test_bias"
 
 
