@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 
@@ -16,13 +16,6 @@ from fppo.serve.calls import ParsedTurn, ReadTurn, Tool, reader_of
 from fppo.serve.protocol import ApiError, Message, wrong
 
 _UNFINISHED = "\ufffd"
-
-
-class Ending(NamedTuple):
-    """The end of an answer: its finish, and the stop text that ended it, if one did."""
-
-    finish: str  # "stop" or "length"
-    stop_text: str | None = None
 
 
 @attrs.frozen(kw_only=True)
