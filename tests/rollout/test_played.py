@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+from collections import Counter
 
 import attrs
 import torch
@@ -29,6 +30,10 @@ class Letters:
     """A tokenizer of letters, of which one is special."""
 
     all_special_ids = (SPECIAL,)
+    response_template = "a turn is read in parts"
+
+    def parse_response(self, text, prefix):
+        return {"content": text[::-1][:3] + "abc"[len(prefix) % 3], "thinking": ""}
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         assert not clean_up_tokenization_spaces
@@ -54,6 +59,7 @@ class Player:
 
     def __init__(self, kind, shuffled):
         self.kind, self.shuffled, self.seeds, self.rows, self.open_calls = kind, shuffled, {}, {}, []
+        self.asked = Counter()
 
     @property
     def judges(self):
@@ -87,6 +93,7 @@ class Player:
 
     def step(self, number, state, reply):
         assert isinstance(reply, Reply)
+        self.asked[number] += 1
         self.open_calls.append((number, self.stepped(state, reply)))
 
     def taken(self, *, wait):
@@ -102,7 +109,7 @@ class Episode:
     def __init__(self, rules, row, group, prompts, player):
         self.rules, self.ids, self.columns, self.rewards, self.info = rules, [], [], {}, {}
         self.prompts, self.failures, self.finish, self.row, self.group = list(prompts), 0, "", row, group
-        self.player, self.said, self.lost, self.replies = player, [], False, []
+        self.player, self.said, self.lost, self.turns, self.since = player, [], False, [], 0
 
     def play(self, state, most):
         rules, turn, since, request = self.rules, 1, 0, 0
@@ -131,6 +138,7 @@ class Episode:
             own = self.ids[since:]
             content = own[:-1] if own[-1] == SPECIAL and end == "stop" else own
             text = Letters().decode(content)
+            self.asked += 1
             played = self.player.stepped(state, Reply(text, tuple(own), chr(97 + own[-1]) if end == "stop" else ""))
             state = played.state
             self.failures += played.failed
@@ -141,16 +149,18 @@ class Episode:
                 return
             observed = encoded(played.messages, self.ids[-1])
             turn += bool(played.messages) or judges
+            if played.messages:
+                self.turns.append(text)
+                since = self.since = len(self.ids) + len(observed)
             if last:
                 return
             room = most - len(self.ids) - len(observed)
             prompt = None
-            if played.messages:
-                since = len(self.ids) + len(observed)
-                if rules["anew"]:
-                    self.said += [{"role": "assistant", "content": text}, *played.messages]
-                    prompt = prompt_of(self.said)
-                    room = min(room, len(self.prompts[0]) + most - len(prompt))
+            if played.messages and rules["anew"]:
+                parts = Letters().parse_response(Letters().decode(own), Letters().decode(self.prompts[-1]))
+                self.said += [{"role": "assistant", "content": parts["content"]}, *played.messages]
+                prompt = prompt_of(self.said)
+                room = min(room, len(self.prompts[0]) + most - len(prompt))
             if room < 1:
                 self.finish = "length"
                 return
@@ -160,7 +170,13 @@ class Episode:
                 self.prompts.append(prompt)
                 self.fresh, self.start = True, len(self.ids)
 
-    fresh, start = True, 0
+    fresh, start, asked = True, 0, 0
+
+    def texts(self):
+        """What the policy said, turn by turn."""
+        last = self.ids[self.since :]
+        last = last[:-1] if last and last[-1] == SPECIAL and self.finish == "stop" else last
+        return [*self.turns, *([Letters().decode(last)] if self.ids[self.since :] else [])]
 
 
 def by_hand(rules, asked, limits, player):
@@ -185,7 +201,7 @@ def by_hand(rules, asked, limits, player):
     return found
 
 
-def prompts_of(asked):
+def prompts_of(asked, pictures):
     width = max(map(len, asked))
     return Prompts(
         tokens=torch.tensor([[0] * (width - len(x)) + x for x in asked]),
@@ -195,6 +211,7 @@ def prompts_of(asked):
         ground_truth=Column([7, 8]),
         source=Column(["s", "t"]),
         extras=Column([{"mark": 0}, {"mark": 1}]),
+        inputs=Column(pictures) if pictures else None,
     )
 
 
@@ -221,9 +238,10 @@ KINDS = st.sampled_from(["tool", "environment", "own prompt", "failing"])
 def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits, most, seed):
     """Whoever is answered first: tokens, turns, log-probs, rewards, prompts, failures, and who hears of a row's end."""
     rules = rules | {"most": min(rules["most"], most)}
-    player, heard = Player(kind, random.Random(seed)), {}
+    player, heard, inner = Player(kind, random.Random(seed)), {}, Generating(routed=False, versioned=False)
+    pictures = ["one", "two"] if seed % 2 and not rules["anew"] else None  # stand for the inputs of images
     engine = TurnsEngine(
-        engine=Generating(routed=False, versioned=False),
+        engine=inner,
         tools=player,
         encode=encoded,
         tokenizer=Letters(),
@@ -234,9 +252,10 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         prompt_tokens=rules["prompt_tokens"],
         failure=rules["failure"],
         thinking="drop" if rules["anew"] else "keep",
+        draws=2 if seed > 6 else None,
     )
     ask = Ask(
-        prompts_of(asked),
+        prompts_of(asked, pictures),
         attrs.evolve(rules["sampling"], n=rules["n"], max_tokens=most),
         Key(3),
         version=6,
@@ -279,12 +298,22 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
             assert rollout.extras[row]["environment"] == each.info
         else:
             assert rollout.turn_rewards is None
-            assert heard[row] == (each.ids, each.finish)
+            assert seed > 6 or heard[row] == (each.ids, each.finish)
         assert rollout.extras[row].get("tool_failures", 0) == each.failures
         assert rollout.extras[row]["mark"] == each.group
-    assert not player.judges or not heard
+    assert not (player.judges or seed > 6) or not heard
+    drawn = Key(3).fold("draws").uniform(torch.tensor(row_ids), 2).tolist()
+    for row, each in enumerate(expected if seed > 6 else ()):
+        opening = Letters().decode(asked[each.group], skip_special_tokens=True)
+        found = {"opening": opening, "draws": drawn[row], "turns": each.texts()}
+        assert rollout.extras[row]["episode"] == found
+        assert player.rows[row][MESSAGES][-1]["draws"] == drawn[row]
     uniform = Key(3).fold("environment").uniform(torch.tensor(ROW_IDS), 1)[:, 0]
     seeds = (uniform * (1 << 62)).long().tolist()
+    assert player.asked == Counter({each.row: each.asked for each in expected if each.asked})
+    for each in inner.asked if pictures else ():
+        groups = [number * each.sampling.n // rules["n"] for number in each.prompts.row_ids.tolist()]
+        assert [*each.prompts.inputs] == [pictures[ROW_IDS.index(group)] for group in groups]
     assert player.seeds == {each.row: seeds[each.group] for each in expected}
     for each in expected:
         own = {"ground_truth": 7 + each.group, "source": "st"[each.group], "id": "ij"[each.group], "mark": each.group}
