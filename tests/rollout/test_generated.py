@@ -46,6 +46,11 @@ def alone(prompt, key, row, position, sampling, most):
     return tokens, "length"
 
 
+def newer(prompt):
+    """How much newer than the asked version the weights are that answer a prompt: those of long ones came meanwhile."""
+    return int(len(prompt) > 4)
+
+
 class Generating:
     """An engine that answers prompts at once, with experts where it tells these, and a version for each token."""
 
@@ -70,7 +75,10 @@ class Generating:
         made = rollout_of(ask, tokens, drawn, log_probs, 2 * log_probs, row_ids=rows, pad_token_id=0, routed=experts)
         if not self.versioned:
             return made
-        versions = (tokens + ask.version).int().where(made.response_mask, 0)
+        later = torch.tensor(
+            [newer(prompts.tokens[place // n][prompts.attention_mask[place // n]]) for place in range(len(rows))]
+        )
+        versions = (ask.version + later[:, None]).int().where(made.response_mask, 0)
         return attrs.evolve(made, token_versions=versions)
 
 
@@ -105,12 +113,12 @@ def test_each_request_is_answered_as_if_it_were_alone(rounds, routed, versioned)
                 before, ran = held.get(after, ((), 0))
                 prompt = (*before, *ids)
                 if how == "cancel":
-                    expected[name] = ([], "cancelled", [], 0)
+                    expected[name] = ([], "cancelled", [], 0, 0)
                     whole = prompt
                 else:
                     tokens, end = alone(prompt, Key(key), row, position, sampling, most)
                     whole = (*prompt, *tokens)
-                    expected[name] = (tokens, end, [*whole[ran:-1]], len(whole) - 1)
+                    expected[name] = (tokens, end, [*whole[ran:-1]], len(whole) - 1, newer(prompt))
                     ran = len(whole) - 1
                 if keep:
                     kept[name] = (whole, ran)
@@ -132,8 +140,8 @@ def test_each_request_is_answered_as_if_it_were_alone(rounds, routed, versioned)
                 expected_log_probs = -one.tokens / 8.0 - told(by_name[one.name].sampling) - number
                 assert torch.equal(one.log_probs, expected_log_probs)
                 assert torch.equal(one.sampling_log_probs, 2 * expected_log_probs)
-                versions = one.tokens + version if versioned else torch.full_like(one.tokens, version)
-                assert one.versions.tolist() == versions.tolist()
+                own = version + (expected[one.name][4] if versioned else 0)
+                assert one.versions.tolist() == [own] * len(one.tokens)
                 assert one.fed == expected[one.name][3]
                 if routed and one.end != "cancelled":
                     assert one.experts.flatten().tolist() == expected[one.name][2]

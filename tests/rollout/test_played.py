@@ -20,7 +20,7 @@ from fppo.episodes import joined
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.turns.engine import TurnsEngine
-from tests.rollout.test_generated import Generating, alone, told
+from tests.rollout.test_generated import Generating, alone, newer, told
 
 STOPS, SPECIAL = (3, 5), 3
 ROW_IDS = (5, 2)
@@ -33,7 +33,7 @@ class Letters:
     response_template = "a turn is read in parts"
 
     def parse_response(self, text, prefix):
-        return {"content": text[::-1][:3] + "abc"[len(prefix) % 3], "thinking": ""}
+        return {"content": text[::-1][:3] + "abcdefg"[len(prefix) % 7], "thinking": ""}
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         assert not clean_up_tokenization_spaces
@@ -110,6 +110,7 @@ class Episode:
         self.rules, self.ids, self.columns, self.rewards, self.info = rules, [], [], {}, {}
         self.prompts, self.failures, self.finish, self.row, self.group = list(prompts), 0, "", row, group
         self.player, self.said, self.lost, self.turns, self.since = player, [], False, [], 0
+        self.versions, self.given = [], None
 
     def play(self, state, most):
         rules, turn, since, request = self.rules, 1, 0, 0
@@ -126,6 +127,7 @@ class Episode:
             )
             self.fresh = False
             self.columns += [(token, True, turn - 1) for token in tokens]
+            self.versions += [6 + newer(before)] * len(tokens)
             self.ids += tokens
             self.finish = end
             lost = math.nan if rules["failure"] == "drop" else 0.0
@@ -165,6 +167,7 @@ class Episode:
                 self.finish = "length"
                 return
             self.columns += [(token, False, -1) for token in observed]
+            self.versions += [0] * len(observed)
             self.ids += observed
             if prompt is not None:
                 self.prompts.append(prompt)
@@ -196,6 +199,7 @@ def by_hand(rules, asked, limits, player):
                     episode.lost, episode.failures = True, 1
                 else:
                     episode.prompts, episode.said = [given], list(begun.messages)
+                    episode.given = list(begun.messages)
             episode.play(begun.state, most)
             found.append(episode)
     return found
@@ -238,7 +242,7 @@ KINDS = st.sampled_from(["tool", "environment", "own prompt", "failing"])
 def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits, most, seed):
     """Whoever is answered first: tokens, turns, log-probs, rewards, prompts, failures, and who hears of a row's end."""
     rules = rules | {"most": min(rules["most"], most)}
-    player, heard, inner = Player(kind, random.Random(seed)), {}, Generating(routed=False, versioned=False)
+    player, heard, inner = Player(kind, random.Random(seed)), {}, Generating(routed=False, versioned=seed in (2, 5, 8))
     pictures = ["one", "two"] if seed % 2 and not rules["anew"] else None  # stand for the inputs of images
     engine = TurnsEngine(
         engine=inner,
@@ -277,9 +281,12 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         rollout = joined(rollout)
     width = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
     row_ids = [ROW_IDS[each.group] * rules["n"] + each.row % rules["n"] for each in expected]
+    versioned = seed in (2, 5, 8) and any(version == 7 for each in expected for version in each.versions)
+    assert (rollout.token_versions is not None) == versioned
     assert rollout.row_ids.tolist() == row_ids
     assert rollout.groups.tolist() == [ROW_IDS[each.group] for each in expected]
-    assert {*rollout.versions.tolist()} == {6}
+    firsts = [6 if not (versioned and rules["anew"]) else each.versions[0] for each in expected]
+    assert rollout.versions.tolist() == firsts
     for row, each in enumerate(expected):
         seen, length = rollout.attention_mask[row].bool(), len(each.ids)
         assert rollout.tokens[row, :width][seen[:width]].tolist() == each.prompts[0]
@@ -292,6 +299,8 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         assert torch.equal(rollout.rollout_log_probs[row], torch.tensor([*numbers, *[0.0] * rest]))
         assert torch.equal(rollout.sampling_log_probs[row], 2 * torch.tensor([*numbers, *[0.0] * rest]))
         assert rollout.finish[row] == each.finish
+        assert rollout.extras[row].get(MESSAGES) == each.given
+        assert not versioned or rollout.token_versions[row].tolist() == [*each.versions, *[0] * rest]
         if player.judges:
             rewards = torch.tensor([each.rewards.get(place, 0.0) for place in range(length + rest)])
             assert torch.equal(rollout.turn_rewards[row].nan_to_num(99.0), rewards.nan_to_num(99.0))
