@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import attrs
 import pytest
@@ -75,7 +76,7 @@ BOUNDS = st.sampled_from(
 KINDS = st.sampled_from(["chat", "ids", "text"])
 
 
-def how_it_is_drawn(own, given, most, *, kind, keeps):
+def how_it_is_drawn(own, given: dict[str, Any], most, *, kind, keeps):
     """The sampling of an answer: what the request says, else what the server does."""
     changes = {}
     if not keeps:
@@ -86,7 +87,7 @@ def how_it_is_drawn(own, given, most, *, kind, keeps):
         elif "temperature" in given:
             changes |= {"greedy": False, "temperature": given["temperature"]}
     stop = given.get("stop", [])
-    named = [tokenizer().get_vocab().get(text) for text in ([stop] if isinstance(stop, str) else stop)]
+    named: list[Any] = [tokenizer().get_vocab().get(text) for text in ([stop] if isinstance(stop, str) else stop)]
     ends = {*own.stop_token_ids, *(x for x in named if x is not None), *given.get("stop_token_ids", ())}
     ends |= {END} if kind == "chat" else set()
     return attrs.evolve(own, n=1, max_tokens=most, **changes), ends
