@@ -142,7 +142,10 @@ def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps)
     asyncio.run(play())
 
 
-def test_what_is_cancelled_before_it_was_read_is_not_read():
+def test_what_is_cancelled_before_it_was_read_is_not_read(monkeypatch):
+    for name in ("_GATHER", "_GATHER_MOST"):
+        monkeypatch.setattr(f"fppo.serve.tinker.sampling.{name}", 600.0)
+
     async def play():
         loop = Noting()
         engines = SamplerEngines({"tiny": loop}, {})  # pyright: ignore[reportArgumentType]
@@ -150,7 +153,7 @@ def test_what_is_cancelled_before_it_was_read_is_not_read():
         await until(lambda: engines._open)
         engines.cancel("s:0")
         await task
-        await asyncio.sleep(0.03)
+        engines._flush(engines._bases["tiny"])
         return loop.asked
 
     assert asyncio.run(play()) == {}
