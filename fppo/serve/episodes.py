@@ -193,14 +193,15 @@ class Episodes:
             self._close(start)
             rows = self._rows.setdefault(start.name, {})
             before = () if start.row is None else start.row.turns
-            rows[start.number] = EpisodeRow(start.number, (*before, turn))
+            held = () if start.number not in rows else before  # else the episode was taken meanwhile
+            rows[start.number] = row = EpisodeRow(start.number, (*before, turn))
             *_, (size, digest) = _digests(self._scope(start.name), whole, {len(whole.items)})
             turns, request = len(before) + 1, turn.answer.name
             self._answers[digest] = _Place(start.name, start.number, turns, request)
             self._of.setdefault(start.name, []).append((digest, whole.kind, size, request))
             if whole.kind != "chat":
                 self._lengths[whole.kind][size] += 1
-            self._tokens += len(turn.before) + len(turn.answer.tokens)
+            self._tokens += sum(len(each.ids) for each in row.turns[len(held) :])
             self._thin()
 
     def abandon(self, start: RowStart) -> None:
@@ -249,7 +250,8 @@ class Episodes:
         return next(number for number in range(len(taken) + 1) if number not in taken)
 
     def _new_name(self) -> str:
-        name = f"unnamed-{self._count}"
+        while (name := f"unnamed-{self._count}") in self._rows:  # as a client may call one
+            self._count += 1
         self._count += 1
         self._unnamed.add(name)
         return name
@@ -280,7 +282,8 @@ class Episodes:
                 del self._answers[digest]
             if kind != "chat":
                 self._lengths[kind] -= Counter({size: 1})
-        self._unnamed.discard(name)
+        if name not in self._open:  # else its conversation may go on
+            self._unnamed.discard(name)
         if gone:
             self._on_forgotten([request for *_, request in gone])
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -109,17 +109,23 @@ async def _replied(
     """The response, at once or as a stream. A client that goes away before its end ends its answers."""
     if options.stream:
         return EventStream(_events(answers, form, options, shown=shown), partial(_cancel, answers))
-    first, *others = (answer.whole() for answer in answers)
-    work = asyncio.gather(first, *others) if others else _alone(first)
     try:
-        whole = await unless_gone(request, work)
+        whole = await unless_gone(request, _whole(answers))
     finally:
         _cancel(answers)
     return JSONResponse(form.whole(whole))
 
 
-async def _alone(answer: Awaitable[WholeAnswer]) -> list[WholeAnswer]:
-    return [await answer]
+async def _whole(answers: Sequence[OpenAnswer]) -> list[WholeAnswer]:
+    """All answers, once they have ended. Of several the first that fails ends the waiting for the others."""
+    if len(answers) == 1:
+        return [await answers[0].whole()]
+    tasks = [asyncio.ensure_future(answer.whole()) for answer in answers]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _cancel(answers: Sequence[OpenAnswer]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
 
@@ -17,13 +17,6 @@ from fppo.serve.calls import CallForm, ParsedTurn, ReadTurn, Tool, form_of, read
 from fppo.serve.protocol import ApiError, ForcedCall, Message, wrong
 
 _UNFINISHED = "\ufffd"
-
-
-class Ending(NamedTuple):
-    """The end of an answer: its finish, and the stop text that ended it, if one did."""
-
-    finish: str  # "stop" or "length"
-    stop_text: str | None = None
 
 
 @attrs.frozen(kw_only=True)

@@ -227,7 +227,7 @@ def test_kept_contexts_count_with_their_prompts():
         (first, second), (row,) = world.engine.requests, world.episodes.rows("a")
         assert 50 < len(row.ids) <= 100
         assert [*world.service._kept] == [second.name]
-        assert ("release", (first.name,)) in world.engine.calls
+    assert ("release", (first.name,)) in world.engine.calls
 
 
 def test_contexts_are_released_as_rows_go_on_and_where_there_are_many():

@@ -126,7 +126,7 @@ def _service_router(service: TinkerService, flags: ClientFlags) -> APIRouter:
         kind = str(reason.get("type", "success")) if isinstance(reason, dict) else "success"
         if kind not in ("success", "errored", "interrupted"):
             raise decode.refused("reason.type", f"{printable(kind, 40)!r}: give success, errored or interrupted")
-        await asyncio.to_thread(service.finish_session, session, _owner(request), kind)
+        await service.finish_session(session, _owner(request), kind)
         return Response(status_code=204)
 
     @router.post("/create_custom_loss")

@@ -183,10 +183,15 @@ class SamplerEngines:
         engine.adapters.move_to_end(weights.name)
         idle = [name for name in engine.adapters if not engine.open.get(name) and name != weights.name]
         for name in idle[: max(0, len(engine.adapters) - self._most_adapters)]:
-            del engine.adapters[name]
-            engine.open.pop(name, None)
-            await asyncio.wrap_future(engine.loop.drop(name))
+            await self._drop(engine, name)
         return True
+
+    @staticmethod
+    async def _drop(engine: _OpenEngine, name: str) -> None:
+        """Have an engine forget an adapter by which nothing is being drawn."""
+        del engine.adapters[name]
+        engine.open.pop(name, None)
+        await asyncio.wrap_future(engine.loop.drop(name))
 
     async def _alone_engine(self, weights: SampledWeights) -> _OpenEngine:
         held = self._own.get(weights.name)
@@ -205,12 +210,16 @@ class SamplerEngines:
         return held
 
     async def forget(self, names: Sequence[str]) -> None:
-        """Let go of weights that nobody samples from any more."""
+        """Let go of weights that nobody samples from any more; of those that somebody does, later, for others."""
         async with self._lock:
             for name in names:
                 self._alone.discard(name)
                 if name in self._own and not self._own[name].busy:
                     await asyncio.to_thread(self._own.pop(name).loop.stop)
+                for engine in self._bases.values():
+                    if name in engine.adapters and not engine.open.get(name):
+                        with contextlib.suppress(ServerStopped):
+                            await self._drop(engine, name)
 
     def close(self) -> None:
         """Close the engines of weights that are no base's."""

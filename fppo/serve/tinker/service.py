@@ -12,7 +12,7 @@ import json
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,28 @@ class TinkerService:
         self.registry.add_session(session)
         return session.name
 
-    def finish_session(self, name: str, owner: str, reason: str) -> None:
+    async def finish_session(self, name: str, owner: str, reason: str) -> None:
         """End a session: nothing more is taken for it, and its snapshots are dropped."""
+        weights = await asyncio.to_thread(self._finish, name, owner, reason)
+        await self._let_go({name: weights})
+
+    def _finish(self, name: str, owner: str, reason: str) -> list[str]:
+        """End a session; returns the names of its snapshots, which are dropped. Any thread may call."""
+        weights = self.stores.snapshots.of_session(name)
         if self.registry.finish(name, owner, reason):
-            self.stores.snapshots.drop(self.stores.snapshots.of_session(name))
+            self.stores.snapshots.drop(weights)
             for info in self.runs.infos(owner):
                 if info.session == name and self.worker.idle(info.name):
                     self.runs.release(info.name)
+        return weights
+
+    async def _let_go(self, ended: Mapping[str, Sequence[str]]) -> None:
+        """Forget what was held for the samplers of sessions that have ended, whose weights have these names."""
+        for session, weights in ended.items():
+            for sampler in self.registry.samplers_of(session):
+                self.completions.drop(sampler.name)
+            if self._engines is not None:
+                await self._engines.forget(weights)
 
     # runs
 
@@ -248,16 +263,21 @@ class TinkerService:
             raise Refusal(f"{text}, of {self.bounds.open_bytes:,} bytes: send it later", status=429)
         if self.clock() - self._swept > _SWEEP:
             self._swept = self.clock()
-            self._sweeping = asyncio.create_task(asyncio.to_thread(self.sweep))
+            self._sweeping = asyncio.create_task(self.sweep())
 
-    def sweep(self) -> None:
-        """Forget what is old: results, and sessions that nobody has been heard of. Any thread may call."""
+    async def sweep(self) -> None:
+        """Forget what is old: results, and sessions that nobody has been heard of."""
+        await self._let_go(await asyncio.to_thread(self._swept_sessions))
+
+    def _swept_sessions(self) -> dict[str, list[str]]:
+        """Forget what is old; returns the sessions that ended, with their weights. Any thread may call."""
         self.futures.sweep()
-        for session in self.registry.silent(_SILENT):
-            self.finish_session(session.name, session.owner, "interrupted")
+        silent = self.registry.silent(_SILENT)
+        ended = {each.name: self._finish(each.name, each.owner, "interrupted") for each in silent}
         for name in self.runs.open_runs():
             if self.registry.has_finished(self.runs.any_info(name).session) and self.worker.idle(name):
                 self.runs.release(name)
+        return ended
 
     def _lock(self, run: str) -> asyncio.Lock:
         return self._locks.setdefault(run, asyncio.Lock())

@@ -107,11 +107,6 @@ class Worker:
             queue = self._runs[run]
             return number < queue.next or number in queue.todo
 
-    def position(self, run: str) -> int:
-        """The number of the request that is to be done next."""
-        with self._changed:
-            return self._runs[run].next
-
     def idle(self, run: str) -> bool:
         """Whether a run has nothing to do."""
         with self._changed:

@@ -608,9 +608,9 @@ def test_a_checkpoint_ends_with_its_time_and_a_session_with_its_silence(tmp_path
         with pytest.raises(tinker.NotFoundError):
             rest.get_weights_info_by_tinker_path(path).result()
         assert rest.list_checkpoints(trainer.model_id).result().checkpoints == []
-        host.service.sweep()
+        asyncio.run(host.service.sweep())
         now[0] += 8 * 24 * 3600
-        host.service.sweep()
+        asyncio.run(host.service.sweep())
         assert host.service.runs.value(trainer.model_id) is None
         body = {"model_id": trainer.model_id, "seq_id": 2, "adam_params": {}}
         assert host.post("optim_step", body).status_code == 410

@@ -1,0 +1,182 @@
+"""Adapters in the engine of their base: given to it when they are sampled from, and let go of by their last use."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import Future
+from functools import cache
+
+import tinker
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker import types
+
+from fppo.rollout.requests import FinishedRequest
+from fppo.serve.tinker.decode import TinkerBounds
+from fppo.serve.tinker.futures import FailedRequest, Payload
+from fppo.serve.tinker.runs import Adapters, create_run
+from fppo.serve.tinker.samples import sample_request, sample_work
+from fppo.serve.tinker.sampling import SamplerEngines
+from fppo.serve.tinker.snapshots import SampledWeights
+from tests.serve.tinker.served import KEY, base, served
+from tests.serve.tinker.test_client import train
+
+
+class Noting:
+    """An engine's loop that notes what it gets, and refuses an adapter called "odd"."""
+
+    def __init__(self):
+        self.held, self.asked, self.cancelled, self.closed = {}, {}, [], False
+
+    def put(self, name, adapter, version=0):
+        result = Future()
+        if name == "odd":
+            result.set_exception(ValueError("it cannot run beside others"))
+        else:
+            self.held[name] = version
+            result.set_result(None)
+        return result
+
+    def drop(self, name):
+        del self.held[name]
+        result = Future()
+        result.set_result(None)
+        return result
+
+    def submit(self, request, receive, *, along):
+        assert not along
+        self.asked[request.name] = (request, receive)
+
+    def cancel(self, name):
+        self.cancelled.append(name)
+
+
+@cache
+def adapted():
+    return create_run(base().base, Adapters(rank=2, seed=0))
+
+
+def weights_of(name, version):
+    run = adapted()
+    return SampledWeights(name=name, base="tiny", model=run.model, params=run.state.params, version=version)
+
+
+def work_of(name, count, *, record=False):
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4]}]}, "sampling_params": {"max_tokens": 2}}
+    body |= {"num_samples": count, "record_stability_info": record}
+    return sample_work(sample_request(json.dumps(body).encode()), name, rules=base().rules, bounds=TinkerBounds())
+
+
+def finished(name):
+    one = torch.zeros(1)
+    how = {"log_probs": one, "sampling_log_probs": one, "versions": one.int(), "end": "stop", "fed": 0}
+    return FinishedRequest(name=name, tokens=torch.tensor([int(name.rpartition(":")[2]) + 3]), **how)
+
+
+async def until(condition):
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("it did not come to that")
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "newer", "end", "leave", "forget"]), st.sampled_from("abcd")), max_size=12
+)
+
+
+@settings(max_examples=20)
+@given(STEPS)
+def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps):
+    async def play():
+        loop, recorded = Noting(), []
+        engines = SamplerEngines({"tiny": loop}, {}, most_adapters=2)  # pyright: ignore[reportArgumentType]
+        versions, held, busy = dict.fromkeys("abcd", 0), {}, []
+        for number, (step, name) in enumerate(steps):
+            if step in ("ask", "newer"):
+                versions[name] += step == "newer"
+                own, record = f"s:{number}", bool(number % 2)
+                work = work_of(own, 2, record=record)
+                task = asyncio.create_task(
+                    engines.sample(
+                        own, work, weights_of(name, versions[name]), owner="me", record=lambda *x: recorded.append(x)
+                    )
+                )
+                await until(lambda own=own: f"{own}:1" in loop.asked)
+                held.pop(name, None)
+                held[name] = versions[name]
+                idle = [each for each in held if each != name and each not in {of for of, *_ in busy}]
+                for each in idle[: max(0, len(held) - 2)]:
+                    del held[each]
+                busy.append((name, own, task, record))
+                requests = [loop.asked[f"{own}:{row}"][0] for row in range(2)]
+                assert [(each.adapter, each.owner, each.row) for each in requests] == [(name, "me", 0), (name, "me", 1)]
+            elif step == "end" and busy:
+                _, own, task, record = busy.pop(0)
+                before = len(recorded)
+                for row in (1, 0):  # in whatever order they end
+                    loop.asked[f"{own}:{row}"][1](finished(f"{own}:{row}"))
+                assert isinstance(await task, Payload)
+                assert len(recorded) == before + record
+                if record:
+                    assert [x.tokens.tolist() for x in recorded[-1][1]] == [[3], [4]]
+            elif step == "leave" and busy:
+                _, own, task, _ = busy.pop()
+                before = len(loop.cancelled)
+                engines.cancel(own)
+                assert await task == FailedRequest("the request was cancelled")
+                assert sorted(loop.cancelled[before:]) == [f"{own}:0", f"{own}:1"]
+            elif step == "forget":
+                await engines.forget([name])
+                if name not in {of for of, *_ in busy}:
+                    held.pop(name, None)
+            assert loop.held == held
+            assert engines._open.keys() == {own for _, own, *_ in busy}
+        for _, own, *_ in busy:
+            engines.cancel(own)
+        await asyncio.gather(*(task for _, _, task, _ in busy))
+
+    asyncio.run(play())
+
+
+def test_what_is_cancelled_before_it_was_read_is_not_read(monkeypatch):
+    for name in ("_GATHER", "_GATHER_MOST"):
+        monkeypatch.setattr(f"fppo.serve.tinker.sampling.{name}", 600.0)
+
+    async def play():
+        loop = Noting()
+        engines = SamplerEngines({"tiny": loop}, {})  # pyright: ignore[reportArgumentType]
+        task = asyncio.create_task(engines.sample("s:0", work_of("s:0", 1), "tiny", owner="me", record=print))
+        await until(lambda: engines._open)
+        engines.cancel("s:0")
+        await task
+        engines._flush(engines._bases["tiny"])
+        return loop.asked
+
+    assert asyncio.run(play()) == {}
+
+
+def test_a_session_that_ends_leaves_nothing_of_its_samplers(tmp_path):
+    """Ends of samples, adapters in a base's engine, and engines of whole models go with it; another's stay."""
+    with served(tmp_path) as host:
+        samplers, sessions = {}, []
+        for number in range(2):
+            service = tinker.ServiceClient(base_url=host.url, api_key=KEY)
+            for rank in (2, 0):
+                trainer = service.create_lora_training_client("tiny", rank=rank, seed=0).result()
+                train(trainer, [0])
+                sampler = trainer.save_weights_and_get_sampling_client().result()
+                sampler.sample(types.ModelInput.from_ints([3]), 1, types.SamplingParams(max_tokens=1)).result()
+                samplers[number, rank] = sampler._sampling_session_id
+            sessions.append(service)
+        engines, ends = host.service._engines, host.service.completions._ended
+        assert {*engines._bases["tiny"].adapters} == {samplers[0, 2], samplers[1, 2]}
+        assert {*engines._own} == {samplers[0, 0], samplers[1, 0]}
+        assert {target[0] for target in ends} == {*samplers.values()}
+        sessions[0].close("success").result()
+        assert {*engines._bases["tiny"].adapters} == {samplers[1, 2]}
+        assert {*engines._own} == {samplers[1, 0]}
+        assert {target[0] for target in ends} == {samplers[1, 2], samplers[1, 0]}
