@@ -17,15 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from fppo.runtime.mesh import Mesh
-
-PRELOADED = [
-    *("fppo.commands.actions", "fppo.commands.distributed", "tests.distributed.processes", "tests.tiny"),
-    # what a run imports when it is needed, and what modules of tests import
-    *("fppo_kernels.decode_attention.sdpa", "fppo_kernels.linear.onednn", "fppo_kernels.log_probs.chunked"),
-    *("pandas", "pyarrow.compute", "pyarrow.pandas_compat", "numpy.ctypeslib", "importlib.resources.readers"),
-    *("transformers.generation.utils", "transformers.models.qwen2.tokenization_qwen2", "tests.models.families"),
-    *("tests.tiny_run", "pytest", "tests.distributed.frozen"),
-]
+from tests.distributed.preloaded import PRELOADED
 
 
 def server() -> ForkServerContext:
