@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import attrs
@@ -85,9 +87,11 @@ def table_of(cls: type) -> Mapping[str, tuple[str, ...]] | None:
     return None if field is None else field.metadata.get("table")
 
 
-def kinds_of(cls: type) -> dict[str, Any]:
+@functools.cache
+def kinds_of(cls: type) -> Mapping[str, Any]:
     """The types of a section's settings and sections, by what files call them."""
-    return {name_of(field): field.type for field in fields_of(attrs.resolve_types(cls, include_extras=False))}
+    fields = fields_of(attrs.resolve_types(cls, include_extras=False))
+    return MappingProxyType({name_of(field): field.type for field in fields})
 
 
 def only(section: Any, *names: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 from tests.costs import Costs
+from tests.distributed.preloaded import preload_more
 
 # what is imported stays, and to look through it again and again takes a sixth of the time of the imports
 gc.disable()
@@ -21,6 +22,7 @@ settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=
 settings.register_profile("thorough", deadline=None, max_examples=100)
 settings.load_profile("fppo")
 torch.set_num_threads(1)
+preload_more()
 
 # not what torch.compile or Triton compiles, as log_probs/compiled, linear/onednn, rms_norm/functional
 CHECKED = (

@@ -37,9 +37,9 @@ def config(**changes) -> Qwen2Config:
     return Qwen2Config(**{**settings, **changes})
 
 
-def model_and_params(head: HeadKind = "lm", *, seed: int = 0, dtype: torch.dtype = torch.float64):
+def model_and_params(head: HeadKind = "lm", *, seed: int = 0, dtype: torch.dtype = torch.float64, layers: int = 2):
     """A model with weights large enough that its outputs differ from uniform."""
-    model = models.build(config(), head=head)
+    model = models.build(config(num_hidden_layers=layers), head=head)
     params = models.init_params(model, Key(seed))
     noise = Key(seed).fold("noise").generator()
     return model, {

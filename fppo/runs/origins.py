@@ -166,4 +166,4 @@ def untested(versions: Mapping[str, str], required: Sequence[str]) -> list[str]:
 def untested_here() -> list[str]:
     """The lines of `untested` for this environment."""
     required = [line for line in metadata.requires("fppo") or () if Requirement(line).marker is None]
-    return untested({name: metadata.version(name) for name in (Requirement(line).name for line in required)}, required)
+    return untested(_installed(), required)

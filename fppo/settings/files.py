@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -240,10 +242,13 @@ def to_dict(settings: Any) -> dict[str, Any]:
     values = {name_of(f): getattr(settings, f.name) for f in fields_of(type(settings))}
     if table_of(type(settings)) is not None:
         values |= settings.keywords
-    return {
-        name: to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else deepcopy(value)
-        for name, value in values.items()
-    }
+    return {name: _plain(value) for name, value in values.items()}
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return to_dict(value) if attrs.has(type(value)) else list(value) if isinstance(value, tuple) else deepcopy(value)
 
 
 def to_toml(settings: TrainSettings) -> str:
@@ -311,12 +316,13 @@ def _moves(values: Mapping[str, Any], directory: str | os.PathLike[str]) -> dict
     return moves
 
 
-def paths(cls: type = TrainSettings, prefix: str = "") -> dict[str, Any]:
+@functools.cache
+def paths(cls: type = TrainSettings, prefix: str = "") -> Mapping[str, Any]:
     """The type of every setting by its path, without sections and the keywords of parts."""
     kinds: dict[str, Any] = {}
     for name, kind in kinds_of(cls).items():
         kinds |= paths(kind, f"{prefix}{name}.") if attrs.has(kind) else {f"{prefix}{name}": kind}
-    return kinds
+    return MappingProxyType(kinds)
 
 
 def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | None) -> TrainSettings:

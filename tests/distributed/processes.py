@@ -17,8 +17,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from fppo.runtime.mesh import Mesh
-
-PRELOADED = ["fppo.commands.actions", "fppo.commands.distributed", "tests.distributed.processes", "tests.tiny"]
+from tests.distributed.preloaded import PRELOADED
 
 
 def server() -> ForkServerContext:

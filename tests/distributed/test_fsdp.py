@@ -32,7 +32,7 @@ def share(mesh):
 
 
 def update(mesh, stage, checkpoint_layers):
-    """The whole actor after four steps, its metrics, and the log-probs before it."""
+    """The whole actor after two steps, its metrics, and the log-probs before it."""
     model, params = tiny.model_and_params("lm")
     model = attrs.evolve(model, checkpoint_layers=checkpoint_layers)
     mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
@@ -43,7 +43,7 @@ def update(mesh, stage, checkpoint_layers):
     state, report = UpdateActor(
         forward=forward,
         loss_fn=losses.ppo_clip,
-        loop=Loop(mini_batch_size=4, micro_batching=cut, epochs=2),
+        loop=Loop(mini_batch_size=4, micro_batching=cut),
         optimizer=optimizer,
         terms=PolicyTerms(entropy_coef=0.01),
     )(init_state(shards, optimizer), batch)

@@ -32,7 +32,7 @@ def begun(tmp_path_factory):
     """A task, a run of it that stands at step 2, and the digests of one that was left alone."""
     task = tmp_path_factory.mktemp("task")
     tiny_run.write_task(task)
-    settings = tiny_run.settings(task, eval__before=False, data__eval_path=[], checkpoint__keep=9)
+    settings = tiny_run.settings(task, steps=3, eval__before=False, data__eval_path=[], checkpoint__keep=9)
     files.save(settings, task / "run.toml")
     assert cli.main(["train", str(task / "run.toml"), "--steps", "2"]) == 0
     shutil.copytree(task / "run", task / "begun")
@@ -52,10 +52,9 @@ def test_a_run_goes_on_bit_for_bit_from_what_its_manifests_say(begun, tmp_path, 
     said = capsys.readouterr().err
     assert "as its manifest says; its name is wrong" in said
     assert jsonl.read(run / "digests.jsonl") == digests
-    assert checkpoint.steps(checkpoints)[-2:] == [3, 4]
-    for step in (3, 4):
-        assert checkpoint.step_of(checkpoint.path_of(checkpoints, step)) == step
-    assert cli.main(["replay", str(run), "--step", "4"]) == 0
+    assert checkpoint.steps(checkpoints)[-1] == 3
+    assert checkpoint.step_of(checkpoint.path_of(checkpoints, 3)) == 3
+    assert cli.main(["replay", str(run), "--step", "3"]) == 0
     assert cli.main(["eval", str(run), "--data.eval-path", str(task / "test.jsonl")]) == 0
     assert cli.main(["export", str(run), str(tmp_path / "second"), "--step", "2"]) == 0
 
@@ -67,7 +66,7 @@ def test_old_checkpoints_are_dropped_by_their_steps(begun, tmp_path):
     at = [checkpoint.path_of(run / "checkpoints", step) for step in range(10)]
     at[1].rename(at[9])
     assert cli.main(["train", str(task / "run.toml"), "--output-dir", str(run), "--checkpoint.keep", "2"]) == 0
-    assert sorted((run / "checkpoints").iterdir()) == at[3:5]
+    assert sorted((run / "checkpoints").iterdir()) == at[2:4]
 
 
 def test_a_checkpoint_that_is_named_is_the_one_that_is_loaded(begun, tmp_path, capsys):
@@ -81,4 +80,4 @@ def test_a_checkpoint_that_is_named_is_the_one_that_is_loaded(begun, tmp_path, c
     assert f"{copy} holds the checkpoint of step 1, as its manifest says, and so does" in capsys.readouterr().err
     shutil.rmtree(checkpoint.path_of(tmp_path / "checkpoints", 1))
     assert cli.main(asked) == 0
-    assert checkpoint.steps(tmp_path / "fork" / "checkpoints")[-1] == 4
+    assert checkpoint.steps(tmp_path / "fork" / "checkpoints")[-1] == 3

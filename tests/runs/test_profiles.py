@@ -13,7 +13,7 @@ def test_a_step_is_profiled_with_its_stages(tmp_path):
     tiny_run.write_task(tmp_path)
     profiles, records = Profiles(directory=tmp_path, steps=(2,)), []
     profiles.begin(1)
-    with assemble(tiny_run.settings(tmp_path)) as assembly:
+    with assemble(tiny_run.settings(tmp_path, rollout__batch_size=4, actor__epochs=1)) as assembly:
         observers = [profiles, lambda record: records.append(record.metrics)]
         train(assembly.run, program=assembly.program, draw=assembly.draw, steps=2, observers=observers)
     assert not profiles.running

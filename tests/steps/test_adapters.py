@@ -1,6 +1,6 @@
 """Updates of adapters: on every layout those of one process, of the adapter alone, on a base that stays as it is."""
 
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -54,16 +54,29 @@ def noisy(params, seed=4):
     return {n: x + 0.1 * torch.randn(x.shape, generator=g, dtype=torch.float64).to(x) for n, x in params.items()}
 
 
+@cache
+def plain(head, name):
+    """A model without an adapter, which ranks share."""
+    return tiny.model_and_params(head) if name is None else families.make(name, head=head)
+
+
+def adapt(model, params, targets, mesh=LOCAL):
+    spec = attrs.evolve(SPEC, targets=("all-linear", *targets))
+    return lora.adapt(model, params, lora=spec, key=Key(3), dtype=torch.float64, mesh=mesh)
+
+
+@cache
+def whole_adapter(head, name, targets):
+    """The parameters of an adapter in one process."""
+    return adapt(*plain(head, name), targets)[1]
+
+
 def adapted(head="lm", mesh=LOCAL, *, again=False, name=None, targets=()):
     """An adapted model with parameters, none of which is 0: on a mesh that cuts, this rank's."""
-    model, params = tiny.model_and_params(head) if name is None else families.make(name, head=head)
-    model = attrs.evolve(model, checkpoint_layers=again)
-    make = partial(
-        lora.adapt, lora=attrs.evolve(SPEC, targets=("all-linear", *targets)), key=Key(3), dtype=torch.float64
-    )
-    placed = models.place(model, mesh)
-    on_rank, own = make(placed, models.own_params(placed, params, mesh), mesh=mesh)
-    _, whole = make(model, params)
+    model, params = plain(head, name)
+    placed = models.place(attrs.evolve(model, checkpoint_layers=again), mesh)
+    on_rank, own = adapt(placed, models.own_params(placed, params, mesh), targets, mesh=mesh)
+    whole = whole_adapter(head, name, targets)
     assert tree.digest(own) == tree.digest(models.own_params(on_rank, whole, mesh))
     return on_rank, models.own_params(on_rank, noisy(whole), mesh)
 

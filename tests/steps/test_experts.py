@@ -1,6 +1,6 @@
 """Updates of mixtures of experts: replayed choices, loads, the routers' losses and biases, however a batch is split."""
 
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -56,9 +56,15 @@ def replayed(model, params, mesh=LOCAL, micro_batching=CUT, **settings):
     return tree.replace(own, routed=out.routed)
 
 
-def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **settings):
+@cache
+def made(name):
+    """A model, its parameters, and BATCH with the experts that it chooses, which ranks share."""
     model, params = make(name)
-    batch = replayed(model, params)
+    return model, params, replayed(model, params)
+
+
+def outcome(mesh, name, stage=None, micro_batching=WHOLE, replay=True, **settings):
+    model, params, batch = made(name)
     model = models.place(model, mesh)
     mesh = attrs.evolve(mesh, sharding=None if stage is None else Sharding(stage=stage))
     biased = any(router.bias for router in model.routers)

@@ -1,6 +1,6 @@
 """Every optimizer: its textbook's numbers, and what all keep: resume, donation, purity, skipping, layout."""
 
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -90,24 +90,30 @@ def whole(state, mesh):
     return {path: x for path, x in (leaves | cut).items() if isinstance(x, torch.Tensor)}
 
 
-@every
+def four_updates(mesh, name, stage=3):
+    """The state after two mini-batches, twice, whole."""
+    mesh, optimizer = attrs.evolve(mesh, sharding=Sharding(stage=stage)), OPTIMIZERS[name]
+    state, _ = UpdateActor(
+        forward=Forward(MODEL, mesh=mesh),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=3, micro_batching=MicroBatching(size=2), epochs=2),
+        optimizer=optimizer,
+    )(init_state(fsdp.shard(PARAMS, mesh), optimizer), tiny.experience(5, 6))
+    return whole(state, mesh)
+
+
+@cache
+def alone(name):
+    """The same of one process."""
+    return four_updates(Mesh.local(), name)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("axes", "stage"), [({"shard": 2}, 3), ({"shard": 3}, 1), ({"replicate": 2, "shard": 2}, 2), ({"sequence": 2}, 3)]
 )
-def test_a_mesh_changes_no_number(optimizer, axes, stage):
-    batch = tiny.experience(5, 6)
-
-    def run(mesh):
-        mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage))
-        state, _ = UpdateActor(
-            forward=Forward(MODEL, mesh=mesh),
-            loss_fn=losses.ppo_clip,
-            loop=Loop(mini_batch_size=3, micro_batching=MicroBatching(size=2), epochs=2),
-            optimizer=optimizer,
-        )(init_state(fsdp.shard(PARAMS, mesh), optimizer), batch)
-        return whole(state, mesh)
-
-    expected, ranks = run(Mesh.local()), simulate(axes, run)
+def test_a_mesh_changes_no_number(name, axes, stage):
+    expected, ranks = alone(name), simulate(axes, partial(four_updates, name=name, stage=stage))
     assert len({str(tree.digest(leaves)) for leaves in ranks}) == 1
     assert ranks[0].keys() == expected.keys()
     for path, x in expected.items():

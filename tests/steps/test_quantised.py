@@ -1,7 +1,7 @@
 """Quantised bases on meshes: on every layout the codes, the update, the weights and the samples of one process."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -68,18 +68,28 @@ LAYOUTS = [
 ]
 
 
+@cache
+def plain(head, name, dtype, passes):
+    """A model in floats, which ranks share."""
+    return families.make(name, config=CONFIGS[name], head=head, dtype=dtype, compute_dtype=passes)
+
+
+def in_codes(model, params, kind, dtype, mesh=LOCAL):
+    return lora.adapt(*models.quantise(model, params, kind, mesh=mesh), SPEC, key=Key(3), dtype=dtype, mesh=mesh)
+
+
+@cache
+def whole_adapter(head, name, kind, dtype, passes):
+    """The parameters of an adapter in one process."""
+    return in_codes(*plain(head, name, dtype, passes), kind, dtype)[1]
+
+
 def adapted(head="lm", mesh=LOCAL, *, name, kind, again=False, dtype=torch.float64, passes=None):
     """An adapted model on a base in codes with parameters, none of which is 0: on a mesh that cuts, this rank's."""
-    settings = {"head": head, "dtype": dtype, "checkpoint_layers": again, "compute_dtype": passes}
-    model, params = families.make(name, config=CONFIGS[name], **settings)
-
-    def make(model, params, mesh=LOCAL):
-        base = models.quantise(model, params, kind, mesh=mesh)
-        return lora.adapt(*base, SPEC, key=Key(3), dtype=dtype, mesh=mesh)
-
-    placed = models.place(model, mesh)
-    on_rank, own = make(placed, models.own_params(placed, params, mesh), mesh)
-    _, whole = make(model, params)
+    model, params = plain(head, name, dtype, passes)
+    placed = models.place(attrs.evolve(model, checkpoint_layers=again), mesh)
+    on_rank, own = in_codes(placed, models.own_params(placed, params, mesh), kind, dtype, mesh)
+    whole = whole_adapter(head, name, kind, dtype, passes)
     assert tree.digest(own) == tree.digest(models.own_params(on_rank, whole, mesh))
     return on_rank, models.own_params(on_rank, noisy(whole), mesh)
 

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -36,6 +36,7 @@ def sharded(mesh, **changes):
     return attrs.evolve(mesh, sharding=Sharding(**changes))
 
 
+@cache
 def deep_model(**changes):
     model = models.build(tiny.config(num_hidden_layers=LAYERS), **changes)
     return model, models.init_params(model, Key(0))

@@ -1,7 +1,7 @@
 """Passes and updates of rows that share their prompts give the numbers of rows that have their own, in float64."""
 
 import types
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -184,11 +184,16 @@ def test_passes_without_gradients_keep_the_order_of_rows(axes):
                 close(a, b, path, 1e-6 if "scores" in path else 1e-10)
 
 
+@cache
+def built(name):
+    """A policy and a critic, which ranks share."""
+    return {"lm": make(name), "value": make(name, head="value")}
+
+
 def updates(mesh, batch, share, *, name="qwen2", budget=30):
     loop = Loop(mini_batch_size=8, micro_batching=MicroBatching(token_budget=budget), epochs=2)
-    built = {"lm": make(name), "value": make(name, head="value")}
     done = {}
-    for head, (model, params) in built.items():
+    for head, (model, params) in built(name).items():
         own = models.place(model, mesh)
         state = init_state(models.own_params(own, params, mesh), OPTIMIZER)
         how = {"forward": Forward(own, mesh=mesh, share_prompts=share), "loop": loop, "optimizer": OPTIMIZER}
@@ -200,6 +205,15 @@ def updates(mesh, batch, share, *, name="qwen2", budget=30):
             state, report = UpdateCritic(**how)(state, batch, key=Key(3))
         done[head] = models.whole_params(own, state.params, mesh), metrics.report(report)
     return done
+
+
+SIXTEEN = alike(7, 16, each=4)
+
+
+@cache
+def apart(name):
+    """The updates of rows that have their own prompts, in one process."""
+    return simulate({}, partial(updates, batch=SIXTEEN, share=False, name=name))[0]
 
 
 AXES = [
@@ -220,8 +234,7 @@ AXES = [
 def test_updates_are_those_of_rows_apart_on_one_rank(name, axes):
     if "expert" in axes and name != "glm4_moe":
         pytest.skip("it has no experts")
-    batch = alike(7, 16, each=4)
-    (expected,) = simulate({}, partial(updates, batch=batch, share=False, name=name))
+    batch, expected = SIXTEEN, apart(name)
     for found in simulate(axes, partial(updates, batch=batch, share=True, name=name)):
         for head, (params, numbers) in found.items():
             wanted, others = expected[head]
@@ -273,15 +286,14 @@ def test_rows_share_where_that_saves_a_tenth():
 @pytest.mark.parametrize("axes", [{}, {"replicate": 2}], ids=str)
 def test_an_update_tells_what_its_passes_saved(axes):
     """Of one micro-batch on each rank, as the counts of distinct tokens have it."""
-    batch = alike(7, 16, each=4)
+    batch = SIXTEEN
     found = simulate(axes, partial(updates, batch=batch, share=True, budget=10**6))
     assert all(rank["lm"][1] == found[0]["lm"][1] for rank in found)
     for head, role in (("lm", "actor"), ("value", "critic")):
         numbers = found[0][head][1]
         assert 0.1 < numbers[f"perf/shared_tokens/{role}"] < 0.9
         assert 0.1 < numbers[f"perf/shared_flops/{role}"] < 0.9
-    (apart,) = simulate({}, partial(updates, batch=batch, share=False))
-    assert not any("shared_" in name for _, numbers in apart.values() for name in numbers)
+    assert not any("shared_" in name for _, numbers in apart("qwen2").values() for name in numbers)
     if not axes:
         loop = Loop(mini_batch_size=16, micro_batching=MicroBatching(size=16))
         model, params = make("qwen2")

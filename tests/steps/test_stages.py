@@ -1,6 +1,6 @@
 """Passes and updates over the stages of a pipeline are those of the whole model."""
 
-from functools import partial
+from functools import cache, partial
 
 import attrs
 import pytest
@@ -40,6 +40,7 @@ MESHES = [
 OUTPUTS = ("log_probs", "entropy", "sum_squared_probs")
 
 
+@cache
 def deep(head="lm", **changes):
     model = models.build(tiny.config(num_hidden_layers=4), head=head)
     params = models.init_params(model, Key(0))
