@@ -29,7 +29,7 @@ class DrawnPart(NamedTuple):
     log_probs: tuple[float, ...]
 
 
-_CLOSE, _LONGEST = 0.002, 0.01  # seconds between requests that are read together, and that one waits for others
+_CLOSE, _LONGEST = 0.002, 0.03  # seconds between requests that are read together, and that one waits for others
 Event = DrawnPart | FinishedRequest | Exception
 Receive = Callable[[Event], None]
 
@@ -52,7 +52,7 @@ class EngineLoop:
     """An engine that answers requests in a thread of its own, as long as it is open. Any thread may call.
 
     At most `most_waiting` requests wait for a place. Those that come within 2 ms of one another are read together, and
-    none waits more than 10 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
+    none waits more than 30 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
     many steps, and whenever a request comes to an idle engine. What goes wrong in the engine goes to all who wait, and
     to whoever asks next; `failure` has it.
     """
