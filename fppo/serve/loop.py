@@ -210,14 +210,16 @@ class EngineLoop:
 
     def _gathered(self, *, idle: bool) -> list[_Call]:
         """The calls that are due, in the order in which they came: requests that come shortly after one another are
-        taken in together, since reading them one by one would take longer. Other rows go on meanwhile."""
+        taken in together, since reading them one by one would take longer. Other rows go on meanwhile; once some are
+        due, those that came during the last step come with them."""
         while True:
             left = None if self._due is None else self._due - time.monotonic()
-            if left is not None and left <= 0:
-                break
+            due = left is not None and left <= 0
             try:
-                call = self._calls.get(timeout=left) if idle else self._calls.get_nowait()
+                call = self._calls.get(timeout=left) if idle and not due else self._calls.get_nowait()
             except queue.Empty:
+                if due:
+                    break
                 if idle:
                     continue
                 return []
@@ -225,7 +227,7 @@ class EngineLoop:
             if isinstance(call, _Waiting):
                 now = time.monotonic()
                 self._first = now if self._due is None else self._first
-                self._due = min(now + _CLOSE, self._first + _LONGEST)
+                self._due = self._due if due else min(now + _CLOSE, self._first + _LONGEST)
             elif call is None or self._due is None:
                 break
         held, self._held, self._due = self._held, [], None
