@@ -200,10 +200,10 @@ def main(
         process.start()
 
         def played(url: int) -> Round:
-            begin = [spent(name) for name in THREADS]
+            engine, server = map(spent, THREADS)
             told.send(url)
             seconds, clients_own = told.recv()
-            return Round(seconds, *(spent(name) - x for name, x in zip(THREADS, begin, strict=True)), clients_own)
+            return Round(seconds, spent(THREADS[0]) - engine, spent(THREADS[1]) - server, clients_own)
 
         for turn in range(rounds):
             own, rollout = policy.own(ids)
