@@ -55,7 +55,9 @@ def json_of(text: str | bytes, *, pairs: Callable[[list[tuple[str, Any]]], Any] 
     Raises ValueError for invalid JSON, and for values nested more than `DEEPEST` deep.
     """
     try:
-        return check_depth(json.loads(text, object_pairs_hook=pairs))
+        value = json.loads(text, object_pairs_hook=pairs)
+        opened = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+        return value if opened <= DEEPEST else check_depth(value)
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 

@@ -11,6 +11,7 @@ import attrs
 from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException as AnyHTTPException
+from starlette.routing import Match, Route
 
 from fppo.serve.protocol import ApiError
 from fppo.serve.service import Bounds
@@ -25,10 +26,10 @@ HEALTH = "/health"
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
 
 
-def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> FastAPI:
+def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
     """The application of these routes: whoever gives another key than this gets an error, and nothing else.
 
-    GET /health answers without a key.
+    GET /health answers without a key. Raises ValueError for an empty key.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in routers:
@@ -36,8 +37,44 @@ def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> FastAPI
     app.add_api_route(HEALTH, _healthy)
     for kind in (ApiError, AnyHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
-    app.add_middleware(Guard, key=key, bounds=bounds)
-    return app
+    plain = by_plain_routes(routers, app, _refused, known=(ApiError, AnyHTTPException))
+    return Guard(plain, key=key, bounds=bounds)
+
+
+def by_plain_routes(
+    routers: Sequence[APIRouter],
+    app: App,
+    refused: Callable[[Request, Exception], Awaitable[Response]],
+    *,
+    known: tuple[type[Exception], ...],
+) -> App:
+    """An application that calls the routers' plain routes itself, and leaves all else to `app`.
+
+    Plain routes are those that `add_route` adds: their endpoints take a request and return a response. The layers of
+    FastAPI would cost more processor time than the rest of a short answer. `refused` makes a response of an error; one
+    that is none of the `known` kinds is raised again behind it, for the server's log.
+    """
+    routes = [route for router in routers for route in router.routes if type(route) is Route]
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        for route in routes if scope["type"] == "http" else ():
+            match, more = route.matches(scope)
+            if match is Match.FULL:
+                await answer(route, {**scope, **more}, receive, send)
+                return
+        await app(scope, receive, send)
+
+    async def answer(route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        request, raised = Request(scope, receive, send), None
+        try:
+            response = await route.endpoint(request)
+        except Exception as error:
+            raised, response = error, await refused(request, error)
+        await response(scope, receive, send)
+        if raised is not None and not isinstance(raised, known):
+            raise raised
+
+    return call
 
 
 def by_path(prefix: str, app: App, other: App) -> App:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import attrs
@@ -41,6 +43,11 @@ class RecordedTurn:
         """All ids."""
         return (*self.before, *self.answer.tokens.tolist())
 
+    @property
+    def size(self) -> int:
+        """How many ids there are."""
+        return len(self.before) + len(self.answer.tokens)
+
 
 @attrs.frozen(eq=False)
 class EpisodeRow:
@@ -60,20 +67,41 @@ class EpisodeRow:
         return tuple(token for turn in self.turns for token in turn.ids)
 
 
+@attrs.frozen(eq=False)
+class Items:
+    """Comparable items one behind the other: messages, ids or the characters of a text."""
+
+    data: bytes
+    ends: Sequence[int]  # of each item in `data`; a range for items of one width
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __add__(self, other: Items) -> Items:
+        data, first = self.data + other.data, len(self.data)
+        if isinstance(self.ends, range) and isinstance(other.ends, range):
+            return _of_width(data, self.ends.step)
+        return Items(data, [*self.ends, *(first + end for end in other.ends)])
+
+    def between(self, start: int, end: int) -> bytes:
+        """The items from one number to another."""
+        return self.data[self.ends[start - 1] if start else 0 : self.ends[end - 1] if end else 0]
+
+
 class Conversation(NamedTuple):
-    """A request's conversation as comparable items: messages, ids or the characters of a text.
+    """A request's conversation as comparable items.
 
     `cuts` are the lengths at which it may go on from an earlier answer, the longest first; None: all.
     """
 
     kind: Kind
     head: bytes  # what else an earlier request must have in common with it
-    items: Sequence[bytes]
+    items: Items
     cuts: Sequence[int] | None = None
 
-    def behind(self, *items: bytes) -> Conversation:
+    def behind(self, items: Items) -> Conversation:
         """The conversation with an answer."""
-        return self._replace(items=[*self.items, *items])
+        return self._replace(items=self.items + items)
 
 
 def of_messages(messages: Sequence[Message], tools: Sequence[Any]) -> Conversation:
@@ -81,25 +109,37 @@ def of_messages(messages: Sequence[Message], tools: Sequence[Any]) -> Conversati
     last = max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=-1)
     cuts = [last + 1] if 0 <= last < len(messages) - 1 else []
     head = json.dumps(tools, sort_keys=True).encode() if tools else b""
-    return Conversation("chat", head, [item_of(message) for message in messages], cuts)
+    return Conversation("chat", head, items_of(messages), cuts)
 
 
-def item_of(message: Message) -> bytes:
-    """A message in the form in which it is compared: an assistant's by its content and its calls alone."""
+def items_of(messages: Sequence[Message]) -> Items:
+    """Messages in the form in which they are compared: an assistant's by its content and its calls alone."""
+    parts = [_message_bytes(message) for message in messages]
+    return Items(b"".join(parts), [*accumulate(map(len, parts))])
+
+
+def _message_bytes(message: Message) -> bytes:
+    """A message behind the number of its bytes."""
+    shown: Any = message
     if message["role"] == "assistant":
         calls = [[x["function"]["name"], x["function"]["arguments"]] for x in message.get("tool_calls", ())]
-        return json.dumps(["assistant", message["content"], calls], sort_keys=True).encode()
-    return json.dumps(message, sort_keys=True).encode()
+        shown = ["assistant", message["content"], calls]
+    own = json.dumps(shown, sort_keys=True).encode()
+    return len(own).to_bytes(8, "little") + own
 
 
 def of_ids(ids: Sequence[int]) -> Conversation:
     """A prompt of ids."""
-    return Conversation("ids", b"", [token.to_bytes(8, "little") for token in ids])
+    return Conversation("ids", b"", _of_width(array("q", ids).tobytes(), 8))
 
 
 def of_text(text: str) -> Conversation:
     """A prompt of text."""
-    return Conversation("text", b"", [letter.encode() for letter in text])
+    return Conversation("text", b"", _of_width(text.encode("utf-32-le"), 4))
+
+
+def _of_width(data: bytes, width: int) -> Items:
+    return Items(data, range(width, len(data) + 1, width))
 
 
 @attrs.frozen(eq=False)
@@ -122,7 +162,7 @@ class RowStart:
     @property
     def used(self) -> int:
         """The tokens of the row's response before what the conversation adds."""
-        return 0 if self.row is None else len(self.row.ids) - len(self.row.prompt)
+        return 0 if self.row is None else sum(turn.size for turn in self.row.turns) - len(self.row.prompt)
 
     def key_of(self, key: Key) -> Key:
         """The key of its answer, by the row's number and the answer's: in an episode's first row that by which
@@ -201,7 +241,7 @@ class Episodes:
             self._of.setdefault(start.name, []).append((digest, whole.kind, size, request))
             if whole.kind != "chat":
                 self._lengths[whole.kind][size] += 1
-            self._tokens += sum(len(each.ids) for each in row.turns[len(held) :])
+            self._tokens += sum(each.size for each in row.turns[len(held) :])
             self._thin()
 
     def abandon(self, start: RowStart) -> None:
@@ -267,6 +307,8 @@ class Episodes:
 
     def _thin(self) -> None:
         """Drops what is too much, but for the newest."""
+        if self._tokens <= self._most:
+            return
         for name in [*self._rows][:-1]:
             if self._tokens <= self._most:
                 return
@@ -275,7 +317,7 @@ class Episodes:
 
     def _forget(self, name: str) -> None:
         rows = self._rows.pop(name, {})
-        self._tokens -= sum(len(turn.ids) for row in rows.values() for turn in row.turns)
+        self._tokens -= sum(turn.size for row in rows.values() for turn in row.turns)
         gone = self._of.pop(name, [])
         for digest, kind, size, _ in gone:
             if self._answers.get(digest, _NOWHERE).name == name:
@@ -298,6 +340,6 @@ def _digests(scope: str, conversation: Conversation, sizes: set[int]) -> Iterato
         state.update(len(part).to_bytes(8, "little") + part)
     start = 0
     for size in sorted(size for size in sizes if 0 < size <= len(conversation.items)):
-        state.update(b"".join(len(item).to_bytes(8, "little") + item for item in conversation.items[start:size]))
+        state.update(conversation.items.between(start, size))
         start = size
         yield size, state.copy().digest()

@@ -16,7 +16,7 @@ from torch import Tensor
 from fppo.models.several import Adapter
 from fppo.rollout.engine import Engine
 from fppo.rollout.generated import opened
-from fppo.rollout.requests import AdapterRequests, FinishedRequest, QueueFull, Request, Requests
+from fppo.rollout.requests import AdapterRequests, DrawnTokens, FinishedRequest, QueueFull, Request, Requests
 
 Params = Mapping[str, Tensor]
 Newer = Callable[[], tuple[Params, int] | None]
@@ -29,7 +29,7 @@ class DrawnPart(NamedTuple):
     log_probs: tuple[float, ...]
 
 
-_CLOSE, _LONGEST = 0.002, 0.01  # seconds between requests that are read together, and that one waits for others
+_CLOSE, _LONGEST = 0.002, 0.03  # seconds between requests that are read together, and that one waits for others
 Event = DrawnPart | FinishedRequest | Exception
 Receive = Callable[[Event], None]
 
@@ -43,7 +43,6 @@ class _Waiting:
     request: Request
     receive: Receive
     home: asyncio.AbstractEventLoop
-    along: bool  # reads along
 
 
 _Call = _Waiting | Callable[[Requests], None] | None  # None: to end
@@ -53,7 +52,7 @@ class EngineLoop:
     """An engine that answers requests in a thread of its own, as long as it is open. Any thread may call.
 
     At most `most_waiting` requests wait for a place. Those that come within 2 ms of one another are read together, and
-    none waits more than 10 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
+    none waits more than 30 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
     many steps, and whenever a request comes to an idle engine. What goes wrong in the engine goes to all who wait, and
     to whoever asks next; `failure` has it.
     """
@@ -74,6 +73,7 @@ class EngineLoop:
         self._due: float | None = None
         self._first = 0.0  # when the first request among them came
         self._waiting: dict[str, _Waiting] = {}
+        self._readers: set[str] = set()  # those among them who read along
         self._futures: list[Future[None]] = []
         self._lock = threading.Lock()
         self._stopped = False
@@ -96,17 +96,19 @@ class EngineLoop:
 
         Raises ServerStopped. An error of the request's own is its end.
         """
-        waiting = _Waiting(request, receive, asyncio.get_running_loop(), along)
+        waiting = _Waiting(request, receive, asyncio.get_running_loop())
         with self._lock:
             if self._stopped:
                 raise ServerStopped("the engine has stopped")
             self._waiting[request.name] = waiting
+            if along:
+                self._readers.add(request.name)
         self._calls.put(waiting)
 
     def cancel(self, name: str) -> None:
         """Ends a request, whose end nobody hears of, and forgets it."""
         with self._lock:
-            self._waiting.pop(name, None)
+            self._left(name)
 
         def both(requests: Requests) -> None:
             requests.cancel([name])
@@ -208,14 +210,16 @@ class EngineLoop:
 
     def _gathered(self, *, idle: bool) -> list[_Call]:
         """The calls that are due, in the order in which they came: requests that come shortly after one another are
-        taken in together, since reading them one by one would take longer. Other rows go on meanwhile."""
+        taken in together, since reading them one by one would take longer. Other rows go on meanwhile; once some are
+        due, those that came during the last step come with them."""
         while True:
             left = None if self._due is None else self._due - time.monotonic()
-            if left is not None and left <= 0:
-                break
+            due = left is not None and left <= 0
             try:
-                call = self._calls.get(timeout=left) if idle else self._calls.get_nowait()
+                call = self._calls.get(timeout=left) if idle and not due else self._calls.get_nowait()
             except queue.Empty:
+                if due:
+                    break
                 if idle:
                     continue
                 return []
@@ -223,7 +227,7 @@ class EngineLoop:
             if isinstance(call, _Waiting):
                 now = time.monotonic()
                 self._first = now if self._due is None else self._first
-                self._due = min(now + _CLOSE, self._first + _LONGEST)
+                self._due = self._due if due else min(now + _CLOSE, self._first + _LONGEST)
             elif call is None or self._due is None:
                 break
         held, self._held, self._due = self._held, [], None
@@ -243,7 +247,7 @@ class EngineLoop:
                 return
             (waiting,) = left
             with self._lock:
-                self._waiting.pop(waiting.request.name, None)
+                self._left(waiting.request.name)
             _post(waiting.home, [(waiting.receive, error)])
 
     def _update(self, requests: Requests, params: Params, version: int) -> None:
@@ -252,29 +256,37 @@ class EngineLoop:
 
     def _deliver(self, requests: Requests) -> None:
         drawn, finished = requests.step()
-        along: dict[str, tuple[list[int], list[float]]] = {}
-        for name, token, log_prob in zip(drawn.names, drawn.tokens, drawn.log_probs, strict=True):
-            waiting = self._waiting.get(name)
-            if waiting is not None and waiting.along:
-                tokens, log_probs = along.setdefault(name, ([], []))
-                tokens.append(token)
-                log_probs.append(log_prob)
-        events: list[tuple[str, Event]] = [(n, DrawnPart(tuple(t), tuple(p))) for n, (t, p) in along.items()]
-        events += [(answer.name, answer) for answer in finished if answer.end != "cancelled"]
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Receive, Event]]] = {}
         with self._lock:
-            for name, event in events:
-                done = isinstance(event, FinishedRequest)
-                waiting = self._waiting.pop(name, None) if done else self._waiting.get(name)
+            events: list[tuple[_Waiting | None, Event]] = []
+            if self._readers:
+                events += [(self._waiting.get(name), part) for name, part in self._along(drawn)]
+            events += [(self._left(answer.name), answer) for answer in finished if answer.end != "cancelled"]
+            for waiting, event in events:
                 if waiting is not None:
                     posts.setdefault(waiting.home, []).append((waiting.receive, event))
         for home, each in posts.items():
             _post(home, each)
 
+    def _along(self, drawn: DrawnTokens) -> list[tuple[str, DrawnPart]]:
+        """The tokens of a step for those who read along, by request."""
+        along: dict[str, tuple[list[int], list[float]]] = {}
+        for name, token, log_prob in zip(drawn.names, drawn.tokens, drawn.log_probs, strict=True):
+            if name in self._readers:
+                tokens, log_probs = along.setdefault(name, ([], []))
+                tokens.append(token)
+                log_probs.append(log_prob)
+        return [(name, DrawnPart(tuple(tokens), tuple(log_probs))) for name, (tokens, log_probs) in along.items()]
+
+    def _left(self, name: str) -> _Waiting | None:
+        """Forgets a request, and returns who waits for it; None if nobody does."""
+        self._readers.discard(name)
+        return self._waiting.pop(name, None)
+
     def _end(self, error: Exception) -> None:
         with self._lock:
             self._stopped = True
-            left, self._waiting = self._waiting, {}
+            left, self._waiting, self._readers = self._waiting, {}, set()
             futures, self._futures = self._futures, []
         for result in futures:
             if not result.done():

@@ -118,13 +118,14 @@ class CompletionRequest:
 def parsed(body: bytes) -> dict[str, Any]:
     """The JSON object of a body. Raises ApiError for what is none."""
     try:
-        value = json_of(body.decode())
+        text = body.decode()
+        value = json_of(text)
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is no JSON: {error}"[:500]) from error
     if not isinstance(value, dict):
         raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
-    if half_pairs(value) is not None:
+    if "\\u" in text and half_pairs(value) is not None:  # nothing else than an escape can write one
         raise ApiError(400, "the body holds half of a surrogate pair, which is no character")
     return value
 
@@ -152,7 +153,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     """The request of POST /completions. Raises ApiError."""
     _check_names(body, (*_COMMON, "prompt"))
     prompt = body.get("prompt")
-    whole = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and all(map(_is_whole, prompt)))
+    whole = isinstance(prompt, str) or (isinstance(prompt, list) and bool(prompt) and _are_whole(prompt))
     prompts = [prompt] if whole else prompt
     if not isinstance(prompts, list) or not prompts:
         raise wrong("prompt", "give a text, a list of ids, or a list of either")
@@ -166,12 +167,7 @@ def completion_request(body: Mapping[str, Any]) -> CompletionRequest:
 def _prompt(value: Any, name: str) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
-    if (
-        not isinstance(value, list)
-        or not value
-        or not all(map(_is_whole, value))
-        or not 0 <= min(value) <= max(value) < _IDS
-    ):
+    if not isinstance(value, list) or not value or not _are_whole(value) or not 0 <= min(value) <= max(value) < _IDS:
         raise wrong(name, "give a text, or a list of ids, which are numbers from 0 on")
     return tuple(value)
 
@@ -237,6 +233,11 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _are_whole(values: Sequence[Any]) -> bool:
+    """Whether values of JSON are all whole numbers; `_is_whole` would be called for each token of a prompt."""
+    return set(map(type, values)) <= {int}
+
+
 def _whole(low: int, high: int | None = None) -> Callable[[Any], int]:
     def read(value: Any) -> int:
         if not _is_whole(value) or value < low or (high is not None and value > high):
@@ -277,7 +278,7 @@ def _stops(value: Any) -> tuple[str, ...]:
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(map(_is_whole, value)) or min(value, default=0) < 0:
+    if not isinstance(value, list) or not _are_whole(value) or min(value, default=0) < 0:
         raise ValueError("give a list of ids, which are numbers from 0 on")
     return tuple(value)
 

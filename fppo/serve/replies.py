@@ -64,16 +64,14 @@ class ReplyForm:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     def _choice(self, answer: WholeAnswer) -> dict[str, Any]:
-        finished = answer.finished
-        tokens, log_probs = finished.tokens.tolist(), finished.log_probs.tolist()
-        own: dict[str, Any] = {"index": answer.index, "finish_reason": answer.finish}
-        scores = finished.drawn_scores
-        if scores is None:
-            own["logprobs"] = self._noted(tokens, log_probs)
-        else:
-            own["logprobs"] = self._noted(tokens, scores.log_probs.tolist(), scores.top)
+        finished, tokens = answer.finished, answer.tokens
+        own: dict[str, Any] = {"index": answer.index, "finish_reason": answer.finish, "logprobs": None}
+        if self.log_probs:
+            scores = finished.drawn_scores
+            log_probs = finished.log_probs if scores is None else scores.log_probs
+            own["logprobs"] = self._noted(tokens, log_probs.tolist(), None if scores is None else scores.top)
         if self.token_ids:
-            own |= {"token_ids": tokens, "prompt_token_ids": list(answer.prompt)}
+            own |= {"token_ids": tokens, "prompt_token_ids": answer.prompt}
         if not self.chat:
             return {**own, "text": answer.turn.content}
         calls = _calls(answer.turn, finished.name)
@@ -125,7 +123,7 @@ class ReplyForm:
 
 def usage_of(answers: Sequence[WholeAnswer]) -> dict[str, int]:
     """The numbers of tokens of a request's answers."""
-    drawn, read = sum(len(x.finished.tokens) for x in answers), sum(map(len, {x.prompt for x in answers}))
+    drawn, read = sum(len(x.tokens) for x in answers), sum(map(len, {x.prompt for x in answers}))
     return {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
 
 

@@ -15,6 +15,7 @@ from fppo.serve.app import App
 
 LOOPBACK = "127.0.0.1"
 _STARTS, _ENDS = 30.0, 5  # seconds
+_IDLE = 120  # seconds for which a connection without a request stays: an agent's tools may take long
 
 
 def new_key() -> str:
@@ -62,7 +63,14 @@ def serving(app: App, listener: socket.socket) -> Iterator[str]:
     At the end open connections have a few seconds to finish.
     """
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=_ENDS, lifespan="off"
+        app,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_IDLE,
+        timeout_graceful_shutdown=_ENDS,
+        lifespan="off",
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), name="fppo-server", daemon=True)

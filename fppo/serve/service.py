@@ -22,7 +22,7 @@ from fppo.serve.episodes import (
     Kind,
     RecordedTurn,
     RowStart,
-    item_of,
+    items_of,
     of_ids,
     of_messages,
     of_text,
@@ -41,6 +41,8 @@ from fppo.serve.protocol import (
     wrong,
 )
 from fppo.serve.texts import AnswerReader, Texts
+
+Behind = Callable[[ParsedTurn, Sequence[int]], Conversation]  # a conversation with its answer, and the ids of that
 
 
 @attrs.frozen(kw_only=True)
@@ -65,7 +67,7 @@ class NewTurn(NamedTuple):
 
     conversation: Conversation
     added: Callable[[RowStart], list[int]]
-    behind: Callable[[ParsedTurn, FinishedRequest], Conversation]
+    behind: Behind
     tools: Sequence[Tool] = ()
     forced: ForcedCall | None = None
     opening: tuple[int, ...] = ()
@@ -110,6 +112,7 @@ class WholeAnswer:
     index: int
     turn: ParsedTurn
     finished: FinishedRequest
+    tokens: Sequence[int]  # those of `finished`
     prompt: tuple[int, ...]  # all ids before it
     named: bool = False  # the client named the function that it calls
 
@@ -152,21 +155,25 @@ class OpenAnswer:
                     raise _error_of(event)
                 shown += len(event.tokens)
                 yield AnswerPart(self._reader.add(event.tokens), *event)
-            tokens, log_probs = event.tokens.tolist()[shown:], event.log_probs.tolist()[shown:]
-            text = self._reader.add(tokens)
-            rest, whole = self._reader.close(event.end)
-            answer = self._commit(event, whole)
-            yield AnswerPart(text + rest, tuple(tokens), tuple(log_probs))
+            tokens, log_probs = event.tokens.tolist(), event.log_probs.tolist()[shown:]
+            rest, text = self._reader.close(event.end, tokens[shown:])
+            answer = self._commit(event, tokens, text)
+            yield AnswerPart(rest, tuple(tokens[shown:]), tuple(log_probs))
             yield answer
         finally:
             self.cancel()
 
     async def whole(self) -> WholeAnswer:
         """The answer, once it has ended. Raises ApiError."""
-        async for part in self.parts():
-            if isinstance(part, WholeAnswer):
-                return part
-        raise ApiError(500, "the answer did not end", kind="server_error")
+        try:
+            while not isinstance(event := await self._events.get(), FinishedRequest):
+                if isinstance(event, Exception):
+                    raise _error_of(event)
+            tokens = event.tokens.tolist()
+            _, text = self._reader.close(event.end, tokens)
+            return self._commit(event, tokens, text)
+        finally:
+            self.cancel()
 
     def cancel(self) -> None:
         """Ends the answer and forgets it, unless it has ended."""
@@ -175,17 +182,17 @@ class OpenAnswer:
             self._loop.cancel(self.plan.request.name)
             self._service.close(self.plan, None)
 
-    def _commit(self, event: FinishedRequest, text: str) -> WholeAnswer:
+    def _commit(self, event: FinishedRequest, tokens: Sequence[int], text: str) -> WholeAnswer:
         plan, texts = self.plan, self._service.sources.texts
         asked, opened = plan.asked, len(plan.asked.opening)
         before = plan.prompt[: len(plan.prompt) - opened]
-        turn = texts.parsed(text, event.tokens.tolist(), before, asked.tools, asked.opening)
+        turn = texts.parsed(text, tokens, before, asked.tools, asked.opening)
         said = texts.decoded(asked.opening) + text if opened else text
         self._closed = True
-        self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.behind(turn, event))
+        self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.behind(turn, tokens))
         asked.check(turn, event.end)
         named = asked.forced is not None and asked.forced.named
-        return WholeAnswer(index=plan.index, turn=turn, finished=event, prompt=plan.prompt, named=named)
+        return WholeAnswer(index=plan.index, turn=turn, finished=event, tokens=tokens, prompt=plan.prompt, named=named)
 
 
 class Service:
@@ -197,11 +204,13 @@ class Service:
         self._numbers = itertools.count()
         self._open = 0
         self._kept: OrderedDict[str, int] = OrderedDict()  # tokens of the rows whose contexts are kept, by request
+        self._kept_tokens = 0  # of all of them
 
     def attach(self, loop: EngineLoop | None, sources: Sources | None = None) -> None:
         """Goes on with this engine, of which no context is kept yet; None: requests are refused."""
         self._loop, self.sources = loop, sources or self.sources
         self._kept.clear()
+        self._kept_tokens = 0
 
     @property
     def loop(self) -> EngineLoop:
@@ -225,9 +234,9 @@ class Service:
                 ids = texts.observation(messages[: start.seen], messages[start.seen :], start.end, tools)
             return [*ids, *opening]
 
-        def behind(turn: ParsedTurn, answer: FinishedRequest) -> Conversation:
-            del answer
-            return conversation.behind(item_of(said_of(turn)))
+        def behind(turn: ParsedTurn, ids: Sequence[int]) -> Conversation:
+            del ids
+            return conversation.behind(items_of([said_of(turn)]))
 
         return self._opened(request.options, [NewTurn(conversation, added, behind, tools, forced, opening)], episode)
 
@@ -242,7 +251,7 @@ class Service:
         return NewTurn(
             conversation,
             lambda start: texts.text(prompt[start.seen :], first=not start.seen),
-            lambda turn, answer: conversation.behind(*of_text(texts.decoded(answer.tokens.tolist())).items),
+            lambda turn, ids: conversation.behind(of_text(texts.decoded(ids)).items),
         )
 
     def _of_ids(self, prompt: tuple[int, ...]) -> NewTurn:
@@ -250,7 +259,7 @@ class Service:
         return NewTurn(
             conversation,
             lambda start: texts.checked(prompt[start.seen :]),
-            lambda turn, answer: conversation.behind(*of_ids(answer.tokens.tolist()).items),
+            lambda turn, ids: conversation.behind(of_ids(ids).items),
         )
 
     def _opened(self, options: AnswerOptions, turns: Sequence[NewTurn], episode: str | None) -> list[OpenAnswer]:
@@ -281,11 +290,12 @@ class Service:
         plan = None
         try:
             new = tuple(asked.added(start))
+            prompt = (*start.before, *new)
             plan = AnswerPlan(
                 start=start,
-                prompt=(*start.before, *new),
-                new=new if start.row is not None else (*start.before, *new),
-                request=self._request(options, asked.conversation, start, new, index),
+                prompt=prompt,
+                new=prompt if start.row is None else new,
+                request=self._request(options, asked.conversation.kind, start, prompt, len(new), index),
                 asked=asked,
                 options=options,
                 index=index,
@@ -299,14 +309,15 @@ class Service:
             raise
 
     def _request(
-        self, options: AnswerOptions, conversation: Conversation, start: RowStart, new: tuple[int, ...], index: int
+        self, options: AnswerOptions, kind: Kind, start: RowStart, prompt: tuple[int, ...], new: int, index: int
     ) -> Request:
-        """The engine's request. Raises ApiError where there is nothing to read, or no room for an answer."""
-        sources, bounds, prompt = self.sources, self.sources.bounds, (*start.before, *new)
-        name = "messages" if conversation.kind == "chat" else "prompt"
+        """The engine's request, whose last `new` ids its row does not have yet. Raises ApiError where there is nothing
+        to read, or no room for an answer."""
+        sources, bounds = self.sources, self.sources.bounds
+        name = "messages" if kind == "chat" else "prompt"
         if not prompt:
             raise wrong(name, "there is no token in it")
-        used = start.used + (0 if start.row is None else len(new))
+        used = start.used + (0 if start.row is None else new)
         room = bounds.row_tokens - len(prompt)
         if bounds.response_tokens is not None:
             room = min(room, bounds.response_tokens - used)
@@ -321,8 +332,8 @@ class Service:
             self._kept.move_to_end(after)
         return Request(
             name=f"request-{next(self._numbers)}",
-            ids=prompt if after is None else new,
-            sampling=self._sampling(options, conversation.kind, min(room, options.max_tokens or bounds.answer_tokens)),
+            ids=prompt if after is None else prompt[len(prompt) - new :],
+            sampling=self._sampling(options, kind, min(room, options.max_tokens or bounds.answer_tokens)),
             key=key,
             row=row,
             after=after,
@@ -361,16 +372,18 @@ class Service:
         if turn is None or whole is None:
             self.episodes.abandon(plan.start)
             return
-        self._kept[turn.answer.name] = len(plan.prompt) + len(turn.answer.tokens)
+        self._kept[turn.answer.name] = size = len(plan.prompt) + len(turn.answer.tokens)
+        self._kept_tokens += size
         if plan.start.row is not None and plan.start.after is not None:
             self.forget([plan.start.after])  # of a row the last answer is gone on with, as a rule
-        while sum(self._kept.values()) > self.sources.bounds.kept_tokens and len(self._kept) > 1:
+        while self._kept_tokens > self.sources.bounds.kept_tokens and len(self._kept) > 1:
             self.forget([next(iter(self._kept))])
         self.episodes.commit(plan.start, turn, whole)
 
     def forget(self, requests: Sequence[str]) -> None:
         """Releases the contexts of requests."""
-        held = [name for name in requests if self._kept.pop(name, None) is not None]
+        held = [name for name in requests if name in self._kept]
+        self._kept_tokens -= sum(self._kept.pop(name) for name in held)
         if held and self._loop is not None:
             self._loop.release(held)
 

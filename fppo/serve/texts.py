@@ -186,8 +186,9 @@ class AnswerReader:
         self._read(len(self._ids) - ended, whole=False)
         return self._give(self._safe())
 
-    def close(self, finish: str) -> tuple[str, str]:
-        """The rest of the text, and the whole of it, once the answer has ended."""
+    def close(self, finish: str, tokens: Sequence[int] = ()) -> tuple[str, str]:
+        """The rest of the text, and the whole of it, once the answer has ended with these tokens."""
+        self._ids += tokens
         ended = finish == "stop" and bool(self._ids) and self._ids[-1] in self._stop_tokens
         self._read(len(self._ids) - ended, whole=True)
         if finish == "stop" and not ended:

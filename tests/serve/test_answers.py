@@ -161,8 +161,14 @@ letters = st.text("abé漢😀 \n<|im_", max_size=12)
 
 
 @settings(max_examples=60)
-@given(letters, letters, st.lists(st.text("abé ", min_size=1, max_size=4), max_size=3), st.integers(1, 4))
-def test_parts_of_an_answer_join_to_the_whole_and_hold_no_stop(first, second, stops, size):
+@given(
+    letters,
+    letters,
+    st.lists(st.text("abé ", min_size=1, max_size=4), max_size=3),
+    st.integers(1, 4),
+    st.integers(0, 30),
+)
+def test_parts_of_an_answer_join_to_the_whole_and_hold_no_stop(first, second, stops, size, last):
     """Whatever parts its tokens come in; half of a character is never shown."""
     ids = tokenizer().encode(first + second, add_special_tokens=False)
     whole_text = texts().decoded(ids)
@@ -176,9 +182,10 @@ def test_parts_of_an_answer_join_to_the_whole_and_hold_no_stop(first, second, st
         expected = expected[: min(expected.find(s) for s in stops if s in expected)]
     else:
         ids, expected = [*ids, END], whole_text
-    parts = [reader.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+    before, last_ids = ids[: max(len(ids) - last, 0)], ids[max(len(ids) - last, 0) :]
+    parts = [reader.add(before[i : i + size]) for i in range(0, len(before), size)]
     assert "\ufffd" not in "".join(parts)
-    rest, whole = reader.close("stop")
+    rest, whole = reader.close("stop", last_ids)
     assert whole == expected
     assert "".join(parts) + rest == whole
 

@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fppo.rollout.requests import FinishedRequest
-from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, of_ids, of_messages, row_number
+from fppo.serve.episodes import EpisodeRow, Episodes, RecordedTurn, of_ids, of_messages, of_text, row_number
 from fppo.serve.rows import rollout_of_rows
 from fppo.serve.service import Bounds
 from tests.serve.world import END, chat, parrot_world, says, texts, tokenizer
@@ -178,7 +180,7 @@ def asked(episodes, name, ids, *answers):
             fed=0,
         )
         turn = RecordedTurn(tuple(ids[len(start.before) :]), answer, "")
-        episodes.commit(start, turn, conversation.behind(*of_ids(tokens).items))
+        episodes.commit(start, turn, conversation.behind(of_ids(tokens).items))
         starts.append(start)
         ids = [*ids, *tokens, *more]
     return starts
@@ -285,6 +287,37 @@ def test_a_place_that_is_abandoned_is_as_if_it_had_never_been_opened():
     assert (fork.number, fork.row, fork.known) == (2, None, (1, 2, 4))
     episodes.abandon(going_on)
     assert episodes.begin("a", of_ids([1, 2, 4, 5])).number == 1
+
+
+SAID = st.tuples(st.sampled_from(["user", "assistant"]), st.sampled_from(["", "a", "aa", "aé"]))
+ITEMS = {"ids": st.sampled_from([0, 1, 256]), "text": st.sampled_from("aé漢😀"), "chat": SAID}
+
+
+def conversation(kind, items):
+    if kind == "ids":
+        return of_ids(items)
+    return of_text("".join(items)) if kind == "text" else of_messages([{"role": r, "content": c} for r, c in items], ())
+
+
+@pytest.mark.parametrize("kind", ITEMS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), repeats=st.booleans())
+def test_a_conversation_is_found_by_those_that_begin_with_all_of_it(data, kind, repeats):
+    items = st.lists(ITEMS[kind], max_size=4)
+    more = st.lists(st.tuples(st.just("user"), st.text("aé", max_size=2)), max_size=2) if kind == "chat" else items
+    answer = st.lists(ITEMS[kind], min_size=1, max_size=3)
+    answer = st.just([("assistant", "a")]) if kind == "chat" else answer
+    first, answer = data.draw(items), data.draw(answer)
+    whole = [*first, *answer]
+    later = [*whole, *data.draw(more)] if repeats else data.draw(items)
+    episodes, asked = Episodes(1000), conversation(kind, first)
+    turn = RecordedTurn((1,), finished("x"), "")
+    episodes.commit(episodes.begin("a", asked), turn, asked.behind(conversation(kind, answer).items))
+    last = len(whole)
+    if kind == "chat":  # it goes on from its last answer alone
+        last = max((n for n, (role, _) in enumerate(later, 1) if role == "assistant"), default=0)
+    begins = last == len(whole) < len(later) and later[:last] == whole
+    assert episodes.begin("a", conversation(kind, later)).seen == (last if begins else 0)
 
 
 def test_numbers_of_names():

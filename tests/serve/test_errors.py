@@ -174,9 +174,33 @@ def test_an_episode_without_an_answer_is_not_found(world):
     assert [x["id"] for x in models.json()["data"]] == [MODEL]
 
 
+def test_an_error_of_the_server_itself_is_told_and_raised_for_its_log(world, monkeypatch):
+    def fails(*_):
+        raise KeyError("planted")
+
+    monkeypatch.setattr(world.service, "chat", fails)
+    response = world.post(CHAT, asked())
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "the server failed: KeyError"
+    monkeypatch.setattr(world, "raises", True)
+    with pytest.raises(KeyError, match="planted"):
+        world.post(CHAT, asked())
+
+
+def test_a_wrong_method_is_answered_with_those_that_there_are(world):
+    import asyncio
+
+    async def get():
+        async with world.client() as client:
+            return await client.get(CHAT)
+
+    response = asyncio.run(get())
+    assert response.status_code == 405
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
 def test_the_server_wants_a_key():
     from fppo.serve.app import app_of
 
-    app = app_of([], key="", bounds=Bounds())
     with pytest.raises(ValueError, match="key is empty"):
-        app.build_middleware_stack()
+        app_of([], key="", bounds=Bounds())

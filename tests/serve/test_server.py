@@ -11,11 +11,13 @@ import httpx2 as httpx
 import openai
 import pytest
 
+from fppo.key import Key
+from fppo.rollout.requests import Request
 from fppo.serve.loop import EngineLoop
 from fppo.serve.server import address_of, bound_socket, is_loopback, new_key, serving
 from fppo.serve.service import Bounds
 from tests.serve.parrot import Parrot
-from tests.serve.world import END, KEY, MODEL, chat, parrot_world, paused, says
+from tests.serve.world import END, KEY, MODEL, chat, parrot_world, paused, sampling, says
 
 CHAT = "/v1/chat/completions"
 
@@ -281,6 +283,26 @@ def test_newer_weights_are_looked_for_when_a_request_comes_to_an_idle_engine():
             assert world.post(f"/e/{name}{CHAT}", chat("find", max_tokens=3)).status_code == 200
         versions = [{*world.episodes.rows(name)[0].turns[0].answer.versions.tolist()} for name in ("1", "2")]
     assert versions == [{3}, {7}]
+
+
+def test_requests_that_come_during_a_step_are_read_with_those_that_waited_for_its_end():
+    loop, names = EngineLoop(Parrot(says("x")), {}), iter("abc")
+
+    def submit():
+        request = Request(name=next(names), ids=(5,), sampling=sampling(), key=Key(0))
+        loop.submit(request, lambda event: None, along=False)
+
+    async def run():
+        submit()
+        first = loop._gathered(idle=False)
+        submit()
+        loop._due = 0.0  # a step has ended, and took its time
+        second = loop._gathered(idle=False)
+        submit()
+        return first, second, loop._gathered(idle=False)
+
+    first, second, third = asyncio.run(run())
+    assert (first, [call.request.name for call in second], third) == ([], ["a", "b"], [])
 
 
 def test_hosts_that_others_reach_need_a_word():

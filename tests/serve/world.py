@@ -64,6 +64,8 @@ def says(*answers: str, end: bool = True):
 class World:
     """The parts of a server, and a client of it."""
 
+    raises = False  # whether errors of the server itself come to its clients
+
     def __init__(self, engine, *, bounds=None, params=None, **changes):
         self.engine = engine
         self.bounds = bounds or Bounds(row_tokens=512)
@@ -82,7 +84,7 @@ class World:
         self.loop.stop()
 
     def client(self, key=KEY):
-        transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(self.app, raise_app_exceptions=self.raises)
         return httpx.AsyncClient(
             transport=transport, base_url="http://test", headers={"authorization": f"Bearer {key}"}
         )

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from tinker import types
 
 from fppo._errors import printable, words_of
+from fppo.serve.app import App, by_plain_routes
 from fppo.serve.tinker import decode, rest
 from fppo.serve.tinker.decode import PROTO
 from fppo.serve.tinker.encode import error_of
@@ -52,9 +53,11 @@ class ClientFlags:
         }
 
 
-def tinker_app(service: TinkerService, *, keys: Sequence[str], flags: ClientFlags | None = None) -> FastAPI:
-    """The application of the protocol: whoever gives none of the keys gets an error, and nothing else."""
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+def tinker_app(service: TinkerService, *, keys: Sequence[str], flags: ClientFlags | None = None) -> App:
+    """The application of the protocol: whoever gives none of the keys gets an error, and nothing else. Raises
+    ValueError for no keys, and for empty ones."""
+    app, plain = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), _plain_router(service)
+    app.include_router(plain)
     app.include_router(_service_router(service, flags or ClientFlags()), prefix=PREFIX)
     app.include_router(_run_router(service), prefix=PREFIX)
     app.include_router(_sampling_router(service), prefix=PREFIX)
@@ -62,8 +65,8 @@ def tinker_app(service: TinkerService, *, keys: Sequence[str], flags: ClientFlag
     for kind in (Refusal, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     free = (f"{PREFIX}/healthz", f"{PREFIX}{rest.FILES}/")
-    app.add_middleware(KeyGuard, keys=tuple(keys), bounds=service.bounds, free=free)
-    return app
+    direct = by_plain_routes([plain], app, _refused, known=(Refusal, HTTPException))
+    return KeyGuard(direct, keys=tuple(keys), bounds=service.bounds, free=free)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -191,6 +194,23 @@ def _taker(taken: Callable[[Request, str], Any], kind: str) -> Callable[[Request
     return take
 
 
+def _plain_router(service: TinkerService) -> APIRouter:
+    """The routes of which a client calls one or two for each sample."""
+    router = APIRouter()
+
+    async def asample(request: Request) -> JSONResponse:
+        name, sequences = service.sample(_owner(request), sample_request(await request.body()))
+        return JSONResponse({"request_id": name, "sample_sequence_ids": sequences})
+
+    async def retrieve_future(request: Request) -> Response:
+        given = decode.of_type(types.FutureRetrieveRequest, await request.body())
+        return await _result(service, given, _owner(request))
+
+    router.add_route(f"{PREFIX}/asample", asample, methods=["POST"])
+    router.add_route(f"{PREFIX}/retrieve_future", retrieve_future, methods=["POST"])
+    return router
+
+
 def _sampling_router(service: TinkerService) -> APIRouter:
     router = APIRouter()
 
@@ -206,16 +226,6 @@ def _sampling_router(service: TinkerService) -> APIRouter:
         sampler = service.registry.sampler(given.sampling_session_id, _owner(request))
         number = await asyncio.to_thread(service.registry.join, sampler)
         return JSONResponse({"type": "join_sampling_session", "client_counter": number})
-
-    @router.post("/asample")
-    async def asample(request: Request) -> JSONResponse:
-        name, sequences = service.sample(_owner(request), sample_request(await request.body()))
-        return JSONResponse({"request_id": name, "sample_sequence_ids": sequences})
-
-    @router.post("/retrieve_future")
-    async def retrieve_future(request: Request) -> Response:
-        given = decode.of_type(types.FutureRetrieveRequest, await request.body())
-        return await _result(service, given, _owner(request))
 
     @router.post("/retrieve_futures")
     async def retrieve_futures(request: Request) -> JSONResponse:

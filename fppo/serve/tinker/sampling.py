@@ -1,4 +1,4 @@
-"""Sampling for the tinker protocol: requests are gathered shortly, and drawn by the engines that hold their weights.
+"""Sampling for the tinker protocol: samples are drawn by the engines that hold their weights.
 
 Adapters of one base are drawn side by side by the base's engine, as far as that can. Other weights have an engine each,
 which is opened when they are first sampled from, and closed for others once nothing is open.
@@ -23,7 +23,6 @@ from fppo.serve.tinker.samples import SampleWork
 from fppo.serve.tinker.snapshots import SampledWeights
 
 Recorded = Callable[[SampleWork, Sequence[FinishedRequest]], None]  # by the names of the rows
-_GATHER, _GATHER_MOST = 0.002, 0.02  # seconds without another request, and in all
 
 
 @attrs.define(eq=False)
@@ -34,9 +33,6 @@ class _OpenEngine:
     closes: bool  # once other weights want its place
     adapters: OrderedDict[str, int] = attrs.field(factory=OrderedDict)
     open: dict[str | None, int] = attrs.field(factory=dict)
-    gathered: list[tuple[Request, Callable[[Event], None]]] = attrs.field(factory=list)
-    timer: asyncio.TimerHandle | None = None
-    began: float = 0.0
 
     @property
     def busy(self) -> bool:
@@ -115,14 +111,12 @@ class SamplerEngines:
         engine.open[adapter] = engine.open.get(adapter, 0) + 1
         try:
             for request in requests:
-                self._gather(engine, request, self._receiver(held, request.name))
+                engine.loop.submit(request, self._receiver(held, request.name), along=False)
             return await ended
         finally:
             del self._open[name]
             engine.open[adapter] -= 1
-            left = set(held.names) - held.finished.keys()
-            engine.gathered = [each for each in engine.gathered if each[0].name not in left]
-            for each in left:
+            for each in set(held.names) - held.finished.keys():
                 engine.loop.cancel(each)
 
     @staticmethod
@@ -138,26 +132,6 @@ class SamplerEngines:
                     held.ended.set_result([held.finished[each] for each in held.names])
 
         return receive
-
-    def _gather(self, engine: _OpenEngine, request: Request, receive: Callable[[Event], None]) -> None:
-        """Hold a request until no other has come for a moment, so that those that come together are read together."""
-        loop = asyncio.get_running_loop()
-        if not engine.gathered:
-            engine.began = loop.time()
-        engine.gathered.append((request, receive))
-        if engine.timer is not None:
-            engine.timer.cancel()
-        left = engine.began + _GATHER_MOST - loop.time()
-        engine.timer = loop.call_later(max(0.0, min(_GATHER, left)), self._flush, engine)
-
-    @staticmethod
-    def _flush(engine: _OpenEngine) -> None:
-        gathered, engine.gathered, engine.timer = engine.gathered, [], None
-        for request, receive in gathered:
-            try:
-                engine.loop.submit(request, receive, along=False)
-            except ServerStopped as error:
-                receive(error)
 
     async def _engine_of(self, weights: SampledWeights | str) -> tuple[_OpenEngine, str | None]:
         """The engine of some weights, and the name by which it has them, None for its own."""
