@@ -6,13 +6,14 @@ import attrs
 import pytest
 import torch
 
+from fppo.models import flops
 from fppo.plan.case import GIB, PlannedSampling, hardware_of, overhead
 from fppo.plan.columns import column_calls
-from fppo.plan.passes import Built, rows_of
-from fppo.plan.plan import _at_rest
+from fppo.plan.passes import Built, model_of, rows_of, stages_of
+from fppo.plan.plan import _at_rest, _stage
 from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, rollout_of
 from fppo.plan.run import case_of
-from fppo.plan.track import BATCH
+from fppo.plan.track import BATCH, Cost, Phase, Segment
 from fppo.settings.plan import PlanSettings
 from tests import tiny_run
 from tests.plan.cases import case
@@ -123,3 +124,23 @@ def test_half_of_what_is_free_on_a_gpu_is_for_the_engines_cache():
     again = rollout_of(attrs.evolve(what, sampling=attrs.evolve(sampling, max_rows=64)), rest, Built())
     assert again.together == 64
     assert planned.decode < again.decode
+
+
+def test_the_work_of_a_stage_is_that_of_its_models_arithmetic():
+    """A reward model's head is applied to one token of a row; every rank has its share."""
+    what = case(layers=1, micro_batches=2, mesh={"shard": 2}, full=True)
+    what = attrs.evolve(what, reward_model=what.config)
+    phases, built = [Phase("forward 1", (Segment({}),), Cost())], Built()
+    stages = [_stage(what, what.at(name), name, {}, phases, built) for name in stages_of(what)]
+    found = {stage.name: stage.model_flops for stage in stages}
+    rows, length, response = 2 * 4, 64, 32  # of each rank
+    policy, critic, reward = (model_of(what, name) for name in ("actor", "critic", "reward model"))
+    one = {
+        "reward model": flops.forward_flops(reward, [length], head_tokens=1),
+        "log-probs": flops.forward_flops(policy, [length], head_tokens=response),
+        "reference": flops.forward_flops(policy, [length], head_tokens=response),
+        "values": flops.forward_flops(critic, [length], head_tokens=response),
+        "update critic": flops.train_flops(critic, [length], head_tokens=response),
+        "update actor": flops.train_flops(policy, [length], head_tokens=response),
+    }
+    assert found == pytest.approx({name: rows * each for name, each in one.items()})
