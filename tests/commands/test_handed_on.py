@@ -247,3 +247,24 @@ def test_a_model_is_served_in_the_dtype_and_place_of_the_flags():
         *("m", "bfloat16"),
         *(True, "cpu"),
     )
+
+
+def test_episodes_of_one_server_are_in_files_with_numbers_in_a_row(tmp_path, monkeypatch):
+    """Each has those that came since the one before, grouped by their names."""
+    made, saved = [], []
+    monkeypatch.setattr(serve, "rollout_of_rows", lambda rows, **named: made.append((rows, named)) or "rollout")
+    monkeypatch.setattr(serve.batches, "save", lambda rollout, path: saved.append(path.name) or path.touch())
+    (tmp_path / "episodes_000001.safetensors").touch()  # an earlier server's
+    writer = serve.EpisodeFiles(tmp_path, 13, most=3)
+    for name, rows in (("a", ["r1"]), ("b", ["r2", "r3"]), ("c", ["r4"])):
+        writer.add(name, rows)
+    writer.close()
+    assert saved == ["episodes_000002.safetensors", "episodes_000003.safetensors"]
+    assert made[0] == (
+        ["r1", "r2", "r3"],
+        {"pad_token_id": 13, "groups": [0, 1, 1], "columns": {"ids": ["a", "b", "b"]}},
+    )
+    assert made[1][0] == ["r4"]
+    episodes = SimpleNamespace(names=lambda: ["d", "e"], take=lambda name: [f"of {name}"])
+    writer.end(episodes)
+    assert made[2][0] == ["of d", "of e"]

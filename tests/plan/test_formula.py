@@ -16,8 +16,10 @@ from fppo.plan.estimate import (
     facts_of,
     flops_of,
     rough,
+    seconds_of,
 )
 from fppo.plan.passes import model_of, models_of, stages_of
+from fppo.plan.track import Cost, Phase
 from tests.plan.cases import case, mixture
 
 GPU = hardware_of("h100")
@@ -171,3 +173,80 @@ def test_a_crowded_rank_receives_more_than_it_sends(ranks, load, more):
     comes, goes = load * (ranks - 1) / ranks, 1 - load / ranks
     assert max(comes, goes) / ((comes + goes) / 2) == pytest.approx(more)
     assert estimate._crowding(case(mesh={"expert": ranks}, load=load)) == pytest.approx(more)
+
+
+def phase(name, *, busy=0.0, sent=0.0, waits=False, host=0.0, launches=0):
+    """A phase of so many seconds of products, of a collective over shards, and of copies to the host."""
+    cost = Cost()
+    cost.flops["matmul bfloat16"] = busy * GPU.flops * MATMUL_SHARE
+    cost.other["host"] = host * GPU.host_bandwidth * LINK_SHARE
+    cost.other["launches"] = launches
+    if sent:
+        latency = estimate.LATENCY[False]
+        cost.sent["shard", "all_gather", waits] = (sent - latency) * LINK_SHARE * GPU.node_bandwidth
+        cost.calls["shard", "all_gather", waits] = 1
+    return Phase(name, (), cost)
+
+
+def test_a_stage_takes_the_sum_of_its_passes_and_what_cannot_hide():
+    """The first of two passes stands for all but the last; in passes copies and exchanges hide behind arithmetic."""
+    phases = [
+        phase("setup", busy=0.5, host=0.25),
+        phase("forward 1", busy=1.0, sent=3.0),
+        phase("backward 1", busy=2.0, host=1.0),
+        phase("after 1", busy=0.125, sent=0.5),
+        phase("forward 2", busy=1.0, sent=3.0),
+        phase("backward 2", busy=2.0, host=4.0),
+        phase("after 2", sent=0.75, waits=True),
+    ]
+    found = seconds_of(phases, case(hardware=GPU, mesh={"shard": 8}, micro_batches=5))
+    assert found.compute == pytest.approx(0.5 + 4 * (1 + 2 + 0.125) + 1 + 2)
+    assert found.communication == pytest.approx(0.25 + 4 * (3 + 1 + 0.5) + 3 + 4 + 0.75)
+    assert found.exposed == pytest.approx(0.25 + 4 * (2 + 0.375) + 2 + 2 + 0.75)
+    assert (found.idle, found.launching) == (0.0, 0.0)
+    assert found.total == found.compute + found.exposed
+    traffic = estimate.wires(phases, case(hardware=GPU, mesh={"shard": 8}, micro_batches=5))
+    assert list(traffic) == ["shard"]
+    assert traffic["shard"].calls == 4 * 2 + 2
+    assert traffic["shard"].seconds == pytest.approx(4 * 3.5 + 3 + 0.75)
+    sent = 4 * 3.5 + 3 + 0.75 - 10 * estimate.LATENCY[False]
+    assert traffic["shard"].sent == pytest.approx(sent * LINK_SHARE * GPU.node_bandwidth)
+
+
+def test_on_a_pipeline_a_rank_waits_for_the_slowest_and_for_the_first_and_last_passes():
+    phases = [
+        phase("setup", busy=0.5),
+        phase("forward", busy=1.0),
+        phase("forward", busy=1.0, sent=3.0),
+        phase("backward", busy=2.0),
+        phase("backward", busy=2.0),
+        phase("after", busy=0.25),
+    ]
+    what = case(hardware=GPU, mesh={"pipeline": 3, "shard": 2}, micro_batches=6)
+    found = seconds_of(phases, what, slowest=1.5)
+    passes = 6 / 2 * (1 + 3 + 2 + 2)
+    assert found.compute == pytest.approx(0.75 + 6 / 2 * 6)
+    assert found.exposed == pytest.approx(6 / 2 * 2)
+    assert found.idle == pytest.approx(passes * (1.5 * (1 + 2 / 6) - 1))
+    assert found.total == pytest.approx(0.75 + 1.5 * passes * (1 + 2 / 6))
+    halves = seconds_of(phases, attrs.evolve(what, virtual_stages=2, micro_batches=3))
+    assert halves.compute == pytest.approx(0.75 + 3 * 6)  # two passes of a rank are one of each of its stages
+    assert halves.idle == pytest.approx(3 * 8 * (2 / (2 * 3)))
+
+
+def test_operations_wait_for_their_launches_where_these_take_longer():
+    phases = [phase("forward 1", busy=0.001, launches=100), phase("after", busy=0.001, launches=1000)]
+    found = seconds_of(phases, case(hardware=GPU, micro_batches=1))
+    inside, outside = 100 * estimate.PASS_LAUNCH, 1000 * estimate.LAUNCH
+    assert found.compute == pytest.approx(inside + outside)
+    assert found.launching == pytest.approx(inside + outside - 0.002)
+    recorded = seconds_of(phases, case(hardware=GPU, micro_batches=1), recorded=True)
+    assert recorded.compute == pytest.approx(0.001 + outside)
+
+
+def test_operations_without_products_take_the_memorys_time():
+    cost = Cost()
+    cost.flops["attention bfloat16"] = GPU.flops * ATTENTION_SHARE
+    cost.flops["matmul float32"] = 2 * GPU.flops_float32 * MATMUL_SHARE
+    cost.other["traffic"] = round(4 * GPU.bandwidth * estimate.COPY_SHARE)
+    assert estimate.busy_seconds(cost, GPU) == pytest.approx(1 + 2 + 4)

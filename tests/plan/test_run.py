@@ -167,14 +167,15 @@ def test_the_parts_of_pools_are_their_models_alone():
     assert others.teacher is whole.teacher
 
 
-def test_engines_of_a_pool_have_its_ranks_and_the_rows_of_the_settings(tmp_path):
+@pytest.mark.parametrize(("asked", "rows"), [(7, 7), (1, 2)])
+def test_engines_of_a_pool_have_its_ranks_and_the_rows_of_the_settings(tmp_path, asked, rows):
+    """At least those of one prompt."""
     placed = {"placement__pools": {"e": {"ranks": 3}}, "placement__roles__rollout": "e"}
-    settings = tiny_run.settings(
-        tmp_path, model__path="quickstart", **placed, placement__engines__rows=7, rollout__n=2, rollout__max_tokens=8
-    )
+    own = {"rollout__n": 2, "rollout__max_tokens": 8, "placement__engines__rows": asked}
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", **placed, **own)
     found = engines_of(settings, PlanSettings(gpu="cpu"), "e", 12.0)
     assert (found.only, found.columns, found.world) == ((), 12.0, 1)
-    assert (found.sampling.pool, found.sampling.max_rows, found.sampling.shared) == (3, 7, True)
+    assert (found.sampling.pool, found.sampling.max_rows, found.sampling.shared) == (3, rows, True)
 
 
 def planned_of(what: Case, seconds: dict[str, float], rollout: float) -> Plan:
