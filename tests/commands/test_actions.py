@@ -249,7 +249,8 @@ def test_a_metric_that_one_variant_logs_may_be_compared(tmp_path):
     none = {"data__eval_path": []}
     without = tiny_run.settings(tmp_path, algorithm__advantage="reinforce_plus_plus", **none)
     both = [tiny_run.settings(tmp_path, **none), without]
-    assert compare._metric_problems(both, ("critic/vf_loss",)) == []
+    for each in (both, both[::-1]):
+        assert compare._metric_problems(each, ("critic/vf_loss",)) == []
     (text,) = compare._metric_problems([without, without], ("critic/vf_loss",))
     assert text.startswith("--metrics critic/vf_loss: ")
     (text,) = compare._metric_problems(both, ())

@@ -268,3 +268,24 @@ def test_episodes_of_one_server_are_in_files_with_numbers_in_a_row(tmp_path, mon
     episodes = SimpleNamespace(names=lambda: ["d", "e"], take=lambda name: [f"of {name}"])
     writer.end(episodes)
     assert made[2][0] == ["of d", "of e"]
+
+
+def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_path, monkeypatch):
+    policy = SimpleNamespace(params={"w": 1})
+    asked = []
+    monkeypatch.setattr(serve, "served_policy", lambda settings, *, begins: asked.append(begins) or policy)
+    assert serve._policy(ServeOptions(targets=("m",)), str(tmp_path / "m")) == (policy, {"w": 1}, 0, None)
+    (tmp_path / serve.session.SETTINGS).touch()
+    monkeypatch.setattr(serve.starts, "load", lambda directory: tiny_run.settings(tmp_path))
+    monkeypatch.setattr(serve.saved, "newest", lambda directory, step=None: 4)
+    monkeypatch.setattr(serve.saved, "bare", lambda settings: settings)
+    run = SimpleNamespace(step=4, actor=SimpleNamespace(params="params", step=32))
+    monkeypatch.setattr(serve.saved, "policy", lambda model, path, *, device: run)
+    policy.model, policy.device = "model", "cpu"
+    found = serve._policy(ServeOptions(targets=("m",)), str(tmp_path))
+    assert found == (policy, "params", 32, None)
+    *_, follow = serve._policy(ServeOptions(targets=("m",), follow=2.0), str(tmp_path))
+    assert isinstance(follow, serve.FollowedRun)
+    assert asked == [True, False, False]
+    with pytest.raises(serve.UsageError, match="no checkpoint of step 3"):
+        serve._policy(ServeOptions(targets=("m",), step=3), str(tmp_path))

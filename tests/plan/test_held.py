@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import attrs
 import pytest
 import torch
 
 from fppo.models import flops
+from fppo.plan import host
 from fppo.plan.case import GIB, PlannedSampling, hardware_of, overhead
 from fppo.plan.columns import column_calls
 from fppo.plan.passes import Built, model_of, rows_of, stages_of
@@ -144,3 +147,26 @@ def test_the_work_of_a_stage_is_that_of_its_models_arithmetic():
         "update actor": flops.train_flops(policy, [length], head_tokens=response),
     }
     assert found == pytest.approx({name: rows * each for name, each in one.items()})
+
+
+def test_weights_go_to_vllm_through_a_bucket_of_which_cut_ones_fill_a_third():
+    """Parts, the whole, and what is cast are there at once."""
+    whole = PlannedSampling(engine="vllm", shared=True, bucket=3_300_000)
+    what, built = case(layers=1, sampling=whole), Built()
+    third = attrs.evolve(what, sampling=attrs.evolve(whole, bucket=1_100_000))
+    cut = attrs.evolve(what, mesh={"shard": 2})
+    assert host.bucket_bytes(cut, built) == host.bucket_bytes(third, built) < host.bucket_bytes(what, built)
+    alone = attrs.evolve(what, sampling=attrs.evolve(whole, shared=False))
+    assert host.bucket_bytes(alone, built) == 0
+
+
+def test_activations_put_away_are_those_of_the_passes_in_flight():
+    stages = {name: [Phase("forward 1", (), Cost(other=Counter(away=size)))] for name, size in (("a", 5), ("b", 8))}
+    assert host.away_bytes(case(), stages) == 8
+    ends = [
+        host.away_bytes(case(layers=4, mesh={"pipeline": 2}, pipeline_rank=rank, micro_batches=4), stages)
+        for rank in (0, 1)
+    ]
+    assert ends == [2 * 8, 8]
+    chunks = case(layers=4, mesh={"pipeline": 2}, virtual_stages=2, micro_batches=4)
+    assert host.away_bytes(chunks, stages) == chunks.in_flight * 8 / 2
