@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import attrs
 import pytest
 import torch
 
-from fppo.assembly import pools
+from fppo import tree
+from fppo.assembly import placed, pools
 from fppo.fleet import RankSpec
+from fppo.key import Key
+from fppo.pipeline.program import Base, RunState
+from fppo.runtime import checkpoint
 from fppo.runtime.mesh import AXES, Sharding
 from fppo.settings.reward import JudgeSettings, RewardModelSettings, RewardSettings
+from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
 PLACED = {
@@ -110,3 +116,72 @@ GPU = torch.device("cuda")
 def test_batches_are_on_the_device_where_a_model_is_here(places, reward, models, here):
     found = pools.home_of(places, GPU, RewardSettings(**reward), **{"critic_model": False} | models)
     assert found == (GPU if here else torch.device("cpu"))
+
+
+class Counted:
+    """A group of so many ranks that notes what it is called with."""
+
+    def __init__(self, ranks, calls):
+        self.ranks, self._calls = ranks, calls
+
+    def call(self, fn, *args, label, stays=()):
+        self._calls.append((label, fn, args, stays))
+        return label
+
+
+def state_of(step=3):
+    part = TrainState(params={"w": torch.ones(1)}, opt=None, step=0)
+    base = Base(source="the base", digest="d", dtype="float32", adapter="rank 4")
+    return RunState(actor=part, critic=part, key=Key(0), step=step, bases={"actor": base})
+
+
+@pytest.fixture
+def apart():
+    """The state of a run whose actor has two ranks and whose critic has one, and the calls of both."""
+    calls = []
+    parts = {"actor": placed._Part(Counted(2, calls), "a"), "critic": placed._Part(Counted(1, calls), "c")}
+    return placed.Placed(parts=parts, kind="sums"), calls
+
+
+def test_a_state_in_groups_is_saved_once_with_files_for_every_rank(apart, tmp_path, monkeypatch):
+    own, calls = apart
+    run, asked = state_of(), []
+    pending = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(placed.checkpoint, "begin_save", lambda *args, **named: asked.append((args, named)) or pending)
+    assert own.save(run, tmp_path, keep=2, notes={"note": "x"}) is pending
+    assert own.save(run, tmp_path, keep=2).wait() == checkpoint.path_of(tmp_path, 3)  # it is there
+    (((rest, directory, step), named),) = asked
+    assert (rest.actor, rest.critic, rest.key, rest.bases) == (None, None, run.key, run.bases)
+    assert (directory, step) == (tmp_path, 3)
+    parts = named.pop("parts")
+    assert named == {"free": placed.AHEAD, "keep": 2, "notes": {"note": "x"}}
+    assert parts.files == 3
+    assert parts.write(tmp_path / "draft") == ["save actor", "save critic"]
+    written = {label: args for label, _, args, _ in calls}
+    assert written["save actor"][1:] == (run.actor, "a", "actor", tmp_path / "draft", 0)
+    assert written["save critic"][1:] == (run.critic, "c", "critic", tmp_path / "draft", 2)
+
+
+def test_a_state_is_loaded_where_it_is_and_what_was_loaded_is_not_written_again(apart, tmp_path, monkeypatch):
+    own, calls = apart
+    run, asked = state_of(), []
+    monkeypatch.setattr(placed.checkpoint, "load", lambda *args, **named: asked.append((args, named)) or run)
+    found = own.load(run, tmp_path, 3, device="device")
+    assert asked == [((run, tmp_path, 3), {"free": placed.AHEAD, "device": "device"})]
+    assert (found.actor, found.critic) == ("load actor", "load critic")
+    assert all((fn, stays) == (placed._load, True) for _, fn, _, stays in calls)
+    assert [args[1:] for *_, args, _ in calls] == [
+        (run.actor, "a", "actor", tmp_path.absolute(), 3),
+        (run.critic, "c", "critic", tmp_path.absolute(), 3),
+    ]
+    assert own.save(run, tmp_path, keep=2).wait() == checkpoint.path_of(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("adapted", "source"), [(True, "the base"), (False, None)])
+def test_a_policy_in_a_group_is_exported_by_it(apart, tmp_path, adapted, source):
+    own, calls = apart
+    run = state_of()
+    own.export(run if adapted else tree.replace(run, bases=None), tmp_path / "out", "tokenizer", "generation")
+    ((label, fn, args, _),) = calls
+    assert (label, fn) == ("export", placed._export)
+    assert args[1:] == ("a", run.actor.params, (tmp_path / "out").absolute(), "tokenizer", "generation", source)
