@@ -9,7 +9,9 @@ import attrs
 import pytest
 import torch
 
-from fppo.commands import ablate, audit, bias, check, plan, serve
+from fppo.assembly.environments import maker_of
+from fppo.commands import ablate, audit, bias, check, distributed, plan, serve
+from fppo.commands.actions import ALONE
 from fppo.commands.options import AuditOptions, ServeOptions
 from fppo.key import Key
 from fppo.laws.expectation import KL
@@ -20,8 +22,11 @@ from fppo.rollout.engine import Sampling
 from fppo.runs import sampling
 from fppo.serve.service import Bounds
 from fppo.settings.ablate import AblateSettings
+from fppo.settings.check import CheckSettings
+from fppo.settings.rollout import EnvironmentSettings
 from tests import tiny, tiny_run
 from tests.plan.cases import case
+from tests.rollout.environments import Count
 
 
 def test_a_run_that_is_studied_has_the_settings_own_math(tmp_path):
@@ -289,3 +294,48 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
     assert asked == [True, False, False]
     with pytest.raises(serve.UsageError, match="no checkpoint of step 3"):
         serve._policy(ServeOptions(targets=("m",), step=3), str(tmp_path))
+
+
+def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
+    asked, settings = [], tiny_run.settings(tmp_path)
+    inputs = SimpleNamespace(device=torch.device("cpu"), prompts=())
+    stubs = {
+        "resolved": lambda settings, device=None: (settings, []),
+        "_opened": lambda *args: inputs,
+        "shown_prompts": lambda inputs, count: [],
+        "rewarded_prompts": lambda *args: check.Rewarded(scores=[]),
+        "_needs": lambda settings, options: asked.append((options.gpu, options.gpus)) or (NEEDS, [], True),
+        "input_lines": lambda *args: [],
+        "_lengths": lambda prompts: [],
+        "free_bytes": lambda directory: 1e12,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(check, name, stub)
+    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: None)
+    for ranks in (None, 2):
+        assert check.check(settings, [], CheckSettings(gpu="h100"), where="x", ranks=ranks) == 0
+    assert asked == [("h100", None), ("h100", 2)]
+    monkeypatch.setattr(check, "free_bytes", lambda directory: 1e9)
+    assert check.check(settings, [], CheckSettings(), where="x") == 1
+
+
+@pytest.mark.parametrize(("attempt", "expected"), [(0, "never"), (1, "auto")])
+def test_ranks_that_are_started_again_go_on_from_their_own_checkpoints(tmp_path, monkeypatch, attempt, expected):
+    place = SimpleNamespace(world=1, started=True, attempt=attempt, local_rank=0)
+    monkeypatch.setattr(distributed.Place, "of_environment", lambda: place)
+    seen = []
+    settings = tiny_run.settings(tmp_path, resume="never", device="cpu")
+    assert distributed.run(lambda settings, here: seen.append((settings.resume, here)) or 3, settings, []) == 3
+    assert seen == [(expected, ALONE)]
+
+
+INSTANCE = Count()
+
+
+def test_an_environment_that_is_made_already_takes_no_keywords():
+    name = f"{__name__}:INSTANCE"
+    make, asynchronous = maker_of(EnvironmentSettings(name=name))
+    assert make() is INSTANCE
+    assert not asynchronous
+    with pytest.raises(ValueError, match=r"is an environment, which takes no keywords, not \['a'\]; name its class"):
+        maker_of(EnvironmentSettings(name=name, keywords={"a": 1}))
