@@ -329,7 +329,7 @@ def test_ranks_that_are_started_again_go_on_from_their_own_checkpoints(tmp_path,
     assert seen == [(expected, ALONE)]
 
 
-INSTANCE = Count()
+INSTANCE, NUMBER = Count(), 3
 
 
 def test_an_environment_that_is_made_already_takes_no_keywords():
@@ -339,3 +339,5 @@ def test_an_environment_that_is_made_already_takes_no_keywords():
     assert not asynchronous
     with pytest.raises(ValueError, match=r"is an environment, which takes no keywords, not \['a'\]; name its class"):
         maker_of(EnvironmentSettings(name=name, keywords={"a": 1}))
+    with pytest.raises(ValueError, match=r"NUMBER': is no environment: name a class"):
+        maker_of(EnvironmentSettings(name=f"{__name__}:NUMBER", keywords={"a": 1}))
