@@ -18,7 +18,7 @@ from fppo.rewards.environment import environment_reward
 from fppo.rewards.functions import RewardFn
 from fppo.rollout.turns.observations import ChatTemplate, Encode
 from fppo.serve.agents import Agent
-from fppo.settings.component import bound
+from fppo.settings.component import bound, functions_of
 from fppo.settings.rollout import EnvironmentSettings, TurnsSettings
 from fppo.settings.tables import ENVIRONMENTS
 
@@ -32,8 +32,8 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
     """
     if section.is_agent:
         return partial(_itself, agent_of(section)), True
-    (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
-    fn = made.func if isinstance(made, partial) else made
+    (named,) = functions_of(section, ENVIRONMENTS, PATH, also=object)
+    fn = named.func if isinstance(named, partial) else named
     if not isinstance(fn, type) and all(callable(getattr(fn, name, None)) for name in ("reset", "step")):
         if section.keywords:
             text = f"is an environment, which takes no keywords, not {sorted(section.keywords)}; name its class"
@@ -42,6 +42,7 @@ def maker_of(section: EnvironmentSettings) -> tuple[Callable[[], Any], bool]:
     if not callable(fn) or (isinstance(fn, type) and not (hasattr(fn, "reset") and hasattr(fn, "step"))):
         text = "is no environment: name a class with reset and step, or a function that returns such an object"
         raise WrongSetting(f"{PATH}.name", section.name, text)
+    (made,) = bound(section, ENVIRONMENTS, PATH, also=object)
     return made, is_asynchronous(fn)
 
 

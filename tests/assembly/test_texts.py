@@ -166,3 +166,24 @@ def test_a_token_that_the_model_lacks_and_no_prompt_uses(tmp_path):
         file.write('{"prompt": "1+<image>", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"test\.jsonl:25: token id 15 is outside the model's vocabulary of 15"):
         inputs.read_inputs(settings, mesh=LOCAL)
+
+
+@pytest.mark.parametrize(
+    ("own", "chat", "expected"),
+    [(7, False, [7, 1]), ([7, 1], False, [7, 1]), ([7], True, [7, 1, "<end>"]), (None, False, 1)],
+)
+def test_what_ends_a_response_is_the_models_own_and_the_tokenizers_and_the_turns(task, own, chat, expected):
+    """Each once, in this order."""
+    (task / "start" / "generation_config.json").write_text(json.dumps({"eos_token_id": own}))
+    settings = tiny_run.settings(task, data__chat=chat)
+    words = texts.load_tokenizer(settings.model, settings.data)
+    found = texts.policy_generation(settings.model, settings.data, words).eos_token_id
+    ids = [words.convert_tokens_to_ids(x) if isinstance(x, str) else x for x in expected] if own else expected
+    assert found == ids
+
+
+def test_stop_tokens_of_the_settings_are_added_by_their_ids(task):
+    settings = tiny_run.settings(task, rollout__stop_token_ids=[4, 6])
+    words = texts.load_tokenizer(settings.model, settings.data)
+    found = texts.sampling_of(settings.rollout, words, GenerationConfig(eos_token_id=9))
+    assert set(found.stop_token_ids) == {1, 4, 6, 9}

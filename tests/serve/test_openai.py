@@ -67,6 +67,7 @@ def test_a_recorded_episode_shows_all_of_its_rows():
                 "turns": [
                     {
                         "before": list(turn.before),
+                        "opened": 0,
                         "tokens": turn.answer.tokens.tolist(),
                         "log_probs": turn.answer.log_probs.tolist(),
                         "sampling_log_probs": turn.answer.sampling_log_probs.tolist(),

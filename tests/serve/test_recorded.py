@@ -179,7 +179,7 @@ def test_episodes_are_those_of_looking_through_all_answers(steps, kinds, most):
             }[of]
             before = tuple(own[start.seen :]) if start.row is not None else (*start.before, *own[start.seen :])
             turn = RecordedTurn(tuple(map(abs, before)), answer(drawn, request), "")
-            episodes.commit(start, turn, conversation.behind(*more.items))
+            episodes.commit(start, turn, conversation.behind(more.items))
             plain.commit(expected, turn.ids, request, of, head, (*items, *reply))
             said.append([*own, *reply])
         assert episodes.names() == [each for each, rows in plain.rows.items() if rows]

@@ -49,7 +49,7 @@ def answers_of(drawn, top):
             scores = DrawnScores(finished.log_probs - 3, TopTokens(ids, -torch.arange(top).float().expand(ids.shape)))
             finished = attrs.evolve(finished, drawn_scores=scores)
         turn = ParsedTurn(content, tuple(calls), reasoning)
-        found.append(WholeAnswer(index=index, turn=turn, finished=finished, prompt=prompt))
+        found.append(WholeAnswer(index=index, turn=turn, finished=finished, tokens=tokens, prompt=prompt))
     return found
 
 
@@ -94,7 +94,7 @@ def test_whole_replies_have_the_protocols_form(drawn, flags, top):
         if log_probs:
             choice["logprobs"] = noted(tokens, own.tolist(), top, chat)
         if token_ids:
-            choice |= {"token_ids": tokens, "prompt_token_ids": list(prompt)}
+            choice |= {"token_ids": tokens, "prompt_token_ids": prompt}
         message = {"role": "assistant", "content": content, "refusal": None}
         if calls:
             message |= {"content": content or None, "tool_calls": calls_of(index, calls)}

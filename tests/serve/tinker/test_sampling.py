@@ -142,23 +142,6 @@ def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps)
     asyncio.run(play())
 
 
-def test_what_is_cancelled_before_it_was_read_is_not_read(monkeypatch):
-    for name in ("_GATHER", "_GATHER_MOST"):
-        monkeypatch.setattr(f"fppo.serve.tinker.sampling.{name}", 600.0)
-
-    async def play():
-        loop = Noting()
-        engines = SamplerEngines({"tiny": loop}, {})  # pyright: ignore[reportArgumentType]
-        task = asyncio.create_task(engines.sample("s:0", work_of("s:0", 1), "tiny", owner="me", record=print))
-        await until(lambda: engines._open)
-        engines.cancel("s:0")
-        await task
-        engines._flush(engines._bases["tiny"])
-        return loop.asked
-
-    assert asyncio.run(play()) == {}
-
-
 def test_a_session_that_ends_leaves_nothing_of_its_samplers(tmp_path):
     """Ends of samples, adapters in a base's engine, and engines of whole models go with it; another's stay."""
     with served(tmp_path) as host:

@@ -1,0 +1,553 @@
+"""Every setting reaches what it names, and nothing else: all that a built run holds is compared with that of another.
+
+Each row gives settings, no two of the same value where one could stand in for another, and all that differs by them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from fppo import models
+from fppo.assembly.run import assemble
+from fppo.assembly.supervised import assemble_supervised
+from fppo.key import Key
+from fppo.quickstart import small_model
+from tests import tiny_run
+from tests.assembly.walk import differing, walked
+from tests.runs.test_supervised import settings_of
+
+NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+WITHOUT_KL = {
+    "program.estimate.kl_in_reward": False,
+    "program.estimate.update_kl.kind": "fixed",
+    "program.estimate.update_kl.horizon": 10000,
+    "kl.coef": 0.0,
+}
+WITHOUT_CRITIC = {
+    "program.annotate.passes.values": None,
+    "program.update_critic": None,
+    "program.estimate.whiten": False,
+}
+PASSES = [f"program.annotate.passes.{name}" for name in ("policy", "reference", "values")]
+UPDATES = ["program.update_actor", "program.update_critic"]
+ANSWERS = ["program.rollout", "evaluate"]
+
+
+def at(places: list[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values at each of the places."""
+    return {f"{place}.{name}": value for place in places for name, value in values.items()}
+
+
+def temperature(value: float) -> dict[str, Any]:
+    """Where the temperature of responses is."""
+    passes = at(PASSES[:2], {"temperature": value})
+    return passes | {"program.rollout.sampling.temperature": value, "program.update_actor.terms.temperature": value}
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "rollout": (
+        {
+            "rollout__temperature": 0.75,
+            "rollout__top_k": 3,
+            "rollout__top_p": 0.875,
+            "rollout__max_tokens": 5,
+            "rollout__n": 2,
+            "rollout__stop": ["5"],
+            "rollout__filter__groups": True,
+            "rollout__filter__by": "exact_match",
+            "rollout__filter__max_draws": 6,
+            "rollout__filter__truncated": True,
+            "rollout__cache_gb": 0.25,
+            "rollout__gap": "stop",
+        },
+        temperature(0.75)
+        | at(ANSWERS, {"sampling.top_k": 3, "sampling.top_p": 0.875, "sampling.max_tokens": 5, "cache_bytes": 2**28})
+        | at(ANSWERS, {"sampling.stop_token_ids.1": 8, "sampling.stop_texts.texts.0": b"5"})
+        | {
+            "program.rollout.sampling.n": 2,
+            "program.annotate.then": "stop",
+            "program.estimate.max_tokens": 5,
+            "program.estimate.drop.0()": "equal_groups",
+            "program.estimate.drop.0.by": "exact_match",
+            "program.estimate.drop.1()": "truncated",
+            "program.sample.pad_token_id": 0,
+            "program.sample.max_draws": 6,
+            "program.sample.by": "exact_match",
+            "draw.size": 4,
+        },
+    ),
+    "algorithm": (
+        {
+            "algorithm__kl__coef": 0.03,
+            "algorithm__kl__kind": "k1+",
+            "algorithm__kl__target": 0.3,
+            "algorithm__kl__horizon": 70,
+            "algorithm__whiten": False,
+            "algorithm__advantage__gamma": 0.9375,
+            "algorithm__advantage__lam": 0.5,
+            "algorithm__correction": "rollout",
+        },
+        {
+            "kl.coef": 0.03,
+            "program.estimate.kl_kind": "k1+",
+            "program.estimate.update_kl.target": 0.3,
+            "program.estimate.update_kl.horizon": 70,
+            "program.estimate.whiten": False,
+            "program.estimate.advantage_fn.fn.gamma": 0.9375,
+            "program.estimate.advantage_fn.fn.lam": 0.5,
+            "program.estimate.correct()": "rollout_correction",
+        },
+    ),
+    "actor": (
+        {
+            "actor__loss__clip_low": 0.125,
+            "actor__entropy_coef": 0.01,
+            "actor__kl_coef": 0.2,
+            "actor__kl_kind": "k2",
+            "actor__positive_nll_coef": 0.3,
+            "actor__experts__bias_rate": 0.0625,
+            "actor__experts__z_coef": 0.4,
+            "actor__epochs": 3,
+            "actor__mini_batch_size": 8,
+            "actor__draw_by": "prompt",
+            "actor__micro_batch_size": 5,
+            "actor__weight_mode": "seq-mean-token-sum-norm",
+            "actor__horizon": 9,
+            "actor__optimizer__lr": 0.5,
+            "actor__optimizer__schedule": "cosine",
+            "actor__optimizer__warmup_steps": 4,
+            "actor__optimizer__min_lr_ratio": 0.25,
+            "actor__optimizer__weight_decay": 0.375,
+            "model__forward_token_budget": 77,
+            "rollout__n": 2,
+            "steps": 7,
+        },
+        at(PASSES, {"micro_batching.token_budget": 77})
+        | at(
+            ["program.update_actor"],
+            {
+                "loss_fn.clip_low": 0.125,
+                "terms.entropy_coef": 0.01,
+                "terms.kl_coef": 0.2,
+                "terms.kl_kind": "k2",
+                "terms.nll_coef": 0.3,
+                "terms.router_z_coef": 0.4,
+                "loop.balance_rate": 0.0625,
+                "loop.epochs": 3,
+                "loop.mini_batch_size": 8,
+                "loop.by_prompt": True,
+                "loop.micro_batching.size": 5,
+                "loop.micro_batching.token_budget": None,
+                "loop.weight_mode": "seq-mean-token-sum-norm",
+                "loop.horizon": 9,
+                "loop.timeline.warmup": 4,
+                "loop.timeline.total": 7 * 3,
+                "optimizer.update.schedule.peak": 0.5,
+                "optimizer.update.schedule.kind": "cosine",
+                "optimizer.update.schedule.warmup_steps": 4,
+                "optimizer.update.schedule.min_ratio": 0.25,
+                "optimizer.update.schedule.total": 7 * 3,
+                "optimizer.update.weight_decay": 0.375,
+                "epochs": 3,
+            },
+        )
+        | {
+            "program.update_critic.optimizer.update.schedule.total": 7 * 2,
+            "program.rollout.sampling.n": 2,
+            "program.steps": 7,
+            "draw.size": 4,
+        },
+    ),
+    "critic": (
+        {
+            "critic__loss__clip": 0.125,
+            "critic__epochs": 3,
+            "critic__mini_batch_size": 2,
+            "critic__token_budget": 55,
+            "critic__weight_mode": "seq-mean-token-sum-norm",
+            "critic__horizon": 9,
+            "critic__popart": 0.3,
+            "critic__pretrain": 2,
+            "critic__pretrain_patience": 5,
+            "critic__pretrain_rise": 0.125,
+            "critic__freeze": True,
+            "critic__optimizer__lr": 0.5,
+            "critic__optimizer__schedule": "linear",
+            "critic__optimizer__warmup_steps": 4,
+            "critic__optimizer__min_lr_ratio": 0.25,
+            "critic__privileged": 2,
+            "algorithm__advantage__gamma": 0.9375,
+            "steps": 5,
+        },
+        at(
+            ["program.update_critic"],
+            {
+                "loss_fn.clip": 0.125,
+                "loop.epochs": 3,
+                "loop.mini_batch_size": 2,
+                "loop.micro_batching.token_budget": 55,
+                "loop.weight_mode": "seq-mean-token-sum-norm",
+                "loop.horizon": 9,
+                "loop.timeline.warmup": 4,
+                "loop.timeline.total": 5 * 4 * 3,  # it learns in every step
+                "optimizer.update.schedule.peak": 0.5,
+                "optimizer.update.schedule.kind": "linear",
+                "optimizer.update.schedule.warmup_steps": 4,
+                "optimizer.update.schedule.min_ratio": 0.25,
+                "optimizer.update.schedule.total": 5 * 4 * 3,
+                "epochs": 3,
+                "rate": 0.3,
+            },
+        )
+        | at(
+            ["program.annotate.passes.values", "program.update_critic"],
+            {"view()": "with_truth", "view.encode()": "view_of.<locals>.encode", "view.encode.vocabulary": 15}
+            | {"view.limit": 2},
+        )
+        | {
+            "program.update_actor.loop.timeline.total": 3 * 2 * 2,  # the actor in those after the critic's own
+            "program.update_actor.optimizer.update.schedule.total": 3 * 2 * 2,
+            "program.estimate.advantage_fn.fn.gamma": 0.9375,
+            "program.pretrain.limit": 2,
+            "program.pretrain.patience": 5,
+            "program.pretrain.rise": 0.125,
+            "program.pretrain.returns_of()": "plain_returns",
+            "program.pretrain.returns_of.gamma": 0.9375,
+            "program.pretrain.returns_of.turns": False,
+            "program.freeze_critic": True,
+            "program.steps": 5,
+        },
+    ),
+    "evaluation": (
+        {
+            "eval__n": 2,
+            "eval__temperature": 0.5,
+            "eval__top_k": 4,
+            "eval__top_p": 0.4,
+            "eval__max_tokens": 9,
+            "eval__stop": ["9"],
+            "eval__max_prompts": 7,
+        },
+        {
+            "evaluate.batches.0": 7,
+            "evaluate.batches.1": 4,
+            "evaluate.sampling.n": 2,
+            "evaluate.sampling.temperature": 0.5,
+            "evaluate.sampling.greedy": False,
+            "evaluate.sampling.top_k": 4,
+            "evaluate.sampling.top_p": 0.4,
+            "evaluate.sampling.max_tokens": 9,
+            "evaluate.sampling.stop_token_ids.1": 12,
+            "evaluate.sampling.stop_texts.texts.0": b"9",
+        },
+    ),
+    "rewards": (
+        {
+            "reward__time_limit": 7.0,
+            "reward__batch_time_limit": 9.0,
+            "reward__workers": 3,
+            "reward__failure_score": -3.0,
+            "reward__weights": [0.5],
+            "reward__overlong_buffer": 2,
+            "reward__overlong_penalty": 0.75,
+            "rollout__max_tokens": 5,
+        },
+        at(
+            ["program", "evaluate"],
+            {
+                "reward.time_limit": 7.0,
+                "reward.batch_limit": 9.0,
+                "reward.workers": 3,
+                "reward.terms.0.weight": 0.5,
+                "reward.terms.1.name": "length_penalty",
+                "reward.terms.1.weight": 0.75,
+                "reward.terms.1.fn.buffer": 2,
+                "reward.terms.1.fn.max_tokens": 5,
+                "reward.terms.1.fn.factor": 1.0,
+                "failure_score": -3.0,
+            },
+        )
+        | at(ANSWERS, {"sampling.max_tokens": 5})
+        | {"program.estimate.max_tokens": 5},
+    ),
+    "model": (
+        {"model__remove_padding": False, "model__share_prompts": False, "seed": 3, "data__shuffle": False},
+        at([*PASSES, *UPDATES, "program.annotate.passes.balance"], {"forward.remove_padding": False})
+        | at([*PASSES, *UPDATES, "program.annotate.passes.balance"], {"forward.share_prompts": False})
+        | {"draw.shuffle": False, "key": Key(3).seed, "draw.key": Key(3).fold("data").seed},
+    ),
+    "interrupts": (
+        {"rollout__interrupt": 2, "rollout__ahead": 1},
+        at(ANSWERS, {"every": 2}) | {"program.interrupts": True},
+    ),
+    "a critic of hidden states": (
+        {
+            "critic__reads": "hidden",
+            "critic__ensemble": 2,
+            "critic__leave_agreed": 0.375,
+            "critic__leave_disputed": 0.25,
+            "critic__privileged": 3,
+            "actor__entropy_coef": 0.01,
+        },
+        {
+            "program.annotate.passes.values": None,
+            "program.annotate.passes.hidden()": "hidden_values",
+            "program.annotate.passes.hidden.read()": "first_output",
+            "program.annotate.passes.truth_signs()": "truth_signs",
+            "program.annotate.passes.truth_signs.encode.add_special_tokens": False,
+            "program.annotate.passes.truth_signs.limit": 3,
+            "program.estimate.share": 0.375,  # the innermost: of tokens in which members agree
+            "program.estimate.share'": 0.25,
+            "program.update_actor.terms.entropy_coef": 0.01,
+        },
+    ),
+    "gmpo": (
+        {"actor__loss__name": "gmpo", "algorithm__correction": "rollout"},
+        {
+            "program.estimate.correct.correct()": "rollout_correction",
+            "program.estimate.correct()": "_by_row.<locals>.by_row",
+            "program.update_actor.loss_fn()": "gmpo",
+        },
+    ),
+    "greedy baselines": (
+        {"algorithm__advantage": "remax", "rollout__n": 2, "rollout__temperature": 0.75, **NO_KL},
+        temperature(0.75)
+        | WITHOUT_KL
+        | WITHOUT_CRITIC
+        | {"program.rollout.sampling.n": 2, "program.estimate.advantage_fn.fn()": "remax", "draw.size": 4}
+        | {
+            "program.sampling.temperature": 0.75,
+            "program.sampling.greedy": True,
+            "program.sampling.n": 1,
+            "program.sampling.max_tokens": 3,
+        },
+    ),
+    "the optimal baseline": (
+        {
+            "algorithm__advantage": "optimal_token_baseline",
+            "algorithm__old_log_probs": "engine",
+            "rollout__n": 4,
+            **NO_KL,
+        },
+        WITHOUT_KL
+        | WITHOUT_CRITIC
+        | {
+            "program.annotate.old_log_probs": "engine",
+            "program.annotate.sum_squared": True,
+            "program.estimate.advantage_fn.fn()": "optimal_token_baseline",
+            "program.rollout.sampling.n": 4,
+            "draw.size": 2,
+        },
+    ),
+    "tools": (
+        {
+            "rollout__turns__respond": "tests.rollout.functions:adder",
+            "rollout__turns__max_turns": 5,
+            "rollout__turns__turn_tokens": 2,
+            "rollout__turns__failure": "no",
+            "rollout__turns__time_limit": 7.0,
+            "rollout__turns__workers": 2,
+            "rollout__turns__concurrency": 9,
+            "rollout__turns__retries": 3,
+        },
+        at(
+            ANSWERS,
+            {
+                "tools.tools.tool.name": "adder",
+                "tools.tools.tool.inline": False,
+                "tools.tools.failure": "no",
+                "tools.tools.time_limit": 7.0,
+                "tools.tools.workers": 2,
+                "tools.tools.concurrency": 9,
+                "tools.tools.retries": 3,
+                "max_turns": 5,
+                "turn_tokens": 2,
+                "encode.vocabulary": 15,
+                "prompt.2": 15,
+            },
+        )
+        | {"program.rollout.measure.0()": "turn_metrics"},
+    ),
+    "an environment": (
+        {
+            "rollout__environment": "tests.rollout.environments:Count",
+            "rollout__environment__failure": "raise",
+            "rollout__turns__max_turns": 5,
+            "rollout__turns__time_limit": 7.0,
+            "rollout__turns__workers": 2,
+            "rollout__turns__concurrency": 9,
+            "rollout__turns__retries": 3,
+            "data__max_prompt_tokens": 99,
+            "reward__functions": [],
+        },
+        at(
+            ANSWERS,
+            {
+                "tools.calls.name": "tests.rollout.environments:Count",
+                "tools.time_limit": 7.0,
+                "tools.workers": 2,
+                "tools.concurrency": 9,
+                "tools.retries": 3,
+                "max_turns": 5,
+                "failure": "raise",
+                "encode.vocabulary": 15,
+                "prompt.2": 15,
+                "prompt_tokens": 99,
+            },
+        )
+        | at(["program", "evaluate"], {"reward.terms.0.name": "environment"})
+        | at(["program", "evaluate"], {"reward.terms.0.fn()": "environment_reward"})
+        | {"program.rollout.measure.0()": "turn_metrics"},
+    ),
+    "a teacher": (
+        {
+            "model__teacher_path": "teacher",
+            "model__teacher_offload": True,
+            "algorithm__advantage": "distill",
+            "actor__epochs": 1,
+            "actor__token_budget": 44,
+            "rollout__temperature": 0.75,
+            **NO_KL,
+        },
+        temperature(0.75)
+        | WITHOUT_KL
+        | WITHOUT_CRITIC
+        | at(PASSES[:2], {"micro_batching.token_budget": 44})
+        | at(["program", "evaluate"], {"teacher.policy.micro_batching.token_budget": 44, "alone": False})
+        | at(["program", "evaluate"], {"teacher.policy.fetch.offload": "all"})
+        | {
+            "program.temperature": 0.75,
+            "evaluate.temperature": 1.0,
+            "program.estimate.advantage_fn.fn()": "reverse_kl",
+            "program.update_actor.loop.epochs": 1,
+            "program.update_actor.loop.micro_batching.token_budget": 44,
+            "program.update_actor.loop.timeline.total": 8,
+            "program.update_actor.optimizer.update.schedule.total": 8,
+            "program.update_actor.epochs": 1,
+        },
+    ),
+    "a curriculum": (
+        {"data__curriculum": "learnability", "data__curriculum__decay": 0.75},
+        at(["program.sample.learn", "draw"], {"curriculum.update.decay": 0.75, "curriculum.choose.prior": 1.0})
+        | {"cursor.course.step": 0},
+    ),
+}
+# with functions of fixed values, whose other values are those of their own defaults
+OPEN = ("greedy baselines", "tools", "an environment", "a teacher", "a curriculum")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("task")
+    tiny_run.write_task(directory)
+    teacher = small_model(15, width=32, layers=2)
+    models.save(teacher, models.init_params(teacher, Key(1)), directory / "teacher")
+    return directory
+
+
+def held(task, **changes):
+    """All plain values of a run of these settings."""
+    if "model__teacher_path" in changes:
+        changes["model__teacher_path"] = str(task / changes["model__teacher_path"])
+    with assemble(tiny_run.settings(task, **changes)) as made:
+        run = {"kl": made.run.kl, "key": made.run.key, "cursor": made.run.cursor}
+        return walked({"program": made.program, "draw": made.draw, "evaluate": made.evaluate, **run})
+
+
+@pytest.fixture(scope="module")
+def base(task):
+    return held(task)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_settings_reach_what_they_name_and_nothing_else(task, base, name):
+    changes, expected = CASES[name]
+    found = differing(base, held(task, **changes))
+    shown = {path: found[path] for path in found if name not in OPEN or path in expected or path in base}
+    assert shown == expected
+
+
+SUPERVISED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "sft": (
+        {
+            "sft__batch_size": 4,
+            "sft__weight_mode": "seq-mean-token-sum-norm",
+            "sft__horizon": 9,
+            "sft__micro_batch_size": 3,
+            "sft__epochs": 3,
+            "sft__optimizer__lr": 0.5,
+            "sft__optimizer__schedule": "linear",
+            "sft__optimizer__warmup_steps": 2,
+            "sft__optimizer__min_lr_ratio": 0.25,
+            "sft__optimizer__weight_decay": 0.375,
+            "seed": 5,
+            "data__may_change": True,
+        },
+        {
+            "steps": 8,  # three times ten rows by four
+            "may_change": True,
+            "key": Key(5).seed,
+            "imitation.steps": 8,
+            "imitation.draw.1": 4,
+            "imitation.draw.2": Key(5).fold("data").seed,
+            "imitation.update.loop.mini_batch_size": 4,
+            "imitation.update.loop.micro_batching.size": 3,
+            "imitation.update.loop.micro_batching.token_budget": None,
+            "imitation.update.loop.weight_mode": "seq-mean-token-sum-norm",
+            "imitation.update.loop.horizon": 9,
+            "imitation.update.loop.timeline.warmup": 2,
+            "imitation.update.loop.timeline.total": 8,
+            "imitation.update.optimizer.update.schedule.peak": 0.5,
+            "imitation.update.optimizer.update.schedule.kind": "linear",
+            "imitation.update.optimizer.update.schedule.warmup_steps": 2,
+            "imitation.update.optimizer.update.schedule.min_ratio": 0.25,
+            "imitation.update.optimizer.update.schedule.total": 8,
+            "imitation.update.optimizer.update.weight_decay": 0.375,
+            "evaluate.batches.1": 4,
+            "evaluate.policy.micro_batching.size": 3,
+            "evaluate.policy.micro_batching.token_budget": None,
+        },
+    ),
+    "model": (
+        {"model__remove_padding": False, "data__shuffle": False, "sft__token_budget": 77, "eval__max_prompts": 3},
+        {
+            "imitation.draw.4": False,
+            "imitation.update.forward.remove_padding": False,
+            "imitation.update.loop.micro_batching.token_budget": 77,
+            "evaluate.batches.0": 3,
+            "evaluate.policy.forward.remove_padding": False,
+            "evaluate.policy.micro_batching.token_budget": 77,
+        },
+    ),
+    "rows": (
+        {"sft__max_tokens": 5, "data__over_long": "drop"},
+        {"imitation.draw.0": 9, "evaluate.batches.0": 9},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("demonstrations")
+    tiny_run.write_task(directory)
+    rows = [{"prompt": f"{a}+1", "response": str(a + 1), "from": f"s{a % 2}"} for a in range(10)]
+    for name in ("train", "test"):
+        (directory / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return directory
+
+
+def imitated(directory, **changes):
+    """All plain values of a supervised run of these settings."""
+    settings, made = assemble_supervised(settings_of(directory, **changes))
+    run = {"steps": settings.steps, "key": made.run.key, "may_change": made.drawn.may_change}
+    return walked({"imitation": made.imitation, "evaluate": made.evaluate, **run})
+
+
+@pytest.mark.parametrize("name", SUPERVISED)
+def test_settings_of_a_supervised_run_reach_what_they_name_and_nothing_else(demonstrations, name):
+    changes, expected = SUPERVISED[name]
+    assert differing(imitated(demonstrations), imitated(demonstrations, **changes)) == expected

@@ -1,0 +1,253 @@
+"""The small functions of assembly by themselves: what each takes of its sections, and where bounds lie."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from fppo import tree
+from fppo.assembly import adapters, engines, learning, machine, parts, rewards, supervised
+from fppo.data.privileged import TRUTH_SIGNS
+from fppo.key import Key
+from fppo.models import flops
+from fppo.models.adapted import Lora
+from fppo.quickstart import small_model
+from fppo.runtime.mesh import Mesh, Sharding
+from fppo.settings.learning import ActorSettings, CriticSettings, ValueHeadSettings
+from fppo.settings.model import LoraSettings, ModelSettings
+from fppo.settings.placement import MeshSettings, PlacementSettings, RoleSettings
+from fppo.settings.reward import RewardModelSettings
+from fppo.settings.rollout import RolloutSettings, VllmSettings
+from fppo.settings.sft import SftSettings
+from fppo.settings.train import DataSettings, EvalSettings
+from fppo.steps.confidence import init_confidence
+from fppo.steps.hidden import init_hidden
+from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels.collectives import Axis
+from tests import tiny_run
+
+LORA = LoraSettings(rank=3, alpha=6.0, scaling="rslora", targets=("q_proj", "v_proj"))
+
+
+def test_an_adapter_is_what_its_section_says_and_the_critics_may_have_a_rank_of_its_own():
+    spec = Lora(3, 6.0, ("q_proj", "v_proj"), "rslora")
+    assert adapters.lora_of(LORA) == adapters._critic_spec(LORA) == spec
+    assert adapters._critic_spec(attrs.evolve(LORA, critic_rank=2)) == attrs.evolve(spec, rank=2)
+    assert adapters.words(spec) == "rank 3, alpha 6, rslora scaling, of q_proj, v_proj"
+
+
+@pytest.mark.parametrize(("privileged", "signs"), [(0, 0), (5, TRUTH_SIGNS)])
+def test_a_critic_that_is_no_model_has_members_outputs_and_signs_by_its_section(tmp_path, privileged, signs):
+    tiny_run.write_task(tmp_path)
+    section, key = tiny_run.settings(tmp_path).model, Key(3)
+    head = ValueHeadSettings(name="hl_gauss", keywords={"low": -1.0, "high": 1.0, "bins": 21})
+    of = CriticSettings(ensemble=3, privileged=privileged, loss=head)
+    shape = {"members": 3, "outputs": 21, "signs": signs}
+    expected = {"confidence": init_confidence(key, **shape), "hidden": init_hidden(key, 16, **shape)}
+    for reads, params in expected.items():
+        found = adapters.reader_params(section, attrs.evolve(of, reads=reads), key)
+        assert tree.digest(found) == tree.digest(params)
+
+
+def test_shards_are_cut_as_the_mesh_says():
+    section = MeshSettings(stage=2, reduce_dtype="bfloat16", prefetch=False)
+    assert parts.sharding_of(section) == Sharding(stage=2, reduce_dtype=torch.bfloat16, prefetch=False)
+    assert parts.sharding_of(MeshSettings()) == Sharding(stage=3, reduce_dtype=torch.float32, prefetch=True)
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "expected"),
+    [
+        ("none", None, "none"),
+        ("moments", None, "moments"),
+        ("all", False, "none"),
+        ("none", True, "all"),
+        ("all", "moments", "moments"),
+        ("moments", "none", "none"),
+    ],
+)
+def test_a_role_is_on_the_host_as_its_own_setting_says_or_as_the_common_one(common, own, expected):
+    assert parts.offload_of(common, own) == expected
+
+
+def test_a_role_has_the_axes_of_its_pool():
+    pools = {"p": {"ranks": 4, "tensor": 2, "pipeline": 2, "virtual_stages": 2}}
+    placement = PlacementSettings(pools=pools, roles=RoleSettings(critic="p"))
+    common, own = MeshSettings(shard=8), Mesh({"shard": Axis(8)})
+    assert parts.axes_at(placement, "actor", common) is common
+    assert parts.axes_at(placement, "critic", common).tensor == 2
+    assert parts.mesh_at(placement, "actor", own) == ("", own)
+    words, mesh = parts.mesh_at(placement, "critic", own)
+    assert words == "placement.pools.p: "
+    assert (mesh["tensor"].size, mesh["pipeline"].size, mesh["shard"].size, mesh.virtual_stages) == (2, 2, 1, 2)
+
+
+@pytest.mark.parametrize(("gpus", "kind"), [(1.0, "cuda"), (0.0, "cpu")])
+def test_the_device_is_a_gpu_where_the_ranks_of_pools_have_theirs(monkeypatch, gpus, kind):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    placement = PlacementSettings(pools={"p": {"ranks": 1, "gpus": gpus}}, roles=RoleSettings(critic="p"))
+    assert parts.device_of("auto", placement).type == kind
+    assert parts.device_of("auto", PlacementSettings()).type == "cuda"
+    assert parts.device_of("cpu", PlacementSettings()).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("policy", "critic", "changes", "expected"),
+    [
+        ("bfloat16", None, {}, torch.bfloat16),
+        ("bfloat16", "float16", {}, torch.float32),
+        ("bfloat16", "bfloat16", {}, torch.bfloat16),
+        ("bfloat16", "float16", {"critic_path": "other"}, torch.bfloat16),
+        ("float32", None, {}, torch.float32),
+    ],
+)
+def test_a_base_is_as_wide_as_the_passes_over_it(policy, critic, changes, expected):
+    section = ModelSettings(path="m", compute_dtype=policy, lora=LORA, **changes)
+    assert parts.base_dtype(section, CriticSettings(compute_dtype=critic)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "held_out", "longest"),
+    [
+        ({}, True, 9 + 4),
+        ({"eval": 7}, True, 9 + 7),
+        ({"eval": 7}, False, 9 + 4),
+        ({"eval": 3}, True, 9 + 4),
+        ({"privileged": 2}, True, 2 + 9 + 4),
+    ],
+)
+def test_rows_may_be_as_long_as_the_model_lets_them_and_no_longer(monkeypatch, changes, held_out, longest):
+    rows = DataSettings(max_prompt_tokens=9, eval_path=("x",) if held_out else ())
+    config = small_model(15, width=16, layers=1).config
+    sections = rows, RolloutSettings(max_tokens=4), EvalSettings(max_tokens=changes.get("eval"))
+
+    def check(limit):
+        monkeypatch.setattr(parts.models, "longest_row", lambda config: limit)
+        parts.check_length(config, *sections, changes.get("privileged", 0))
+
+    for limit in (None, longest, longest + 1):
+        check(limit)
+    with pytest.raises(ValueError, match=f"allow rows of {longest} tokens"):
+        check(longest - 1)
+
+
+def test_a_mesh_has_no_more_stages_than_the_model_has_layers():
+    config = small_model(15, width=16, layers=4).config
+    parts.check_mesh(config, "", Mesh({"pipeline": Axis(4)}))
+    parts.check_mesh(config, "", Mesh({"pipeline": Axis(2)}, virtual_stages=2))
+    with pytest.raises(ValueError, match=r"^pool: mesh\.pipeline = 5: the model has 4 layers"):
+        parts.check_mesh(config, "pool: ", Mesh({"pipeline": Axis(5)}))
+    with pytest.raises(ValueError, match=r"and mesh\.virtual_stages = 3 make 6 stages"):
+        parts.check_mesh(config, "", Mesh({"pipeline": Axis(2)}, virtual_stages=3))
+
+
+@pytest.mark.parametrize(
+    ("engine", "saved", "held_out", "used"),
+    [
+        ("embedded", None, True, False),
+        ("vllm", None, False, True),
+        ("vllm", "x", True, True),
+        ("vllm", "x", False, False),
+    ],
+)
+def test_vllm_runs_where_something_is_sampled(engine, saved, held_out, used):
+    section = RolloutSettings(
+        engine=engine, from_=saved, cache_gb=0.5, exact=True, vllm=VllmSettings(bucket_mb=3, max_rows=5)
+    )
+    model = ModelSettings(path="m", lora=LoraSettings(send="alone"), offload="all")
+    found = engines.engine_options(section, model, routed=True, held_out=held_out)
+    assert (found.vllm is not None) is used
+    if found.vllm is not None:
+        assert (found.vllm.adapter, found.vllm.max_rows) == ("alone", 5)
+    assert (found.cache_gb, found.bucket_mb, found.routed, found.exact, found.on_host) == (0.5, 3, True, True, True)
+    other = engines.engine_options(RolloutSettings(), ModelSettings(path="m"), routed=False, held_out=True)
+    assert (other.routed, other.exact, other.on_host) == (False, False, False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vllm", "limit"),
+    [
+        ("float32", None, 1e-4),
+        ("float32", "bfloat16", 0.05),
+        ("bfloat16", None, 0.05),
+        ("bfloat16", "float32", 0.05),
+        ("float32", "float32", 1e-4),
+    ],
+)
+def test_a_gap_to_the_engine_is_as_wide_as_dtypes_explain(dtype, vllm, limit):
+    section = RolloutSettings(vllm=VllmSettings(dtype=vllm), gap="stop")
+    assert learning.watch_of(section, dtype) == (limit, "stop")
+    assert learning.watch_of(attrs.evolve(section, gap="off"), dtype) is None
+    assert learning.watch_of(attrs.evolve(section, from_="x"), dtype) is None
+
+
+def test_the_work_of_a_run_is_a_rollout_and_three_passes_for_each_update():
+    model = small_model(15, width=16, layers=1)
+    sections = DataSettings(max_prompt_tokens=5), RolloutSettings(batch_size=8, max_tokens=3)
+    forward = flops.forward_flops(model, [8], head_tokens=3)
+    for epochs in (1, 2):
+        found = machine.work_of(model, 7, *sections, ActorSettings(epochs=epochs))
+        assert found == pytest.approx(7 * 8 * forward * (1 + 3 * epochs))
+
+
+COMMON = MicroBatching(size=9)
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, COMMON),
+        ({"micro_batch_size": 2}, MicroBatching(size=2)),
+        ({"token_budget": 55}, MicroBatching(token_budget=55)),
+    ],
+)
+def test_a_reward_model_has_passes_of_its_own_or_the_common_ones(section, expected):
+    assert rewards._micro_batching(RewardModelSettings(**section), COMMON) == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "common", "expected"), [(None, True, True), (None, False, False), (True, False, True), (False, True, False)]
+)
+def test_a_reward_model_reads_chats_as_it_says_or_as_the_data_does(own, common, expected):
+    assert rewards._reads_chat(RewardModelSettings(chat=own), DataSettings(chat=common)) is expected
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "size", "steps"), [(None, 10, 4, 7), (1, 8, 4, 2), (3, 10, 4, 8), (1, 1, 4, 1)]
+)
+def test_a_supervised_run_has_the_steps_of_so_many_passes(epochs, rows, size, steps):
+    section = SftSettings(epochs=epochs, batch_size=size)
+    assert supervised._steps(section, 7, rows) == steps
+    warm = attrs.evolve(section, optimizer=attrs.evolve(section.optimizer, warmup_steps=steps))
+    with pytest.raises(ValueError, match=f"warmup_steps = {steps}: must be less than the run's {steps} updates"):
+        supervised._steps(warm, 7, rows)
+    nearly = attrs.evolve(section, optimizer=attrs.evolve(section.optimizer, warmup_steps=steps - 1))
+    assert supervised._steps(nearly, 7, rows) == steps
+
+
+def test_tokens_that_a_model_does_not_have_are_named_by_their_rows():
+    rows = tuple(
+        supervised.data.conversations.Imitated(prompt=(1,), response=(top,), mask=(True,)) for top in (14, 15, 3)
+    )
+    found = supervised.DemonstrationSet(rows=rows, ids=("a:1", "a:2", "a:3"), sources=("a",) * 3, pad_token_id=0)
+    supervised._check_ids(found, 16)
+    supervised._check_ids(None, 1)
+    with pytest.raises(ValueError, match="a:2: token id 15 is outside the model's vocabulary of 15"):
+        supervised._check_ids(found, 15)
+
+
+def test_a_machine_is_asked_about_every_model_that_a_run_has(tmp_path, monkeypatch):
+    """Kernels must fit all of them."""
+    seen = []
+    monkeypatch.setattr(machine, "_built", lambda section, paths: seen.append(dict(paths)) or [])
+    monkeypatch.setattr(machine.torch.cuda, "get_device_capability", lambda kind: (8, 0))
+    paths = {"model__path": "p", "model__critic_path": "c", "model__ref_path": "r", "reward__model__path": "w"}
+    whole = tiny_run.settings(tmp_path, **paths)
+    machine.resolved(whole, torch.device("cuda"))
+    names = {"model.path": "p", "reward.model.path": "w", "model.critic_path": "c", "model.ref_path": "r"}
+    assert seen.pop() == names | {"model.teacher_path": None}
+    no_kl = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    taught = {"algorithm__advantage": "distill", "model__teacher_path": "t", "model__path": "p"}
+    machine.resolved(tiny_run.settings(tmp_path, **taught, **no_kl), torch.device("cuda"))
+    assert seen.pop() == dict.fromkeys(names) | {"model.path": "p", "model.teacher_path": "t"}

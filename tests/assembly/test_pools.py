@@ -1,0 +1,187 @@
+"""Groups have the ranks, axes, threads and patience that the settings of their pools give."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+
+from fppo import tree
+from fppo.assembly import placed, pools
+from fppo.fleet import RankSpec
+from fppo.key import Key
+from fppo.pipeline.program import Base, RunState
+from fppo.runtime import checkpoint
+from fppo.runtime.mesh import AXES, Sharding
+from fppo.settings.reward import JudgeSettings, RewardModelSettings, RewardSettings
+from fppo.steps.train_state import TrainState
+from tests import tiny_run
+
+PLACED = {
+    "placement__pools": {
+        "p": {"ranks": 4, "gpus": 1.0, "pipeline": 2, "virtual_stages": 2, "threads": 3, "context": 2, "ring": True},
+        "v": {"ranks": 2, "gpus": 1.0, "tensor": 2, "threads": 5},
+        "e": {"ranks": 3, "threads": 1, "gpus": 0.5},
+    },
+    "placement__roles__actor": "p",
+    "placement__roles__critic": "v",
+    "placement__roles__rollout": "e",
+    "placement__patience": 77.0,
+    "placement__cluster": "local",
+    "mesh__stage": 2,
+    "mesh__reduce_dtype": "bfloat16",
+    "mesh__prefetch": False,
+}
+
+
+@attrs.define
+class Recorded:
+    """A group that only notes what it was made of."""
+
+    name: str
+    ranks: RankSpec
+    patience: float = attrs.field(kw_only=True)
+    device: torch.device = attrs.field(kw_only=True)
+    started: int = 0
+    closed: int = 0
+
+    def start(self):
+        self.started += 1
+
+    def close(self):
+        self.closed += 1
+
+
+class Cluster:
+    def ranks(self, spec):
+        return spec
+
+
+def test_every_group_has_the_ranks_of_its_pool(tmp_path, monkeypatch):
+    named = []
+    monkeypatch.setattr(pools, "cluster", lambda name: named.append(name) or contextlib.nullcontext(Cluster()))
+    monkeypatch.setattr(pools, "Group", Recorded)
+    settings = tiny_run.settings(tmp_path, device="auto", **PLACED)
+    with pools.groups_of(settings) as at:
+        groups = [at.roles["actor"], at.roles["critic"], *at.engines]
+        assert all((group.started, group.closed, group.patience) == (1, 0, 77.0) for group in groups)
+    assert all(group.closed == 1 for group in groups)
+    assert named == ["local"]
+    assert {role: group.name for role, group in at.roles.items()} == {"actor": "p", "critic": "v", "reference": "p"}
+    assert at.roles["actor"] is at.roles["reference"]
+    assert [group.name for group in at.engines] == ["e 0", "e 1", "e 2"]
+    one = dict.fromkeys(AXES, 1)
+    common = {"sharding": Sharding(stage=2, reduce_dtype=torch.bfloat16, prefetch=False), "patience": 77.0}
+    expected = [
+        RankSpec(
+            count=4,
+            gpus=1.0,
+            sizes=one | {"pipeline": 2, "context": 2},
+            virtual_stages=2,
+            ring=True,
+            threads=3,
+            **common,
+        ),
+        RankSpec(count=2, gpus=1.0, sizes=one | {"tensor": 2}, threads=5, **common),
+        *[RankSpec(count=1, gpus=0.5, sizes=one, threads=1, **common)] * 3,
+    ]
+    assert [group.ranks for group in groups] == expected
+
+
+def test_without_pools_there_is_no_group(tmp_path):
+    with pools.groups_of(tiny_run.settings(tmp_path)) as at:
+        assert (dict(at.roles), list(at.engines)) == ({}, [])
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("places", "reward", "models", "here"),
+    [
+        ((), {}, {}, True),
+        (("actor",), {}, {}, False),
+        (("actor",), {}, {"critic_model": True}, True),
+        (("actor", "critic"), {}, {"critic_model": True}, False),
+        (("actor",), {"model": RewardModelSettings(path="x")}, {}, True),
+        (("actor", "reward"), {"model": RewardModelSettings(path="x")}, {}, False),
+        (("actor",), {"judge": JudgeSettings(path="x")}, {}, True),
+        (("actor",), {}, {"teacher": True}, True),
+        (("actor", "teacher"), {}, {"teacher": True}, False),
+    ],
+)
+def test_batches_are_on_the_device_where_a_model_is_here(places, reward, models, here):
+    found = pools.home_of(places, GPU, RewardSettings(**reward), **{"critic_model": False} | models)
+    assert found == (GPU if here else torch.device("cpu"))
+
+
+class Counted:
+    """A group of so many ranks that notes what it is called with."""
+
+    def __init__(self, ranks, calls):
+        self.ranks, self._calls = ranks, calls
+
+    def call(self, fn, *args, label, stays=()):
+        self._calls.append((label, fn, args, stays))
+        return label
+
+
+def state_of(step=3):
+    part = TrainState(params={"w": torch.ones(1)}, opt=None, step=0)
+    base = Base(source="the base", digest="d", dtype="float32", adapter="rank 4")
+    return RunState(actor=part, critic=part, key=Key(0), step=step, bases={"actor": base})
+
+
+@pytest.fixture
+def apart():
+    """The state of a run whose actor has two ranks and whose critic has one, and the calls of both."""
+    calls = []
+    parts = {"actor": placed._Part(Counted(2, calls), "a"), "critic": placed._Part(Counted(1, calls), "c")}
+    return placed.Placed(parts=parts, kind="sums"), calls
+
+
+def test_a_state_in_groups_is_saved_once_with_files_for_every_rank(apart, tmp_path, monkeypatch):
+    own, calls = apart
+    run, asked = state_of(), []
+    pending = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(placed.checkpoint, "begin_save", lambda *args, **named: asked.append((args, named)) or pending)
+    assert own.save(run, tmp_path, keep=2, notes={"note": "x"}) is pending
+    assert own.save(run, tmp_path, keep=2).wait() == checkpoint.path_of(tmp_path, 3)  # it is there
+    (((rest, directory, step), named),) = asked
+    assert (rest.actor, rest.critic, rest.key, rest.bases) == (None, None, run.key, run.bases)
+    assert (directory, step) == (tmp_path, 3)
+    parts = named.pop("parts")
+    assert named == {"free": placed.AHEAD, "keep": 2, "notes": {"note": "x"}}
+    assert parts.files == 3
+    assert parts.write(tmp_path / "draft") == ["save actor", "save critic"]
+    written = {label: args for label, _, args, _ in calls}
+    assert written["save actor"][1:] == (run.actor, "a", "actor", tmp_path / "draft", 0)
+    assert written["save critic"][1:] == (run.critic, "c", "critic", tmp_path / "draft", 2)
+
+
+def test_a_state_is_loaded_where_it_is_and_what_was_loaded_is_not_written_again(apart, tmp_path, monkeypatch):
+    own, calls = apart
+    run, asked = state_of(), []
+    monkeypatch.setattr(placed.checkpoint, "load", lambda *args, **named: asked.append((args, named)) or run)
+    found = own.load(run, tmp_path, 3, device="device")
+    assert asked == [((run, tmp_path, 3), {"free": placed.AHEAD, "device": "device"})]
+    assert (found.actor, found.critic) == ("load actor", "load critic")
+    assert all((fn, stays) == (placed._load, True) for _, fn, _, stays in calls)
+    assert [args[1:] for *_, args, _ in calls] == [
+        (run.actor, "a", "actor", tmp_path.absolute(), 3),
+        (run.critic, "c", "critic", tmp_path.absolute(), 3),
+    ]
+    assert own.save(run, tmp_path, keep=2).wait() == checkpoint.path_of(tmp_path, 3)
+
+
+@pytest.mark.parametrize(("adapted", "source"), [(True, "the base"), (False, None)])
+def test_a_policy_in_a_group_is_exported_by_it(apart, tmp_path, adapted, source):
+    own, calls = apart
+    run = state_of()
+    own.export(run if adapted else tree.replace(run, bases=None), tmp_path / "out", "tokenizer", "generation")
+    ((label, fn, args, _),) = calls
+    assert (label, fn) == ("export", placed._export)
+    assert args[1:] == ("a", run.actor.params, (tmp_path / "out").absolute(), "tokenizer", "generation", source)
