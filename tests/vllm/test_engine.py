@@ -87,11 +87,10 @@ def test_a_closed_engine_says_so():
         engine.generate(make("qwen2")[1], Ask(make_prompts(), LONG, Key(0)))
 
 
-def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(monkeypatch):
-    engine, _ = start(probe="never")
+def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(lent, monkeypatch):
     _, params = make("qwen2", seed=4)
     none = {name: torch.full_like(x, torch.nan) for name, x in params.items()}
-    with engine:
+    with lent(probe="never") as (engine, _):
         with pytest.raises(EngineFailure, match=r"log-probs are not numbers in row \d+: are its weights finite"):
             engine.generate(none, Ask(make_prompts(), LONG, Key(1), version=2))
         start_host = vllm.start_host
@@ -132,11 +131,10 @@ def test_an_architecture_that_it_does_not_know():
         VllmEngine(models.build(config), pad_token_id=0, options=VllmOptions(cache_gb=0.05))
 
 
-def test_a_process_that_dies_or_hangs_costs_no_finished_row():
-    engine, _ = start(options={"host": "process", "patience": 12.0, "max_rows": 2})
+def test_a_process_that_dies_or_hangs_costs_no_finished_row(lent):
     _, params = make("qwen2", seed=4)
     whole = expected(params)
-    with engine:
+    with lent(options={"host": "process", "patience": 12.0, "max_rows": 2}) as (engine, _):
         for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 12 s")):
             seen: list[int] = []
             host = engine._host
@@ -148,6 +146,7 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
             assert rollout.finish == whole.finish
         assert engine.replaced == 2
         process = process_of(engine)
+        engine.close()
     assert not running(process)
 
 
