@@ -9,6 +9,7 @@ import attrs
 import pytest
 
 from fppo.rollout.vllm import engine as engines
+from fppo.rollout.vllm import remote
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Host
 from fppo.rollout.vllm.local import LocalHost
@@ -40,11 +41,72 @@ def options_of(options=None):
 _IDLE: dict[str, list[Host]] = {}  # vLLM that no test uses now, by what it was started with
 
 
+def _key(model, options, dtype):
+    return repr(
+        (model.whole_config.to_json_string(use_diff=False), attrs.evolve(options, restarts=0, patience=1.0), dtype)
+    )
+
+
 def _end_idle(kind: type = object) -> None:
     for hosts in _IDLE.values():
         for host in [x for x in hosts if isinstance(x, kind)]:
             hosts.remove(host)
             host.close()
+
+
+def _take(model, options, dtype):
+    """A vLLM that an earlier test gave back, or a new one, of which a process is a fork of one that has imported it."""
+    if hosts := _IDLE.get(_key(model, options, dtype)):
+        host = hosts.pop()
+        if isinstance(host, RemoteHost):
+            host._options = options  # with its patience
+        return host
+    if options.host == "local":  # there can be one in a process
+        _end_idle(LocalHost)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_environment", lambda gpus: None)
+        return start_host(model, options, dtype)
+
+
+def _give(engine):
+    """Closes an engine, whose vLLM another test may have if it is whole."""
+    if engine._host is not None and not engine._broken:
+        _IDLE.setdefault(_key(engine._source, engine._options, engine._dtype), []).append(engine._host)
+        engine._host = None
+    _close(engine)
+
+
+_close = VllmEngine.close
+
+
+@contextlib.contextmanager
+def lending():
+    """Engines that start in this context take a vLLM from earlier tests, and those that are closed in it leave theirs
+    to later ones. Whatever a rollout depends on, an engine sends anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "start_host", _take)
+        patch.setattr(VllmEngine, "close", _give)
+        yield
+
+
+@contextlib.contextmanager
+def _lend(name="qwen2", **changes):
+    with lending():
+        engine, model = start(name, **changes)
+    try:
+        yield engine, model
+    except BaseException:
+        engine.close()
+        raise
+    with lending():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def lent() -> Iterator:
+    """`start` as a context, by `lending`. Not for tests of how vLLM starts and ends."""
+    yield _lend
+    _end_idle()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,37 +116,19 @@ def pytest_runtest_setup(item):
         _end_idle(LocalHost)
 
 
-@contextlib.contextmanager
-def _lend(name="qwen2", *, options=None, **changes):
-    own = options_of(options)
-    key = repr((name, attrs.evolve(own, restarts=0, patience=1.0)))
-
-    def taken(model, options, dtype):
-        if not (hosts := _IDLE.setdefault(key, [])):
-            if own.host == "local":  # there can be one in a process
-                _end_idle(LocalHost)
-            return start_host(model, options, dtype)
-        host = hosts.pop()
-        if isinstance(host, RemoteHost):
-            host._options = options  # with its patience
-        return host
-
+@pytest.fixture(autouse=True, scope="module")
+def frugal():
+    """vLLM is imported in this process, which then inspects the classes of models, in place of a process for each, and
+    in the fork server. Threads that wait do not spin: where others want the processor, that took 20 times the work."""
+    if MISSING:
+        yield
+        return
+    registry = importlib.import_module("vllm.model_executor.models.registry")
+    importlib.import_module("fppo.rollout.vllm.worker")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "start_host", taken)
-        engine, model = start(name, options=options, **changes)
-    with engine:
-        yield engine, model
-        if not engine._broken and engine._host is not None:
-            _IDLE[key].append(engine._host)
-            engine._host = None
-
-
-@pytest.fixture(scope="session")
-def lent() -> Iterator:
-    """An engine as of `start`, for the length of a context, whose vLLM is one that an earlier test has given back
-    whole, if there is any. Whatever a rollout depends on, its engine sends anew. Not for tests of starts and ends."""
-    yield _lend
-    _end_idle()
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        patch.setenv("OMP_WAIT_POLICY", "passive")
+        yield
 
 
 def process_of(engine):
