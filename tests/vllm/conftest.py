@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import attrs
 import pytest
+import torch
 
 from fppo.rollout.vllm import engine as engines
 from fppo.rollout.vllm import remote
@@ -14,6 +15,8 @@ from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from fppo.rollout.vllm.host import Host
 from fppo.rollout.vllm.local import LocalHost
 from fppo.rollout.vllm.remote import RemoteHost, start_host
+from fppo.rollout.vllm.vision import weight_names
+from fppo.runtime.mesh import LOCAL
 from tests.vllm.families import make
 
 MISSING = importlib.util.find_spec("vllm") is None
@@ -55,7 +58,7 @@ def _end_idle(kind: type = object) -> None:
 
 
 def _take(model, options, dtype):
-    """A vLLM that an earlier test gave back, or a new one, of which a process is a fork of one that has imported it."""
+    """A vLLM that an earlier test gave back, or a new one."""
     if hosts := _IDLE.get(_key(model, options, dtype)):
         host = hosts.pop()
         if isinstance(host, RemoteHost):
@@ -63,14 +66,17 @@ def _take(model, options, dtype):
         return host
     if options.host == "local":  # there can be one in a process
         _end_idle(LocalHost)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "_environment", lambda gpus: None)
-        return start_host(model, options, dtype)
+    return start_host(model, options, dtype)
 
 
 def _give(engine):
-    """Closes an engine, whose vLLM another test may have if it is whole."""
+    """Closes an engine, whose vLLM another test may have if it is whole: with zeros for weights, so that an engine that
+    sends it none is found out."""
     if engine._host is not None and not engine._broken:
+        if engine._source.frozen is None:
+            engine._rename, engine._mesh = weight_names(engine._source), LOCAL
+            engine._send, engine._probe = "all", "never"
+            engine.sync({name: torch.zeros(shape) for name, shape in engine._model.shapes.items()}, version=-1)
         _IDLE.setdefault(_key(engine._source, engine._options, engine._dtype), []).append(engine._host)
         engine._host = None
     _close(engine)
@@ -80,21 +86,30 @@ _close = VllmEngine.close
 
 
 @contextlib.contextmanager
+def forks():
+    """vLLM's processes that start in this context are forks of one that has imported it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_environment", lambda gpus: None)
+        yield
+
+
+@contextlib.contextmanager
 def lending():
     """Engines that start in this context take a vLLM from earlier tests, and those that are closed in it leave theirs
     to later ones. Whatever a rollout depends on, an engine sends anew."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forks():
         patch.setattr(engines, "start_host", _take)
         patch.setattr(VllmEngine, "close", _give)
         yield
 
 
 @contextlib.contextmanager
-def _lend(name="qwen2", **changes):
+def _lend(name="qwen2", *, replaced_by=forks, **changes):
     with lending():
         engine, model = start(name, **changes)
     try:
-        yield engine, model
+        with replaced_by():
+            yield engine, model
     except BaseException:
         engine.close()
         raise

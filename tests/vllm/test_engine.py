@@ -1,5 +1,6 @@
 """Where vLLM's engine has limits of its own, and what becomes of a process that ends."""
 
+import contextlib
 import copy
 import importlib
 import os
@@ -134,7 +135,8 @@ def test_an_architecture_that_it_does_not_know():
 def test_a_process_that_dies_or_hangs_costs_no_finished_row(lent):
     _, params = make("qwen2", seed=4)
     whole = expected(params)
-    with lent(options={"host": "process", "patience": 12.0, "max_rows": 2}) as (engine, _):
+    options = {"host": "process", "patience": 12.0, "max_rows": 2}
+    with lent(options=options, replaced_by=contextlib.nullcontext) as (engine, _):
         for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 12 s")):
             seen: list[int] = []
             host = engine._host
@@ -198,14 +200,14 @@ def test_what_is_set_is_what_vllm_has():
 
 def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypatch):
     """Also where its cache is too small for all rows, and some wait for others in the middle of their responses."""
-    _, params = make("qwen2")
+    model, params = make("qwen2-layer")  # each layer is compiled
     prompts = make_prompts((40, 40, 40))
     sampling = Sampling(n=4, max_tokens=30)
-    whole = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
+    whole = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
     expected = whole.generate(params, Ask(prompts, sampling, Key(1)))
     for cached, eager in ((True, True), (False, False)):
-        few = {"num_gpu_blocks_override": 9} if cached else {}
-        engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32, **few}})
+        extra = {"block_size": 32, **({"num_gpu_blocks_override": 9} if cached else {})}
+        engine, _ = start(model=model, options={"prefix_cache": cached, "eager": eager, "extra": extra})
         with engine:
             scheduler = engine._host._llm.llm_engine.engine_core.engine_core.scheduler
             put_off = Mock(wraps=scheduler._preempt_request)

@@ -13,6 +13,7 @@ from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm import engine as engines
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from tests.rollout.test_embedded import make_prompts
+from tests.vllm.conftest import forks
 from tests.vllm.families import make
 
 ROWS = [[5, 6, 7, 40, 60, 0, 1, 12, 9, 33], [59, 58, 3, 3, 3, 17, 22, 9, 41, 8]]
@@ -76,7 +77,7 @@ def test_an_adapter_goes_alone_beside_a_base_that_is_sent_once(name, host, monke
     model, params = make(name)
     adapted, adapter = models.adapt(model, params, Lora(2, 4.0, scaling="rslora"), key=Key(0))
     options = VllmOptions(cache_gb=0.05, max_rows=16, adapter="alone", host=host)
-    with VllmEngine(adapted, pad_token_id=0, options=options) as engine:
+    with forks(), VllmEngine(adapted, pad_token_id=0, options=options) as engine:
         for version in range(3):
             adapter = {
                 name: x + 0.1 * version * torch.sin(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()
