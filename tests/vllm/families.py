@@ -28,7 +28,6 @@ WIDE: dict[str, Any] = COMMON | {"head_dim": 32}  # where it is no parameter of 
 CONFIGS = {
     "llama": LlamaConfig(**COMMON, attention_bias=True, tie_word_embeddings=False),
     "qwen2": Qwen2Config(**COMMON, tie_word_embeddings=False),
-    "qwen2-layer": Qwen2Config(**COMMON | {"num_hidden_layers": 1}, tie_word_embeddings=False),
     "qwen2-tied": Qwen2Config(**COMMON, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**COMMON, head_dim=32, tie_word_embeddings=False),
     "qwen3_moe": Qwen3MoeConfig(

@@ -200,7 +200,7 @@ def test_what_is_set_is_what_vllm_has():
 
 def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypatch):
     """Also where its cache is too small for all rows, and some wait for others in the middle of their responses."""
-    model, params = make("qwen2-layer")  # each layer is compiled
+    model, params = make("qwen2")
     prompts = make_prompts((40, 40, 40))
     sampling = Sampling(n=4, max_tokens=30)
     whole = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
