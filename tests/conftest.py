@@ -17,10 +17,12 @@ from tests.distributed.preloaded import preload_more
 gc.disable()
 
 # no deadline (the first call imports and warms up), the same examples in every run; `--hypothesis-profile thorough`
-# draws more of them, and others in each run
+# draws more of them, and others in each run, `--hypothesis-profile ci` does so for loss math alone
 settings.register_profile("fppo", deadline=None, derandomize=True, max_examples=12)
 settings.register_profile("thorough", deadline=None, max_examples=100)
+settings.register_profile("ci", settings.get_profile("fppo"))
 settings.load_profile("fppo")
+LOSS_MATH = ("advantages", "losses")
 torch.set_num_threads(1)
 preload_more()
 
@@ -64,6 +66,12 @@ else:
 def pytest_configure(config: pytest.Config) -> None:
     """The tests' costs are measured and printed."""
     config.pluginmanager.register(Costs(config), "costs")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """In CI loss math is drawn for thoroughly: a test keeps the profile under which its module was imported."""
+    if isinstance(collector, pytest.Module) and collector.config.getoption("--hypothesis-profile") == "ci":
+        settings.load_profile("thorough" if collector.path.parent.name in LOSS_MATH else "fppo")
 
 
 def pytest_collection_finish() -> None:

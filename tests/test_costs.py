@@ -8,9 +8,13 @@ import sys
 import tomllib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import costs, newest
 from tests.costs import Cost
+
+DRAWN: list[int] = []
 
 CHILD = """
 import os, subprocess, sys
@@ -74,6 +78,17 @@ def test_the_seconds_are_of_this_process_and_those_below():
     before = costs.seconds_spent()
     subprocess.run([sys.executable, "-c", "sum(range(10**7))"], check=True)
     assert costs.seconds_spent() - before > 0.05
+
+
+@given(st.integers())
+def draw(number: int) -> None:
+    DRAWN.append(number)
+
+
+def test_few_examples_are_drawn_in_ci(request):
+    """But for loss math: `tests/losses/test_examples.py`."""
+    draw()
+    assert (len(DRAWN) >= 100) == (request.config.getoption("--hypothesis-profile") == "thorough")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels.table import Kernels
 from tests.models.families import plain
 from tests.rollout.test_embedded import PAD, STOPS, make_prompts
-from tests.vllm.conftest import start
 from tests.vllm.families import make
 
 KERNELS = Kernels.named()
@@ -26,12 +25,11 @@ def embedded():
 
 
 @pytest.fixture(scope="module", params=["embedded", "vllm", "process"])
-def engine(request):
+def engine(request, lent):
     if request.param == "embedded":
         yield embedded()
     else:
-        started, _ = start(options={"host": {"vllm": "local"}.get(request.param, request.param)})
-        with started:
+        with lent(options={"host": {"vllm": "local"}.get(request.param, request.param)}) as (started, _):
             yield started
 
 

@@ -1,5 +1,6 @@
 """Where vLLM's engine has limits of its own, and what becomes of a process that ends."""
 
+import contextlib
 import copy
 import importlib
 import os
@@ -87,11 +88,10 @@ def test_a_closed_engine_says_so():
         engine.generate(make("qwen2")[1], Ask(make_prompts(), LONG, Key(0)))
 
 
-def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(monkeypatch):
-    engine, _ = start(probe="never")
+def test_weights_that_are_not_numbers_are_named_and_a_start_that_fails_is_tried_again(lent, monkeypatch):
     _, params = make("qwen2", seed=4)
     none = {name: torch.full_like(x, torch.nan) for name, x in params.items()}
-    with engine:
+    with lent(probe="never") as (engine, _):
         with pytest.raises(EngineFailure, match=r"log-probs are not numbers in row \d+: are its weights finite"):
             engine.generate(none, Ask(make_prompts(), LONG, Key(1), version=2))
         start_host = vllm.start_host
@@ -132,11 +132,11 @@ def test_an_architecture_that_it_does_not_know():
         VllmEngine(models.build(config), pad_token_id=0, options=VllmOptions(cache_gb=0.05))
 
 
-def test_a_process_that_dies_or_hangs_costs_no_finished_row():
-    engine, _ = start(options={"host": "process", "patience": 12.0, "max_rows": 2})
+def test_a_process_that_dies_or_hangs_costs_no_finished_row(lent):
     _, params = make("qwen2", seed=4)
     whole = expected(params)
-    with engine:
+    options = {"host": "process", "patience": 12.0, "max_rows": 2}
+    with lent(options=options, replaced_by=contextlib.nullcontext) as (engine, _):
         for number, reason in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life for 12 s")):
             seen: list[int] = []
             host = engine._host
@@ -148,6 +148,7 @@ def test_a_process_that_dies_or_hangs_costs_no_finished_row():
             assert rollout.finish == whole.finish
         assert engine.replaced == 2
         process = process_of(engine)
+        engine.close()
     assert not running(process)
 
 
@@ -199,14 +200,14 @@ def test_what_is_set_is_what_vllm_has():
 
 def test_with_and_without_a_prefix_cache_and_compiled_it_gives_the_same(monkeypatch):
     """Also where its cache is too small for all rows, and some wait for others in the middle of their responses."""
-    _, params = make("qwen2")
+    model, params = make("qwen2")
     prompts = make_prompts((40, 40, 40))
     sampling = Sampling(n=4, max_tokens=30)
-    whole = EmbeddedEngine(model=make("qwen2")[0], kernels=Kernels.named(), pad_token_id=0)
+    whole = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
     expected = whole.generate(params, Ask(prompts, sampling, Key(1)))
     for cached, eager in ((True, True), (False, False)):
-        few = {"num_gpu_blocks_override": 9} if cached else {}
-        engine, _ = start(options={"prefix_cache": cached, "eager": eager, "extra": {"block_size": 32, **few}})
+        extra = {"block_size": 32, **({"num_gpu_blocks_override": 9} if cached else {})}
+        engine, _ = start(model=model, options={"prefix_cache": cached, "eager": eager, "extra": extra})
         with engine:
             scheduler = engine._host._llm.llm_engine.engine_core.engine_core.scheduler
             put_off = Mock(wraps=scheduler._preempt_request)

@@ -16,6 +16,7 @@ from fppo.rollout.vllm.engine import EngineFailure, VllmEngine, VllmOptions
 from fppo.rollout.vllm.vision import weight_names
 from fppo.steps import Forward, MicroBatching, compute_log_probs
 from tests.models.vision import IMAGE, rows
+from tests.vllm.conftest import forks
 from tests.vllm.vision import make, prompts_of, stand_in
 
 SAMPLING = Sampling(max_tokens=7, n=2, stop_token_ids=(20, 21))
@@ -38,7 +39,7 @@ def test_log_probs_are_the_trainers_for_every_version_of_the_tower(name, monkeyp
     model, params = make(name)
     prompts = prompts_of(name, (1, 0, 2, 1))
     read = {n for n, x in params.items() for _ in weight_names(model)(n, x)}
-    with start(model, send="changed", probe="always", options={"host": host}) as engine:
+    with forks(), start(model, send="changed", probe="always", options={"host": host}) as engine:
         for version in range(3):
             seeing = model.seeing if version == 1 else params.keys()
             params = params | {n: x for n, x in make(name, seed=version)[1].items() if n in seeing}

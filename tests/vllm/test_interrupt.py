@@ -4,15 +4,13 @@ import torch
 
 from tests.rollout.test_embedded import engine_of
 from tests.rollout.test_interrupt import ask, coming, interruptible
-from tests.vllm.conftest import start
 from tests.vllm.families import make
 
 
-def test_rows_are_those_of_the_embedded_engine():
+def test_rows_are_those_of_the_embedded_engine(lent):
     model, first = make("qwen2", seed=2)
     versions = [{name: x * (1 + 0.1 * i) for name, x in first.items()} for i in range(3)]
-    inner, _ = start()
-    with inner:
+    with lent() as (inner, _):
         sampled = interruptible(inner, 2).generate(versions[0], ask(coming(versions)))
     expected = interruptible(engine_of(model), 2).generate(versions[0], ask(coming(versions)))
     for name in ("tokens", "attention_mask", "response_mask", "row_ids", "groups", "versions", "token_versions"):

@@ -13,7 +13,7 @@ from fppo.rollout.generated import opened
 from fppo.rollout.requests import Request
 from tests.rollout.talks import same, talks, told, with_samplings
 from tests.rollout.test_embedded import engine_of
-from tests.vllm.conftest import process_of, start
+from tests.vllm.conftest import process_of
 from tests.vllm.families import make
 
 PLAIN = Sampling(max_tokens=6, stop_token_ids=(5, 9, 20, 33, 40))
@@ -29,7 +29,7 @@ def delay(row, turn):
 
 
 @pytest.mark.parametrize("host", ["local", "process"])
-def test_rows_are_those_of_the_embedded_engine(host):
+def test_rows_are_those_of_the_embedded_engine(host, lent):
     """Each with a sampling of its own, and with newer weights from a step on."""
     model, params = make("qwen2", seed=2)
     newer = {name: x * 1.1 for name, x in params.items()}
@@ -43,8 +43,7 @@ def test_rows_are_those_of_the_embedded_engine(host):
         (rows_of(PLAIN, CUT, Sampling(greedy=True, max_tokens=3)), None),
         (rows_of(), meanwhile),
     ]
-    inner, _ = start(options={"host": host})
-    with inner:
+    with lent(options={"host": host}) as (inner, _):
         pairs = [
             [
                 told(engine, params, rows, delay=delay, version=4, meanwhile=change)[0]
@@ -59,11 +58,10 @@ def test_rows_are_those_of_the_embedded_engine(host):
         assert versions == ({4} if change is None else {4, 7})
 
 
-def test_a_process_that_dies_is_replaced_and_rows_go_on():
+def test_a_process_that_dies_is_replaced_and_rows_go_on(lent):
     model, params = make("qwen2", seed=2)
     killed = []
-    inner, _ = start(options={"host": "process"})
-    with inner, warnings.catch_warnings(record=True) as caught:
+    with lent(options={"host": "process"}) as (inner, _), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
 
         def meanwhile(requests, step):
@@ -78,11 +76,10 @@ def test_a_process_that_dies_is_replaced_and_rows_go_on():
     assert any("a new one goes on" in str(x.message) for x in caught)
 
 
-def test_requests_are_cancelled_and_gone_on_after():
+def test_requests_are_cancelled_and_gone_on_after(lent):
     _, params = make("qwen2", seed=2)
-    inner, _ = start()
     prompt, long = tuple(range(3, 61)), Sampling(max_tokens=20)
-    with inner, opened(inner, params) as requests:
+    with lent() as (inner, _), opened(inner, params) as requests:
         with pytest.raises(
             ValueError, match=r"'a' has 58 tokens; .* reach 158, but vLLM was started for max_model_len"
         ):

@@ -3,7 +3,7 @@
 import os
 import signal
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import attrs
 import pytest
@@ -18,7 +18,7 @@ from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import process_of, start
+from tests.vllm.conftest import process_of
 from tests.vllm.families import make
 from tests.vllm.interrupts import interrupted
 from tests.vllm.test_engine import expected
@@ -29,12 +29,9 @@ SETTINGS = {"host": "process", "max_rows": 2, "restarts": 1}
 
 
 @pytest.fixture(scope="module")
-def engines():
-    with ThreadPoolExecutor() as pool:
-        started = list(pool.map(lambda _: start(options=SETTINGS, bucket_bytes=1 << 15), range(2)))
-    yield [engine for engine, _ in started]
-    for engine, _ in started:
-        engine.close()
+def engines(lent):
+    with ExitStack() as stack:
+        yield [stack.enter_context(lent(options=SETTINGS, bucket_bytes=1 << 15))[0] for _ in range(2)]
 
 
 def on_ranks(engines, params, fn):

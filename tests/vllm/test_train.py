@@ -15,6 +15,7 @@ from fppo.rollout.vllm.remote import RemoteHost
 from fppo.runs import jsonl
 from fppo.settings import files
 from tests import tiny_run
+from tests.vllm.conftest import lending
 from tests.vllm.interrupts import interrupted
 
 
@@ -83,7 +84,8 @@ def kill_in(monkeypatch, generation):
 def quiet(tmp_path_factory):
     """The digests of a run that nothing disturbs, and its task."""
     directory = write_task(tmp_path_factory.mktemp("quiet"))
-    assert actions.train(settings(directory, "quiet", "vllm", **OWN)) == 0
+    with lending():
+        assert actions.train(settings(directory, "quiet", "vllm", **OWN)) == 0
     return jsonl.read(directory / "quiet" / DIGESTS), directory
 
 
@@ -91,7 +93,7 @@ def test_a_run_whose_engine_is_killed_is_the_run_undisturbed(quiet, monkeypatch)
     """The digests of all batches and states, that of vLLM's own log-probs among them, are the same."""
     expected, directory = quiet
     asked, answered = kill_in(monkeypatch, STEP_2)
-    with pytest.warns(RuntimeWarning, match="SIGKILL.* of 16 rows are done, a new one goes on"):
+    with lending(), pytest.warns(RuntimeWarning, match="SIGKILL.* of 16 rows are done, a new one goes on"):
         assert actions.train(settings(directory, "killed", "vllm", **OWN)) == 0
     assert 4 <= len(answered) < 16
     assert asked[STEP_2 - 1 : STEP_2 + 2] == [16, 1, 16 - len(answered)]  # a probe, then what was left
@@ -103,7 +105,8 @@ def test_a_run_that_may_replace_no_more_ends_with_its_steps(quiet, monkeypatch, 
     once = settings(directory, "ended", "vllm", rollout__vllm__restarts=0, **OWN)
     files.save(once, directory / "once.toml")
     kill_in(monkeypatch, STEP_2)
-    assert cli.main(["train", str(directory / "once.toml")]) == 2
+    with lending():
+        assert cli.main(["train", str(directory / "once.toml")]) == 2
     assert "ended by SIGKILL, perhaps for want of memory" in capsys.readouterr().err
 
     assert jsonl.read(directory / "ended" / DIGESTS) == expected[:1]

@@ -15,7 +15,7 @@ from tests.vllm.families import make
 
 
 @pytest.mark.parametrize("host", ["local", "process"])
-def test_rows_are_those_of_the_embedded_engine(host):
+def test_rows_are_those_of_the_embedded_engine(host, lent):
     model, params = make("qwen2", seed=2)
     prompts, limits = make_prompts(extra=1), torch.tensor([30, 14, 4, 30, 19, 1])
     embedded = EmbeddedEngine(model=model, kernels=KERNELS, pad_token_id=PAD)
@@ -25,8 +25,7 @@ def test_rows_are_those_of_the_embedded_engine(host):
         return engine.generate(params, Ask(prompts, sampling, Key(3), version=5, limits=most))
 
     cases = [(SAMPLING, None), (CUT, limits), (attrs.evolve(SAMPLING, greedy=True, n=1), None)]
-    inner, _ = start(options={"host": host})
-    with inner:
+    with lent(options={"host": host}) as (inner, _):
         pairs = [(sample(inner, *case), sample(embedded, *case)) for case in cases]
     for sampled, expected in pairs:
         for name in ("tokens", "attention_mask", "response_mask", "row_ids", "groups", "versions"):
@@ -38,10 +37,9 @@ def test_rows_are_those_of_the_embedded_engine(host):
         assert holes.any()
 
 
-def test_the_trainer_gives_the_tokens_vllms_log_probs():
+def test_the_trainer_gives_the_tokens_vllms_log_probs(lent):
     model, params = make("qwen2", seed=2)
-    inner, _ = start()
-    with inner:
+    with lent() as (inner, _):
         sampled = engine_of(inner).generate(params, Ask(make_prompts(), CUT, Key(8)))
     out = forward_micro_batch(params, sampled, forward=Forward(model), temperature=CUT.temperature)
     torch.testing.assert_close(sampled.rollout_log_probs, out.log_probs, rtol=0, atol=1e-5)

@@ -13,7 +13,7 @@ from fppo.rollout.sync import SyncError
 from fppo.rollout.vllm import engine as engines
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
 from tests.rollout.test_embedded import make_prompts
-from tests.vllm.conftest import start
+from tests.vllm.conftest import forks
 from tests.vllm.families import make
 
 ROWS = [[5, 6, 7, 40, 60, 0, 1, 12, 9, 33], [59, 58, 3, 3, 3, 17, 22, 9, 41, 8]]
@@ -36,9 +36,8 @@ def gap(engine, model, params, start=1):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen2-tied", "gpt2"])
-def test_after_every_sync_log_probs_are_the_trainers(name):
-    engine, model = start(name)
-    with engine:
+def test_after_every_sync_log_probs_are_the_trainers(name, lent):
+    with lent(name) as (engine, model):
         for version in range(3):
             _, params = make(name, seed=version)
             done = engine.sync(params, version=version)
@@ -52,12 +51,11 @@ def test_after_every_sync_log_probs_are_the_trainers(name):
         assert gap(engine, model, {key: x.float() for key, x in half.items()}) < 1e-5
 
 
-def test_adapters_are_merged_for_each_version_and_only_what_they_change_is_sent_again():
+def test_adapters_are_merged_for_each_version_and_only_what_they_change_is_sent_again(lent):
     model, params = make("qwen2")
     adapted, adapter = models.adapt(model, params, Lora(2, 4.0), key=Key(0))
     places = adapted.frozen.places
-    options = VllmOptions(cache_gb=0.05, max_rows=16)
-    with VllmEngine(adapted, pad_token_id=0, options=options, send="changed") as engine:
+    with lent(model=adapted, send="changed") as (engine, _):
         for version in range(3):
             adapter = {
                 name: x + 0.1 * version * torch.sin(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()
@@ -79,7 +77,7 @@ def test_an_adapter_goes_alone_beside_a_base_that_is_sent_once(name, host, monke
     model, params = make(name)
     adapted, adapter = models.adapt(model, params, Lora(2, 4.0, scaling="rslora"), key=Key(0))
     options = VllmOptions(cache_gb=0.05, max_rows=16, adapter="alone", host=host)
-    with VllmEngine(adapted, pad_token_id=0, options=options) as engine:
+    with forks(), VllmEngine(adapted, pad_token_id=0, options=options) as engine:
         for version in range(3):
             adapter = {
                 name: x + 0.1 * version * torch.sin(torch.arange(x.numel())).view_as(x) for name, x in adapter.items()
@@ -172,13 +170,18 @@ def test_a_dropped_or_renamed_tensor_is_named_whichever_it_is(qwen2):
     assert gap(engine, model, params) < 1e-5
 
 
-def test_a_renaming_that_does_not_fit_is_named():
-    engine, _ = start(rename=lambda name, x: [] if name.endswith("k_proj.bias") else [(name.replace("up_", "op_"), x)])
-    with engine, pytest.raises(SyncError, match=r"missing: model.layers.0.mlp.up_proj.weight, .*unknown: .*op_proj"):
+def test_a_renaming_that_does_not_fit_is_named(lent):
+    def wrong(name, x):
+        return [] if name.endswith("k_proj.bias") else [(name.replace("up_", "op_"), x)]
+
+    with (
+        lent(rename=wrong) as (engine, _),
+        pytest.raises(SyncError, match=r"missing: model.layers.0.mlp.up_proj.weight, .*unknown: .*op_proj"),
+    ):
         engine.sync(make("qwen2")[1], version=0)
 
 
-def test_tensors_under_each_others_names_are_noticed():
+def test_tensors_under_each_others_names_are_noticed(lent):
     """All names and digests are right; the log-probs are not."""
 
     def swapped(name, x):
@@ -186,8 +189,10 @@ def test_tensors_under_each_others_names_are_noticed():
         part = name.split(".")[-2]
         return [(name.replace(part, other.get(part, part)) if name.endswith("weight") else name, x)]
 
-    engine, _ = start(rename=swapped)
-    with engine, pytest.raises(SyncError, match=r"log-probs of 8 tokens lie .* from the model's"):
+    with (
+        lent(rename=swapped) as (engine, _),
+        pytest.raises(SyncError, match=r"log-probs of 8 tokens lie .* from the model's"),
+    ):
         engine.sync(make("qwen2")[1], version=0)
 
 
@@ -204,9 +209,8 @@ def test_a_tensor_of_another_shape_does_not_load_and_the_next_sync_mends_it(qwen
 
 
 @pytest.mark.parametrize("host", ["local", "process"])
-def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, monkeypatch):
-    engine, model = start(options={"host": host})
-    with engine:
+def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, lent, monkeypatch):
+    with lent(options={"host": host}) as (engine, model):
         _, params = make("qwen2", seed=1)
         engine.sync(params, version=1)
         take_in = engine._host.take_in
@@ -237,10 +241,9 @@ def test_what_changes_on_the_way_is_named_and_the_next_sync_mends_it(host, monke
         assert gap(engine, model, params) < 1e-5
 
 
-def test_only_what_changed_is_sent_with_what_vllm_fuses_it_with():
+def test_only_what_changed_is_sent_with_what_vllm_fuses_it_with(lent):
     frozen = frozenset({"model.embed_tokens.weight"})
-    engine, model = start(send="changed", frozen=frozen)
-    with engine:
+    with lent(send="changed", frozen=frozen) as (engine, model):
         _, params = make("qwen2", seed=1)
         assert engine.sync(params, version=0).tensors == len(params)
         assert engine.sync(params, version=1).tensors == 0
@@ -263,9 +266,8 @@ def test_other_tensors_under_the_same_version_are_not_overlooked(qwen2):
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "gpt2"])
-def test_a_tied_head_follows_its_embedding_where_only_changes_are_sent(name):
-    engine, model = start(name, send="changed")
-    with engine:
+def test_a_tied_head_follows_its_embedding_where_only_changes_are_sent(name, lent):
+    with lent(name, send="changed") as (engine, model):
         _, params = make(name, seed=1)
         engine.sync(params, version=0)
         for version, part in enumerate(["norm", "embed"] if name != "gpt2" else ["ln_f", "wte"], start=1):
