@@ -70,7 +70,7 @@ BOUNDS = st.sampled_from(
         Bounds(row_tokens=512),
         Bounds(row_tokens=60, answer_tokens=7),
         Bounds(row_tokens=512, answer_tokens=9, response_tokens=40),
-        Bounds(row_tokens=100, response_tokens=70),
+        Bounds(row_tokens=80, response_tokens=70),
     ]
 )
 KINDS = st.sampled_from(["chat", "ids", "text"])
