@@ -68,6 +68,12 @@ def test_over_many_keys_each_prompt_comes_as_often_as_its_weight_and_at_any_plac
             assert abs(int((drawn[:, place] == i).sum()) - times * share) <= 4.5 * deviation
 
 
+def test_prompts_of_a_stratum_come_at_any_place():
+    weights, strata = torch.ones(4), torch.tensor([0, 0, 1, 1])
+    drawn = [strata[draw_by_weights(weights, Key(i), 4, strata=strata)] for i in range(400)]
+    assert ((torch.stack(drawn).double().mean(0) - 0.5).abs() < 0.1).all()  # four standard errors
+
+
 @pytest.mark.parametrize("weights", [[0.0, 0.0], [1.0, -0.1], [1.0, math.nan], [math.inf, 1.0]])
 def test_weights_that_are_none_are_refused(weights):
     with pytest.raises(ValueError, match="finite, none negative, and not all 0"):

@@ -87,6 +87,23 @@ def test_scores_of_a_prompt_are_those_of_a_whole_pass(data):
     assert all(found[one.name].prompt_scores is None for one in bare)
 
 
+@settings(max_examples=200)
+@given(st.integers(2, 9), st.data())
+def test_logits_begin_at_the_first_position_that_is_scored(length, data):
+    cells = st.lists(st.lists(st.integers(-1, 3), min_size=2, max_size=2), min_size=length - 1, max_size=length - 1)
+    targets = data.draw(st.none() | cells)
+    prompt, top, draws = data.draw(st.booleans()), data.draw(st.integers(0, 1)), data.draw(st.integers(0, 1))
+    last = data.draw(st.none() | st.integers(1, length - 1)) if prompt or top else None
+    given = None if targets is None else torch.tensor(targets)
+    scores = Scores(prompt=prompt, prompt_top=top, draws=draws, last=last, targets=given)
+    scored = {length}
+    for place in range(1, length):
+        own = (prompt or top) and (last is None or place >= length - last)
+        if own or draws or (targets is not None and max(targets[place - 1]) >= 0):
+            scored.add(place)
+    assert scores.begin(length) == min(scored)
+
+
 def test_alternatives_are_drawn_by_the_key_the_row_and_the_position():
     """At the request's temperature; their log-probs are without it."""
     model, params = make("qwen2")

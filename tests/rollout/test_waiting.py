@@ -65,6 +65,7 @@ def test_rows_that_are_put_back_or_taken_out(arrivals, data):
         waiting.add(rows[-1], fresh=fresh)
     first = dealt(waiting, data.draw(st.integers(0, 10)))
     waiting.put_back(first)
+    begun = [row.owner for row in first]
     gone = [row for row in rows if data.draw(st.booleans())]
     assert all(waiting.remove(row) for row in gone)
     assert not any(waiting.remove(row) for row in gone)
@@ -74,6 +75,8 @@ def test_rows_that_are_put_back_or_taken_out(arrivals, data):
         own = [row for row in first if row.owner == owner and row not in gone]
         assert [row for row in again if row.owner == owner][: len(own)] == own
     assert len(waiting) == 0
+    left = [owner for owner in dict.fromkeys(begun) if any(row.owner == owner for row in again)]
+    assert [row.owner for row in again[: len(left)]] == left  # before owners whose rows had no places
 
 
 def test_a_prompt_that_does_not_fit_lets_rows_come_back_but_no_other_prompt_begin():

@@ -16,7 +16,7 @@ from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.optimizers import adamw
 from fppo.steps.schedules import schedule
-from fppo.steps.supervised import UpdateSupervised, demonstrations
+from fppo.steps.supervised import UpdateSupervised, demonstrations, imitate
 from fppo.steps.train_state import init_state
 from tests import tiny
 
@@ -96,3 +96,18 @@ def test_it_learns_and_its_metrics_are_means_over_mini_batches():
         losses.append(metrics.report(report)["supervised/nll_loss"])
     assert state.step == 24
     assert losses[-1] < losses[0] / 2
+
+
+def test_imitation_is_a_step_per_batch_which_leaves_the_parameters_that_it_begins_with():
+    batches_of = [demonstrations(*_texts(seed, 3), pad_token_id=0) for seed in range(4)]
+    own, optimizer = {name: x.clone() for name, x in PARAMS.items()}, adamw(schedule("constant", 0.02))
+    state, losses, said = init_state(PARAMS, optimizer), [], []
+    for batch in batches_of:
+        state, report = _update(state, batch, optimizer=optimizer)
+        losses.append(metrics.report(report)["supervised/nll_loss"])
+    how = {"forward": Forward(MODEL), "optimizer": optimizer, "micro_batching": WHOLE}
+    got = imitate(own, batches_of, **how, on_step=lambda step, loss: said.append((step, loss)), every=2)
+    assert said == [(2, losses[1]), (4, losses[3])]
+    for name, x in PARAMS.items():
+        assert torch.equal(own[name], x)
+        assert torch.equal(got[name], state.params[name])
