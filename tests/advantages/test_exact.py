@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.advantages import exact_values
+from fppo.advantages.exact import GameTree, game_values
 
 END, WORDS = 0, 3
 
@@ -71,3 +73,26 @@ def test_what_does_not_fit_is_refused(unhooked):
     x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"shapes do not fit.*'responses': \[2, 2\]"):
         exact_values(x, x.long(), mask, x.long()[:, :2], mask)
+
+
+@given(st.integers(1, 4), st.integers(0, 99), st.sampled_from([1.0, 0.7]))
+def test_values_of_a_game_are_those_of_its_recursion(height, seed, gamma):
+    """A game whose state i has two tokens, each of which ends it, or leads with chance to later states."""
+    g = torch.Generator().manual_seed(seed)
+    at = torch.arange(height).repeat_interleave(2)
+    edges = [(e, to) for e in range(2 * height) for to in range(int(at[e]) + 1, height)]
+    by, to = (torch.tensor([edge[i] for edge in edges], dtype=torch.int64) for i in range(2))
+    draw = partial(torch.rand, generator=g, dtype=torch.float64)
+    ends, chance, probs = draw(2 * height), draw(len(edges)), draw(2 * height)
+    tree = GameTree(at=at, ends=ends, by=by, to=to, chance=chance, places=height, height=height)
+
+    def value(state):
+        return sum(float(probs[e]) * said(e) for e in (2 * state, 2 * state + 1))
+
+    def said(e):
+        later = sum(float(chance[i]) * value(to) for i, (own, to) in enumerate(edges) if own == e)
+        return float(ends[e]) + gamma * later
+
+    got = game_values(probs, tree, gamma=gamma)
+    assert got.values.tolist() == pytest.approx([value(state) for state in range(height)])
+    assert got.said.tolist() == pytest.approx([said(e) for e in range(2 * height)])
