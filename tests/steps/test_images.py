@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import attrs
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import batch as batches
-from fppo import models
+from fppo import metrics, models
 from fppo.batch import Column
 from fppo.key import Key
 from fppo.models import lora
@@ -155,16 +157,21 @@ def test_a_frozen_vision_tower_stays_as_it_is(name):
     _, model, params = make(name)
     assert model.vision is not None
     record, loop = rows(name, (1, 0)), Loop(mini_batch_size=2, micro_batching=MicroBatching(size=1))
-    optimizer = adamw(schedule("constant", 1e-2), weight_decay=0.5)
-    results = {}
+    optimizer = adamw(schedule("constant", 1e-2), betas=(0.0, 0.9), weight_decay=0.5, max_grad_norm=None)
+    results, norms, squares = {}, {}, {}
     for trains in (True, False):
         forward = Forward(attrs.evolve(model, vision=attrs.evolve(model.vision, trains=trains)))
-        state, _ = UpdateSupervised(forward=forward, loop=loop, optimizer=optimizer)(
+        state, report = UpdateSupervised(forward=forward, loop=loop, optimizer=optimizer)(
             init_state(params, optimizer), record
         )
         results[trains] = {path for path, x in state.params.items() if torch.equal(x, params[path])}
+        norms[trains] = metrics.report(report)["supervised/grad_norm"]
+        squares[trains] = {path: float(x.double().square().sum()) for path, x in state.opt.mu.items()}
     assert results[False] == model.seeing
     assert not results[True]
+    rest = sum(x for path, x in squares[True].items() if path not in model.seeing)
+    assert norms[True] == pytest.approx(math.sqrt(sum(squares[True].values())), rel=1e-6)
+    assert norms[False] == pytest.approx(math.sqrt(rest), rel=1e-6)  # no part of the tower's is in it
 
 
 def test_rows_that_do_not_fit_the_model_are_refused():
