@@ -9,11 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import pytest
 
 from fppo import models
+from fppo.assembly import supervised
 from fppo.assembly.run import assemble
-from fppo.assembly.supervised import assemble_supervised
+from fppo.assembly.supervised import assemble_supervised, collated
 from fppo.key import Key
 from fppo.quickstart import small_model
 from tests import tiny_run
@@ -551,3 +553,24 @@ def imitated(directory, **changes):
 def test_settings_of_a_supervised_run_reach_what_they_name_and_nothing_else(demonstrations, name):
     changes, expected = SUPERVISED[name]
     assert differing(imitated(demonstrations), imitated(demonstrations, **changes)) == expected
+
+
+def test_demonstrations_come_in_their_order_where_they_are_not_shuffled(demonstrations):
+    _, made = assemble_supervised(settings_of(demonstrations, data__shuffle=False, sft__batch_size=4))
+    first, cursor = made.imitation.draw(made.run.cursor)
+    second, _ = made.imitation.draw(cursor)
+    rows = collated(made.inputs.rows, range(8), made.device)
+    assert [*first.row_ids.tolist(), *second.row_ids.tolist()] == rows.row_ids.tolist()
+
+
+def test_held_out_demonstrations_are_those_of_their_own_path_split_and_rows(demonstrations, monkeypatch):
+    found, load = [], supervised.load_demonstrations
+
+    def noting(section, *rest):
+        found.append((section.path, section.split, section.rows))
+        return load(attrs.evolve(section, path=str(demonstrations / "train.jsonl")), *rest)
+
+    monkeypatch.setattr(supervised, "load_demonstrations", noting)
+    changes = {"data__split": "a", "data__eval_path": str(demonstrations), "data__eval_split": "b"}
+    assemble_supervised(settings_of(demonstrations, data__path=str(demonstrations), **changes))
+    assert found == [(str(demonstrations), "a", None), (str(demonstrations), "b", None)]

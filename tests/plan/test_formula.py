@@ -20,6 +20,7 @@ from fppo.plan.estimate import (
 )
 from fppo.plan.passes import model_of, models_of, stages_of
 from fppo.plan.track import Cost, Phase
+from fppo.runtime.schedule import clocked, one_f_one_b
 from tests.plan.cases import case, mixture
 
 GPU = hardware_of("h100")
@@ -232,6 +233,17 @@ def test_on_a_pipeline_a_rank_waits_for_the_slowest_and_for_the_first_and_last_p
     halves = seconds_of(phases, attrs.evolve(what, virtual_stages=2, micro_batches=3))
     assert halves.compute == pytest.approx(0.75 + 3 * 6)  # two passes of a rank are one of each of its stages
     assert halves.idle == pytest.approx(3 * 8 * (2 / (2 * 3)))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 3])
+@pytest.mark.parametrize("virtual", [1, 2, 3])
+def test_what_a_pipeline_holds_and_waits_is_what_the_clock_of_its_schedule_says(ranks, groups, virtual):
+    micros = groups * ranks
+    what = case(mesh={"pipeline": ranks}, virtual_stages=virtual, micro_batches=micros)
+    clock = clocked(one_f_one_b(ranks, micros, virtual))
+    assert [attrs.evolve(what, pipeline_rank=rank).in_flight for rank in range(ranks)] == [*clock.kept]
+    assert what.bubble == pytest.approx(clock.bubble / (1 - clock.bubble))
 
 
 def test_operations_wait_for_their_launches_where_these_take_longer():

@@ -83,8 +83,8 @@ def test_two_that_go_on_with_one_answer_are_two_rows_with_its_ids():
         content(world.post(f"/e/7{CHAT}", chat("find", first, "again")))
         content(world.post(f"/e/7{CHAT}", chat("find", first, "No")))
         one, other = world.episodes.rows("7")
-    answered = one.turns[0]
-    assert other.prompt[: len(answered.ids)] == answered.ids
+    added = texts().observation(chat("find")["messages"], chat("No")["messages"], END, ())
+    assert other.prompt == (*one.turns[0].ids, *added)  # and nothing of what came behind that answer
     mask = rollout_of_rows([one, other], pad_token_id=0).response_mask
     assert mask[1].sum() == len(other.turns[0].answer.tokens)  # the answer is trained on once
 
