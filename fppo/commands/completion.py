@@ -63,7 +63,7 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
         positional = {field.name for field in attrs.fields(cls) if "Positional" in str(field.type)}
         kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in positional}
     if command in _SETTINGS:
-        kinds |= files.paths() | _keywords()
+        kinds |= {**files.paths(), **_keywords()}
     flags: dict[str, tuple[str, ...]] = {}
     for path, kind in kinds.items():
         section, dot, name = path.replace("_", "-").rpartition(".")

@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 
 from fppo import models
 from fppo.assembly import supervised
@@ -557,10 +558,13 @@ def test_settings_of_a_supervised_run_reach_what_they_name_and_nothing_else(demo
 
 def test_demonstrations_come_in_their_order_where_they_are_not_shuffled(demonstrations):
     _, made = assemble_supervised(settings_of(demonstrations, data__shuffle=False, sft__batch_size=4))
-    first, cursor = made.imitation.draw(made.run.cursor)
-    second, _ = made.imitation.draw(cursor)
-    rows = collated(made.inputs.rows, range(8), made.device)
-    assert [*first.row_ids.tolist(), *second.row_ids.tolist()] == rows.row_ids.tolist()
+    cursor, drawn = made.run.cursor, []
+    for _ in range(2):
+        batch, cursor = made.imitation.draw(cursor)
+        drawn.append(batch.tokens)
+    rows = [collated(made.inputs.rows, range(first, first + 4), made.device).tokens for first in (0, 4)]
+    for got, expected in zip(drawn, rows, strict=True):
+        assert torch.equal(got, expected)
 
 
 def test_held_out_demonstrations_are_those_of_their_own_path_split_and_rows(demonstrations, monkeypatch):
@@ -573,4 +577,5 @@ def test_held_out_demonstrations_are_those_of_their_own_path_split_and_rows(demo
     monkeypatch.setattr(supervised, "load_demonstrations", noting)
     changes = {"data__split": "a", "data__eval_path": str(demonstrations), "data__eval_split": "b"}
     assemble_supervised(settings_of(demonstrations, data__path=str(demonstrations), **changes))
-    assert found == [(str(demonstrations), "a", None), (str(demonstrations), "b", None)]
+    path = (str(demonstrations),)
+    assert found == [(path, "a", None), (path, "b", None)]

@@ -139,7 +139,8 @@ def test_a_reward_model_is_loaded_and_run_as_its_section_says(monkeypatch, loade
     common = attrs.evolve(SECTION, share_prompts=False)
     how = {"names": {}, "axes": MeshSettings(), "micro_batching": MicroBatching(size=9)}
     here = Here(LOCAL, torch.device("cpu"))
-    ((fn, weight),) = rewards.reward_model_of(here, REWARD, common, "policy's", chat=True, **how).values()
+    ((made, weight),) = rewards.reward_model_of(here, REWARD, common, "policy's", chat=True, **how).values()
+    fn: Any = made  # what stands in for a reward says what it was made of
     assert asked == {
         "path": Path("scorer"),
         "label": "good",
@@ -152,7 +153,8 @@ def test_a_reward_model_is_loaded_and_run_as_its_section_says(monkeypatch, loade
     assert read == {"tokenizer": "policy's", "own": "own", "chat": True, "vocabulary": 15}
     assert (fn["micro_batching"], fn["share_prompts"], fn["kernels"]) == (MicroBatching(size=3), False, "kernels")
     assert weight == 0.25
-    ((plain, _),) = rewards.reward_model_of(here, REWARD, common, "policy's", chat=False, **how).values()
+    ((other, _),) = rewards.reward_model_of(here, REWARD, common, "policy's", chat=False, **how).values()
+    plain: Any = other
     assert "read" not in plain
     assert rewards.reward_model_of(here, RewardModelSettings(), common, "policy's", chat=True, **how) == {}
 
