@@ -307,7 +307,8 @@ class EmbeddedRequests:
     def _reading(self, row: OpenRow) -> Reading:
         name, asked = row.request.adapter, () if row.prompt is None else tuple(row.prompt.asked.values())
         adapter = None if name is None else self._adapters[name].adapter
-        return Reading(row.unread, row.context, row.inputs, adapter, asked)
+        inputs = row.inputs if row.context is None else None  # which the context holds
+        return Reading(row.unread, row.context, inputs, adapter, asked)
 
     def _draw(self, parts: Sequence[Next]) -> tuple[list[OpenRow], list[int], list[float], list[float]]:
         """The rows that draw, and their tokens and log-probs; others have their next token to read."""

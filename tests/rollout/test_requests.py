@@ -337,7 +337,7 @@ def test_images_stay_with_their_rows(name):
     """Positions of three axes go on behind them, also where a row comes back at another column."""
     _, model, params = vision.make(name)
     g = torch.Generator().manual_seed(5)
-    plain = talks(4, 3, longest=14, seed=9, size=20)
+    plain = talks(4, 3, longest=20, seed=18, size=20)
     shown = [vision.prompt(name, count, g, 3 + i) for i, count in enumerate((1, 0, 2, 1))]
     rows = [row._replace(prompt=tuple(ids), inputs=inputs) for row, (ids, inputs) in zip(plain, shown, strict=True)]
     # a response that holds what stands for an image cannot be read as a prompt
