@@ -360,8 +360,12 @@ def _interrupted(assembly, lag, count):
         seen = []
 
         def newest():
-            while len(seen) == 1 and len(begun) > 1 and (newer() or (0, version))[1] <= seen[0]:
+            for _ in range(60_000):
+                if len(seen) != 1 or len(begun) == 1 or (newer() or (0, version))[1] > seen[0]:
+                    break
                 time.sleep(0.001)
+            else:
+                raise AssertionError("no newer weights have come")
             seen.append(max(version, (newer() or (0, 0))[1]))
             return newer()
 
