@@ -94,3 +94,10 @@ def test_baselines_of_the_other_rows_alone_are_a_setting(name, tmp_path):
     torch.testing.assert_close(
         others, OfRows(partial(EVERY_ESTIMATOR[name], leave_one_out=True))(rows, rewards).advantages
     )
+
+
+@pytest.mark.parametrize(("group_by", "by_turn"), [("prompt", False), ("turn", True)])
+def test_groups_are_compared_by_what_the_settings_say(group_by, by_turn):
+    changes = {"algorithm.advantage": "rloo", "algorithm.group_by": group_by}
+    section = files.replace(files.from_dict({}), changes).algorithm
+    assert advantage_of(section, Kernels.named())({}).by_turn is by_turn

@@ -49,7 +49,14 @@ def test_steps_without_digests_are_computed_again_and_not_compared(task, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("step", "numbers", "written"), [(4, {}, True), (3, {}, False), (3, {"actor/skipped": 0.5}, True)]
+    ("step", "numbers", "written"),
+    [
+        (4, {}, True),
+        (3, {}, False),
+        (3, {"actor/skipped": 0.5}, True),
+        (3, {"critic/skipped": 1.0}, True),
+        (3, {"supervised/skipped": 1.0}, True),
+    ],
 )
 def test_the_last_step_and_one_that_was_skipped_have_digests(tmp_path, monkeypatch, step, numbers, written):
     dumped = []
