@@ -27,6 +27,17 @@ def free_port():
         return listener.getsockname()[1]
 
 
+def key_said(capsys):
+    """The key that the server prints, which it may do after it has begun to answer."""
+    text = ""
+    for _ in range(600):
+        text += capsys.readouterr().out
+        if "ctrl-C" in text:
+            break
+        threading.Event().wait(0.05)
+    return text.split("key: ")[1].split()[0]
+
+
 def served(arguments, visit, environment=None, *, number=signal.SIGINT):
     """The status of the command, and the result of a visitor of its URL, who then ends it."""
     port, got = free_port(), []
@@ -97,7 +108,7 @@ def test_a_run_is_served_by_its_newest_checkpoint_and_followed(tmp_path, capsys)
     capsys.readouterr()
 
     def visit(url):
-        key = capsys.readouterr().out.split("key: ")[1].split()[0]
+        key = key_said(capsys)
         client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
         client.completions.create(model="run", prompt="1+2=", max_tokens=3, user="before")
         away.rename(newest)
