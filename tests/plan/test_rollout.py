@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
@@ -20,7 +22,7 @@ from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, MATMUL_SHARE
 from fppo.plan.measured import telling
 from fppo.plan.passes import Built, model_of
 from fppo.plan.plan import _at_rest, plan
-from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, met_weights, rollout_of
+from fppo.plan.rollout import KEYS, MOVING, OUTSIDE, WEIGHTS, _Engine, met_weights, rollout_of
 from fppo.plan.track import STATE, Tracker, peak_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask
@@ -173,3 +175,13 @@ def test_a_process_has_the_size_that_is_planned():
     code = "import fppo.commands.actions, fppo.assembly.run; print(open('/proc/self/statm').read().split()[1])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(ran.stdout) * os.sysconf("SC_PAGE_SIZE") == pytest.approx(host.process_bytes(), rel=0.15)
+
+
+@pytest.mark.parametrize(("cut", "share"), [(1, 1), (2, 2), (4, 2), (8, 2)])
+def test_heads_that_several_gpus_need_count_on_each(cut, share):
+    """A model with 2 key heads."""
+    model: Any = SimpleNamespace(config=SimpleNamespace(num_key_value_heads=2, num_attention_heads=8))
+    prefill: Any = SimpleNamespace(column=96.0)
+    sizes = {"count": 1, "prompts": 1, "prompt": 4, "response": 4}
+    engine = _Engine(model=model, dtype=torch.bfloat16, cut=cut, prefill=prefill, **sizes)
+    assert engine.column == 96 / share
