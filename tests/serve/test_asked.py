@@ -88,8 +88,8 @@ def how_it_is_drawn(own, given: dict[str, Any], most, *, kind, keeps):
             changes |= {"greedy": False, "temperature": given["temperature"]}
     stop = given.get("stop", [])
     named: list[Any] = [tokenizer().get_vocab().get(text) for text in ([stop] if isinstance(stop, str) else stop)]
-    ends: set[Any] = {*own.stop_token_ids, *(x for x in named if x is not None), *given.get("stop_token_ids", ())}
-    ends |= {END} if kind == "chat" else set()
+    of_turns: list[Any] = [END] if kind == "chat" else []
+    ends = {x for x in named if x is not None}.union(own.stop_token_ids, given.get("stop_token_ids", ()), of_turns)
     return attrs.evolve(own, n=1, max_tokens=most, **changes), ends
 
 
