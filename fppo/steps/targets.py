@@ -99,11 +99,16 @@ def _constants(
 def _scores(
     states: Float[Tensor, "m h"], targets: Int[Tensor, "m k"], head: Head, forward: Forward
 ) -> Float[Tensor, "m k"]:
-    """Log-probs of K targets of each state: the first by the kernel, the others by their logits' differences to it."""
+    """Log-probs of K targets of each state: the first one that the head does not exclude by the kernel, the others by
+    their logits' differences to it."""
+    logits, place = None, targets.new_zeros(len(targets), 1)
+    if targets.shape[1] > 1:
+        logits = _logits(states, targets, head)
+        place = (logits > -torch.inf).int().argmax(1, keepdim=True)
     first = forward.kernels.log_probs(
         states,
         head.weight,
-        targets[:, 0],
+        targets.gather(1, place)[:, 0],
         bias=head.bias,
         temperature=1.0,
         softcap=head.softcap,
@@ -111,11 +116,16 @@ def _scores(
         entropy=False,
         sum_squared=False,
     ).log_probs[:, None]
-    if targets.shape[1] == 1:
+    if logits is None:
         return first
-    wide = first.dtype
+    beside = logits.gather(1, place)
+    return first + (logits - beside.where(beside > -torch.inf, 0.0))  # where all are excluded, -inf for each
+
+
+def _logits(states: Float[Tensor, "m h"], targets: Int[Tensor, "m k"], head: Head) -> Float[Tensor, "m k"]:
+    """The logits of K targets of each state, in float32 or wider."""
+    wide = torch.promote_types(torch.promote_types(states.dtype, head.weight.dtype), torch.float32)
     products = (F.embedding(targets, head.weight).to(wide) * states[:, None].to(wide)).sum(-1)
     if head.bias is not None:
         products = products + head.bias.to(wide)[targets]
-    logits = LogitForm(head.softcap, head.scale)(products)
-    return first + (logits - logits[:, :1])
+    return LogitForm(head.softcap, head.scale)(products)

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fppo import models
 from fppo.grad import value_and_grad
+from fppo.models.heads import Head
 from fppo.models.logits import LogitForm
 from fppo.models.model import build
 from fppo.models.precision import KeepDouble
@@ -18,7 +19,7 @@ from fppo.runtime.simulate import simulate
 from fppo.steps import shared
 from fppo.steps.forward import forward_micro_batch
 from fppo.steps.outputs import Forward
-from fppo.steps.targets import forward_targets
+from fppo.steps.targets import _scores, forward_targets
 from tests import tiny
 
 
@@ -161,3 +162,17 @@ def test_a_value_head_and_a_mesh_that_cuts_rows_are_refused():
             forward_targets(params, rows(0), forward=Forward(model, mesh=mesh))
 
     simulate({"sequence": 2}, on_rank)
+
+
+def test_targets_that_the_head_excludes_are_impossible_and_take_no_others_with_them():
+    """By a bias of -inf, as of a vocabulary that is padded: in the first place, in another, and in all."""
+    g = torch.Generator().manual_seed(2)
+    states, weight, bias = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((3, 4), (9, 4), (9,)))
+    bias[6:] = -torch.inf
+    targets = torch.tensor([[7, 1, 2], [3, 8, 0], [6, 7, 7]])
+    expected = (states @ weight.T + bias).log_softmax(-1).gather(1, targets)
+    states.requires_grad_()
+    got = _scores(states, targets, Head(weight=weight, bias=bias), Forward(tiny.model_and_params()[0]))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    (grad,) = torch.autograd.grad(got.where(got.isfinite(), 0.0).sum(), states)
+    assert grad.isfinite().all()
