@@ -30,7 +30,7 @@ AGENT = {
 
 @pytest.fixture
 def made(monkeypatch):
-    """What the engine and the runner are made of."""
+    """Arguments of the engine and of the runner."""
     kept = {}
 
     def noted(name):

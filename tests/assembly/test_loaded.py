@@ -40,7 +40,7 @@ HEAD = ValueHeadSettings(name="hl_gauss", keywords={"low": -1.0, "high": 1.0, "b
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """What was asked of the loader, the last first."""
+    """Calls of the loader, the last first."""
     asked: list[tuple[Any, ...]] = []
     model = small_model(15, width=16, layers=1)
 

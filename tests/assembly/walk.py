@@ -1,4 +1,4 @@
-"""What an assembled run holds, as plain values by their paths."""
+"""Plain values of an assembled run, by their paths."""
 
 from __future__ import annotations
 
@@ -83,5 +83,5 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """What `other` has otherwise than `one`, or `one` has not."""
+    """The values of `other` that differ from those of `one`, or are missing there."""
     return {path: value for path, value in other.items() if path not in one or one[path] != value}

@@ -21,7 +21,7 @@ from tests import tiny_run
 
 @pytest.fixture
 def settings(tmp_path):
-    """Of a run that keeps nothing yet."""
+    """Refusals of a run that keeps nothing yet."""
     return tiny_run.settings(tmp_path, steps=7)
 
 
@@ -102,7 +102,7 @@ def test_sampling_alone_refuses_what_is_for_training(tmp_path, changes):
 
 
 def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(settings, monkeypatch, capsys):
-    """Of the newest checkpoint, or of the one that resume names."""
+    """The newest checkpoint is taken, or the one that resume names."""
     checked, shown = [], SimpleNamespace(step=5)
     evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer=None)
     monkeypatch.setattr(actions, "assemble_evaluation", lambda *args, **_: contextlib.nullcontext(evaluator))

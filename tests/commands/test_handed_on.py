@@ -1,4 +1,4 @@
-"""What flags, settings and files say arrives where a command's work is done."""
+"""Flags, settings and files arrive where a command's work is done."""
 
 from __future__ import annotations
 

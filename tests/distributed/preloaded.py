@@ -1,4 +1,4 @@
-"""What the server has imported that ranks are copies of: a process has one server, whoever starts it first."""
+"""Imports of the server that ranks are copies of: a process has one server, whoever starts it first."""
 
 from __future__ import annotations
 

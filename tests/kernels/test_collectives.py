@@ -15,7 +15,7 @@ from fppo_kernels.table import Kernels
 
 @pytest.fixture
 def two_dtypes(monkeypatch):
-    """Of the laws' dtypes one whose sums are rounded, and one without gradients."""
+    """Two of the laws' dtypes: one whose sums are rounded, and one without gradients."""
     monkeypatch.setattr(laws, "DTYPES", (torch.bfloat16, torch.int64))
 
 

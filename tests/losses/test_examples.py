@@ -15,6 +15,6 @@ def draw(number: int) -> None:
 
 
 def test_loss_math_draws_a_hundred_examples_in_ci(request: pytest.FixtureRequest):
-    """What else is tested does not: `tests/test_costs.py`."""
+    """Other tests do not draw so often: `tests/test_costs.py`."""
     draw()
     assert (len(DRAWN) >= 100) == (request.config.getoption("--hypothesis-profile") in ("ci", "thorough"))

@@ -241,7 +241,7 @@ def test_a_default_is_the_one_that_the_slow_definition_has(name):
 
 
 def test_defaults_are_the_papers():
-    """Of the losses by name, as their settings say them."""
+    """Defaults of the losses by name, as their settings say them."""
     defaults = {
         name: {
             k: p.default

@@ -1,4 +1,4 @@
-"""What annotating asks of a run's models, and in which columns their results stand, with models that are noted."""
+"""Annotating: its calls of a run's models, and the columns of their results, with models that are noted."""
 
 import attrs
 import pytest

@@ -155,7 +155,7 @@ def test_every_draw_has_a_key_rows_and_learning_of_its_own(episodes):
 
 
 def _draw_on(size):
-    """As `_draw`, of a cursor that keeps what else it knows."""
+    """A draw like `_draw`, from a cursor that keeps what else it knows."""
     draw = _draw(size)
     return lambda cursor: (draw(cursor)[0], attrs.evolve(cursor, position=cursor.position + size))
 

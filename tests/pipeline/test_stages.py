@@ -34,7 +34,7 @@ def greedy_stage(baselines):
 
 
 def test_a_greedy_baseline_is_that_of_a_rows_own_episode():
-    """Of three rows of two episodes, the first of which has the rows 0 and 2."""
+    """Three rows of two episodes, the first of which has the rows 0 and 2."""
     rollout = batches.narrow(Rollout, tiny.experience(0, 3))
     rollout = attrs.evolve(rollout, episodes=torch.tensor([9, 7, 9]), observed=Column([[], [], []]))
     prompts = SimpleNamespace(tokens=torch.zeros(2, 1))
@@ -56,7 +56,7 @@ def test_a_baseline_that_failed_is_no_baseline_of_any_number():
 @pytest.mark.parametrize("name", ["LeaveAgreed", "LeaveDisputed"])
 @given(seed=st.integers(0, 99), share=st.sampled_from([0.0, 0.3, 0.7]))
 def test_tokens_that_a_share_of_disagreement_leaves_out(name, seed, share):
-    """Those on which critics agree most have no advantage, those on which they do least no entropy bonus."""
+    """Tokens on which critics agree most have no advantage; where they agree least there is no entropy bonus."""
     batch = tiny.experience(seed, 4)
     mask = batch.response_mask
     apart = torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

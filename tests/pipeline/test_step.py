@@ -116,7 +116,7 @@ def test_steps_in_which_a_role_waits(step, changes, updated):
 )
 @pytest.mark.parametrize("frozen", [False, True])
 def test_steps_of_a_critics_pretraining(progress, over, frozen):
-    """Of at most three: the policy waits, and the critic learns returns of its own; then it may stay as it is."""
+    """At most three steps: the policy waits, and the critic learns returns of its own; then it may stay as it is."""
     stages, returns = Stages(), torch.randn(4, 6)
     rule = Pretrain(limit=3, returns_of=lambda experience: returns)
     run = run_of(pretraining=progress)

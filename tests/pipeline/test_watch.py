@@ -24,7 +24,7 @@ def rows(version):
 
 
 def watched(kind, report, then, version):
-    """What a watched stage returns, whose own result is "after" and whose own metrics these are."""
+    """The results of a watched stage, whose own result is "after" and whose own metrics these are."""
     if kind is WatchAnnotate:
         stage = WatchAnnotate(stage=lambda scored, run: ("after", report), limit=LIMIT, then=then)
         return stage(rows(version), RunState(actor=STATE, key=Key(0)))

@@ -109,7 +109,7 @@ def test_greedy_baselines_are_a_second_rollout_of_one_row_for_each_prompt(tmp_pa
 
 
 def test_half_of_what_is_free_on_a_gpu_is_for_the_engines_cache():
-    """As many rows as it holds, with prompts and their responses together."""
+    """A pass has as many rows as it holds, with prompts and their responses together."""
     gpu = hardware_of("h100", {"memory": GIB})
     sampling = PlannedSampling(sequences=1 << 16, n=4, max_rows=1 << 16)
     what = case(hardware=gpu, critic=False, reference=False, compute_dtype=torch.bfloat16, sampling=sampling, length=64)

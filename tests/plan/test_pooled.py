@@ -14,7 +14,7 @@ from tests import tiny_run
 
 @pytest.fixture
 def shown(monkeypatch):
-    """What is planned of each pool; a pool fits unless its name is in `small`."""
+    """The plan of each pool; a pool fits unless its name is in `small`."""
     kept = SimpleNamespace(cases={}, engines={}, small=set())
 
     def planned(of, options, case, pool=None):

@@ -1,4 +1,4 @@
-"""What a search tries, in which order, and how it counts what it does not plan: without a plan of any model."""
+"""The cases of a search, their order, and its counts of what is not planned: without a plan of any model."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_mesh_without_work_for_its_ranks_is_refused_with_the_reason():
 
 
 def planned(what, seconds, fits=True):
-    """As much of a plan as a search reads."""
+    """The part of a plan that a search reads."""
     return SimpleNamespace(case=what, seconds=seconds, tokens=what.mini_batch * what.length, fits=fits)
 
 

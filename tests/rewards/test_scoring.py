@@ -171,7 +171,7 @@ def test_rows_of_the_rollout_that_its_function_does_not_know_have_no_score():
 
 
 def test_every_row_of_an_episode_has_the_numbers_of_the_whole():
-    """Of four rows of two episodes, which stand between each other: scores, outcomes, parts and answers."""
+    """Four rows of two episodes, which stand between each other: scores, outcomes, parts and answers."""
 
     @rewards.shaping_reward
     @rewards.inline_reward

@@ -176,7 +176,7 @@ class Episode:
     fresh, start, asked = True, 0, 0
 
     def texts(self):
-        """What the policy said, turn by turn."""
+        """The policy's answers, turn by turn."""
         last = self.ids[self.since :]
         last = last[:-1] if last and last[-1] == SPECIAL and self.finish == "stop" else last
         return [*self.turns, *([Letters().decode(last)] if self.ids[self.since :] else [])]

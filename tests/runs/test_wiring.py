@@ -1,4 +1,4 @@
-"""What a run writes has the sizes, names and spacings of its settings."""
+"""Files of a run have the sizes, names and spacings of its settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG = {
 
 
 def assembled(tokenizer, own):
-    """As much of an assembly as loggers and samples read."""
+    """The part of an assembly that loggers and samples read."""
     return SimpleNamespace(inputs=SimpleNamespace(tokenizer=tokenizer, loggers=own))
 
 
@@ -66,7 +66,7 @@ def test_samples_are_as_many_and_as_large_as_settings_say(tmp_path, samples, cou
 
 @pytest.fixture
 def written(monkeypatch):
-    """What each writer of a run is made of."""
+    """Arguments of each writer of a run."""
     kept = {}
 
     def noted(name, made=None):

@@ -1,4 +1,4 @@
-"""What a client asks, as the engine gets it: the request of every answer against one written out by hand."""
+"""Requests of clients, as the engine gets them: that of every answer against one written out by hand."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def opening(functions=("read",), named=True, of=None):
 
 
 def rest(functions=("read",)):
-    """What a policy has to say behind the opening."""
+    """The rest of a call, behind the opening."""
     begun = texts().decoded(opening(functions))
     assert WHOLE.startswith(begun)
     return WHOLE[len(begun) :]

@@ -18,7 +18,7 @@ RIGHT = (b"authorization", f"Bearer {KEY}".encode())
 
 
 def called(app, path=CHAT, *, headers=(RIGHT,), parts=(BODY,), kind="http"):
-    """What an application sends for a body in parts."""
+    """Messages of an application for a body in parts."""
     left, sent = [*parts], []
 
     async def receive():

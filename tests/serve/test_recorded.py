@@ -1,4 +1,4 @@
-"""What is recorded, against definitions by hand: episodes as a list of all answers, rollouts token by token."""
+"""Records against definitions by hand: episodes as a list of all answers, rollouts token by token."""
 
 from __future__ import annotations
 

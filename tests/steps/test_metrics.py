@@ -179,7 +179,7 @@ def test_the_critics_metrics_are_their_definitions():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_metrics_of_a_critic_without_a_model_are_their_definitions(mode):
-    """Of one that reads hidden states, over the mini-batches and epochs of the others; at the clock's rates."""
+    """A critic that reads hidden states, over the mini-batches and epochs of the others, at the clock's rates."""
     batch, g = make_batch(MODES.index(mode)), torch.Generator().manual_seed(0)
     hidden = torch.randn(*batch.response_mask.shape, 3, generator=g, dtype=torch.float64)
     params = {name: x.double() + 0.3 for name, x in init_hidden(Key(0), 3, width=4).items()}
@@ -269,7 +269,7 @@ def test_the_gap_to_the_engine_is_its_definition(seed, rows):
 
 @given(st.integers(0, 999), st.integers(1, 3), st.sampled_from([2, 4, 6]))
 def test_loads_are_said_by_layer_by_rank_and_at_their_worst(seed, layers, count):
-    """Of every layer the fullest expert over its mean, and of every number of ranks the fullest rank over its mean."""
+    """Each layer's fullest expert over its mean, and for every number of ranks the fullest rank over its mean."""
     g = torch.Generator().manual_seed(seed)
     loads = torch.randint(0, 9, (layers, count), generator=g).double()
     loads[:, 0] += 1
@@ -313,7 +313,7 @@ def test_choices_that_differ_are_counted_by_token_and_by_choice(seed):
 
 
 def test_what_sharing_saves_is_the_tokens_and_the_work_of_common_prefixes():
-    """Of two micro-batches, in each of which rows share what they have in common with each other alone."""
+    """Two micro-batches, in each of which rows share what they have in common with each other alone."""
     batch = batches.rows(tiny.experience(0, 6), [0, 0, 0, 1, 1, 2])
     masks = masks_and_tokens(batch)
     parts = [[0, 1, 3], [2, 4, 5]]

@@ -104,7 +104,7 @@ def four_updates(mesh, name, stage=3):
 
 @cache
 def alone(name):
-    """The same of one process."""
+    """The numbers of one process."""
     return four_updates(Mesh.local(), name)
 
 

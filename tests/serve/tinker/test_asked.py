@@ -1,4 +1,4 @@
-"""What a client asks of samples, as the engine gets it, and what comes back, against definitions by hand."""
+"""Samples of clients: the engine's requests, and what comes back, against definitions by hand."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def floats(data):
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("scored", [False, True])
 def test_samples_and_scores_come_back_in_the_protocols_layout(scored, sparse):
-    """Of 2 samples of a prompt of 3 tokens, which the first one scored; what is not there has the protocol's number."""
+    """Two samples of a prompt of 3 tokens, which the first one scored; absent numbers are the protocol's."""
     nan = math.nan
     targets = [[5, -1, 0], [-1, -1, 7]]
     layout = {"sparse_crow_indices": [0, 2, 3], "sparse_col_indices": [0, 2, 2]} if sparse else {}

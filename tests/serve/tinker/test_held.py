@@ -1,4 +1,4 @@
-"""What a server holds of its clients, against definitions by hand: results, snapshots, checkpoints."""
+"""Results, snapshots and checkpoints that a server holds for its clients, against definitions by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server shows of its runs, sessions and checkpoints, against what was put there."""
+"""Lists of runs, sessions and checkpoints, against what was put there."""
 
 from __future__ import annotations
 
