@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
+
+_Integers = TypeVar("_Integers", Tensor, "np.ndarray[Any, np.dtype[np.int64]]")
 
 _MASK = (1 << 64) - 1
 
@@ -24,8 +28,8 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
-def _mix_tensor(x: Tensor) -> Tensor:
-    """`_mix` on int64 tensors; products wrap, and the arithmetic shifts are masked to logical ones."""
+def _mixed_each(x: _Integers) -> _Integers:
+    """`_mix` on int64 tensors or arrays; products wrap, and the arithmetic shifts are masked to logical ones."""
     x = x + _signed(0x9E3779B97F4A7C15)
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
@@ -71,7 +75,7 @@ class Key:
 def uniforms(keys: Sequence[Key], rows: Sequence[int], columns: Tensor) -> Tensor:
     """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T])."""
     mixed = [_signed((row & _MASK) ^ _mixed(key)) for key, row in zip(keys, rows, strict=True)]
-    return _uniform(torch.tensor(mixed, dtype=torch.int64), columns)
+    return torch.as_tensor(_bits(np.array(mixed, dtype=np.int64), columns.numpy()) * 2.0**-53)  # quicker for few
 
 
 def _mixed(key: Key) -> int:
@@ -79,5 +83,9 @@ def _mixed(key: Key) -> int:
 
 
 def _uniform(rows: Tensor, columns: Tensor) -> Tensor:
-    bits = _mix_tensor(_mix_tensor(rows)[:, None] ^ columns)
-    return ((bits >> 11) & ((1 << 53) - 1)).double() * 2.0**-53
+    return _bits(rows, columns).double() * 2.0**-53
+
+
+def _bits(rows: _Integers, columns: _Integers) -> _Integers:
+    """53 random bits for each row and column."""
+    return (_mixed_each(_mixed_each(rows)[:, None] ^ columns) >> 11) & ((1 << 53) - 1)

@@ -124,8 +124,7 @@ class RowPlaces:
             for column in columns:
                 column.pop()
         if rows and self._states is not None:
-            index = sent(tensor_of(order, torch.int64), self._layout.device)
-            self._states = self._states.take_(index) if order else None
+            self._states = self._states.picked(order) if order else None
         self._changed()
         return order
 
@@ -186,9 +185,11 @@ class RowPlaces:
         count = len(self) if record is None else rows
         banks = tuple(x[:, :count] for x in self._banks)
         spare = [0] * (count - len(self))
-        pads, starts = self._column_of([*self._pads, *spare]), self._column_of([*self._starts(), *spare])
+        pads = self._column_of([*self._pads, *spare])
+        starts = self._column_of([*self._starts(), *spare]) if record is not None or any(self._shifts) else pads
         cache, own = self._layout.layers(banks), [steps for _, steps in owned if steps is not None]
-        live = LiveRows(cache, columns, pads, starts, self._states, [rows for rows, _ in owned], own)
+        bounds = min(self._pads), max(self._pads)
+        live = LiveRows(cache, columns, pads, starts, self._states, bounds, [rows for rows, _ in owned], own)
         self._fixed = None if record is None else live
         return self._steps[1](live)
 

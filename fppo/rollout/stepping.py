@@ -88,6 +88,7 @@ class LiveRows(NamedTuple):
     pads: Tensor  # int64 [R, 1], of padding before each prompt
     starts: Tensor  # int64 [R, 1], the column of each row's position 0: after images it is not that of its first token
     states: States
+    bounds: tuple[int, int] | None = None  # the least and the most padding, where the host has them
     owned: Sequence[OwnRows] = ()  # by adapters
     own: Sequence[OwnSteps] = ()  # the same for a decoder
 
@@ -183,7 +184,7 @@ def _hidden_of(
 
 def _padding(rows: LiveRows) -> tuple[int, Tensor | None]:
     """The first column that any row uses, and what hides each row's padding."""
-    first, last = (int(x) for x in rows.pads.aminmax())
+    first, last = rows.bounds or (int(x) for x in rows.pads.aminmax())
     if first == last:
         return first, None
     hidden = torch.arange(rows.columns, device=rows.pads.device) < rows.pads

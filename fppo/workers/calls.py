@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import attrs
@@ -141,45 +141,84 @@ def _outcomes(results: Any, count: int) -> list[Outcome]:
 
 class CoroutineCalls:
     """Calls of a coroutine, `mode.concurrency` at a time; others may come while some are under way. Make it inside of a
-    running loop."""
+    running loop.
+
+    One timer looks after the time limits of all calls. Only time in which this process was not stopped counts.
+    """
 
     def __init__(self, fn: UserFn, mode: Mode, on_outcome: OnOutcome) -> None:
         self._fn, self._on_outcome = fn, on_outcome
         self._turns = asyncio.Semaphore(mode.concurrency)
         self._patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
-        self._open: set[asyncio.Task[None]] = set()
+        self._loop, self._clock = asyncio.get_running_loop(), ProcessClock(2 * _LOOK)
+        self._open: dict[asyncio.Task[None], None] = {}
+        self._due: dict[asyncio.Task[None], float] = {}  # by the clock, of calls that run
+        self._late: set[asyncio.Task[None]] = set()  # calls that ran past it
+        self._look: asyncio.TimerHandle | None = None  # the next look at the clock
+        self._look_at = 0.0
 
     def add(self, number: int, sample: Sample) -> None:
         """Begins a call as soon as it is its turn."""
-        task = asyncio.ensure_future(self._one(number, sample))
-        self._open.add(task)
+        self._open[self._loop.create_task(self._one(number, sample))] = None
 
     async def cancel(self) -> None:
         """Ends the calls that are open."""
-        for task in self._open:
+        left = [task for task in self._open if not task.done()]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def done(self) -> None:
         """Waits until no call is open."""
-        while self._open:
-            ended, _ = await asyncio.wait({*self._open}, return_when=asyncio.FIRST_COMPLETED)
-            self._open -= ended  # others may have come meanwhile
-            for task in ended:
-                task.result()
+        while self._open:  # others may come meanwhile
+            task = next(iter(self._open))
+            await asyncio.wait([task])
+            del self._open[task]
+            task.result()
 
     async def _one(self, number: int, sample: Sample) -> None:
-        patience = self._patience
         async with self._turns:
-            limit = patience.limit
-            try:
-                within = _within(self._fn(sample), limit) if not patience.used_up else None
-                outcome = patience.given_up() if within is None else outcome_of(await within)
-            except TimeoutError:
-                outcome = patience.overdue(limit)
-            except (Exception, SystemExit) as error:
-                outcome = _error(error)
+            outcome = self._patience.given_up() if self._patience.used_up else await self._called(sample)
         self._on_outcome(number, outcome)
+
+    async def _called(self, sample: Sample) -> Outcome:
+        """The outcome of a call, which is cancelled once its time is over, and then ends as it likes."""
+        limit, task = self._patience.limit, asyncio.current_task()
+        assert task is not None
+        self._begin(task, limit)
+        try:
+            outcome = outcome_of(await self._fn(sample))
+        except asyncio.CancelledError as error:
+            if task.cancelling() and task not in self._late:
+                raise
+            outcome = _error(error)  # of the function's own, where it is not late
+        except (Exception, SystemExit) as error:
+            outcome = _error(error)
+        finally:
+            self._due.pop(task, None)
+        return self._patience.overdue(limit) if task in self._late else outcome
+
+    def _begin(self, task: asyncio.Task[None], limit: float) -> None:
+        now = self._clock.now()
+        self._due[task] = due = now + limit
+        if self._look is None or due < self._look_at:
+            self._look_after(now, due)
+
+    def _look_after(self, now: float, due: float) -> None:
+        if self._look is not None:
+            self._look.cancel()
+        wait = min(max(due - now, 0.0), _LOOK)
+        self._look_at, self._look = now + wait, self._loop.call_later(wait, self._looked)
+
+    def _looked(self) -> None:
+        """Cancels the calls whose time is over."""
+        now, self._look = self._clock.now(), None
+        for task in [task for task, due in self._due.items() if due <= now]:
+            del self._due[task]
+            self._late.add(task)
+            task.cancel()
+        if self._due:
+            self._look_after(now, min(self._due.values()))
 
 
 async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
@@ -187,17 +226,3 @@ async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome:
     for number, sample in enumerate(samples):
         calls.add(number, sample)
     await calls.done()
-
-
-async def _within(waited: Awaitable[Any], limit: float) -> Any:
-    """The result of the awaitable; TimeoutError after `limit` seconds in which this process was not stopped."""
-    task, clock = asyncio.ensure_future(waited), ProcessClock(2 * _LOOK)
-    try:
-        while not task.done() and (left := limit - clock.now()) > 0:
-            await asyncio.wait([task], timeout=min(left, _LOOK))
-    finally:
-        late = task.cancel()
-    if late:
-        await asyncio.gather(task, return_exceptions=True)  # what it does at its end
-        raise TimeoutError
-    return task.result()

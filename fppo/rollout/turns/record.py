@@ -41,7 +41,7 @@ class Records:
             "width": max((len(chain.ids) for chain in chains), default=1),
             "routed": None if routed is None else [*routed.shape[1:], str(routed.dtype).removeprefix("torch.")],
             "wide": any(chain.sections[0].log_probs.dtype == torch.float64 for chain in chains),
-            "newer": any(bool((x.versions != ask.version).any()) for chain in chains for x in chain.sections if x.turn),
+            "newer": bool((_drawn_versions(chains) != ask.version).any()),
             "rows": [
                 [chain.row, chain.finish, dict(extras(chain)), _opening(chain), [list(x) for x in self._cuts(chain)]]
                 for chain in chains
@@ -125,6 +125,12 @@ class Records:
 def _opening(chain: Chain) -> list[Any] | None:
     """The prompt that its player gave an episode: tokens and messages."""
     return None if chain.messages is None else [list(chain.prompt), chain.messages]
+
+
+def _drawn_versions(chains: Sequence[Chain]) -> Tensor:
+    """The versions of the policies that drew the tokens, int32 [N]."""
+    drawn = [x.versions for chain in chains for x in chain.sections if x.turn]
+    return torch.cat(drawn) if drawn else torch.zeros(0, dtype=torch.int32)
 
 
 def _columns(chains: Sequence[Chain], width: int, wide: torch.dtype) -> dict[str, Tensor]:
