@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from fppo.data.chat import render_chat
 from fppo.serve.protocol import ForcedCall
 from fppo.serve.rows import rollout_of_rows
+from fppo.serve.server import bound_socket, serving
 from fppo.serve.texts import texts_of
 from tests.serve.test_answers import CHAT, events
-from tests.serve.world import END, MODEL, chat, parrot_world, texts, tokenizer
+from tests.serve.world import END, KEY, MODEL, chat, parrot_world, texts, tokenizer
 
 NAMES = ("read", "list")
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
@@ -248,6 +249,19 @@ def test_a_call_that_is_cut_says_so():
         content, calls, finish = message_of(world, stream=False, tool_choice=READ, max_tokens=2)
     assert content.startswith('<tool_call>\n{"name": "read"')
     assert (calls, finish) == ([], "length")
+
+
+def test_a_synchronous_client_forces_calls_over_a_real_server():
+    how = {"model": MODEL, "messages": chat("find")["messages"], "tools": TOOLS, "tool_choice": READ}
+    with parrot_world(rest(), "lamp") as world, serving(world.app, bound_socket("127.0.0.1", 0)) as url:
+        with openai.OpenAI(base_url=f"{url}/e/1/v1", api_key=KEY, max_retries=0) as client:
+            (choice,) = client.chat.completions.create(**how).choices
+            with pytest.raises(openai.UnprocessableEntityError, match="no call that can be read"):
+                client.chat.completions.create(**how)
+        rows = world.episodes.rows("1")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("read", '{"file": "lamp"}')
+    assert [turn.opened for row in rows for turn in row.turns] == [len(opening())] * 2
 
 
 def test_several_calls_may_stand_behind_the_forced_one():

@@ -226,10 +226,11 @@ def test_they_are_so_where_clients_force_calls(stream):
 
 
 @pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
-def test_they_are_so_bit_for_bit_where_the_engine_is_exact():
+@pytest.mark.parametrize("forced", [False, True])
+def test_they_are_so_bit_for_bit_where_the_engine_is_exact(forced):
     engine, params = policy(exact=True)
-    with world_of(engine, params) as world:
-        check(world, engine, params, stream=False, tolerance=0.0)
+    with world_of(engine, params, **({"texts": texts_with("tags")} if forced else {})) as world:
+        check(world, engine, params, stream=False, tolerance=0.0, forced=forced)
 
 
 def test_another_key_draws_other_episodes():
