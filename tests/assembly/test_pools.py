@@ -94,6 +94,15 @@ def test_every_group_has_the_ranks_of_its_pool(tmp_path, monkeypatch):
     assert [group.ranks for group in groups] == expected
 
 
+@pytest.mark.parametrize(("changes", "home"), [({}, "cpu"), ({"reward__judge__path": "x"}, "cuda:1")])
+def test_results_come_to_where_this_process_has_batches(tmp_path, monkeypatch, changes, home):
+    monkeypatch.setattr(pools, "cluster", lambda _: contextlib.nullcontext(Cluster()))
+    monkeypatch.setattr(pools, "Group", Recorded)
+    monkeypatch.setattr(pools, "device_of", lambda name, _: torch.device(name))
+    with groups_of(tiny_run.settings(tmp_path, device="cuda:1", **PLACED, **changes)) as at:
+        assert {group.device for group in (*at.roles.values(), *at.engines)} == {torch.device(home)}
+
+
 def test_without_pools_there_is_no_group(tmp_path):
     with groups_of(tiny_run.settings(tmp_path)) as at:
         assert (dict(at.roles), list(at.engines)) == ({}, [])
