@@ -30,7 +30,10 @@ def placed(plan: Plan) -> Record:
         with assemble(plain) as assembly:
             alone, before = steps_of(assembly, STEPS[dry])
         del assembly
-        with groups_of(settings) as places, assemble(settings, groups=places.roles) as assembly:
+        with (
+            groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
+            assemble(settings, groups=places.roles) as assembly,
+        ):
             made, rows = steps_of(assembly, STEPS[dry])
     word = compared(alone, made)
     seconds = [statistics.median(row["a step, s"] for row in found) for found in (before, rows)]

@@ -144,7 +144,10 @@ def main(steps: int = 20, batch: int = 512, cluster: str = "processes", device: 
         with assemble(plain) as assembly:
             alone, before = steps_of(assembly, steps)
         del assembly
-        with groups_of(settings) as places, assemble(settings, groups=places.roles) as assembly:
+        with (
+            groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
+            assemble(settings, groups=places.roles) as assembly,
+        ):
             if cluster == "processes":
                 for group, share in zip(dict.fromkeys(places.roles.values()), shares, strict=True):
                     group.call(pinned, share)

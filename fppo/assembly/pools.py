@@ -10,9 +10,7 @@ import torch
 
 from fppo.assembly.parts import device_of, sharding_of
 from fppo.fleet import AnyGroup, Group, RankSpec, at_once, cluster
-from fppo.settings.placement import Pool, places_of, pools_of, threads_of
-from fppo.settings.reward import RewardSettings
-from fppo.settings.train import TrainSettings
+from fppo.settings.placement import MeshSettings, PlacementSettings, Pool, places_of, pools_of, threads_of
 
 
 @attrs.frozen
@@ -23,31 +21,28 @@ class RolePlaces:
     engines: Sequence[Group] = ()
 
 
-def home_of(
-    places: Collection[str], device: torch.device, reward: RewardSettings, *, critic_model: bool, teacher: bool = False
-) -> torch.device:
+def home_of(places: Collection[str], device: torch.device, models: Collection[str]) -> torch.device:
     """Where this process has batches, with roles elsewhere in `places`: on the device that models work on, or, if all
-    are elsewhere, on the host."""
-    roles = {"actor": True, "critic": critic_model, "reward": reward.model.path, "teacher": teacher}
-    here = reward.judge.path or any(used and role not in places for role, used in roles.items())
-    return device if here else torch.device("cpu")
+    `models` are elsewhere, on the host."""
+    return device if set(models) - set(places) else torch.device("cpu")
 
 
 @contextlib.contextmanager
-def groups_of(settings: TrainSettings) -> Iterator[RolePlaces]:
+def groups_of(
+    placement: PlacementSettings, mesh: MeshSettings, device: str, models: Collection[str]
+) -> Iterator[RolePlaces]:
     """All groups, started, for as long as the context lasts.
 
-    Raises ValueError if there is no such cluster, or too few GPUs on this machine, GroupDied if it has no room for a
-    pool within `placement.patience`.
+    Results of their calls are on the device that the setting `device` names, or on the host if all `models` are in
+    groups. Raises ValueError if there is no such cluster, or too few GPUs on this machine, GroupDied if it has no room
+    for a pool within `placement.patience`.
     """
-    placement = settings.placement
     places, pools = places_of(placement), pools_of(placement)
     if not places:
         yield RolePlaces()
         return
-    sharding, patience = sharding_of(settings.mesh), placement.patience
-    device = device_of(settings.device, placement)
-    home = home_of(places, device, settings.reward, **settings.models_beside)
+    sharding, patience = sharding_of(mesh), placement.patience
+    home = home_of(places, device_of(device, placement), models)
     threads = threads_of(placement, torch.get_num_threads())
     with contextlib.ExitStack() as opened:
         there = opened.enter_context(cluster(placement.cluster))

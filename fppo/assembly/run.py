@@ -127,7 +127,7 @@ def assemble(
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    device = home_of(groups, inputs.device, settings.reward, **settings.models_beside)
+    device = home_of(groups, inputs.device, settings.model_roles)
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
     announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))

@@ -18,7 +18,7 @@ from fppo.assembly.functions import optimizer_of
 from fppo.assembly.inputs import Tried, read_data, watching_of
 from fppo.assembly.learning import Learning, learning_of
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import Tools, axes_at, bare_model, check_kernels, check_mesh, device_of, kernels_of
+from fppo.assembly.parts import Tools, bare_model, check_kernels, check_mesh, device_of, kernels_of
 from fppo.assembly.roles import PassOptions, fetch_of
 from fppo.assembly.run import DrawnPrompts
 from fppo.assembly.texts import chat_options, config_of, config_place, load_tokenizer, policy_generation
@@ -38,8 +38,9 @@ from fppo.settings import files
 from fppo.settings.learning import ActorSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
+from fppo.settings.placement import AxesSettings
 from fppo.settings.sft import SftSettings
-from fppo.settings.train import DataSettings, TrainSettings, sized_for_sft
+from fppo.settings.train import DataSettings, EvalSettings, LogSettings, TrainSettings, sized_for_sft
 from fppo.steps.supervised import Demonstrations, UpdateSupervised, demonstrations
 from fppo.steps.train_state import whole_shapes
 from fppo.workers.imports import search
@@ -85,28 +86,38 @@ class SupervisedAssembly:
     calls: Callable[[], list[Call]] = list
 
 
-def read_supervised(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> SupervisedInputs:
-    """Open everything that a supervised run reads, weights apart. Raises SettingsError that names all problems."""
-    search(settings.module_dirs)
-    tried, section, rows, sft = Tried(), settings.model, settings.data, settings.sft
-    device = device or tried(lambda: device_of(settings.device, settings.placement))
-    names = kernels_named(settings)
+def read_supervised(
+    section: ModelSettings,
+    rows: DataSettings,
+    sft: SftSettings,
+    how: EvalSettings,
+    log: LogSettings,
+    *,
+    names: Mapping[str, str],
+    axes: AxesSettings,
+    mesh: Mesh,
+    device: torch.device | None,
+    tried: Tried,
+) -> SupervisedInputs:
+    """Open everything that a supervised run reads, weights apart, with kernels by the settings in `names`.
+
+    Raises SettingsError that names all problems, with those already in `tried`; a missing `device` is one of them.
+    """
     kernels = tried(lambda: kernels_of(names))
     tried(lambda: optimizer_of(sft.optimizer, 1, setting="sft.optimizer"))
-    watching = tried(lambda: watching_of(settings.log))
+    watching = tried(lambda: watching_of(log))
     tokenizer = tried(lambda: load_tokenizer(section, rows))
     if tokenizer is None:
         raise tried.error()
     generation = tried(lambda: policy_generation(section, rows, tokenizer))
     made = tried(lambda: load_demonstrations(rows, sft, tokenizer))
-    held_out = tried(lambda: _held_out(rows, sft, settings.eval.max_prompts, tokenizer))
+    held_out = tried(lambda: _held_out(rows, sft, how.max_prompts, tokenizer))
     config = tried(lambda: config_of(section, config_place(section.path, "model.path")))
     if config is not None:
         tried(lambda: data.check_vocabulary(tokenizer, {"actor": config}))
         tried(lambda: check_mesh(config, "", mesh))
         for each in (made, held_out):
             tried(lambda each=each: _check_ids(each, data.vocabulary_size(config)))
-        axes = axes_at(settings.placement, "actor", settings.mesh)
         tried(lambda: check_kernels(names, bare_model(section), axes))
     if tried.problems:
         raise tried.error()
@@ -173,8 +184,17 @@ def assemble_supervised(
     step. What is wrong with them is raised before any work."""
     model, chosen = resolved(sized_for_sft(settings), device)
     settings = attrs.evolve(settings, model=model.model)
-    inputs = read_supervised(settings, mesh=mesh, device=device)
-    section, sft, key, device = settings.model, settings.sft, Key(settings.seed), inputs.device
+    section, sft, key, tried = settings.model, settings.sft, Key(settings.seed), Tried()
+    search(settings.module_dirs)
+    inputs = read_supervised(
+        *(section, settings.data, sft, settings.eval, settings.log),
+        names=kernels_named(settings),
+        axes=settings.mesh,
+        mesh=mesh,
+        device=device or tried(lambda: device_of(settings.device, settings.placement)),
+        tried=tried,
+    )
+    device = inputs.device
     settings = attrs.evolve(settings, steps=_steps(sft, settings.steps, len(inputs.rows)))
     counts = {"demonstrations": inputs.rows, "held out": inputs.held_out}
     announce(supervised_lines(device, section, counts, settings.steps, sft.batch_size, chosen))

@@ -331,7 +331,7 @@ def _assemble(
     if is_first(here.mesh) and (lines := origins.untested_here()):
         print("; ".join(lines), file=sys.stderr)
     with (
-        groups_of(settings) as pools,
+        groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as pools,
         assemble(
             settings,
             mesh=here.mesh,

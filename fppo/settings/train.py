@@ -308,9 +308,16 @@ class TrainSettings:
         return self.algorithm.reads("teacher_log_probs")
 
     @property
-    def models_beside(self) -> dict[str, bool]:
-        """Whether there are a critic that is a model, and a teacher."""
-        return {"critic_model": self.uses_critic_model, "teacher": self.uses_teacher}
+    def model_roles(self) -> set[str]:
+        """The roles whose models read batches, but for a reference, which is in a pool or where the policy is."""
+        roles = {
+            "actor": True,
+            "critic": self.uses_critic_model,
+            "teacher": self.uses_teacher,
+            "reward": self.reward.model.path is not None,
+            "judge": self.reward.judge.path is not None,
+        }
+        return {role for role, is_used in roles.items() if is_used}
 
     @property
     def uses_reference(self) -> bool:

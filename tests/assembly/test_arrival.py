@@ -19,6 +19,7 @@ from fppo.assembly.run import assemble
 from fppo.assembly.supervised import assemble_supervised, collated
 from fppo.key import Key
 from fppo.quickstart import small_model
+from fppo.settings import files
 from tests import tiny_run
 from tests.assembly.walk import differing, walked
 from tests.runs.test_supervised import settings_of
@@ -579,3 +580,22 @@ def test_held_out_demonstrations_are_those_of_their_own_path_split_and_rows(demo
     assemble_supervised(settings_of(demonstrations, data__path=str(demonstrations), **changes))
     path = (str(demonstrations),)
     assert found == [(path, "a", None), (path, "b", None)]
+
+
+def attention_of_equal_lengths(q, k, v, *, lengths):
+    """A kernel of one's own that knows no longer keys."""
+    raise NotImplementedError
+
+
+def test_all_that_a_supervised_run_cannot_open_is_named_at_once(demonstrations, monkeypatch):
+    """The device, a logger, the rows, and a kernel on the axes of the settings."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    own = {"model__attention": f"{__name__}:attention_of_equal_lengths", "mesh__context": 2}
+    wrong = {"device": "cuda", "log__loggers": [f"{__name__}:no_logger"], "sft__max_tokens": 2}
+    with pytest.raises(files.SettingsError) as caught:
+        assemble_supervised(settings_of(demonstrations, **own, **wrong))
+    device, logger, rows, kernel = caught.value.problems
+    assert device.startswith("device = 'cuda': torch sees no GPU here")
+    assert logger.startswith("log.loggers")
+    assert rows.startswith("20 problems in the data")
+    assert "key_lengths" in kernel

@@ -108,8 +108,8 @@ def test_batches_are_on_the_host_if_all_models_are_elsewhere(task, monkeypatch):
     assert device_of("auto", settings.placement) == gpu
     assert device_of("auto", without.placement) == cpu
     for places, home in (("actor critic reward", cpu), ("actor critic", gpu), ("actor reward", gpu), ("critic", gpu)):
-        assert home_of(places.split(), gpu, settings.reward, critic_model=True) == home
-    assert home_of(["actor", "reward"], gpu, settings.reward, critic_model=False) == cpu
+        assert home_of(places.split(), gpu, settings.model_roles) == home
+    assert home_of(["actor", "reward"], gpu, settings.model_roles - {"critic"}) == cpu
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from fppo.key import Key
 from fppo.pipeline.program import Base, RunState
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import AXES, Sharding
-from fppo.settings.reward import JudgeSettings, RewardModelSettings, RewardSettings
 from fppo.steps.train_state import TrainState
 from tests import tiny_run
 
@@ -60,12 +59,16 @@ class Cluster:
         return spec
 
 
+def groups_of(settings):
+    return pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles)
+
+
 def test_every_group_has_the_ranks_of_its_pool(tmp_path, monkeypatch):
     named = []
     monkeypatch.setattr(pools, "cluster", lambda name: named.append(name) or contextlib.nullcontext(Cluster()))
     monkeypatch.setattr(pools, "Group", Recorded)
     settings = tiny_run.settings(tmp_path, device="auto", **PLACED)
-    with pools.groups_of(settings) as at:
+    with groups_of(settings) as at:
         groups = [at.roles["actor"], at.roles["critic"], *at.engines]
         assert all((group.started, group.closed, group.patience) == (1, 0, 77.0) for group in groups)
     assert all(group.closed == 1 for group in groups)
@@ -91,30 +94,46 @@ def test_every_group_has_the_ranks_of_its_pool(tmp_path, monkeypatch):
     assert [group.ranks for group in groups] == expected
 
 
+@pytest.mark.parametrize(("changes", "home"), [({}, "cpu"), ({"reward__judge__path": "x"}, "cuda:1")])
+def test_results_come_to_where_this_process_has_batches(tmp_path, monkeypatch, changes, home):
+    monkeypatch.setattr(pools, "cluster", lambda _: contextlib.nullcontext(Cluster()))
+    monkeypatch.setattr(pools, "Group", Recorded)
+    monkeypatch.setattr(pools, "device_of", lambda name, _: torch.device(name))
+    with groups_of(tiny_run.settings(tmp_path, device="cuda:1", **PLACED, **changes)) as at:
+        assert {group.device for group in (*at.roles.values(), *at.engines)} == {torch.device(home)}
+
+
 def test_without_pools_there_is_no_group(tmp_path):
-    with pools.groups_of(tiny_run.settings(tmp_path)) as at:
+    with groups_of(tiny_run.settings(tmp_path)) as at:
         assert (dict(at.roles), list(at.engines)) == ({}, [])
 
 
 GPU = torch.device("cuda")
 
 
+NO_CRITIC = {"algorithm__advantage": "remax"}
+NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+TAUGHT = NO_KL | {"algorithm__advantage": "distill", "model__teacher_path": "x"}
+
+
 @pytest.mark.parametrize(
-    ("places", "reward", "models", "here"),
+    ("places", "changes", "here"),
     [
-        ((), {}, {}, True),
-        (("actor",), {}, {}, False),
-        (("actor",), {}, {"critic_model": True}, True),
-        (("actor", "critic"), {}, {"critic_model": True}, False),
-        (("actor",), {"model": RewardModelSettings(path="x")}, {}, True),
-        (("actor", "reward"), {"model": RewardModelSettings(path="x")}, {}, False),
-        (("actor",), {"judge": JudgeSettings(path="x")}, {}, True),
-        (("actor",), {}, {"teacher": True}, True),
-        (("actor", "teacher"), {}, {"teacher": True}, False),
+        ((), NO_CRITIC, True),
+        (("actor",), NO_CRITIC, False),
+        (("actor", "reference", "rollout"), NO_CRITIC, False),
+        (("actor",), {}, True),
+        (("actor", "critic"), {}, False),
+        (("actor",), {"critic__reads": "confidence"}, False),
+        (("actor",), NO_CRITIC | {"reward__model__path": "x"}, True),
+        (("actor", "reward"), NO_CRITIC | {"reward__model__path": "x"}, False),
+        (("actor", "reward"), NO_CRITIC | {"reward__judge__path": "x"}, True),
+        (("actor",), TAUGHT, True),
+        (("actor", "teacher"), TAUGHT, False),
     ],
 )
-def test_batches_are_on_the_device_where_a_model_is_here(places, reward, models, here):
-    found = pools.home_of(places, GPU, RewardSettings(**reward), **{"critic_model": False} | models)
+def test_batches_are_on_the_device_where_a_model_is_here(tmp_path, places, changes, here):
+    found = pools.home_of(places, GPU, tiny_run.settings(tmp_path, **changes).model_roles)
     assert found == (GPU if here else torch.device("cpu"))
 
 

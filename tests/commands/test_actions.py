@@ -293,18 +293,19 @@ def test_a_served_base_draws_by_the_seed_and_the_bounds_of_the_flags(tmp_path):
 
 
 def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
-    asked = {}
+    asked, given = {}, []
 
     def assemble(settings, **named):
         asked.update(named, settings=settings)
         return contextlib.nullcontext("assembly")
 
     pools = SimpleNamespace(roles={"actor": "group"}, engines=["engine"])
-    monkeypatch.setattr(actions, "groups_of", lambda settings: contextlib.nullcontext(pools))
+    monkeypatch.setattr(actions, "groups_of", lambda *sections: given.append(sections) or contextlib.nullcontext(pools))
     monkeypatch.setattr(actions, "assemble", assemble)
     monkeypatch.setattr(actions, "is_first", lambda mesh: False)
     with actions._assemble(settings, actions.CommandRank("mesh", "device", "watch", "sampling"), print) as made:
         assert made == "assembly"
+    assert given == [(settings.placement, settings.mesh, settings.device, settings.model_roles)]
     assert asked == {
         "settings": settings,
         "mesh": "mesh",

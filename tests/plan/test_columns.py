@@ -35,7 +35,10 @@ def task(tmp_path_factory):
 def traced(settings):
     """The bytes that calls of the last step took there and back, by pool and call, as a trace has them."""
     there, back = Counter(), Counter()
-    with pools.groups_of(settings) as at, assemble(settings, groups=at.roles, engines=at.engines) as assembly:
+    with (
+        pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as at,
+        assemble(settings, groups=at.roles, engines=at.engines) as assembly,
+    ):
         assembly.calls()  # which set everything up
         for run, _, _ in iterate(assembly.run, program=assembly.program, draw=assembly.draw, ahead=0, donate=True):
             calls = assembly.calls()

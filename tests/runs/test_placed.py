@@ -275,7 +275,10 @@ def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_ag
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
     assert digests.digest(run, "sums", device=torch.device("cpu")) == recorded["result"]
     settings = tiny_run.settings(tmp_path, device="cpu", output_dir=str(directory), **two)
-    with pools.groups_of(settings) as places, assemble(settings, groups=places.roles) as assembly:
+    with (
+        pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
+        assemble(settings, groups=places.roles) as assembly,
+    ):
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
         assert session.of_state(assembly)(run, "sums") == recorded["result"]
         assert len(run.actor.params) == 1 < len(run.critic.params)  # stages have parameters of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from fppo.settings import checks, files
 from fppo.settings import train as train_settings
+from fppo.settings.component import parts, signature_of
 from fppo.settings.learning import DEFAULT_TOKEN_BUDGET
 from fppo.settings.train import TrainSettings
-from fppo.settings.values import read_section
+from fppo.settings.values import RENAMED, read_section
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
 
@@ -367,3 +369,22 @@ def test_whoever_names_a_function_of_ones_own_remembers_where_it_is_sought(tmp_p
     (tmp_path / "run.toml").write_text(f"{name} = {value}\n")
     settings, _ = read_section(TrainSettings, files.read_toml(tmp_path / "run.toml"))
     assert files._remember_modules(settings, tmp_path / "run.toml").module_dirs[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_the_former_name_of_a_setting_is_an_error_that_says_the_name_it_has_now(tmp_path, old):
+    """And the new one is a setting, or a keyword of one of the functions that its section may name."""
+    with pytest.raises(files.SettingsError) as caught:
+        files.load(write(tmp_path, f"{MINIMAL}{old} = 1\n"), [])
+    assert f"{old} = 1: it is called {RENAMED[old]} now" in caught.value.problems
+    keywords = {
+        f"{path}.{name}"
+        for path, _, table in parts(TrainSettings())
+        for function in table
+        if (signature := signature_of(function, table)) is not None
+        for name in signature.keywords
+    }
+    known = {*files.paths(), *keywords, "reward.arguments.regular_expression.pattern"}
+    names = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", RENAMED[old])
+    assert names
+    assert set(names) <= known
