@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 
@@ -14,6 +14,7 @@ from fppo._errors import printable, words_of
 from fppo.runtime.clock import ProcessClock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
+T = TypeVar("T")
 OnOutcome = Callable[[int, Outcome], None]
 _LOOK = 0.5  # seconds between two looks at the clock, at most
 _TEXT = 1000  # characters of an error's text that are kept
@@ -171,15 +172,19 @@ class CoroutineCalls:
     async def _one(self, number: int, sample: Sample) -> None:
         patience = self._patience
         async with self._turns:
-            limit = patience.limit
-            try:
-                within = _within(self._fn(sample), limit) if not patience.used_up else None
-                outcome = patience.given_up() if within is None else outcome_of(await within)
-            except TimeoutError:
-                outcome = patience.overdue(limit)
-            except (Exception, SystemExit) as error:
-                outcome = _error(error)
-        self._on_outcome(number, outcome)
+            limit, given_up = patience.limit, patience.used_up
+            found = None if given_up else await _within(_outcome(self._fn, sample), limit)
+            if found is None:
+                found = patience.given_up() if given_up else patience.overdue(limit)
+        self._on_outcome(number, found)
+
+
+async def _outcome(fn: UserFn, sample: Sample) -> Outcome:
+    """The outcome of a coroutine, with what it raises kept to it: a task would hand an exit on to the event loop."""
+    try:
+        return outcome_of(await fn(sample))
+    except (Exception, SystemExit) as error:
+        return _error(error)
 
 
 async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome: OnOutcome) -> None:
@@ -189,8 +194,8 @@ async def _gather(fn: UserFn, samples: Sequence[Sample], mode: Mode, on_outcome:
     await calls.done()
 
 
-async def _within(waited: Awaitable[Any], limit: float) -> Any:
-    """The result of the awaitable; TimeoutError after `limit` seconds in which this process was not stopped."""
+async def _within(waited: Awaitable[T], limit: float) -> T | None:
+    """The result of the awaitable; None after `limit` seconds in which this process was not stopped."""
     task, clock = asyncio.ensure_future(waited), ProcessClock(2 * _LOOK)
     try:
         while not task.done() and (left := limit - clock.now()) > 0:
@@ -199,5 +204,4 @@ async def _within(waited: Awaitable[Any], limit: float) -> Any:
         late = task.cancel()
     if late:
         await asyncio.gather(task, return_exceptions=True)  # what it does at its end
-        raise TimeoutError
-    return task.result()
+    return None if late else task.result()
