@@ -38,7 +38,7 @@ class Adds:
 
 
 class Later(Adds):
-    """The same as coroutines."""
+    """The methods as coroutines."""
 
     async def reset(self, row, seed):
         return super().reset(row, seed)
@@ -48,7 +48,7 @@ class Later(Adds):
 
 
 def opened(state):
-    """What a runner's state holds."""
+    """The value in a runner's state."""
     return pickle.loads(base64.b64decode(state))
 
 

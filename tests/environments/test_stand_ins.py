@@ -1,4 +1,4 @@
-"""What adapters make of other packages, step by step, where objects of ours stand in for the packages' own."""
+"""Adapters of other packages, step by step, where objects of ours stand in for the packages' own."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ ROUNDS = st.lists(
 
 
 class Script:
-    """What is asked of an open engine, and what each request must come to."""
+    """Requests to an open engine, and all that it told of them."""
 
     def __init__(self, requests: Any, versions: list[Any]) -> None:
         self.requests, self.versions, self.version = requests, versions, 0

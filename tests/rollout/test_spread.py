@@ -61,7 +61,7 @@ MESHES = st.sampled_from(
     st.booleans(),
 )
 def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, listens):
-    """Also ranks without a prompt, and responses that are the longest on one rank alone."""
+    """Some ranks have no prompt, and some responses are the longest on one rank alone."""
     (axes, together), params = mesh_of, {"x": torch.tensor(0.0)}
     sampling = Sampling(n=n, max_tokens=6, stop_token_ids=(3, 5, 9))
     limits = torch.tensor([most for _, most in asked])

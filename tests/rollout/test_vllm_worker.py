@@ -1,4 +1,4 @@
-"""What vLLM's workers do with weights and adapters that come, where stand-ins take vLLM's own part."""
+"""Weights and adapters that come to vLLM's workers, where stand-ins take vLLM's own part."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class StandInEngine:
         self.forgotten += 1
 
     def _moved(self):
-        """What has changed in the batch, as vLLM tells it: places left, places taken, and then moves."""
+        """The changes of the batch, as vLLM tells them: places left, places taken, and then moves."""
         removed = [i for i, row in enumerate(self.places) if row is not None and row.done]
         for i in removed:
             self.places[i] = None

@@ -30,7 +30,7 @@ GONE = {"type": "http.disconnect"}
 
 
 class Wire:
-    """What comes from a client, and what is sent to it."""
+    """The messages from a client, and those that are sent to it."""
 
     def __init__(self, *messages):
         self.left, self.sent = [*messages], []
@@ -179,7 +179,7 @@ def test_routes_answer_and_their_errors_have_the_protocols_form():
 
 
 def streamed(events, *messages):
-    """What a stream of events sends to a client from which these messages come, and how often it was closed."""
+    """The messages that a stream of events sends to a client, how often it was closed, and its error."""
     closed, wire = [], Wire(*messages)
     stream = EventStream(events, lambda: closed.append(1))
     error = None

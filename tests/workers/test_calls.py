@@ -211,7 +211,7 @@ def test_tasks_are_pieces_in_order_that_keep_all_workers_at_work(count, workers,
 @pytest.mark.parametrize("how", ["sample", "coroutines", "batch"])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_what_is_left_of_a_lost_process_is_tried_again(how, count, monkeypatch):
-    """Of samples one by one the first is at fault; of those together nobody knows, so that halves are tried."""
+    """Samples one by one: the first is at fault. Samples together: nobody knows, so that halves are tried."""
     killed, lost = [], Outcome("timeout", text="late")
     monkeypatch.setattr(pools, "_kill", killed.append)
     pool = WorkerPool([], workers=2, start_limit=1.0)

@@ -1,4 +1,4 @@
-"""What a service takes in and what it refuses, without a server around it and before anything is done."""
+"""Requests that a service takes in or refuses, without a server around it and before anything is done."""
 
 from __future__ import annotations
 
