@@ -336,6 +336,22 @@ class _Named:
     kind: str = "sample"
 
 
+@pytest.mark.parametrize("kind", ["sample", "batch"])
+def test_a_runner_calls_as_it_was_told(kind):
+    functions = [
+        _Named("here", one, False),
+        _Named("first", one, False, False),
+        _Named("second", later, True, False, kind),
+    ]
+    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
+    runner = FunctionRunner(functions, role="tool", retries=7, **limits)
+    assert runner._mode(functions[2]) == Mode(kind, True, 2.0, 3.0, 5)
+    assert runner._mode(functions[0]) == Mode("sample", False, 2.0, 3.0, 5)
+    assert runner._numbers == {"first": 0, "second": 1}
+    pool = runner._pool
+    assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(["at once", "stream"]))
 def test_a_runner_calls_again_and_logs_what_failed_in_the_end(fails, retries, how):
     calls = []
