@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fppo.environments import Begin, EnvironmentRunner, Reply, Step
 from fppo.environments.calls import EnvironmentCall, PlayedStep, message_problem
-from fppo.environments.runner import calls_of, is_asynchronous
+from fppo.environments.runner import CallsTogether, EnvironmentCalls, calls_of, is_asynchronous
 
 
 class Adds:
@@ -199,6 +199,13 @@ def test_the_environment_is_made_once_in_each_process():
     assert isinstance(other.environment, Adds)
     again = pickle.loads(pickle.dumps(other))
     assert (again.__name__, "environment" in vars(again)) == ("own", False)  # it stays in its process
+
+
+def test_calls_come_as_they_are_ready_where_a_player_can_have_them_open():
+    runner = EnvironmentRunner(Adds, name="own", inline=True)
+    with calls_of(runner) as one, calls_of(_Together(runner)) as other:
+        assert isinstance(one, EnvironmentCalls)
+        assert isinstance(other, CallsTogether)
 
 
 def test_coroutines_are_found():

@@ -138,6 +138,7 @@ def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps)
                     held.pop(name, None)
             assert loop.held == held
             assert engines._open.keys() == {own for _, own, *_ in busy}
+            assert engines._bases["tiny"].open.keys() <= held.keys()  # nothing is left of what was let go of
         for _, own, *_ in busy:
             engines.cancel(own)
         await asyncio.gather(*(task for _, _, task, _ in busy))
