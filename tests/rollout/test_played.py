@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from fppo import tree
 from fppo.batch import Column, Prompts, Rollout
 from fppo.data.examples import MESSAGES
+from fppo.data.stops import StopTexts
 from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Reply
 from fppo.episodes import joined
@@ -25,7 +26,7 @@ from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.mesh import AXES, LOCAL, place_on
 from fppo.runtime.simulate import simulate
-from tests.rollout.test_generated import Generating, alone, newer, told
+from tests.rollout.test_generated import LETTERS, Generating, alone, newer, told
 
 STOPS, SPECIAL = (3, 5), 3
 ROW_IDS = (5, 2)
@@ -108,6 +109,12 @@ class Player:
         return found
 
 
+def ended_by(sampling, ids):
+    """The text that ended a turn, or its last token."""
+    text = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
+    return chr(97 + ids[-1]) if text is None else text
+
+
 class Episode:
     """A row's episode, played alone."""
 
@@ -146,7 +153,8 @@ class Episode:
             content = own[:-1] if own[-1] == SPECIAL and end == "stop" else own
             text = Letters().decode(content)
             self.asked += 1
-            played = self.player.stepped(state, Reply(text, tuple(own), chr(97 + own[-1]) if end == "stop" else ""))
+            ended = "" if end != "stop" else ended_by(rules["sampling"], own)
+            played = self.player.stepped(state, Reply(text, tuple(own), ended))
             state = played.state
             self.failures += played.failed
             self.info |= played.info
@@ -234,7 +242,12 @@ RULES = st.fixed_dictionaries(
         "anew": st.booleans(),
         "prompt_tokens": st.sampled_from([2, 3, 99]),
         "sampling": st.sampled_from(
-            [Sampling(stop_token_ids=(3, 5, 7, 9, 11)), Sampling(temperature=0.5, stop_token_ids=tuple(range(3, 20)))]
+            [
+                Sampling(stop_token_ids=(3, 5, 7, 9, 11)),
+                Sampling(temperature=0.5, stop_token_ids=tuple(range(3, 20))),
+                Sampling(stop_token_ids=(5, 7, 9, 11)),  # a turn that is cut may end with the special token
+                Sampling(stop_token_ids=(3, 7, 9), stop_texts=StopTexts((b"e", b"fg"), LETTERS)),
+            ]
         ),
     }
 )

@@ -19,6 +19,7 @@ from fppo.rollout.sampling import draw, process_logits
 from fppo.rollout.scores import Scores
 from fppo.rollout.vllm import local
 from fppo.rollout.vllm.host import EngineDied, EngineFailure, HostBatch, HostRow
+from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.requests import VllmRequests
 from tests.rollout.vllm_stand_in import SIZE, StandIn, host_of, logits_of, worker_of
 
@@ -401,3 +402,20 @@ def test_digests_are_those_on_which_all_workers_agree(workers, digests, unfilled
 def test_workers_share_the_processors(cpus, workers, shares, monkeypatch):
     monkeypatch.setattr(local.os, "sched_getaffinity", lambda pid: {*cpus})
     assert local._shares(workers) == shares
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "said"),
+    [
+        ("out of Memory", {}, ("neither cache_gb nor memory_share", "max_model_len = 7, max_rows = 8")),
+        ("no KV cache", {"memory_share": 0.5}, ("memory_share = 0.5, vLLM's gpu_memory_utilization", "max_rows = 8")),
+        ("memory", {"cache_gb": 2.0}, ("cache_gb = 2.0, in place of vLLM's", "max_model_len = 7")),
+        ("max_position_embeddings", {}, ("(setting: max_model_len = 7)",)),
+        ("nothing of that", {}, ("nothing of that",)),
+    ],
+)
+def test_settings_are_named_where_vllm_does_not_start(text, given, said):
+    found = local._why(RuntimeError(text), VllmOptions(max_model_len=7, max_rows=8, **given))
+    assert found.startswith(text)
+    assert all(part in found for part in said)
+    assert (found == text) == (said == (text,))

@@ -15,7 +15,7 @@ from fppo.workers import pool as pools
 from fppo.workers.calls import Mode, Patience, call
 from fppo.workers.pool import PoolRun, WorkerPool, _Worker
 from fppo.workers.runner import FunctionRunner
-from fppo.workers.sample import Outcome, Sample, outcome_of
+from fppo.workers.sample import Outcome, Sample, is_asynchronous, outcome_of
 from fppo.workers.streams import CallStream
 
 FAULTS = st.lists(st.sampled_from(["", "", "", "raise", "exit", "own limit"]), max_size=9)
@@ -385,3 +385,36 @@ def test_a_runner_calls_again_and_logs_what_failed_in_the_end(fails, retries, ho
         head = f"the tool 'own' failed on {len(failed)} of {len(fails)} turns"
         assert lines[0].startswith(head)
         assert f"KeyError: '{failed[0]}' at " in lines[0]
+
+
+def test_calls_that_are_open_end_with_their_stream():
+    ended = []
+
+    async def fn(item):
+        try:
+            if item.prompt == "0":
+                return 0.0
+            await asyncio.Event().wait()
+        finally:
+            ended.append(item.prompt)
+
+    limits = {"time_limit": 60.0, "workers": 1, "concurrency": 8, "start_limit": 9.0}
+    function, log = _Named("own", fn, True), SimpleNamespace(warning=None)
+    with FunctionRunner([function], role="tool", **limits) as runner, runner.stream(function, "turns", log) as stream:  # pyright: ignore
+        for number in range(3):
+            stream.put(number, sample_of(number))
+        assert [number for number, _ in stream.taken(wait=True)] == [0]
+        assert stream.taken(wait=False) == []
+    assert sorted(ended) == ["0", "1", "2"]
+
+
+def test_coroutine_functions_and_instances_are_told_from_others():
+    class Plain:
+        def __call__(self, item):
+            return later(item)
+
+    class Later:
+        async def __call__(self, item):
+            return 1.0
+
+    assert [is_asynchronous(fn) for fn in (later, Later(), one, Plain())] == [True, True, False, False]
