@@ -28,14 +28,14 @@ from fppo.runtime.mesh import AXES, LOCAL, place_on
 from fppo.runtime.simulate import simulate
 from tests.rollout.test_generated import LETTERS, Generating, alone, newer, told
 
-STOPS, SPECIAL = (3, 5), 3
+SPECIAL = (3, 12, 13, 14)
 ROW_IDS = (5, 2)
 
 
 class Letters:
-    """A tokenizer of letters, of which one is special."""
+    """A tokenizer of letters, of which some are special."""
 
-    all_special_ids = (SPECIAL,)
+    all_special_ids = SPECIAL
     response_template = "a turn is read in parts"
 
     def parse_response(self, text, prefix):
@@ -43,7 +43,7 @@ class Letters:
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         assert not clean_up_tokenization_spaces
-        return "".join(chr(97 + x) for x in ids if not (skip_special_tokens and x == SPECIAL))
+        return "".join(chr(97 + x) for x in ids if not (skip_special_tokens and x in SPECIAL))
 
 
 def letters(text):
@@ -150,7 +150,7 @@ class Episode:
             if not judges and (end != "stop" or last):
                 return
             own = self.ids[since:]
-            content = own[:-1] if own[-1] == SPECIAL and end == "stop" else own
+            content = own[:-1] if own[-1] in SPECIAL and end == "stop" else own
             text = Letters().decode(content)
             self.asked += 1
             ended = "" if end != "stop" else ended_by(rules["sampling"], own)
@@ -191,7 +191,7 @@ class Episode:
     def texts(self):
         """The policy's answers, turn by turn."""
         last = self.ids[self.since :]
-        last = last[:-1] if last and last[-1] == SPECIAL and self.finish == "stop" else last
+        last = last[:-1] if last and last[-1] in SPECIAL and self.finish == "stop" else last
         return [*self.turns, *([Letters().decode(last)] if self.ids[self.since :] else [])]
 
 
