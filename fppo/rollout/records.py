@@ -45,23 +45,6 @@ def experts_column(fed: Sequence[Fed], rows: int, prompt: int, response: int) ->
     return whole
 
 
-def continued_experts(
-    routed: Tensor, mask: Tensor, rows: Tensor, kept: Tensor, later: Tensor, later_mask: Tensor
-) -> Tensor:
-    """The experts [B, S, L, k] of rows of which some were continued.
-
-    `mask` [B, S] is their attention mask. In the continued `rows` [R] the tokens after the first `kept` [R] get the
-    experts of the `later` rollout [R, S', L, k], which has the same tokens. `routed` may have fewer positions than the
-    mask.
-    """
-    whole = F.pad(routed, (0, 0, 0, 0, 0, mask.shape[1] - routed.shape[1]))
-    row, source = later_mask.nonzero(as_tuple=True)
-    own, target = mask[rows].nonzero(as_tuple=True)
-    new = (later_mask.cumsum(1)[row, source] > kept[row]).nonzero()[:, 0]
-    whole[rows[own[new]], target[new]] = later[row[new], source[new]]
-    return whole
-
-
 def completed_experts(routed: Tensor, mask: Tensor) -> Tensor:
     """Complete a rollout's experts [B, S, L, k]: zeros outside the attention mask [B, S]; a row's last token, which no
     engine runs, gets the experts of the token before it, since no log-prob depends on them, and loads stay similar."""

@@ -6,30 +6,36 @@ import contextlib
 import math
 import random
 from collections import Counter
+from typing import NamedTuple
 
 import attrs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
-from fppo.batch import Column, Prompts
+from fppo import tree
+from fppo.batch import Column, Prompts, Rollout
 from fppo.data.examples import MESSAGES
+from fppo.data.stops import StopTexts
 from fppo.environments.calls import PlayedStep
 from fppo.environments.protocol import Reply
 from fppo.episodes import joined
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.turns.engine import TurnsEngine
-from tests.rollout.test_generated import Generating, alone, newer, told
+from fppo.runtime.mesh import AXES, LOCAL, place_on
+from fppo.runtime.simulate import simulate
+from tests.rollout.test_generated import LETTERS, Generating, alone, newer, told
 
-STOPS, SPECIAL = (3, 5), 3
+SPECIAL = (3, 12, 13, 14)
 ROW_IDS = (5, 2)
 
 
 class Letters:
-    """A tokenizer of letters, of which one is special."""
+    """A tokenizer of letters, of which some are special."""
 
-    all_special_ids = (SPECIAL,)
+    all_special_ids = SPECIAL
     response_template = "a turn is read in parts"
 
     def parse_response(self, text, prefix):
@@ -37,7 +43,7 @@ class Letters:
 
     def decode(self, ids, skip_special_tokens=False, clean_up_tokenization_spaces=False):
         assert not clean_up_tokenization_spaces
-        return "".join(chr(97 + x) for x in ids if not (skip_special_tokens and x == SPECIAL))
+        return "".join(chr(97 + x) for x in ids if not (skip_special_tokens and x in SPECIAL))
 
 
 def letters(text):
@@ -103,6 +109,12 @@ class Player:
         return found
 
 
+def ended_by(sampling, ids):
+    """The text that ended a turn, or its last token."""
+    text = None if sampling.stop_texts is None else sampling.stop_texts.last(ids)
+    return chr(97 + ids[-1]) if text is None else text
+
+
 class Episode:
     """A row's episode, played alone."""
 
@@ -138,10 +150,11 @@ class Episode:
             if not judges and (end != "stop" or last):
                 return
             own = self.ids[since:]
-            content = own[:-1] if own[-1] == SPECIAL and end == "stop" else own
+            content = own[:-1] if own[-1] in SPECIAL and end == "stop" else own
             text = Letters().decode(content)
             self.asked += 1
-            played = self.player.stepped(state, Reply(text, tuple(own), chr(97 + own[-1]) if end == "stop" else ""))
+            ended = "" if end != "stop" else ended_by(rules["sampling"], own)
+            played = self.player.stepped(state, Reply(text, tuple(own), ended))
             state = played.state
             self.failures += played.failed
             self.info |= played.info
@@ -178,7 +191,7 @@ class Episode:
     def texts(self):
         """The policy's answers, turn by turn."""
         last = self.ids[self.since :]
-        last = last[:-1] if last and last[-1] == SPECIAL and self.finish == "stop" else last
+        last = last[:-1] if last and last[-1] in SPECIAL and self.finish == "stop" else last
         return [*self.turns, *([Letters().decode(last)] if self.ids[self.since :] else [])]
 
 
@@ -229,7 +242,12 @@ RULES = st.fixed_dictionaries(
         "anew": st.booleans(),
         "prompt_tokens": st.sampled_from([2, 3, 99]),
         "sampling": st.sampled_from(
-            [Sampling(stop_token_ids=(3, 5, 7, 9, 11)), Sampling(temperature=0.5, stop_token_ids=tuple(range(3, 20)))]
+            [
+                Sampling(stop_token_ids=(3, 5, 7, 9, 11)),
+                Sampling(temperature=0.5, stop_token_ids=tuple(range(3, 20))),
+                Sampling(stop_token_ids=(5, 7, 9, 11)),  # a turn that is cut may end with the special token
+                Sampling(stop_token_ids=(3, 7, 9), stop_texts=StopTexts((b"e", b"fg"), LETTERS)),
+            ]
         ),
     }
 )
@@ -237,13 +255,20 @@ ASKED = st.lists(st.lists(st.integers(0, 16), min_size=1, max_size=3), min_size=
 KINDS = st.sampled_from(["tool", "environment", "own prompt", "failing"])
 
 
-@settings(max_examples=100)
-@given(RULES, ASKED, KINDS, st.sampled_from([None, [3, 12]]), st.sampled_from([6, 25]), st.integers(0, 9))
-def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits, most, seed):
-    """Whoever is answered first: tokens, turns, log-probs, rewards, prompts, failures, and who hears of a row's end."""
-    rules = rules | {"most": min(rules["most"], most)}
-    player, heard, inner = Player(kind, random.Random(seed)), {}, Generating(routed=False, versioned=seed in (2, 5, 8))
-    pictures = ["one", "two"] if seed % 2 and not rules["anew"] else None  # stand for the inputs of images
+class RankOfPlay(NamedTuple):
+    """A rank's rollout, its player, its engine, and the rows whose ends it has heard of."""
+
+    rollout: Rollout
+    player: Player
+    inner: Generating
+    heard: dict[int, tuple[list[int], str]]
+
+
+def played_on(mesh, rules, kind, ask, seed):
+    """The rollout of a rank, whose player answers in an order of its own."""
+    place = place_on(mesh, AXES)
+    player, heard = Player(kind, random.Random(seed + 100 * place)), {}
+    inner = Generating(routed=seed in ROUTED, versioned=seed in VERSIONED)
     engine = TurnsEngine(
         engine=inner,
         tools=player,
@@ -257,7 +282,30 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         failure=rules["failure"],
         thinking="drop" if rules["anew"] else "keep",
         draws=2 if seed > 6 else None,
+        mesh=mesh,
     )
+    ask = attrs.evolve(ask, on_finished=lambda row, ids, finish: heard.update({row: (list(ids), finish)}))
+    return RankOfPlay(engine.generate({"x": torch.tensor(0.0)}, ask), player, inner, heard)
+
+
+VERSIONED, ROUTED = (2, 5, 8), (1, 2, 6, 7)
+
+
+@settings(max_examples=120)
+@given(
+    RULES,
+    ASKED,
+    KINDS,
+    st.sampled_from([None, [3, 12]]),
+    st.sampled_from([6, 25]),
+    st.integers(0, 9),
+    st.sampled_from([1, 1, 2, 3]),
+)
+def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits, most, seed, ranks):
+    """Whoever is answered first, and on however many ranks: tokens, turns, log-probs, rewards, prompts, experts,
+    failures, and who hears of a row's end."""
+    rules = rules | {"most": min(rules["most"], most)}
+    pictures = ["one", "two"] if seed % 2 and not rules["anew"] else None  # stand for the inputs of images
     ask = Ask(
         prompts_of(asked, pictures),
         attrs.evolve(rules["sampling"], n=rules["n"], max_tokens=most),
@@ -265,9 +313,26 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         version=6,
         limits=None if limits is None else torch.tensor(limits),
         offset=rules["offset"],
-        on_finished=lambda row, ids, finish: heard.update({row: (list(ids), finish)}),
     )
-    rollout = engine.generate({"x": torch.tensor(0.0)}, ask)
+    every = (
+        [played_on(LOCAL, rules, kind, ask, seed)]
+        if ranks == 1
+        else simulate({"replicate": ranks}, lambda mesh: played_on(mesh, rules, kind, ask, seed))
+    )
+    (rollout, player, inner, heard), *others = every
+    for other in others:
+        assert tree.digest(other.rollout) == tree.digest(rollout)
+        assert not heard.keys() & other.heard.keys()
+        heard |= other.heard
+        player.asked += other.player.asked
+        player.seeds |= other.player.seeds
+        player.rows |= other.player.rows
+    assert (rollout.routed is not None) == (seed in ROUTED)
+    if rollout.routed is not None:  # each token's is the token itself; the last one's is that of the one before
+        seen = rollout.attention_mask.bool()
+        last = seen & ~F.pad(seen, (0, 1))[:, 1:]
+        expected_experts = rollout.tokens.where(~last, rollout.tokens.roll(1, 1)).where(seen, 0)
+        assert torch.equal(rollout.routed[..., 0, 0].long(), expected_experts)
     bounds = [min(x, most) for x in limits or [most] * 2]
     expected = by_hand(rules, asked, bounds, Player(kind, None))
     if rules["anew"]:
@@ -281,7 +346,7 @@ def test_rollouts_are_those_of_one_episode_at_a_time(rules, asked, kind, limits,
         rollout = joined(rollout)
     width = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
     row_ids = [ROW_IDS[each.group] * rules["n"] + each.row % rules["n"] for each in expected]
-    versioned = seed in (2, 5, 8) and any(version == 7 for each in expected for version in each.versions)
+    versioned = seed in VERSIONED and any(version == 7 for each in expected for version in each.versions)
     assert (rollout.token_versions is not None) == versioned
     assert rollout.row_ids.tolist() == row_ids
     assert rollout.groups.tolist() == [ROW_IDS[each.group] for each in expected]

@@ -181,6 +181,38 @@ def test_the_policy_may_be_on_ranks_that_each_hold_a_part(policy, alone, monkeyp
             assert set(sent) == {"generate"}  # its ranks may train meanwhile
 
 
+def test_an_engine_gets_the_parameters_that_it_takes_and_no_others(policy):
+    other = {**policy[1], "other": torch.ones(1)}
+    with engines((policy[0], other), 2) as several, pytest.raises(SyncError, match="missing: other"):
+        several.generate(policy[1], ask())
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_weights_stay_where_the_engine_takes_them_from(policy, monkeypatch, on_host):
+    call, told = Group.call, []
+
+    def noted(self, *given, label, **how):
+        if label == "take weights":
+            told.append(how.get("on_host"))
+        return call(self, *given, label=label, **how)
+
+    monkeypatch.setattr(Group, "call", noted)
+    with engines(policy, 1, on_host=on_host) as several:
+        several.bring(policy[1])  # the policy is in this process, where reading costs nothing
+        assert told == []
+        several.generate(policy[1], ask())
+    assert {*told} == {on_host}
+
+
+def test_how_often_engines_may_yet_be_started_is_said(policy, monkeypatch):
+    dying(monkeypatch, lambda number, label: number == 4)
+    with engines(policy, 2, restarts=3) as several, pytest.warns(RuntimeWarning) as warned:
+        several.generate(policy[1], ask())
+    assert len(warned) == 1
+    assert "others answer for it, and it may be started again" in str(warned[0].message)
+    assert " of 3 times more" in str(warned[0].message)
+
+
 def test_rows_are_reported_once_each_as_requests_are_answered(policy, alone, monkeypatch):
     dying(monkeypatch, lambda number, label: number == 4)
     rows = {}

@@ -62,7 +62,8 @@ def test_scores_of_a_prompt_are_those_of_a_whole_pass(data):
     last = data.draw(st.none() | st.integers(1, length - 1)) if length > 1 else None
     cells = st.lists(st.integers(-1, 30), min_size=2 * (length - 1), max_size=2 * (length - 1))
     targets = data.draw(st.none() | cells.map(lambda x: torch.tensor(x, dtype=torch.int64).view(length - 1, 2)))
-    own = Scores(prompt=True, last=last, prompt_top=data.draw(st.integers(0, 40)), targets=targets)
+    draws = data.draw(st.integers(0, 2))
+    own = Scores(prompt=True, last=last, prompt_top=data.draw(st.integers(0, 40)), targets=targets, draws=draws)
     others = [Scores(prompt=True), Scores(draws=2), None, own][: data.draw(st.integers(0, 4))]
     requests = [request(f"{i}", ids, each) for i, each in enumerate([own, *others])]
     with pytest.MonkeyPatch.context() as patch:
@@ -83,6 +84,12 @@ def test_scores_of_a_prompt_are_those_of_a_whole_pass(data):
         assert got.top.log_probs[:begin].isnan().all()
     if targets is not None:
         near(got.targets.double(), log_p.gather(1, targets.clamp(min=0)).where(targets >= 0, torch.nan))
+    assert (got.draws is None) == (draws == 0)
+    for j in range(draws if length > 1 else 0):
+        numbers = uniforms([Key(5).fold("alternatives", j)], [7], torch.arange(1, length)[None])[0]
+        logits = whole_pass(model, params, ids)[:-1]
+        assert torch.equal(got.draws.ids[:, j], inverse_cdf((logits / 0.6).softmax(-1), numbers))
+        near(got.draws.log_probs[:, j], log_p.gather(1, got.draws.ids[:, j, None])[:, 0])
     bare = [one for one, each in zip(requests, [own, *others], strict=True) if each is None]
     assert all(found[one.name].prompt_scores is None for one in bare)
 

@@ -9,6 +9,7 @@ from fppo import batch as batches
 from fppo.key import Key
 from fppo.models.precision import KeepDouble
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.requests import Request
 from fppo.steps.forward import Forward, forward_micro_batch
 from tests.models.families import make, plain
 from tests.models.hybrids import EXACT, HYBRIDS
@@ -50,6 +51,37 @@ def test_greedy_tokens_are_those_of_generate(name):
         with torch.no_grad(), KeepDouble():
             out = module.generate(row[mask][None], max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert out[0, -6:].tolist() == drawn.tolist()
+
+
+def bytes_of(held):
+    """All bytes of the tensors in a cache's layer."""
+    if isinstance(held, torch.Tensor):
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        return sum(map(bytes_of, held.values()))
+    return sum(map(bytes_of, held)) if isinstance(held, list | tuple) else 0
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", "mamba2"])
+def test_a_bound_in_bytes_counts_states_and_keys_and_values(name):
+    """The bound is what transformers holds of a row of 16 tokens."""
+    model, params = make(name, config=HYBRIDS[name])
+    with torch.no_grad(), KeepDouble():
+        out = plain(model, params)(input_ids=torch.arange(3, 19)[None], use_cache=True)
+    kept = getattr(out, "past_key_values", None) or out.cache_params
+    one = sum(bytes_of(vars(layer)) for layer in kept.layers)
+    sampling, prompt = Sampling(max_tokens=9), make_prompts((7,))
+    with pytest.raises(ValueError, match=f"one row of 16 tokens has {one:,} bytes"):
+        engine_of(model, cache_bytes=one - 1).generate(params, Ask(prompt, sampling, Key(0)))
+    engine_of(model, cache_bytes=one).generate(params, Ask(prompt, sampling, Key(0)))
+    asked = Request(name="a", ids=prompt.tokens[0].tolist(), sampling=sampling, key=Key(0))
+    with (
+        engine_of(model, cache_bytes=one - 1).open(params) as requests,
+        pytest.raises(ValueError, match=f"{one:,} bytes"),
+    ):
+        requests.add([asked])
+    with engine_of(model, cache_bytes=one).open(params) as requests:
+        requests.add([asked])
 
 
 def test_a_model_that_transformers_decodes_otherwise_is_refused():

@@ -1,6 +1,9 @@
 """What runs on vLLM, and what it is asked about prompts with images; without vLLM."""
 
 import copy
+import importlib
+import sys
+from types import ModuleType, SimpleNamespace
 
 import attrs
 import pytest
@@ -143,3 +146,108 @@ def test_what_vllm_lacks_of_llavas_tower_is_not_sent():
     assert left == {name for name in names if name.startswith(tuple(tower + part for part in unread))}
     assert names[f"{tower}encoder.layers.0.mlp.fc1.bias"] == [f"{tower}vision_model.encoder.layers.0.mlp.fc1.bias"]
     assert names["lm_head.weight"] == ["lm_head.weight"]
+
+
+class Fields:
+    """How vLLM would split a tensor, as it is told."""
+
+    @staticmethod
+    def batched(kind, keep_on_cpu=False):
+        return ("one each", kind, keep_on_cpu)
+
+    @staticmethod
+    def flat_from_sizes(kind, sizes):
+        return (sizes.tolist(), kind, False)
+
+
+class _Generic:
+    def __class_getitem__(cls, item):
+        return cls
+
+
+@pytest.fixture
+def vllm_images(monkeypatch):
+    """The module of images, beside stand-ins for vLLM's part of it."""
+    registered = []
+    parts = {
+        "vllm": {},
+        "vllm.inputs": {"mm_input": lambda *given: given},
+        "vllm.model_executor": {},
+        "vllm.model_executor.models": {},
+        "vllm.model_executor.models.registry": {
+            "ModelRegistry": SimpleNamespace(
+                models={"Known": SimpleNamespace(load_model_cls=lambda: "the class")},
+            )
+        },
+        "vllm.multimodal": {
+            "MULTIMODAL_REGISTRY": SimpleNamespace(
+                register_processor=lambda processor, **how: lambda kind: registered.append((processor, how, kind))
+            )
+        },
+        "vllm.multimodal.inputs": {
+            "MultiModalFieldConfig": Fields,
+            "MultiModalKwargsItems": SimpleNamespace(from_hf_inputs=lambda *given: given),
+            "PlaceholderRange": lambda **fields: fields,
+        },
+        "vllm.multimodal.processing": dict.fromkeys(
+            ("BaseDummyInputsBuilder", "BaseMultiModalProcessor", "BaseProcessingInfo"), _Generic
+        ),
+    }
+    for name, fields in parts.items():
+        made = ModuleType(name)
+        vars(made).update(fields)
+        monkeypatch.setitem(sys.modules, name, made)
+    monkeypatch.delitem(sys.modules, "fppo.rollout.vllm.images", raising=False)
+    found = importlib.import_module("fppo.rollout.vllm.images")
+    monkeypatch.delitem(sys.modules, "fppo.rollout.vllm.images")
+    found.registered = registered
+    return found
+
+
+@pytest.mark.parametrize("shape", ["ii", "viv"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_vllm_gets_pixels_with_how_they_are_split_and_where_they_stand(name, shape, vllm_images):
+    if shape == "viv" and not name.startswith("qwen"):
+        pytest.skip("it takes no videos")
+    config = CONFIGS[name]
+    tokens, inputs = prompt(name, shape, torch.Generator().manual_seed(4))
+    ids, (tensors, fields), digests, ranges = vllm_images.with_images(config, torch.bfloat16, tokens, inputs)
+    assert ids == tokens
+    for key, x in inputs.tensors.items():
+        assert torch.equal(tensors[key], x.bfloat16() if x.is_floating_point() else x), key
+    counts = {kind: shape.count(kind[0]) for kind in ("image", "video") if kind[0] in shape}
+    assert digests == {kind: [f"{inputs.digest()}-{kind}-{i}" for i in range(n)] for kind, n in counts.items()}
+    placed = placed_images(config, tokens, inputs)
+    for kind in counts:
+        own = [one for one in placed if one.kind == kind]
+        assert [(x["offset"], x["length"]) for x in ranges[kind]] == [(one.start, one.length) for one in own]
+        for x, one in zip(ranges[kind], own, strict=True):
+            assert (x["is_embed"] is None) == (one.features is None)
+            assert one.features is None or x["is_embed"].tolist() == list(one.features)
+    assert [*ranges] == [*counts]
+    if name.startswith("qwen"):
+        for kind in counts:
+            grid = inputs.tensors[f"{kind}_grid_thw"]
+            pixels = "pixel_values" if kind == "image" else "pixel_values_videos"
+            assert fields[pixels] == (grid.prod(1).tolist(), kind, False)
+            assert fields[f"{kind}_grid_thw"] == ("one each", kind, True)
+        if "second_per_grid_ts" in inputs.tensors:
+            assert fields["second_per_grid_ts"] == ("one each", "video", True)
+    elif name == "llava":
+        assert fields == {"pixel_values": ("one each", "image", False)}
+    else:
+        assert tensors["num_patches"].tolist() == [1, 1]
+        assert fields.pop("num_patches") == ("one each", "image", True)
+        assert all(x == ([1, 1], "image", False) for x in fields.values())
+
+
+def test_vllm_takes_processed_images_of_the_models_own_class(vllm_images):
+    vllm_images.take_processed(SimpleNamespace(architectures=["Known", "Other"]))
+    ((processor, how, kind),) = vllm_images.registered
+    assert (kind, how["info"], how["dummy_inputs"]) == ("the class", vllm_images._Info, vllm_images._NoDummies)
+    assert processor.requires_tokenizer is False
+    for model_type, limits in (("qwen2_vl", {"image": None, "video": None}), ("llava", {"image": None})):
+        info = vllm_images._Info()
+        info.ctx = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type=model_type)))
+        assert info.get_supported_mm_limits() == limits
+        assert info.get_mm_max_tokens_per_item(77, {}) == dict.fromkeys(limits, 77)

@@ -16,8 +16,9 @@ from fppo.key import Key
 from fppo.pipeline import turn_metrics
 from fppo.rewards.environment import environment_reward
 from fppo.rollout.engine import Ask
-from fppo.serve.agents import AgentRunner
+from fppo.serve.agents import AgentRunner, PlayedEpisode
 from fppo.serve.engine import AgentEngine
+from fppo.serve.episodes import row_number
 from fppo.serve.service import Bounds
 from tests.serve import players
 from tests.serve.parrot import Parrot, by_key
@@ -179,3 +180,73 @@ def test_what_goes_wrong_in_the_engine_is_not_the_agents_failure():
     parrot.fails = ValueError("out of memory")
     with pytest.raises(ValueError, match="out of memory"):
         generated(players.counting, asked(prompts(1)), parrot)
+
+
+class Named:
+    """A player that names every second episode itself, at the base, and notes what it gets. A stranger speaks, too."""
+
+    def __init__(self):
+        self.got, self.open = [], 0
+
+    def __enter__(self):
+        self.open += 1
+
+    def __exit__(self, *error):
+        self.open -= 1
+
+    def play(self, rows, urls, key, base):
+        self.got.append((rows, urls, key, base))
+        players.ask(base, key, [{"role": "user", "content": "list"}], max_tokens=3, user="stranger")
+        found = []
+        for place, (row, url) in enumerate(zip(rows, urls, strict=True)):
+            name = f"mine-{place}" if place % 2 else None
+            said = [{"role": "user", "content": f"find {row['mark']}"}]
+            more = {} if name is None else {"user": name}
+            players.ask(url if name is None else base, key, said, max_tokens=4 + place, **more)
+            found.append(PlayedEpisode(place / 4, {"place": float(place)}, False, name))
+        return found
+
+
+def test_a_player_gets_every_row_and_may_name_the_episodes_itself():
+    parrot, player = Parrot(by_key(SIZE - 2)), Named()
+    own = attrs.evolve(prompts(2, mark=["x", "y"], seed=[1, 2], id=["own", "two"]), ground_truth=Column([5, 6]))
+    with AgentEngine(parrot, player, texts(), pad_token_id=0, bounds=Bounds(row_tokens=512)) as engine:
+        assert player.open == 1
+        found = [engine.generate({}, asked(own, version=version)) for version in (4, 6)]
+        assert engine._episodes.names() == []  # the stranger's neither
+    assert player.open == 0
+    assert [name for name, _ in parrot.calls].count("closed") == 2
+    uniform = Key(3).fold("seed").uniform(torch.tensor([3, 4]), 1)[:, 0]
+    seeds = (uniform * (1 << 62)).long().tolist()
+    names = []
+    for rows, urls, key, base in player.got:
+        assert key == engine._key
+        assert base == f"{engine._url}/v1"
+        expected = [
+            {"ground_truth": 5 + i, "source": "here", "id": ("own", "two")[i], "mark": "xy"[i], "seed": seeds[i]}
+            for i in range(2)
+        ]
+        assert rows == [row for row in expected for _ in range(2)]
+        names += [url.removeprefix(f"{engine._url}/e/").removesuffix("/v1") for url in urls]
+    assert names == [f"{number}-{row}" for number in range(2) for row in (6, 7, 8, 9)]
+    for version, rollout in zip((4, 6), found, strict=True):
+        width = rollout.response_mask.shape[1]
+        assert rollout.response_mask.sum(1).tolist() == [4, 5, 6, 7]
+        assert rollout.turn_rewards.sum(1).tolist() == [0.0, 0.25, 0.5, 0.75]
+        assert [extra["environment"]["place"] for extra in rollout.extras] == [0.0, 1.0, 2.0, 3.0]
+        assert rollout.versions.tolist() == [version] * 4
+        for row, (ids, mask) in enumerate(zip(rollout.tokens, rollout.attention_mask, strict=True)):
+            prompt = tokenizer().decode(ids[:-width][mask[:-width]].tolist())
+            assert f"find {'xy'[row // 2]}<|im_end|>" in prompt
+    rows = [6, row_number("mine-1"), 8, row_number("mine-3")]  # of ours by the row, of others by the name
+    assert [request.row for request in parrot.requests] == [row_number("stranger"), *rows] * 2
+    assert {request.sampling.max_tokens for request in parrot.requests} == {3, 4, 5, 6, 7}
+
+
+@pytest.mark.parametrize(("answer_tokens", "expected"), [(32, 32), (1024, 100)])
+def test_an_answer_has_at_most_its_own_bound_and_the_responses(answer_tokens, expected):
+    engine = AgentEngine(None, None, texts(), pad_token_id=0, bounds=Bounds(answer_tokens=answer_tokens))  # pyright: ignore
+    sources = engine._sources(asked(prompts(1)))
+    assert (sources.bounds.answer_tokens, sources.bounds.response_tokens) == (expected, 100)
+    assert (sources.sampling.n, sources.sampling.max_tokens, sources.key) == (1, 100, Key(3))
+    assert (sources.keeps_sampling, sources.anew, sources.model) == (True, False, "policy")

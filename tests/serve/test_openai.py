@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 
 import pytest
 
@@ -129,3 +130,30 @@ def test_a_stream_tells_the_tokens_of_all_answers_where_it_is_to():
             last = json.loads(lines[-2].removeprefix("data: "))
             assert ("usage" in last) == told
             assert not told or last["usage"]["completion_tokens"] == 10
+
+
+def test_replies_have_names_of_their_own_also_beside_those_of_other_servers():
+    before, names = int(time.time()), []
+    for _ in range(2):
+        with parrot_world("lamp") as world:
+            for route, body in ((CHAT, chat("find")), (COMPLETIONS, {"prompt": "find"}), (CHAT, chat("find"))):
+                reply = world.post(route, body).json()
+                names.append(reply["id"])
+                assert before <= reply["created"] <= time.time()
+    assert len({*names}) == len(names) == 6
+    assert [name.partition("-")[0] for name in names[:3]] == ["chatcmpl", "cmpl", "chatcmpl"]
+
+
+@pytest.mark.parametrize("before", ["", "/e/7"])
+def test_models_are_told_as_the_protocol_has_them(before):
+    model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "fppo"}
+    with parrot_world("lamp") as world:
+
+        async def get():
+            async with world.client() as client:
+                return [await client.get(f"{before}/v1/models{path}") for path in ("", f"/{MODEL}", "/other/one")]
+
+        every, one, other = asyncio.run(get())
+    assert every.json() == {"object": "list", "data": [model]}
+    assert one.json() == model
+    assert (other.status_code, other.json()["error"]["message"]) == (404, "there is no model 'other/one'")

@@ -6,7 +6,10 @@ import asyncio
 import json
 from concurrent.futures import Future
 from functools import cache
+from typing import ClassVar
 
+import attrs
+import pytest
 import tinker
 import torch
 from hypothesis import given, settings
@@ -135,11 +138,104 @@ def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps)
                     held.pop(name, None)
             assert loop.held == held
             assert engines._open.keys() == {own for _, own, *_ in busy}
+            assert engines._bases["tiny"].open.keys() <= held.keys()  # nothing is left of what was let go of
         for _, own, *_ in busy:
             engines.cancel(own)
         await asyncio.gather(*(task for _, _, task, _ in busy))
 
     asyncio.run(play())
+
+
+class OwnLoop(Noting):
+    """The loop of an engine that is opened for some weights."""
+
+    opened: ClassVar[list[OwnLoop]] = []
+
+    def __init__(self, engine, params, *, version):
+        super().__init__()
+        self.engine, self.params, self.version, self.updates, self.started = engine, params, version, [], False
+        OwnLoop.opened.append(self)
+
+    def start(self):
+        self.started = True
+        return self
+
+    def update(self, params, version):
+        self.updates.append((params, version))
+
+    def stop(self):
+        self.closed = True
+
+
+OWN = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "newer", "end", "forget"]), st.sampled_from(["a", "b", "c", "odd"])),
+    max_size=12,
+)
+
+
+@settings(max_examples=20)
+@given(OWN)
+def test_weights_that_do_not_run_beside_others_have_engines_by_their_last_use(steps):
+    """Whole weights, and adapters that are refused; at most two are open, as far as nobody draws by them."""
+    opened = []
+
+    async def play():
+        base_loop, versions, held, busy = Noting(), dict.fromkeys(("a", "b", "c", "odd"), 0), {}, []
+        inner = base().engine
+        engines = SamplerEngines({"tiny": base_loop}, {"tiny": inner}, most=2)  # pyright: ignore[reportArgumentType]
+        params = {}
+        for number, (step, name) in enumerate(steps):
+            if step in ("ask", "newer"):
+                versions[name] += step == "newer"
+                weights = weights_of(name, versions[name])
+                if name != "odd":
+                    weights = attrs.evolve(weights, model=base().base.model, params={"x": versions[name]})
+                own = f"s:{number}"
+                task = asyncio.create_task(
+                    engines.sample(own, work_of(own, 1), weights, owner="me", record=lambda *x: None)
+                )
+                await until(lambda own=own: any(f"{own}:0" in loop.asked for loop in [base_loop, *opened]))
+                (loop,) = [each for each in [base_loop, *opened] if f"{own}:0" in each.asked]
+                assert loop is not base_loop
+                assert loop.asked[f"{own}:0"][0].adapter is None
+                assert loop.started
+                assert loop.engine == attrs.evolve(inner, model=weights.model)
+                if name in held:
+                    assert loop is held[name]
+                    if params[name] != versions[name]:
+                        assert loop.updates[-1] == (weights.params, versions[name])
+                else:
+                    assert loop is opened[-1]
+                    assert (loop.params, loop.version) == (weights.params, versions[name])
+                    assert loop.updates == []
+                assert loop.version == versions[name]
+                params[name] = versions[name]
+                held.pop(name, None)
+                held[name] = loop
+                idle = [each for each in held if each != name and each not in {of for of, *_ in busy}]
+                for each in idle[: max(0, len(held) - 2)]:
+                    assert held.pop(each).closed
+                busy.append((name, own, task, loop))
+            elif step == "end" and busy:
+                _, own, task, loop = busy.pop(0)
+                loop.asked[f"{own}:0"][1](finished(f"{own}:0"))
+                assert isinstance(await task, Payload)
+            elif step == "forget":
+                await engines.forget([name])
+                if name in held and name not in {of for of, *_ in busy}:
+                    assert held.pop(name).closed
+            assert [*engines._own] == [*held]
+            assert not any(loop.closed for loop in held.values())
+        for _, own, *_ in busy:
+            engines.cancel(own)
+        await asyncio.gather(*(task for _, _, task, _ in busy))
+        engines.close()
+        assert all(loop.closed for loop in opened)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fppo.serve.tinker.sampling.EngineLoop", OwnLoop)
+        patch.setattr(OwnLoop, "opened", opened)
+        asyncio.run(play())
 
 
 def test_a_session_that_ends_leaves_nothing_of_its_samplers(tmp_path):

@@ -1,0 +1,172 @@
+"""Rollouts from what engines drew, against loops over rows and tokens."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fppo import batch as batches
+from fppo.batch import Rollout
+from fppo.data.stops import StopTexts
+from fppo.key import Key
+from fppo.rollout import records
+from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.records import DrawnStep, Fed, FinishedRows, Steps, assemble, experts_of_prompts
+from tests.rollout.test_embedded import make_prompts
+
+LETTERS = tuple(bytes([97 + token % 5]) for token in range(20))
+SAMPLINGS = st.sampled_from(
+    [Sampling(), Sampling(stop_token_ids=(3, 5)), Sampling(stop_texts=StopTexts((b"ab", b"d"), LETTERS))]
+)
+
+
+def ended(tokens, sampling):
+    """The length of a response among these tokens, and whether it stopped."""
+    for end in range(1, len(tokens) + 1):
+        said = b"".join(LETTERS[token] for token in tokens[:end])
+        texts = () if sampling.stop_texts is None else (b"ab", b"d")
+        if tokens[end - 1] in sampling.stop_token_ids or any(text in said for text in texts):
+            return end, True
+    return len(tokens), False
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6)), min_size=1, max_size=3),
+    st.integers(1, 2),
+    SAMPLINGS,
+    st.booleans(),
+    st.integers(0, 9),
+)
+def test_a_rollout_has_what_was_drawn_up_to_each_rows_end(rows, n, sampling, routed, seed):
+    """Steps come in any order of rows, also of rows that have ended; experts in parts, in any order."""
+    g = torch.Generator().manual_seed(seed)
+    prompts, limits = make_prompts([size for size, _ in rows], seed=seed, extra=1), [most for _, most in rows]
+    ask = Ask(prompts, attrs.evolve(sampling, n=n, max_tokens=6), Key(0), version=8, limits=torch.tensor(limits))
+    count, width, before = n * len(rows), max(limits), prompts.tokens.shape[1]
+    drawn = torch.randint(0, 20, (count, width), generator=g)
+    steps, fed = [], []
+    for position in range(width):
+        order = torch.randperm(count, generator=g)
+        own = drawn[order, position]
+        steps.append(DrawnStep(order, position, own, -own / 4.0 - position, -own / 2.0 - position))
+        fed.append(Fed(order, torch.full_like(order, position), (own + 100)[:, None, None].to(torch.uint8)))
+    steps = [steps[i] for i in torch.randperm(width, generator=g).tolist()]
+    index = prompts.attention_mask.flatten().nonzero()[:, 0]
+    experts = torch.cat([prompts.tokens.flatten()[index], torch.tensor([250])])[:, None, None].to(torch.uint8)
+    fed.append(experts_of_prompts(experts, index, torch.arange(count).view(-1, n), before))
+    rollout = assemble(steps, fed if routed else [], ask, torch.arange(count) + 7, limits=limits, pad_token_id=19)
+    assert rollout.row_ids.tolist() == [*range(7, 7 + count)]
+    assert rollout.versions.tolist() == [8] * count
+    for row in range(count):
+        length, stopped = ended(drawn[row, : limits[row // n]].tolist(), sampling)
+        rest = rollout.response_mask.shape[1] - length
+        own = drawn[row, :length]
+        assert rollout.tokens[row].tolist() == [*prompts.tokens[row // n].tolist(), *own.tolist(), *[19] * rest]
+        assert rollout.response_mask[row].tolist() == [True] * length + [False] * rest
+        seen = [*prompts.attention_mask[row // n].tolist(), *rollout.response_mask[row].tolist()]
+        assert rollout.attention_mask[row].tolist() == seen
+        places = torch.arange(length)
+        nothing = torch.zeros(rest)
+        assert torch.equal(rollout.rollout_log_probs[row], torch.cat([-own / 4.0 - places, nothing]))
+        assert torch.equal(rollout.sampling_log_probs[row], torch.cat([-own / 2.0 - places, nothing]))
+        assert rollout.finish[row] == ("stop" if stopped else "length")
+        assert rollout.groups[row] == prompts.row_ids[row // n]
+        if routed:
+            ran = [x if there else 0 for x, there in zip(prompts.tokens[row // n].tolist(), seen, strict=False)]
+            ran += [x + 100 for x in own.tolist()] + [0] * rest
+            ran[before + length - 1] = ran[before + length - 2]  # the last one does not run
+            assert rollout.routed[row, :, 0, 0].tolist() == ran
+    assert routed or rollout.routed is None
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 19), st.booleans()), min_size=3, max_size=3), max_size=6),
+    st.lists(st.integers(1, 4), min_size=3, max_size=3),
+)
+def test_rows_are_reported_once_as_they_end(steps, limits):
+    heard, expected, told = [], [], {}
+    finished = FinishedRows(lambda *what: heard.append(what), limits, Sampling())
+    for position, tokens in enumerate(steps):
+        order = [(position + i) % 3 for i in range(3)]
+        own = [tokens[row] for row in order]
+        stops = torch.tensor([stopped for _, stopped in own])
+        log_probs = torch.zeros(3)
+        finished(
+            DrawnStep(torch.tensor(order), position, torch.tensor([t for t, _ in own]), log_probs, log_probs), stops
+        )
+        for row, (token, stopped) in zip(order, own, strict=True):
+            if row in {each[0] for each in expected}:
+                continue
+            told.setdefault(row, []).append(token)
+            if stopped or len(told[row]) == limits[row]:
+                expected.append((row, told[row], "stop" if stopped else "length"))
+        assert heard == expected
+
+
+@given(st.lists(st.integers(1, 4), max_size=9), st.integers(1, 7))
+def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
+    asked = []
+
+    def score(hidden, tokens):
+        asked.append(len(tokens))
+        return hidden[:, 0] * 100 + tokens
+
+    steps = Steps(score)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(records, "_SCORED", most)
+        expected = []
+        for position, size in enumerate(sizes):
+            tokens, hidden = torch.arange(size), torch.full((size, 2), float(position))
+            step = DrawnStep(torch.arange(size) + 1, position, tokens, torch.zeros(size), torch.ones(size))
+            steps.add(step, hidden)
+            expected.append(position * 100.0 + tokens)
+            assert sum(asked) >= sum(sizes[: position + 1]) - most
+        taken = steps.taken()
+    assert [step.position for step in taken] == [*range(len(sizes))]
+    assert sum(asked) == sum(sizes)
+    for step, log_probs, size in zip(taken, expected, sizes, strict=True):
+        assert torch.equal(step.log_probs, log_probs)
+        assert torch.equal(step.sampling_log_probs, torch.ones(size))
+        assert torch.equal(step.rows, torch.arange(size) + 1)
+
+
+@given(st.integers(0, 3), st.integers(0, 3), st.booleans())
+def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
+    """Every column of tokens is padded: those that a rollout always has, and those that it may have."""
+    prompts = make_prompts((2, 3))
+    ask = Ask(prompts, Sampling(stop_token_ids=(3,)), Key(0))
+    tokens = torch.tensor([[7, 3, 8], [9, 9, 9]])
+    rollout = records.rollout_of(
+        ask, tokens, torch.ones(2, 3).bool(), -tokens / 2.0, -tokens / 3.0, row_ids=torch.arange(2), pad_token_id=0
+    )
+    numbers = torch.arange(1, 7).view(2, 3)
+    if whole:
+        rollout = attrs.evolve(
+            rollout,
+            token_versions=numbers.int(),
+            turn_rewards=numbers / 4.0,
+            turn_ids=numbers.int(),
+            routed=torch.arange(1, 13).view(2, 6, 1, 1).to(torch.uint8),
+        )
+    wide = records.widened(rollout, 3 + left, 3 + right, 5)
+    blank = {"tokens": 5, "turn_ids": -1}
+    of_rows = 0
+    for field in attrs.fields(Rollout):
+        old, new = getattr(rollout, field.name), getattr(wide, field.name)
+        if not isinstance(old, torch.Tensor) or old.ndim < 2:
+            assert new is old or torch.equal(new, old), field.name
+            continue
+        of_rows += 1
+        begin = left if field.name in ("tokens", "attention_mask", "routed") else 0
+        end = new.shape[1] - right
+        assert new.shape[1] == old.shape[1] + begin + right, field.name
+        assert torch.equal(new[:, begin:end], old), field.name
+        assert (new[:, :begin] == blank.get(field.name, 0)).all()
+        assert (new[:, end:] == blank.get(field.name, 0)).all()
+    assert of_rows == (9 if whole else 5)
+    assert len(batches.concat([wide, wide]).tokens) == 4

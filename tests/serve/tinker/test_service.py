@@ -1,0 +1,346 @@
+"""Requests that a service takes in or refuses, without a server around it and before anything is done."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinker import types
+
+from fppo.serve.tinker import decode
+from fppo.serve.tinker.checkpoints import CheckpointMeta
+from fppo.serve.tinker.decode import (
+    CreateVerb,
+    LoadVerb,
+    PassVerb,
+    RefusedVerb,
+    SaveVerb,
+    SnapshotVerb,
+    StepVerb,
+    TinkerBounds,
+)
+from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
+from fppo.serve.tinker.journal import read
+from fppo.serve.tinker.runs import Adapters, StepParams
+from fppo.serve.tinker.service import TinkerService
+from tests.serve.tinker.served import base
+from tests.serve.tinker.test_futures import Clock
+from tests.serve.tinker.test_restart import passed
+
+BOUNDS = TinkerBounds(open_requests=12, open_bytes=100_000, samples=3)
+
+
+class Held:
+    """A service whose worker does nothing, with a session of "me"."""
+
+    def __init__(self, root):
+        self.clock = Clock()
+        self.bases = {"tiny": base(), "second": base("second", 1)}
+        self.service = TinkerService(root, self.bases, bounds=BOUNDS, clock=self.clock)
+        self.session = self.begun()
+
+    def begun(self, owner="me"):
+        given = {"tags": ["a"], "user_metadata": {"n": 1}, "sdk_version": "0", "display_name": "d" * 600}
+        return self.service.create_session(owner, decode.of_type(types.CreateSessionRequest, given))
+
+    def create(self, number=0, owner="me", **changes):
+        body = {"session_id": self.session, "model_seq_id": number, "base_model": "tiny"}
+        given = decode.of_type(types.CreateModelRequest, {**body, "lora_config": {"rank": 2, "seed": 1}, **changes})
+        return asyncio.run(self.service.create_run(owner, given))
+
+    def load(self, number, path, **changes):
+        body = {"session_id": self.session, "model_seq_id": number, "path": path, "optimizer": False}
+        given = decode.of_type(types.LoadWeightsRequest, {**body, **changes})
+        return asyncio.run(self.service.create_run_from("me", given))
+
+    def accept(self, run, number, kind, body, owner="me"):
+        whole = body if isinstance(body, bytes) else json.dumps({"model_id": run, "seq_id": number, **body}).encode()
+        return asyncio.run(self.service.accept(owner, run, number, kind, whole))
+
+    def sampler(self, number, **changes):
+        body = {"session_id": self.session, "sampling_session_seq_id": number, **changes}
+        return self.service.create_sampler("me", decode.of_type(types.CreateSamplingSessionRequest, body))
+
+    def todo(self, run):
+        return self.service.worker._runs[run].todo
+
+    def saved(self, run, kind, name, **changes):
+        meta = CheckpointMeta(
+            run=run,
+            kind=kind,
+            name=name,
+            owner="me",
+            base="second",
+            adapters=Adapters(rank=3, seed=4),
+            optimizer="muon",
+            number=1,
+            created=self.clock.now,
+            data="data-1",
+        )
+        meta = attrs.evolve(meta, **changes)
+        self.service.checkpoints.data(meta).mkdir(parents=True)
+        return self.service.checkpoints.commit(meta).path
+
+
+@pytest.fixture
+def held(tmp_path):
+    made = Held(tmp_path)
+    yield made
+    made.service.stop()
+
+
+def refused(call, text, status=400):
+    with pytest.raises(Refusal, match=text) as raised:
+        call()
+    assert raised.value.status == status
+
+
+def test_a_session_is_noted_as_its_client_describes_it(held):
+    found = held.service.registry.any_session(held.session, "me")
+    assert (found.tags, found.metadata, len(found.display_name)) == (("a",), {"n": "1"}, 500)
+    assert found.created == held.clock.now
+    refused(lambda: held.service.registry.any_session(held.session, "you"), "no session", 404)
+
+
+def test_a_run_is_created_once(held):
+    name, run = held.create(7, user_metadata={"x": "y"}, optimizer_config={"type": "muon"})
+    assert (name, run) == (f"{held.session}:train:7:0", f"{held.session}:train:7")
+    info = held.service.runs.info(run, "me")
+    expected = {"name": run, "session": held.session, "owner": "me", "base": "tiny", "optimizer": "muon"}
+    assert {field: getattr(info, field) for field in expected} == expected
+    assert (info.adapters, info.metadata, info.created) == (Adapters(rank=2, seed=1), {"x": "y"}, held.clock.now)
+    assert held.todo(run) == {0: CreateVerb()}
+    held.clock.now += 5
+    assert held.create(7, user_metadata={"x": "y"}, optimizer_config={"type": "muon"}) == (name, run)
+    for changes in ({}, {"base_model": "second"}, {"user_metadata": {"x": "z"}, "optimizer_config": {"type": "muon"}}):
+        refused(lambda changes=changes: held.create(7, **changes), "is another run already")
+    assert held.todo(run) == {0: CreateVerb()}
+    held.service.futures.settle(name, Payload(b""))
+    held.service.futures.forget([name])
+    refused(lambda: held.create(7), "is no longer held", 410)
+    assert held.service.futures.state(name, "me") is None
+    refused(lambda: held.create(8, owner="you"), "no session", 404)
+    refused(lambda: held.create(8, base_model="other"), "no model 'other'; there are tiny, second", 404)
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_another(held):
+    _, run = held.create()
+    whole, sampler = held.saved(run, "weights", "w"), held.saved(run, "sampler_weights", "s")
+    files = held.saved(run, "external_weights", "e")
+    cases = (
+        (1, whole, {}, "second", "adamw", False),
+        (2, whole, {"optimizer": True}, "second", "muon", True),
+        (3, sampler, {"optimizer_config": {"type": "muon"}, "base_model": "tiny"}, "tiny", "muon", False),
+    )
+    for number, path, changes, of, optimizer, with_optimizer in cases:
+        name, made = held.load(number, path, user_metadata={"k": "v"}, **changes)
+        info = held.service.runs.info(made, "me")
+        assert (name, info.session, info.base) == (f"{made}:0", held.session, of)
+        assert (info.adapters, info.optimizer) == (Adapters(rank=3, seed=4), optimizer)
+        assert (info.loaded, info.with_optimizer, info.metadata) == (path, with_optimizer, {"k": "v"})
+    refused(lambda: held.load(4, files), "has no weights to train")
+    refused(lambda: held.load(4, sampler, optimizer=True), "has no optimizer state")
+    refused(lambda: held.load(4, whole, optimizer=True, optimizer_config={"type": "adamw"}), "leave one of them out")
+    refused(lambda: held.load(4, whole + "x"), "there is no checkpoint", 404)
+    refused(lambda: held.load(4, whole, base_model="other"), "no model", 404)
+
+
+REQUESTS = [
+    (
+        "optim_step",
+        {"adam_params": {"learning_rate": 0.5}},
+        StepVerb(kind="adamw", params=StepParams(learning_rate=0.5)),
+    ),
+    (
+        "save_weights",
+        {"path": "x", "ttl_seconds": 3600, "overwrite": True, "user_metadata": {"a": "b"}},
+        SaveVerb(kind="weights", name="x", seconds=3600, overwrite=True, metadata={"a": "b"}),
+    ),
+    (
+        "save_weights_for_sampler",
+        {"path": "x", "ttl_seconds": 4000, "user_metadata": {"a": "b"}},
+        SaveVerb(kind="sampler_weights", name="x", seconds=4000, metadata={"a": "b"}),
+    ),
+    ("save_weights_for_sampler", {"sampling_session_seq_id": 5}, SnapshotVerb(session=5, inflight=False)),
+    (
+        "save_weights_for_sampler",
+        {"sampling_session_seq_id": 6, "kind": "inflight"},
+        SnapshotVerb(session=6, inflight=True),
+    ),
+    (
+        "save_weights_external",
+        {"path": "x", "ttl_seconds": 5000},
+        SaveVerb(kind="external_weights", name="x", seconds=5000),
+    ),
+    ("load_weights", {"path": "tinker://y", "optimizer": True}, LoadVerb(path="tinker://y", optimizer=True)),
+]
+
+
+def test_requests_are_noted_for_good_and_wait_as_verbs(held):
+    _, run = held.create()
+    for number, (kind, body, verb) in enumerate(REQUESTS, start=1):
+        assert held.accept(run, number, kind, body) == f"{run}:{number}"
+        assert held.todo(run)[number] == verb
+    last = len(REQUESTS) + 1
+    held.accept(run, last, "pass", passed(last, 0)(run))
+    verb = held.todo(run)[last]
+    assert isinstance(verb, PassVerb)
+    assert (len(verb.data), verb.loss, verb.backward) == (3, "importance_sampling", True)
+    held.accept(run, last + 1, "optim_step", {"adam_params": {"beta1": 2.0}})
+    assert held.todo(run)[last + 1].breaks is False
+    held.accept(run, last + 2, "pass", b"\xff")
+    assert held.todo(run)[last + 2].breaks is True
+    assert held.service.runs.last_request(run) == held.clock.now
+    records = read(held.service.runs._held[run].place / "journal.log")
+    kinds = [kind for kind, *_ in REQUESTS]
+    assert [(x.number, x.kind) for x in records] == [
+        *enumerate([*kinds, "pass", "refused", "refused"], start=1),
+    ]
+    info = held.service.runs.info(run, "me")
+    for record in records:  # the next server makes the same of them
+        verb, again = held.todo(run)[record.number], held.service._verb_of_record(info, record)
+        if isinstance(verb, PassVerb):
+            assert [x.tokens.tolist() for x in again.data] == [x.tokens.tolist() for x in verb.data]
+        else:
+            assert again == verb
+
+
+def test_a_number_that_came_before_is_the_same_request(held):
+    _, run = held.create()
+    name = held.accept(run, 3, "optim_step", {"adam_params": {}})
+    assert held.accept(run, 3, "load_weights", {"path": "x", "optimizer": False}) == name
+    assert isinstance(held.todo(run)[3], StepVerb)
+    held.service.futures.settle(name, Payload(b""))
+    held.service.futures.forget([name])
+    refused(lambda: held.accept(run, 3, "optim_step", {"adam_params": {}}), "is no longer held", 410)
+    assert held.service.futures.state(name, "me") is None
+    refused(lambda: held.accept(run, 4, "optim_step", {"adam_params": {}}, "you"), "no training run", 404)
+    for number in range(4, 15):
+        held.accept(run, number, "optim_step", {"adam_params": {}})
+    refused(lambda: held.accept(run, 15, "optim_step", {"adam_params": {}}), "at most 12 may", 429)
+    assert held.service.futures.state(f"{run}:15", "me") is None
+    assert 15 not in held.todo(run)
+    asyncio.run(held.service.finish_session(held.session, "me", "success"))
+    refused(lambda: held.accept(run, 16, "optim_step", {"adam_params": {}}), "has finished", 410)
+
+
+def test_samplers_are_of_a_base_or_a_checkpoint(held):
+    _, run = held.create()
+    path, files = held.saved(run, "sampler_weights", "s"), held.saved(run, "external_weights", "e")
+    one, other = held.sampler(1, base_model="tiny"), held.sampler(2, model_path=path)
+    assert (one, other) == (f"{held.session}:sample:1", f"{held.session}:sample:2")
+    found = [held.service.registry.sampler(name, "me") for name in (one, other)]
+    assert [(x.base, x.weights, x.path) for x in found] == [("tiny", "base", None), ("second", "path", path)]
+    assert held.sampler(1, base_model="second") == one  # it has been
+    assert held.service.registry.sampler(one, "me").base == "tiny"
+    assert held.sampler(3, model_path=path, base_model="second") == f"{held.session}:sample:3"
+    refused(lambda: held.sampler(4, model_path=path, base_model="tiny"), "weights are of 'second'")
+    refused(lambda: held.sampler(4, model_path=files), "files for other programs")
+    refused(lambda: held.sampler(4), "give base_model or model_path")
+    refused(lambda: held.sampler(4, base_model="x"), "no model", 404)
+
+
+def sample_body(sampler, number, count, **changes):
+    body = {"sampling_session_id": sampler, "seq_id": number, "num_samples": count}
+    body |= {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "sampling_params": {"max_tokens": 2}}
+    return decode.of_type(types.SampleRequest, {**body, **changes})
+
+
+def test_samples_have_names_and_what_is_wrong_with_them_ends_them(held):
+    sampler = held.sampler(1, base_model="tiny")
+
+    async def play():
+        service, number = held.service, 5_000_000_002
+        name, names = service.sample("me", sample_body(sampler, number, 9))
+        assert name == f"{sampler}:{number}"
+        assert names == [f"{name}:{i}" for i in range(3)]
+        outcome = service.futures.state(name, "me").outcome
+        assert isinstance(outcome, FailedRequest)
+        assert "num_samples" in outcome.error
+        found, _ = await service.completions.after((sampler, 5), 0, 0.0)
+        assert [(each.name, each.size) for each in found] == [(name, None)]
+        assert (await service.completions.after((sampler, 0), 0, 0.0))[0] == []
+        assert service.sample("me", sample_body(sampler, number, 2)) == (name, [f"{name}:0", f"{name}:1"])
+        assert service.knows(name, "me")
+        assert not service.knows(name, "you")
+        assert not service.knows("nobody:1", "me")
+        for wrong in ({"seq_id": None}, {"sampling_session_id": None}):
+            with pytest.raises(Refusal, match="give both"):
+                service.sample("me", sample_body(sampler, 1, 1, **wrong))
+        for owner in ("you",):
+            with pytest.raises(Refusal, match="no sampling session"):
+                service.sample(owner, sample_body(sampler, 1, 1))
+        for i in range(13):
+            service.futures.open(f"x{i}", "me")
+        with pytest.raises(Refusal) as raised:
+            service.sample("me", sample_body(sampler, 8, 1))
+        assert raised.value.status == 429
+        assert service.futures.state(f"{sampler}:8", "me") is None
+
+    asyncio.run(play())
+
+
+def test_what_is_old_is_forgotten_and_silent_sessions_end(held):
+    _, run = held.create()
+    other = held.begun("you")
+    service = held.service
+    service.futures.open("x", "me")
+    service.futures.settle("x", Payload(b""))
+    asyncio.run(service.sweep())
+    held.clock.now += 3 * 24 * 3600
+    service.registry.session(other, "you")
+    held.clock.now += 5 * 24 * 3600
+    asyncio.run(service.sweep())
+    assert service.futures.state("x", "me") is None
+    assert service.registry.any_session(held.session, "me").finished == "interrupted"
+    assert service.registry.any_session(other, "you").finished is None
+    assert service.runs.has(run)
+
+
+VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "rank": st.sampled_from([0, 1, 4096]),
+        "seed": st.sampled_from([None, 0, 7, -1]),
+        "train_attn": st.booleans(),
+        "train_mlp": st.booleans(),
+        "train_unembed": st.booleans(),
+    },
+)
+
+
+@given(VALUES)
+def test_adapters_are_what_a_client_says(given_values):
+    config = decode.of_type(types.LoraConfig, {"rank": 4, **given_values})
+    kinds = [given_values.get(name, True) for name in ("train_attn", "train_mlp", "train_unembed")]
+    if not any(kinds):
+        with pytest.raises(Refusal, match="nothing would be trained"):
+            decode.adapters_of(config, 99)
+        return
+    found, seed = decode.adapters_of(config, 99), given_values.get("seed")
+    assert (found.attention, found.mlp, found.unembed) == tuple(kinds)
+    assert found.rank == given_values.get("rank", 4)
+    assert found.seed == (99 if seed is None else seed % 2**64)
+    assert found.alpha == Adapters(rank=1).alpha
+    assert decode.adapters_of(None, 5) == Adapters(rank=0, seed=5)
+
+
+NUMBERS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
+
+
+@given(st.dictionaries(st.sampled_from(NUMBERS), st.sampled_from([0.25, 0.5, 0.75]), max_size=6))
+def test_steps_have_the_numbers_that_a_client_says(numbers):
+    defaults = types.AdamParams().model_dump()
+    found = decode.step_verb({"model_id": "r", "seq_id": 1, "adam_params": numbers})
+    assert found.kind == "adamw"
+    assert attrs.asdict(found.params) == {name: numbers.get(name, defaults[name]) for name in NUMBERS}
+    clipped = decode.step_verb({"model_id": "r", "seq_id": 1, "adam_params": {**numbers, "grad_clip_norm": -1.0}})
+    assert clipped.params.grad_clip_norm == 0.0
+
+
+def test_a_request_that_was_refused_says_what_it_breaks():
+    assert RefusedVerb(error="x").breaks
