@@ -1,5 +1,7 @@
 """Models of images and text run as in transformers or are refused, and come back as they were saved."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 from fppo import models
 from fppo.key import Key
 from fppo.models import vision_pass
+from fppo.models.vision import image_token
 from fppo.models.vision_pass import place_images, row_positions
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
 from tests.steps.test_work_of_a_mini_batch import Waits
@@ -142,3 +145,16 @@ def test_tensors_of_several_rows_lie_behind_one_another_padded_with_zeros(sizes,
     expected = [(7 + i, place - begin) for i, place in enumerate(places.tolist()) if begin <= place < begin + length]
     assert list(zip(within.numbers.tolist(), within.places.tolist(), strict=True)) == expected
     assert within.counts == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("named", "token"),
+    [
+        ({"image_token_id": 0, "image_token_index": 5}, 0),
+        ({"image_token_id": None, "image_token_index": 5}, 5),
+        ({"image_token_index": 0}, 0),
+        ({}, None),
+    ],
+)
+def test_the_placeholder_of_images_is_that_which_the_config_names(named, token):
+    assert image_token(SimpleNamespace(**named)) == token
