@@ -295,7 +295,10 @@ def test_every_column_goes_along_whatever_is_done_with_rows(kind, count, left_ou
     keep = torch.tensor([i in index for i in range(count)], dtype=torch.bool)
     assert same(batch.rows(record, keep), batch.rows(record, sorted(set(index))))
     assert batch.num_rows(record) == count
-    assert same(batch.concat([record, batch.rows(record, index), record]), batch.rows(record, [*range(count), *index, *range(count)]))
+    assert same(
+        batch.concat([record, batch.rows(record, index), record]),
+        batch.rows(record, [*range(count), *index, *range(count)]),
+    )
     assert same(batch.repeat(record, 2), batch.rows(record, [i for i in range(count) for _ in range(2)]))
     assert same(batch.repeat(record, 2, interleave=False), batch.rows(record, [*range(count)] * 2))
 
@@ -312,7 +315,9 @@ def test_scores_by_name_are_those_of_all_records_and_nan_where_a_record_has_none
     one, other = scored(2, names=("a", "b")), scored(3, names=("c", "a"))
     for first, second in ((one, other), (other, one)):
         made = batch.same_scores([first, second])
-        assert [list(x.named_scores) for x in made] == [list(dict.fromkeys([*first.named_scores, *second.named_scores]))] * 2
+        assert [list(x.named_scores) for x in made] == [
+            list(dict.fromkeys([*first.named_scores, *second.named_scores]))
+        ] * 2
         for before, after in zip((first, second), made, strict=True):
             for name, x in after.named_scores.items():
                 expected = before.named_scores.get(name, torch.full_like(before.scores, torch.nan))

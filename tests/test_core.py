@@ -331,7 +331,10 @@ def test_value_and_grad_differentiates_by_the_first_argument_alone_and_passes_on
 
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_value_and_grad_inside_transforms_is_that_of_each_entry(has_aux):
-    params, ys = {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)}, torch.arange(6.0, dtype=torch.float64).view(3, 2)
+    params, ys = (
+        {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)},
+        torch.arange(6.0, dtype=torch.float64).view(3, 2),
+    )
 
     def loss(params, y, *, scale):
         value = scale * (params["w"] * y).sum() ** 3
@@ -382,7 +385,11 @@ def test_a_combined_digest_is_of_paths_and_values_in_any_order():
 def test_a_value_that_is_elsewhere_is_named_by_its_path_and_kept_by_maps():
     away = tree.Away()
     whole = pair(absent=away)
-    for call, wanted in ((tree.copy, "a copy"), (tree.digest, "its digest"), (lambda x: tree.check_here(x, "it"), "it")):
+    for call, wanted in (
+        (tree.copy, "a copy"),
+        (tree.digest, "its digest"),
+        (lambda x: tree.check_here(x, "it"), "it"),
+    ):
         with pytest.raises(TypeError, match=rf"\.absent is .*; compute {wanted} there"):
             call(whole)
         with pytest.raises(TypeError, match=r"^this is "):

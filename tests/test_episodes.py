@@ -136,7 +136,7 @@ def test_each_row_has_its_own_part_of_every_column(made, seed):
     """By hand, token by token: cut out of the episode, and put into it again, in numbers of any shape."""
     rollout, cuts = made
     g, seen = torch.Generator().manual_seed(seed), rollout.attention_mask[:, PROMPT:]
-    versions = torch.randint(0, 5, seen.shape, generator=g).to(torch.int32).where(seen, 0)
+    versions = torch.randint(0, 5, seen.shape, generator=g).to(torch.int32).where(rollout.response_mask, 0)
     rollout = replace(rollout, token_versions=versions, versions=versions[:, 0].long())
     rows = cut_up(rollout, cuts)
     same(joined(rows), rollout)

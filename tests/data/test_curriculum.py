@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import data, laws
+from fppo.batch import Scored, extend
 from fppo.data import Curriculum, DataCursor, curriculum, draw_by_weights, systematic
 from fppo.data.cursor import at_step
-from fppo.batch import Scored, extend
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from fppo.tree import replace
@@ -319,7 +319,9 @@ def test_a_curriculum_is_a_plain_value():
     assert PLAIN._replace(report=curriculum.nothing_to_report).report(None, 0) == {}
 
 
-outcomes = st.lists(st.tuples(st.integers(0, 4), st.sampled_from([-2.0, -1.0, 0.0, 1.5, 3.0, 4.0, math.nan])), max_size=7)
+outcomes = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from([-2.0, -1.0, 0.0, 1.5, 3.0, 4.0, math.nan])), max_size=7
+)
 
 
 @settings(max_examples=25)

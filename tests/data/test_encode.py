@@ -207,7 +207,11 @@ def test_an_example_has_each_value_in_its_role(tmp_path, there):
         file.write_text("")
     beside = f"{tmp_path}/" if there else ""
     first = {"role": "user", "content": [{"type": "text", "text": "b<image>c"}, {"type": "text", "text": "<image>"}]}
-    messages = [{"role": "system", "content": "s<image><image>t"}, {"role": "user", "content": "a", "name": None}, first]
+    messages = [
+        {"role": "system", "content": "s<image><image>t"},
+        {"role": "user", "content": "a", "name": None},
+        first,
+    ]
     messages[2]["content"].append({"type": "image", "image": "not read"})
     row = {
         "talk": messages,
@@ -253,7 +257,9 @@ def test_every_fault_of_a_row_is_noted_once():
     assert example_of(row, fields, problems) is None
     lines = [line.strip() for line in problems.text("data").splitlines()]
     assert lines[0] == "4 problems in the data:"
-    for line, part in zip(lines[1:], ("field 'b': a list, not text", "'c': null", "'d': a int", "'tools': "), strict=True):
+    for line, part in zip(
+        lines[1:], ("field 'b': a list, not text", "'c': null", "'d': a int", "'tools': "), strict=True
+    ):
         assert line.startswith("f.jsonl:3: field ")
         assert part in line
     same = Problems()

@@ -18,7 +18,10 @@ texts = st.text("ab\ud800\udc00", max_size=3)
 leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.sampled_from(["", "é", "nan"])
 
 
-def nested(inner, keys=st.sampled_from("abc")):
+KEYS = st.sampled_from("abc")
+
+
+def nested(inner, keys=KEYS):
     return st.recursive(
         inner,
         lambda x: st.lists(x, max_size=3) | st.tuples(x, x) | st.dictionaries(keys, x, max_size=3),
@@ -33,10 +36,10 @@ def test_a_plain_value_is_what_json_brings_back(value):
 
 def test_dates_arrays_and_numbered_keys_are_plain_too():
     day, hour = datetime.date(2024, 1, 2), datetime.time(3, 4)
-    found = plain({1: [day, (hour, datetime.datetime(2024, 1, 2, 3))], "x": np.array([[1.5, np.nan]]), "y": np.int64(3)})
-    assert repr(found) == repr(
-        {"1": ["2024-01-02", ["03:04:00", "2024-01-02T03:00:00"]], "x": [[1.5, None]], "y": 3}
+    found = plain(
+        {1: [day, (hour, datetime.datetime(2024, 1, 2, 3))], "x": np.array([[1.5, np.nan]]), "y": np.int64(3)}
     )
+    assert repr(found) == repr({"1": ["2024-01-02", ["03:04:00", "2024-01-02T03:00:00"]], "x": [[1.5, None]], "y": 3})
     for value in ([b"x"], {"a": {1}}, object):
         with pytest.raises(ValueError, match="does not fit JSON"):
             plain(value)

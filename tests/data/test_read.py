@@ -83,7 +83,7 @@ def test_faults_are_noted_where_problems_are_gathered_and_other_rows_come(tmp_pa
     assert "mine:2: a int, not a dict with fields" in problems.text("data")
     assert rows_of([3], "mine", problems=Problems()) == []
     for call in (lambda: read_rows(tmp_path / "a.jsonl"), lambda: rows_of([3], "mine")):
-        with pytest.raises(ValueError, match="problems? in the data:"):
+        with pytest.raises(ValueError, match=r"problems? in the data:"):
             call()
     with pytest.raises(ValueError, match="the data set is empty: mine gave no rows"):
         rows_of([], "mine", problems=Problems())

@@ -96,9 +96,9 @@ def test_texts_are_found_where_a_search_of_all_bytes_finds_them(pieces, texts, d
         added = [pieces[each] if each < len(pieces) else b"" for each in tokens]
         read = b"".join(added)
 
-        def completed(text, read=read, size=len(added[-1])):
+        def completed(text, read=read, added=added):
             ends = (at + len(text) for at in range(len(read)) if read.startswith(text, at))
-            return any(end > len(read) - size for end in ends)
+            return any(end > len(read) - len(added[-1]) for end in ends)
 
         expected = [text.decode() for text in texts if completed(text)]
         assert stops.last(tokens) == (expected[0] if expected else None)

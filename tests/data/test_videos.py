@@ -268,7 +268,9 @@ def test_a_processor_may_make_images_of_frames():
 
 
 def test_a_clip_says_what_it_is_of():
-    found = opened_video({"frames": clip(1, 12), "fps": 8}, 1, FramePicker(QWEN3.processor.video_processor, None, 5), opened)
+    found = opened_video(
+        {"frames": clip(1, 12), "fps": 8}, 1, FramePicker(QWEN3.processor.video_processor, None, 5), opened
+    )
     assert found.metadata == {
         "total_num_frames": 12,
         "fps": 8.0,

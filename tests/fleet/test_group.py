@@ -413,7 +413,14 @@ def test_a_rank_joins_the_mesh_of_its_spec(monkeypatch):
         return contextlib.nullcontext((made, None, None))
 
     monkeypatch.setattr("fppo.fleet.rank.launch.joined", joined)
-    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "FPPO_STORE_TOKEN", "TORCHELASTIC_USE_AGENT_STORE"):
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "FPPO_STORE_TOKEN",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
         monkeypatch.setenv(name, "before")
     cpu, sharding, threads = torch.device("cpu"), Sharding(stage=2), torch.get_num_threads()
     spec = RankSpec(

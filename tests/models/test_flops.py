@@ -125,7 +125,12 @@ def test_training_an_adapter_leaves_out_the_products_for_gradients_of_frozen_wei
 
 def test_every_device_of_the_table_has_its_own_peak():
     for name, peak in flops.PEAKS.items():
-        for said in (f"NVIDIA {name}", f"AMD Instinct {name} 80GB", name.lower(), f"NVIDIA-{name.replace(' ', ' SXM ')}-80"):
+        for said in (
+            f"NVIDIA {name}",
+            f"AMD Instinct {name} 80GB",
+            name.lower(),
+            f"NVIDIA-{name.replace(' ', ' SXM ')}-80",
+        ):
             assert flops.peak_flops(said) == peak, said
         assert flops.peak_flops(f"X{name}9") is None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import attrs
 import pytest
 import torch
@@ -20,7 +22,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo_kernels.padding import make_lengths
 from tests import tiny
-from tests.models.families import CONFIGS, EXPERTS, make
+from tests.models.families import CONFIGS, EXPERTS
 
 
 @pytest.mark.usefixtures("unprobed")
@@ -153,7 +155,7 @@ def test_rows_of_similar_length_run_together_and_come_back_to_their_places(sizes
     for group, most in zip(groups, longest, strict=True):
         assert group.shape == (len(group.rows), most)
         assert min(sizes[row] for row in group.rows) >= like * most
-    for most, following in zip(longest, longest[1:], strict=False):
+    for most, following in itertools.pairwise(longest):
         assert following < like * most  # else it ran together with it
     seen = []
 

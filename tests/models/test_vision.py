@@ -126,7 +126,10 @@ shapes = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1,
 @given(shapes, st.data())
 def test_tensors_of_several_rows_lie_behind_one_another_padded_with_zeros(sizes, data):
     """Tensors are joined by name, whatever other rows lack."""
-    rows = [{"a": torch.full(size, float(number + 1)), f"of {number % 2}": torch.ones(2)} for number, size in enumerate(sizes)]
+    rows = [
+        {"a": torch.full(size, float(number + 1)), f"of {number % 2}": torch.ones(2)}
+        for number, size in enumerate(sizes)
+    ]
     found = vision_pass.joined(rows, for_device=torch.device("cpu"))
     assert list(found) == list(dict.fromkeys(name for row in rows for name in row))
     width, depth, start = max(size[1] for size in sizes), max(size[2] for size in sizes), 0

@@ -179,8 +179,10 @@ def test_the_spacing_is_the_share_of_a_step_that_the_digests_of_a_ranks_parts_ta
         shapes = {f"[{n!r}]": Extent(x.shape, cuts[n]) if n in cuts else x.shape for n, x in whole.items()}
         del shapes["['whole']"]
         given = {"tokens": 3_000_000, "numbers": 10**8, "device": torch.device(device), "mesh": mesh, "shapes": shapes}
-        return spacing(whole | {"n": 3}, **given), spacing(whole, **given | {"tokens": 3000}), spacing(
-            whole, **given | {"numbers": 10}
+        return (
+            spacing(whole | {"n": 3}, **given),
+            spacing(whole, **given | {"tokens": 3000}),
+            spacing(whole, **given | {"numbers": 10}),
         )
 
     rate = digests._RATES.get(("meta", device), digests._RATES["cpu", "cpu"])

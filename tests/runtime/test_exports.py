@@ -16,7 +16,9 @@ def listed(directory):
 
 
 def everything(directory):
-    return {path.relative_to(directory).as_posix(): path.is_file() and path.read_bytes() for path in directory.rglob("*")}
+    return {
+        path.relative_to(directory).as_posix(): path.is_file() and path.read_bytes() for path in directory.rglob("*")
+    }
 
 
 def export(directory, **files):
@@ -59,11 +61,16 @@ def test_an_export_replaces_an_export_as_a_whole_and_lists_its_files(tmp_path):
     assert everything(target).keys() == {"b.txt", CONTENTS}
     assert listed(target) == ["b.txt"]
     before = everything(target)
-    with pytest.raises(KeyError), replacing(target) as draft:
-        assert draft == draft_of(target)
-        draft.mkdir()
-        (draft / "c.txt").write_text("4")
-        raise KeyError
+
+    def fails():
+        with replacing(target) as draft:
+            assert draft == draft_of(target)
+            draft.mkdir()
+            (draft / "c.txt").write_text("4")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert everything(target) == before
     assert [path.name for path in target.parent.iterdir()] == ["m"]
 
@@ -71,9 +78,14 @@ def test_an_export_replaces_an_export_as_a_whole_and_lists_its_files(tmp_path):
 def test_what_comes_meanwhile_is_not_deleted(tmp_path):
     target = tmp_path / "m"
     export(target, a_txt="1")
-    with pytest.raises(ValueError, match=r"m holds mine\.txt, which saving a model would delete"), replacing(target) as draft:
-        draft.mkdir()
-        (target / "mine.txt").write_text("mine")
+
+    def meets_another():
+        with replacing(target) as draft:
+            draft.mkdir()
+            (target / "mine.txt").write_text("mine")
+
+    with pytest.raises(ValueError, match=r"m holds mine\.txt, which saving a model would delete"):
+        meets_another()
     assert everything(target).keys() == {"a.txt", "mine.txt", CONTENTS}
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 

@@ -179,7 +179,9 @@ def lines_by_hand(sizes, axes):
     return [[rank for _, rank in sorted(line)] for _, line in sorted(lines.items())]
 
 
-@given(st.permutations(["replicate", "shard", "tensor"]), st.lists(st.integers(1, 3), min_size=3, max_size=3), st.data())
+@given(
+    st.permutations(["replicate", "shard", "tensor"]), st.lists(st.integers(1, 3), min_size=3, max_size=3), st.data()
+)
 def test_lines_are_of_ranks_that_differ_on_no_other_axis(names, numbers, data):
     sizes = dict(zip(names, numbers, strict=True))
     axes = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
