@@ -219,3 +219,31 @@ def test_an_order_of_other_prompts_is_refused_by_the_name_of_its_function(order)
     with pytest.raises(ValueError, match=r"mine gave .* of 3 prompts; an epoch is one or more of 0 to 2"):
         data.checked_order(order, 3, "mine")
     assert data.checked_order([2.0, 0, 2], 3, "mine") == [2, 0, 2]
+
+
+def test_digests_of_prompts_are_of_tokens_and_of_what_rewards_read_each_apart():
+    """Origins do not enter; every token, boundary, ground truth, source and other field does, and their order."""
+    given = {
+        "prompts": [[1, 2], [3]],
+        "ground_truths": ["a", {"b": 1}],
+        "sources": ["s", "t"],
+        "extras": [{"x": 1}, {}],
+    }
+    first = data.digests_of(data.prompt_set(**given, pad_token_id=0))
+    tokens = [[[1], [2, 3]], [[1, 2, 3], [3]], [[3], [1, 2]], [[1, 4], [3]]]
+    rows = [
+        {"ground_truths": ["a", {"b": 2}]},
+        {"ground_truths": [{"b": 1}, "a"]},
+        {"sources": ["s", "s"]},
+        {"sources": ["t", "s"]},
+        {"extras": [{"x": 2}, {}]},
+        {"extras": [{"y": 1}, {}]},
+        {"extras": [{}, {"x": 1}]},
+    ]
+    others = [data.digests_of(data.prompt_set(**given | {"prompts": each}, pad_token_id=0)) for each in tokens]
+    changed = [data.digests_of(data.prompt_set(**given | each, pad_token_id=0)) for each in rows]
+    assert {each["as rewards read them"] for each in others} == {first["as rewards read them"]}
+    assert {each["as tokens"] for each in changed} == {first["as tokens"]}
+    assert len({each["as tokens"] for each in [first, *others]}) == 1 + len(others)
+    assert len({each["as rewards read them"] for each in [first, *changed]}) == 1 + len(changed)
+    assert data.digests_of(data.prompt_set(**given, ids=["p", "q"], pad_token_id=5)) == first

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import data
@@ -35,6 +35,7 @@ def named(name):
     return {"type": "function", "function": {"name": name}}
 
 
+@settings(max_examples=80)
 @given(
     st.lists(st.sampled_from([1, 2, 3, 5, 40]), min_size=1, max_size=5),
     st.integers(1, 8),
