@@ -263,7 +263,7 @@ def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
     return tree.replace(base, **fields | dict.fromkeys(left_out))
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(
     st.sampled_from(KINDS),
     st.integers(0, 4),

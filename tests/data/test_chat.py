@@ -6,7 +6,7 @@ import signal
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import data
@@ -30,6 +30,7 @@ def words_of(template, *added):
 talks = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.integers(0, 9)), min_size=1, max_size=3)
 
 
+@settings(max_examples=30)
 @given(talks, st.lists(st.sampled_from("789"), max_size=2), st.sampled_from([None, "A", "5"]), st.booleans())
 def test_a_template_gets_its_messages_tools_and_arguments(talk, tools, mood, generation):
     options = ChatOptions(arguments={} if mood is None else {"mood": mood}, tools=[{"name": name} for name in tools])

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import batch, data, tree
@@ -168,6 +168,7 @@ def whole(count: int, images: bool) -> data.PromptSet:
     )
 
 
+@settings(max_examples=50)
 @given(
     count=st.integers(1, 6),
     start=st.integers(0, 12),
@@ -204,6 +205,7 @@ def test_a_batch_has_every_column_of_the_next_prompts_whatever_their_order(count
     assert (chosen.pad_token_id, len(chosen)) == (9, len(rows))
 
 
+@settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(1, 10), st.sampled_from([None, 4, 6]), st.booleans())
 def test_evaluation_batches_have_every_column(count, size, width, images):
     made = list(data.batches(whole(count, images), size, width=width))

@@ -276,6 +276,7 @@ values = st.recursive(
 parts = st.lists(st.sampled_from(["a", "b", "0", "1", "-1", "-3"]), min_size=1, max_size=3)
 
 
+@settings(max_examples=100)
 @given(st.dictionaries(st.sampled_from(["a", "b", "a.b", "b.0"]), values, min_size=1), parts)
 def test_a_dotted_path_leads_where_a_walk_does(fields, path):
     name, at = ".".join(path), [fields]
@@ -295,6 +296,7 @@ def test_a_dotted_path_leads_where_a_walk_does(fields, path):
             lookup(fields, name)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(["{a}", "{b.0}", "{{", "}}", " x", "{c}"]), max_size=6))
 def test_a_template_is_filled_piece_by_piece(pieces):
     meant = {"{a}": "1", "{b.0}": "2.5", "{{": "{", "}}": "}", " x": " x", "{c}": "{a}"}

@@ -9,13 +9,14 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.data.plain import TwiceError, half_pairs, missing_in, once, plain, twice
 
 texts = st.text("ab\ud800\udc00", max_size=3)
-leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | st.sampled_from(["", "é", "nan"])
+BEYOND = st.sampled_from([math.nan, math.inf, -math.inf])
+leaves = st.none() | st.booleans() | st.integers(-2, 2) | st.floats() | BEYOND | st.sampled_from(["", "é", "nan"])
 
 
 KEYS = st.sampled_from("abc")
@@ -29,6 +30,7 @@ def nested(inner, keys=KEYS):
     )
 
 
+@settings(max_examples=60)
 @given(nested(leaves))
 def test_a_plain_value_is_what_json_brings_back(value):
     assert repr(plain(value)) == repr(json.loads(json.dumps(value), parse_constant=lambda _: None))
@@ -57,13 +59,15 @@ def walk(value, path=""):
         yield path, value
 
 
-@given(nested(leaves | st.sampled_from([math.nan, math.inf, -math.inf, datetime.date(2024, 1, 2)])))
+@settings(max_examples=40)
+@given(nested(leaves | BEYOND | st.just(datetime.date(2024, 1, 2))))
 def test_what_is_missing_is_found_at_its_place_and_nothing_else(value):
     expected = [path for path, x in walk(value) if isinstance(x, float) and not math.isfinite(x)]
     assert list(missing_in(value)) == expected
     assert list(missing_in({"n": np.array([1.0, np.inf])})) == ["['n'][1]"]
 
 
+@settings(max_examples=60)
 @given(nested(st.integers() | texts, texts))
 def test_half_of_a_surrogate_pair_is_found_in_keys_and_values_in_order(value):
     def every(x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.commands import cli
@@ -45,6 +45,7 @@ def noted(pairs):
     return problems
 
 
+@settings(max_examples=60)
 @given(found, found)
 def test_problems_of_two_sets_are_those_of_one_with_all(first, second):
     both = noted(first).and_those_of(noted(second))

@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.data import Problems, Row, read_rows, rows_of
@@ -16,6 +16,7 @@ cells = st.text('ab,"\n ', max_size=4)
 ENDS = ["\n", "\r\n", "\r"]
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(cells, cells), min_size=1, max_size=4), st.sampled_from(ENDS[:2]), st.booleans())
 def test_rows_of_a_csv_file_are_its_records_with_their_first_lines(tmp_path_factory, records, end, mark):
     file = tmp_path_factory.mktemp("csv") / "a.CSV"
@@ -34,6 +35,7 @@ values = st.dictionaries(st.sampled_from(["a", "é\u2028"]), st.sampled_from([1,
 lines = st.lists(st.tuples(st.sampled_from(["", " ", "\t"]), values | st.just(None)), max_size=5)
 
 
+@settings(max_examples=40)
 @given(lines, st.sampled_from(ENDS), st.booleans(), st.sampled_from(["jsonl", "json"]))
 def test_rows_of_lines_are_their_objects_whatever_ends_a_line(tmp_path_factory, drawn, end, mark, kind):
     file = tmp_path_factory.mktemp("lines") / f"set.{kind}"

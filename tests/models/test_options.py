@@ -7,7 +7,7 @@ import itertools
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import models, tree
@@ -144,6 +144,7 @@ def test_an_adapted_model_is_decoded_merged_where_passes_are_wide_or_as_is_asked
     assert lora.kept(adapted) == {name for name in params if not name.endswith("q_proj.weight")}
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=7), st.sampled_from([0.0, 0.5, 1.0]))
 def test_rows_of_similar_length_run_together_and_come_back_to_their_places(sizes, like):
     groups = rows.grouped(make_lengths(sizes), like=like)
