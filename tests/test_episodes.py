@@ -351,3 +351,16 @@ def test_files_keep_episodes(tmp_path):
     read = batches.load(Rollout, tmp_path / "x.safetensors")
     assert torch.equal(read.episodes, rows.episodes)
     assert read.observed == rows.observed
+
+
+def test_an_episode_begins_with_the_first_of_its_rows_that_is_there():
+    """The rows before it, and what was observed after them, are no part of it then."""
+    rollout, cuts = build([(0, [(1, 2), (2, 1), (1, 3)]), (1, [(0, 2)])])
+    rows = batches.rows(cut_up(rollout, cuts), [1, 2, 3])
+    at, whole = layout_of(rows), joined(rows)
+    assert (at.starts, at.first, at.last, at.width) == ([0, 2, 0], [0, 2], [1, 2], 5)
+    seen = whole.attention_mask[0]
+    begin = rollout.attention_mask.shape[1] - 5  # of the second row's response
+    assert whole.tokens[0][seen].tolist() == [60, 61, *rollout.tokens[0, begin:].tolist()]
+    assert whole.response_mask[0].tolist() == [True, False, True, True, True]
+    assert whole.row_ids.tolist() == [7, 8]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fppo import data
 from fppo.data import chat
 from fppo.data.chat import ChatOptions, encode_chat, end_of_turn, ending, opening_of, render_chat
+from fppo.quickstart import bpe_tokenizer
 from tests.data.rows import CHAT, tokenizer
 
 OWN = (
@@ -104,3 +105,10 @@ def test_in_other_threads_templates_are_not_stopped():
     thread.start()
     thread.join()
     assert found == [(0.0, 0.0)]
+
+
+def test_the_end_of_a_turn_is_found_behind_white_space():
+    words = bpe_tokenizer(["a b \n"], size=270)
+    words.add_tokens(["<end>"])
+    words.chat_template = "{% for m in messages %}{{ m.content }} \n<end> {% endfor %}"
+    assert end_of_turn(words) == words.convert_tokens_to_ids("<end>")

@@ -89,3 +89,14 @@ def test_faults_are_noted_where_problems_are_gathered_and_other_rows_come(tmp_pa
             call()
     with pytest.raises(ValueError, match="the data set is empty: mine gave no rows"):
         rows_of([], "mine", problems=Problems())
+
+
+@pytest.mark.parametrize("text", ["x,y\n1,2\n", 'x,y\n1,"2\n'])
+def test_the_limit_of_fields_of_other_readers_is_left_as_it_was(tmp_path, text):
+    (tmp_path / "a.csv").write_text(text)
+    before = csv.field_size_limit(1000)
+    try:
+        read_rows(tmp_path / "a.csv", problems=Problems())
+        assert csv.field_size_limit() == 1000
+    finally:
+        csv.field_size_limit(before)

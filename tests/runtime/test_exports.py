@@ -93,9 +93,10 @@ def test_what_comes_meanwhile_is_not_deleted(tmp_path):
 def test_files_are_added_to_an_export_and_listed_before_they_are_there(tmp_path):
     target = tmp_path / "m"
     export(target, config_json="1")
-    with adding(target, ["README.md", "config.json"]):
-        assert listed(target) == ["README.md", "config.json"]
-        (target / "README.md").write_text("a card")
+    for text in ("a card", "another"):  # the second one replaces a file of the export
+        with adding(target, ["README.md"]):
+            assert listed(target) == ["README.md", "config.json"]
+            (target / "README.md").write_text(text)
     assert listed(target) == ["README.md", "config.json"]
     check_replaceable(target)
     (target / "notes.txt").write_text("mine")
