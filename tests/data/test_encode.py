@@ -104,6 +104,17 @@ def test_files_are_encoded_by_the_options_that_rows_are(tmp_path):
         data.load_prompts(path, own_words(), **how | {"chat": data.ChatOptions(arguments={"moods": 1, "mood": 1})})
 
 
+def test_a_rendered_prompt_is_known_by_what_the_template_writes_with_its_arguments():
+    words = tokenizer(chat=True)
+    words.add_tokens(["<s>"])
+    words.chat_template = "{% if mood %}<s> {% endif %}" + OWN.replace("{% if mood %}x {% endif %}", "")
+    rows = [Row("a.jsonl", 1, {"prompt": "<s> user : 1", "answer": "1"}, "a")]
+    fields = Fields(chat=True)
+    assert data.encode_rows(rows, words, fields=fields).tokens == ((3, 5, 20, 3, 5, 11, 4, 5),)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the text of a message begins with '<s>'"):
+        data.encode_rows(rows, words, fields=fields, chat=data.ChatOptions(arguments={"mood": True}))
+
+
 # demonstrations
 
 
@@ -184,6 +195,7 @@ def test_a_digest_of_demonstrations_is_of_each_token_each_mark_and_each_boundary
         [Imitated(prompt=(1, 2), response=(3, 4), mask=(False, True)), second],
         [Imitated(prompt=(1,), response=(2, 3, 4), mask=(True, True, True)), second],
         [first, Imitated(prompt=(5,), response=(7,), mask=(True,))],
+        [Imitated(prompt=(1, 2, 3, 4), response=(1,), mask=(True,)), second],  # 1 is True
     ]
 
     def digest(rows, **more):

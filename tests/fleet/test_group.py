@@ -448,3 +448,19 @@ def test_a_rank_joins_the_mesh_of_its_spec(monkeypatch):
     alone.join(Membership(rank=0, spec=RankSpec(threads=threads)), ("", 0))
     assert (alone._here, len(asked)) == (Here(), 2)
     assert (RankSpec().device, RankSpec(gpus=1).device, RankSpec(gpus=0.5).sizes) == ("cpu", "cuda", {"shard": 1})
+
+
+def test_arguments_are_checked_in_the_first_call_of_a_function_on_a_value_alone(one, monkeypatch):
+    read = []
+    digest = tree.digest
+    monkeypatch.setattr("fppo.fleet.rank.tree.digest", lambda x: read.append(1) or digest(x))
+    held = one.call(make, HERE, 1.0, stays=True)[0]
+
+    def checks(*args, **keywords):
+        read.clear()
+        one.call(itself, *args, **keywords)
+        return len(read)
+
+    x = {"a": torch.ones(2), "b": torch.ones(1 << 15)}
+    assert [checks(x), checks(x), checks(x, label="other"), checks(x, label="other")] == [4, 0, 4, 0]
+    assert checks(held) == 0
