@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -211,3 +212,19 @@ def test_a_thumbnail_keeps_its_shape_and_a_small_image_every_pixel(size):
     assert tuple(shown.shape) == (height, width, 3)
     if max(size) <= SHOWN:
         assert torch.equal(shown, torch.from_numpy(np.array(image)))
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<begin>", "<video>", "<soft>", "<3>", "<4>"])
+def test_no_placeholder_of_a_processor_stands_in_texts(mark):
+    """Processors call theirs by several names, and tokens of features have names, too."""
+    names = {"image_token": "<image>", "boi_token": "<begin>", "video_token": "<video>", "image_token_text": "<soft>"}
+    words = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"<{token}>" for token in ids])
+    reader = ImageReader(SimpleNamespace(tokenizer=words, **names), 3, video=4)
+
+    def messages(text):
+        parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": text}]
+        return [{"role": "system", "content": parts[1:2]}, {"role": "user", "content": parts}]
+
+    reader._check_text(messages("<5> image"))
+    with pytest.raises(ValueError, match=rf"the text holds \['{mark}'\], placeholders"):
+        reader._check_text(messages(f"b{mark}c"))
