@@ -464,3 +464,16 @@ def test_arguments_are_checked_in_the_first_call_of_a_function_on_a_value_alone(
     x = {"a": torch.ones(2), "b": torch.ones(1 << 15)}
     assert [checks(x), checks(x), checks(x, label="other"), checks(x, label="other")] == [4, 0, 4, 0]
     assert checks(held) == 0
+
+
+def test_ranks_are_told_once_what_nobody_has_a_handle_of(one, monkeypatch):
+    told, send = [], one._ranks.send
+    monkeypatch.setattr(
+        one._ranks, "send", lambda request, large: told.append(sorted(request.forget)) or send(request, large)
+    )
+    held = one.call(make, HERE, 1.0, stays=True)
+    del held
+    gc.collect()
+    one.call(dict)
+    one.call(dict)
+    assert told == [[], [(1, 0), (1, 1)], []]
