@@ -318,3 +318,12 @@ def test_a_template_is_filled_piece_by_piece(pieces):
             fill(wrong, {"a": 1})
     with pytest.raises(BadField, match="a bool, not text"):
         fill("{a}", {"a": True})
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_nulls_that_arrow_fills_in_are_left_out_of_tools(filled):
+    tools = [{"function": {"name": "7", "parameters": {"x": None, "y": [{"z": None, "w": 1}]}}}]
+    row = Row("a.parquet", 1, {"prompt": "1", "answer": "2", "tools": tools}, "a", filled)
+    found = example_of(row, Fields(tools="tools", chat=True), Problems())
+    bare = {"function": {"name": "7", "parameters": {"y": [{"w": 1}]}}}
+    assert found.tools == ((bare,) if filled else (*tools,))

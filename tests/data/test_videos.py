@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -299,3 +300,16 @@ def test_frames_of_a_moving_image_have_times_where_all_have_one(durations, fps):
     if 0 in durations:
         found = opened_video(file.getvalue(), 1, ALL, opened)
     assert (found.total, found.fps, found.indices) == (3, fps, (0, 1, 2))
+
+
+def test_a_processor_is_told_of_the_whole_video_and_of_what_is_asked_for():
+    told = []
+
+    def sample_frames(metadata, **keywords):
+        told.append((metadata.total_num_frames, metadata.fps, metadata.duration, keywords))
+        return np.array([0, 5])
+
+    reader = SimpleNamespace(sample_frames=sample_frames, do_sample_frames=True, fps=2)
+    assert FramePicker(reader, 3.0).pick(12, 8.0) == ((0, 5), 8.0)
+    assert FramePicker(reader, None, 7).pick(12, None) == ((0, 5), 2.0)
+    assert told == [(12, 8.0, 1.5, {"fps": 3.0, "num_frames": None}), (12, 2.0, 6.0, {"fps": None, "num_frames": 7})]
