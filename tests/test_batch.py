@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
+from pathlib import Path
 
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -230,3 +232,119 @@ def test_a_record_extends_that_of_the_stage_before():
     assert type(rollout) is Rollout
     assert tree.digest(rollout).items() <= tree.digest(record).items()
     assert same(tree.map(torch.clone, record), record)
+
+
+OPTIONAL = ("inputs", "routed", "token_versions", "turn_ids", "turn_rewards", "episodes", "observed", "baselines")
+KINDS = (Prompts, Rollout, Scored, Annotated, Experience)
+
+
+def full(count: int, left_out: tuple[str, ...] = ()) -> Experience:
+    """A record with a value of its own in every entry of every column, but for those that are left out."""
+    base, g = tiny.experience(4, count), torch.Generator().manual_seed(9)
+    length, width = base.response_mask.shape[1], base.tokens.shape[1]
+    fields = {
+        "inputs": Column([inputs(i) for i in range(count)]),
+        "extras": Column([{"i": [i, None, "é"]} for i in range(count)]),
+        "routed": torch.randint(0, 250, (count, width, 2, 2), generator=g).to(torch.uint8),
+        "token_versions": torch.randint(0, 9, (count, length), generator=g).to(torch.int32),
+        "turn_ids": torch.randint(-1, 3, (count, length), generator=g).to(torch.int32),
+        "turn_rewards": torch.full((count, length), torch.nan),
+        "episodes": torch.arange(count) // 2 + 5,
+        "observed": Column([list(range(i)) for i in range(count)]),
+        "named_scores": {"a": torch.randn(count, generator=g), "b.c": torch.randn(count, generator=g)},
+        "entropy_mask": torch.rand(count, length, generator=g) < 0.5,
+        "hidden": torch.randn(count, length, 3, generator=g),
+        "truth_signs": torch.randn(count, length, 2, generator=g),
+    }
+    for name in ("baselines", "outcomes"):
+        fields[name] = torch.randn(count, generator=g)
+    for name in ("teacher_log_probs", "disagreement", "sum_squared_probs", "entropy", "correction_weights"):
+        fields[name] = torch.randn(count, length, generator=g)
+    return tree.replace(base, **fields | dict.fromkeys(left_out))
+
+
+@settings(max_examples=40)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(0, 4),
+    st.sets(st.sampled_from(OPTIONAL)),
+    st.data(),
+)
+def test_every_column_goes_along_whatever_is_done_with_rows(kind, count, left_out, data):
+    """Narrowed, saved and loaded, taken apart into columns and put together, cut and concatenated, repeated: all
+    columns are those of rows taken one by one."""
+    record = batch.narrow(kind, full(count, tuple(left_out)))
+    named = batch.columns(record)
+    expected = {field.name for field in attrs.fields(kind)} - left_out - {"named_scores"}
+    if "named_scores" in {field.name for field in attrs.fields(kind)}:
+        expected |= {"named_scores.a", "named_scores.b.c"}
+    assert set(named) == expected
+    assert same(batch.record(kind, named), record)
+    with tempfile.TemporaryDirectory() as place:
+        batch.save(record, Path(place) / "x")
+        assert same(batch.load(kind, Path(place) / "x"), record)
+    index = data.draw(st.lists(st.integers(0, count - 1), max_size=5)) if count else []
+    taken = batch.columns(batch.rows(record, index))
+    assert set(taken) == expected
+    for name, column in named.items():
+        if isinstance(column, torch.Tensor):
+            assert torch.equal(taken[name].nan_to_num(7), column[index].nan_to_num(7))
+            assert (taken[name].dtype, taken[name].shape[1:]) == (column.dtype, column.shape[1:])
+        else:
+            assert list(taken[name]) == [column[i] for i in index]
+    keep = torch.tensor([i in index for i in range(count)], dtype=torch.bool)
+    assert same(batch.rows(record, keep), batch.rows(record, sorted(set(index))))
+    assert batch.num_rows(record) == count
+    assert same(
+        batch.concat([record, batch.rows(record, index), record]),
+        batch.rows(record, [*range(count), *index, *range(count)]),
+    )
+    assert same(batch.repeat(record, 2), batch.rows(record, [i for i in range(count) for _ in range(2)]))
+    assert same(batch.repeat(record, 2, interleave=False), batch.rows(record, [*range(count)] * 2))
+
+
+@given(st.lists(st.integers(0, 9), max_size=6))
+def test_an_index_of_several_kinds_selects_the_same(index):
+    record = prompts(10)
+    expected = tree.digest(batch.rows(record, index))
+    for other in (torch.tensor(index), torch.tensor(index, dtype=torch.int32), [i - 10 for i in index]):
+        assert tree.digest(batch.rows(record, other)) == expected
+
+
+def test_scores_by_name_are_those_of_all_records_and_nan_where_a_record_has_none():
+    one, other = scored(2, names=("a", "b")), scored(3, names=("c", "a"))
+    for first, second in ((one, other), (other, one)):
+        made = batch.same_scores([first, second])
+        assert [list(x.named_scores) for x in made] == [
+            list(dict.fromkeys([*first.named_scores, *second.named_scores]))
+        ] * 2
+        for before, after in zip((first, second), made, strict=True):
+            for name, x in after.named_scores.items():
+                expected = before.named_scores.get(name, torch.full_like(before.scores, torch.nan))
+                assert torch.equal(x.nan_to_num(-3), expected.nan_to_num(-3))
+            assert same(tree.replace(after, named_scores=before.named_scores), before)
+    assert len(batch.concat(batch.same_scores([one, other])).tokens) == 5
+
+
+def test_a_row_has_a_score_where_neither_it_nor_its_baseline_is_missing():
+    nan = float("nan")
+    rows = tree.replace(scored(4), scores=torch.tensor([1.0, nan, 2.0, nan]))
+    assert rows.has_score.tolist() == [True, False, True, False]
+    assert rows.outcome is rows.scores
+    rows = tree.replace(rows, baselines=torch.tensor([0.0, 0.0, nan, nan]), outcomes=torch.tensor([5.0, 6.0, 7.0, 8.0]))
+    assert rows.has_score.tolist() == [True, False, False, False]
+    assert rows.outcome.tolist() == [5.0, 6.0, 7.0, 8.0]
+
+
+def test_inputs_differ_by_each_of_their_tensors():
+    named = inputs(1).named()
+    others = []
+    for name, x in named.items():
+        others.append(RowInputs.of({**named, name: x + 1}))
+    found = [RowInputs.of(named), *others, RowInputs.of({**named, "extra": torch.ones(1)})]
+    assert len({x.digest() for x in found}) == len(found) == len(named) + 2
+    assert all(x != y for i, x in enumerate(found) for y in found[:i])
+    assert {hash(x) for x in (found[0], inputs(1))} == {hash(inputs(1))}
+    assert found[0] == inputs(1)
+    plain = RowInputs({}, torch.tensor([3]), torch.zeros(3, 1, 1, 3, dtype=torch.uint8))
+    assert (plain.video_places.tolist(), plain.shown_of.tolist()) == ([], [0, 1, 2])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from fppo import metrics, tree
 from fppo.grad import value_and_grad
-from fppo.key import Key
+from fppo.key import Key, uniforms
 from fppo.tree import state, static
 
 
@@ -166,6 +167,59 @@ def test_draws_are_uniform_and_uncorrelated():
         assert (centred * other).mean().abs() < 5 / 12 / 400
 
 
+BITS = (1 << 64) - 1
+
+
+def mixed(x):
+    """splitmix64's output for the state before it is raised, as its authors' C code computes it."""
+    x = (x + 0x9E3779B97F4A7C15) & BITS
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
+    return x ^ (x >> 31)
+
+
+def drawn(key, row, column):
+    """The number of a row and a column, in integers."""
+    return (mixed(mixed((row & BITS) ^ mixed(key.seed)) ^ (column & BITS)) >> 11) / 2**53
+
+
+def test_the_generator_is_splitmix64():
+    """The first outputs from the state 0 are published with it."""
+    states = [(i * 0x9E3779B97F4A7C15) & BITS for i in range(3)]
+    assert [mixed(x) for x in states] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+whole = st.integers(0, BITS) | st.integers(0, 3) | st.integers(BITS - 2, BITS)
+rows_of = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 2), min_size=1, max_size=3)
+
+
+@settings(max_examples=30)
+@given(whole, rows_of, rows_of)
+def test_a_draw_is_what_its_definition_gives_in_integers(seed, rows, columns):
+    """Runs that go on with a later version draw the same; also where columns or keys differ by row."""
+    key, numbers = Key(seed), torch.tensor(rows)
+    expected = [[drawn(key, row, column) for column in columns] for row in rows]
+    assert key.uniform(numbers, torch.tensor(columns)).tolist() == expected
+    own = torch.tensor([[column + i for column in range(2)] for i in range(len(rows))])
+    by_row = [[drawn(key, row, i + j) for j in range(2)] for i, row in enumerate(rows)]
+    assert key.uniform(numbers, own).tolist() == by_row
+    keys = [key.fold(i) for i in range(len(rows))]
+    assert uniforms(keys, rows, own).tolist() == [
+        [drawn(each, row, i + j) for j in range(2)] for i, (each, row) in enumerate(zip(keys, rows, strict=True))
+    ]
+
+
+@given(whole, st.lists(st.integers(-3, BITS) | st.text(max_size=3), max_size=3))
+def test_a_folded_key_is_what_its_definition_gives(seed, path):
+    x = seed
+    for item in path:
+        text = item.encode() if isinstance(item, str) else b""
+        number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") if text or item == "" else item
+        x = mixed(x ^ mixed(number & BITS))
+    assert Key(seed).fold(*path) == Key(x)
+    assert Key(seed).fold(*path).generator().initial_seed() == x % 2**63
+
+
 @pytest.mark.parametrize("seed", [1 << 64, -1])
 def test_a_seed_beyond_64_bits_is_refused(seed):
     with pytest.raises(ValueError, match=r"seed = .* must be 0 to 2\*\*64 - 1"):
@@ -258,3 +312,96 @@ def test_value_and_grad_of_a_constant_is_zero_and_works_under_no_grad():
         loss, grads = value_and_grad(lambda p: p.square().sum())(torch.tensor([3.0]))
     assert (loss.item(), grads.item()) == (9.0, 6.0)
     assert value_and_grad(lambda p: torch.tensor(2.0))(torch.ones(2))[1].tolist() == [0.0, 0.0]
+
+
+def test_value_and_grad_differentiates_by_the_first_argument_alone_and_passes_on_all_others():
+    other = torch.tensor([2.0, 3.0], requires_grad=True)
+
+    def loss(params, factor, *, power, shift=0.0):
+        return (params[0] * factor).sum() ** power + shift + 0 * params[1]["x"].sum(), factor * 2
+
+    params = (torch.tensor([1.0, 2.0], requires_grad=True), {"x": torch.ones(2, 2)})
+    (value, aux), grads = value_and_grad(loss, has_aux=True)(params, other, power=2, shift=1.0)
+    assert (value.item(), aux.tolist()) == (65.0, [4.0, 6.0])
+    assert (type(grads), grads[0].tolist()) == (tuple, [32.0, 48.0])
+    assert grads[1]["x"].tolist() == [[0.0] * 2] * 2
+    assert other.grad is None
+    assert not any(x.requires_grad for x in (value, aux, *tree.tensors(grads)))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_value_and_grad_inside_transforms_is_that_of_each_entry(has_aux):
+    params, ys = (
+        {"w": torch.tensor([1.0, -2.0], dtype=torch.float64)},
+        torch.arange(6.0, dtype=torch.float64).view(3, 2),
+    )
+
+    def loss(params, y, *, scale):
+        value = scale * (params["w"] * y).sum() ** 3
+        return (value, {"y": y * params["w"]}) if has_aux else value
+
+    one = value_and_grad(loss, has_aux=has_aux)
+    expected = [one(params, y, scale=2.0) for y in ys]
+    found = torch.func.vmap(lambda y: one(params, y, scale=2.0))(ys)
+    for number, each in enumerate(expected):
+        torch.testing.assert_close(tree.map(lambda x, number=number: x[number], found), each)
+    second = torch.func.jacrev(lambda p: one(p, ys[1], scale=2.0)[1]["w"])(params)["w"]
+    dot = float((params["w"] * ys[1]).sum())
+    torch.testing.assert_close(second, 12.0 * dot * torch.outer(ys[1], ys[1]))
+
+
+@state
+class Wider(Pair):
+    """A record that extends another."""
+
+    more: torch.Tensor
+    kind: int = static(default=1)
+
+
+def test_a_record_that_extends_another_is_a_node_of_its_own_with_the_other_s_fields_first():
+    made = Wider(**{f.name: getattr(pair(), f.name) for f in attrs.fields(Pair)}, more=torch.ones(1), kind=2)
+    paths = [".params['w']", ".params['b']", ".count", ".step", ".more"]
+    assert [path for path, _ in tree.leaves_with_paths(made)] == paths
+    again = pytree.tree_unflatten(*pytree.tree_flatten(made))
+    assert (type(again), again.kind, again.name, again.absent) == (Wider, 2, "pair", None)
+    assert tree.digest(again) == tree.digest(made)
+    changed = tree.replace(made, kind=3, absent=torch.ones(2), step=7)
+    assert (type(changed), changed.kind, changed.step, made.step) == (Wider, 3, 7, 0)
+    assert [path for path, _ in tree.leaves_with_paths(changed)] == [*paths[:-1], ".absent", ".more"]
+    assert pytree.tree_flatten(changed)[1] != pytree.tree_flatten(tree.replace(changed, kind=2))[1]
+
+
+def test_a_combined_digest_is_of_paths_and_values_in_any_order():
+    one = tree.digest({"a": torch.ones(2), "b": 1, "c": None})
+    assert tree.combine(one) == tree.combine(dict(reversed(one.items())))
+    paths = list(one)
+    swapped = {**one, paths[0]: one[paths[1]], paths[1]: one[paths[0]]}
+    assert tree.combine(swapped) != tree.combine(one)
+    assert tree.combine({path: one[path] for path in paths[:2]}) != tree.combine(one)
+    digests = [tree.digest(x)[""] for x in (1, 1.0, True, "1", "a", None, torch.tensor(1), torch.tensor(1.0))]
+    assert len({*digests}) == len(digests)
+
+
+def test_a_value_that_is_elsewhere_is_named_by_its_path_and_kept_by_maps():
+    away = tree.Away()
+    whole = pair(absent=away)
+    for call, wanted in (
+        (tree.copy, "a copy"),
+        (tree.digest, "its digest"),
+        (lambda x: tree.check_here(x, "it"), "it"),
+    ):
+        with pytest.raises(TypeError, match=rf"\.absent is .*; compute {wanted} there"):
+            call(whole)
+        with pytest.raises(TypeError, match=r"^this is "):
+            call(away)
+    assert tree.map(torch.neg, whole).absent is away
+    assert tree.donate(whole).absent is away
+    tree.check_here(pair(), "it")
+
+
+def test_a_map_over_several_trees_takes_their_tensors_in_step_and_the_first_s_other_leaves():
+    first, second = pair(step=3), pair(step=4, count=torch.tensor(5.0))
+    found = tree.map(lambda x, y, z: 100 * x + 10 * y + z, first, second, tree.map(torch.zeros_like, first))
+    assert (found.count.item(), found.step) == (450.0, 3)
+    assert found.params["w"].tolist() == [[110.0] * 3] * 2
+    assert [x.sum().item() for x in tree.tensors(first)] == [6.0, 0.0, 4.0]

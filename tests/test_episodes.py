@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import advantages, metrics
@@ -128,6 +128,51 @@ def test_cut_rows_joined_are_the_episodes(made):
         assert rows.tokens[place, -width:][kept[-width:]].tolist() == rollout.tokens[row, PROMPT:][own].tolist()
         assert int(rows.episodes[place]) == int(rollout.row_ids[row])
         assert rows.response_mask[place].tolist() == kept[-width:].tolist()
+
+
+@settings(max_examples=25)
+@given(episodes(), st.integers(0, 99))
+def test_each_row_has_its_own_part_of_every_column(made, seed):
+    """By hand, token by token: cut out of the episode, and put into it again, in numbers of any shape."""
+    rollout, cuts = made
+    g, seen = torch.Generator().manual_seed(seed), rollout.attention_mask[:, PROMPT:]
+    versions = torch.randint(0, 5, seen.shape, generator=g).to(torch.int32).where(rollout.response_mask, 0)
+    rollout = replace(rollout, token_versions=versions, versions=versions[:, 0].long())
+    rows = cut_up(rollout, cuts)
+    same(joined(rows), rollout)
+    flat = [(row, each) for row, own in enumerate(cuts) for each in own]
+    at, width = layout_of(rows), rows.response_mask.shape[1]
+    x = torch.randn(len(flat), width, 3, generator=g)
+    whole, numbers = at.of_episodes(x, 2.0), torch.randn(len(cuts), at.width, generator=g)
+    of_rows, left = at.of_rows(numbers), torch.ones(len(cuts), at.width, dtype=torch.bool)
+    assert (at.width, at.starts) == (int(seen.sum(1).max()), [each.start for _, each in flat])
+    assert at.episode_of.tolist() == [row for row, _ in flat]
+    assert rows.row_ids.tolist() == list(range(len(flat)))
+    for place, (row, each) in enumerate(flat):
+        size = int(rows.attention_mask[place, -width:].sum())
+        own, there = slice(0, size), slice(each.start, each.start + size)
+        for name in ("response_mask", "rollout_log_probs", "sampling_log_probs", "turn_ids", "turn_rewards"):
+            assert getattr(rows, name)[place, own].equal(getattr(rollout, name)[row, there]), name
+        assert rows.token_versions[place, own].equal(versions[row, there])
+        assert int(rows.versions[place]) == int(versions[row, each.start])
+        assert rows.tokens[place, -width:][own].equal(rollout.tokens[row, PROMPT:][there])
+        assert (rows.tokens[place, -width:][size:] == PAD).all()
+        assert (rows.turn_ids[place, size:] == -1).all()
+        assert not rows.rollout_log_probs[place, size:].any()
+        before = rollout.tokens[row, PROMPT + each.start - each.observed : PROMPT + each.start].tolist()
+        assert list(rows.observed[place]) == before
+        ends = place + 1 == len(flat) or flat[place + 1][0] != row
+        assert rows.finish[place] == (rollout.finish[row] if ends else "stop")
+        assert (rows.ids[place], rows.extras[place]) == (rollout.ids[row], rollout.extras[row])
+        assert int(rows.groups[place]) == int(rollout.groups[row])
+        assert whole[row, there].equal(x[place, own])
+        assert of_rows[place, own].equal(numbers[row, there])
+        assert not of_rows[place, size:].any()
+        left[row, there] = False
+    assert (whole[left] == 2.0).all()
+    assert [flat[place][0] for place in at.first] == [flat[place][0] for place in at.last] == list(range(len(cuts)))
+    one = replace(in_rows(annotated(rollout), cuts), hidden=x)
+    assert joined(one).hidden.equal(at.of_episodes(x))
 
 
 @given(episodes(), st.randoms(use_true_random=False))
@@ -306,3 +351,16 @@ def test_files_keep_episodes(tmp_path):
     read = batches.load(Rollout, tmp_path / "x.safetensors")
     assert torch.equal(read.episodes, rows.episodes)
     assert read.observed == rows.observed
+
+
+def test_an_episode_begins_with_the_first_of_its_rows_that_is_there():
+    """The rows before it, and what was observed after them, are no part of it then."""
+    rollout, cuts = build([(0, [(1, 2), (2, 1), (1, 3)]), (1, [(0, 2)])])
+    rows = batches.rows(cut_up(rollout, cuts), [1, 2, 3])
+    at, whole = layout_of(rows), joined(rows)
+    assert (at.starts, at.first, at.last, at.width) == ([0, 2, 0], [0, 2], [1, 2], 5)
+    seen = whole.attention_mask[0]
+    begin = rollout.attention_mask.shape[1] - 5  # of the second row's response
+    assert whole.tokens[0][seen].tolist() == [60, 61, *rollout.tokens[0, begin:].tolist()]
+    assert whole.response_mask[0].tolist() == [True, False, True, True, True]
+    assert whole.row_ids.tolist() == [7, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 
 import pytest
@@ -12,6 +13,7 @@ from fppo.data import Fields, Imitated, Problems, Row, encode_demonstrations, im
 from fppo.data.chat import end_of_turn, render_chat
 from fppo.data.conversations import Answers, digest_of_demonstrations
 from tests.data import rows as chats
+from tests.data.test_foreign_rows import tooled
 from tests.rollout import templates
 
 TALKS = Answers(messages="talk")
@@ -174,3 +176,19 @@ def test_a_template_with_another_header_than_its_prompt_is_refused():
     words = templates.tokenizer_of(text + "{% if add_generation_prompt %}<|assistant|><think>{% endif %}")
     with pytest.raises(ValueError, match="otherwise than behind its own prompt"):
         imitated_conversation(words, TALK)
+
+
+def test_nulls_that_arrow_fills_in_are_left_out_of_conversations_and_those_of_text_stay():
+    def talk(**arguments):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        asked = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return [TALK[0], asked, {"role": "tool", "content": "3"}, {"role": "assistant", "content": "4"}]
+
+    def rows_of(value, *, filled):
+        row = Row("a.parquet", 1, {"talk": value}, "a", filled)
+        return encode_demonstrations([row], tooled(), fields=CHAT, answers=TALKS).rows
+
+    plain, with_null = rows_of(talk(a=1), filled=False), rows_of(talk(a=1, b=None), filled=False)
+    assert plain != with_null
+    assert rows_of(talk(a=1, b=None), filled=True) == plain
+    assert rows_of(json.dumps(talk(a=1, b=None)), filled=True) == with_null

@@ -9,15 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import data, laws
+from fppo.batch import Scored, extend
 from fppo.data import Curriculum, DataCursor, curriculum, draw_by_weights, systematic
 from fppo.data.cursor import at_step
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from fppo.tree import replace
+from tests.test_episodes import build, cut_up
 
 weighted = st.lists(st.just(0.0) | st.floats(0.01, 8.0), min_size=1, max_size=9).filter(lambda x: sum(x) > 0)
 
@@ -315,3 +317,97 @@ def test_what_does_not_fit_is_refused(call, text):
 def test_a_curriculum_is_a_plain_value():
     assert isinstance(PLAIN, Curriculum)
     assert PLAIN._replace(report=curriculum.nothing_to_report).report(None, 0) == {}
+
+
+outcomes = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from([-2.0, -1.0, 0.0, 1.5, 3.0, 4.0, math.nan])), max_size=7
+)
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(outcomes, max_size=3),
+    st.sampled_from([0.0, 0.25, 1.0]),
+    st.sampled_from([0.5, 2.0]),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.booleans(),
+    st.integers(0, 6),
+)
+def test_both_curricula_learn_draw_and_report_by_their_definitions(batches, decay, prior, explore, keep, step):
+    """With every keyword, after several batches; scores count between -1 and 3."""
+    sources = "abaab"
+    how = {"decay": decay, "prior": prior, "explore": explore, "low": -1.0, "high": 3.0, "keep_sources": keep}
+    counts = [[0.0, 0.0] for _ in sources]
+    for batch in batches:
+        for i in {i for i, score in batch if not math.isnan(score)}:
+            counts[i] = [decay * x for x in counts[i]]
+        for i, score in batch:
+            if not math.isnan(score):
+                rate = min(max((score + 1.0) / 4.0, 0.0), 1.0)
+                counts[i][0] += rate
+                counts[i][1] += 1.0 - rate
+    rates = [(s + prior) / (s + f + 2 * prior) for s, f in counts]
+    sizes = [s + f + 2 * prior for s, f in counts]
+    target = 0.7 - 0.5 * min(step / 4, 1.0)
+    drawn_by = {
+        "learnability": [p * (1 - p) * n / (n + 1) for p, n in zip(rates, sizes, strict=True)],
+        "easy_to_hard": [math.exp(-((p - target) ** 2) / (2 * 0.3**2)) for p in rates],
+    }
+    made = {
+        "learnability": data.learnability(**how),
+        "easy_to_hard": data.easy_to_hard(steps=4, begin=0.7, end=0.2, width=0.3, **how),
+    }
+    seen = [rate for rate, (s, f) in zip(rates, counts, strict=True) if s + f > 0]
+    report = {"curriculum/seen": len(seen) / 5} | ({"curriculum/success_rate": sum(seen) / len(seen)} if seen else {})
+    for name, one in made.items():
+        known = one.init(prompts(sources))
+        for batch in batches:
+            indices = torch.tensor([i for i, _ in batch], dtype=torch.int64)
+            known = one.update(known, indices, torch.tensor([x for _, x in batch], dtype=torch.float64))
+        groups = [[0, 2, 3], [1, 4]] if keep else [[0, 1, 2, 3, 4]]
+        expected = [0.0] * 5
+        for group in groups:
+            total = sum(drawn_by[name][i] for i in group)
+            for i in group:
+                share = (1 - explore) * drawn_by[name][i] / total + explore / len(group)
+                expected[i] = len(group) / 5 * share
+        weights, strata = [], []
+
+        def draw(given, key, size, *, strata=None, weights=weights, found=strata):
+            weights.append(given / given.sum())
+            found.append(strata)
+            return draw_by_weights(given, key, size, strata=strata)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(curriculum, "draw_by_weights", draw)
+            assert len(one.choose(known, Key(2), step, 3)) == 3
+        assert weights[0].tolist() == pytest.approx(expected, abs=1e-9), name
+        assert (None if strata[0] is None else strata[0].tolist()) == ([0, 1, 0, 0, 1] if keep else None)
+        more = {"curriculum/target": target} if name == "easy_to_hard" else {}
+        assert one.report(known, step) == pytest.approx(report | more), name
+
+
+def test_a_mixture_draws_each_source_as_often_as_its_share_says_in_every_batch():
+    """Strata give 3 and 1 of 4 prompts, whatever the key, and counts of responses add up over batches."""
+    made = data.mixture(begin={"a": 3.0, "c": 1.0})
+    known = made.init(prompts("cabac"))
+    for number in range(20):
+        drawn = made.choose(known, Key(number), 0, 4)
+        assert sorted(["cabac"[i] for i in drawn.tolist()]) == ["a", "a", "a", "c"]
+        known = made.update(known, drawn, torch.zeros(4).double())
+    assert known.responses.tolist() == [60, 0, 20]
+    shares = {"curriculum/drawn/a": 0.75, "curriculum/drawn/b": 0.0, "curriculum/drawn/c": 0.25}
+    assert made.report(known, 0) == shares
+    assert set(made.report(made.init(prompts("cabac")), 0).values()) == {0.0}
+
+
+def test_a_curriculum_learns_once_of_an_episode_of_several_rows():
+    rollout, cuts = build([(0, [(1, 2), (1, 1), (2, 1)]), (1, [(0, 3)]), (0, [(0, 1), (1, 1)])])
+    scores = torch.tensor([1.0, 0.0, 0.25])
+    rows = cut_up(rollout, cuts)
+    own = scores[[0, 0, 0, 1, 2, 2]]
+    scored = extend(Scored, rows, scores=own - 9.0, named_scores={}, outcomes=own)
+    made, dataset = data.learnability(), prompts("ab")
+    after, _ = data.Learn.of(made, dataset)(data.begin_course(made, dataset), scored)
+    assert after.course.known.successes.tolist() == [1.25, 0.0]
+    assert after.course.known.failures.tolist() == [0.75, 1.0]

@@ -7,10 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fppo import batch, data
+from fppo import batch, data, tree
+from fppo.batch import Column, Prompts, RowInputs
 from fppo.data import DataCursor
 from fppo.key import Key
 from fppo.runtime import checkpoint
@@ -131,3 +132,120 @@ def test_prompt_sets_from_lists():
     ):
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def seen(number: int) -> RowInputs | None:
+    """An image in two of three prompts."""
+    pixels = torch.full((1, 2), float(number))
+    shown = torch.zeros(1, 1, 1, 3, dtype=torch.uint8)
+    return None if number % 3 == 0 else RowInputs({"pixel_values": pixels}, torch.tensor([0]), shown)
+
+
+def written_out(rows, width, first, images) -> Prompts:
+    """The record of these prompts of `whole`, column by column."""
+    tokens = [[row % 7 + 1] * (row % 4 + 1) for row in rows]
+    return Prompts(
+        tokens=torch.tensor([[9] * (width - len(x)) + x for x in tokens]),
+        attention_mask=torch.tensor([[False] * (width - len(x)) + [True] * len(x) for x in tokens]),
+        row_ids=torch.arange(first, first + len(rows)),
+        ids=Column([f"f:{row}" for row in rows]),
+        ground_truth=Column([{"n": row} for row in rows]),
+        source=Column([f"s{row % 2}" for row in rows]),
+        extras=Column([{"i": row} for row in rows]),
+        inputs=Column([seen(row) for row in rows]) if images else None,
+    )
+
+
+def whole(count: int, images: bool) -> data.PromptSet:
+    return data.PromptSet(
+        tokens=tuple((i % 7 + 1,) * (i % 4 + 1) for i in range(count)),
+        ids=tuple(f"f:{i}" for i in range(count)),
+        ground_truths=tuple({"n": i} for i in range(count)),
+        sources=tuple(f"s{i % 2}" for i in range(count)),
+        extras=tuple({"i": i} for i in range(count)),
+        pad_token_id=9,
+        inputs=tuple(map(seen, range(count))) if images else None,
+    )
+
+
+@settings(max_examples=50)
+@given(
+    count=st.integers(1, 6),
+    start=st.integers(0, 12),
+    size=st.integers(1, 9),
+    room=st.sampled_from([None, 0, 2]),
+    how=st.sampled_from(["in order", "shuffled", "own"]),
+    images=st.booleans(),
+)
+def test_a_batch_has_every_column_of_the_next_prompts_whatever_their_order(count, start, size, room, how, images):
+    key = Key(5)
+    orders = {
+        "in order": lambda epoch: list(range(count)),
+        "shuffled": lambda epoch: data.epoch_order(count, key, epoch),
+        "own": lambda epoch: [(epoch + 2 * i) % count for i in range(epoch % 3 + 1)],
+    }
+    stream = [(epoch, place, row) for epoch in range(24) for place, row in enumerate(orders[how](epoch))]
+    rows = [row for _, _, row in stream[start : start + size]]
+    longest = max(row % 4 + 1 for row in rows)
+    width = None if room is None else longest + room
+    (epoch, position, _), (after_epoch, after, _) = stream[start], stream[start + size]
+    found, cursor = data.next_batch(
+        whole(count, images),
+        DataCursor(epoch=epoch, position=position),
+        size=size,
+        key=key,
+        shuffle=how != "in order",
+        width=width,
+        order=orders["own"] if how == "own" else None,
+    )
+    assert tree.digest(found) == tree.digest(written_out(rows, longest if width is None else width, 0, images))
+    assert tree.digest(cursor) == tree.digest(DataCursor(epoch=after_epoch, position=after))
+    chosen = data.select(whole(count, images), rows)
+    assert tree.digest(data.collate(chosen, range(len(rows)), width=width)) == tree.digest(found)
+    assert (chosen.pad_token_id, len(chosen)) == (9, len(rows))
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 9), st.integers(1, 10), st.sampled_from([None, 4, 6]), st.booleans())
+def test_evaluation_batches_have_every_column(count, size, width, images):
+    made = list(data.batches(whole(count, images), size, width=width))
+    for start, found in zip(range(0, count, size), made, strict=True):
+        rows = list(range(start, min(start + size, count)))
+        longest = max(row % 4 + 1 for row in rows)
+        expected = written_out(rows, longest if width is None else width, start, images)
+        assert tree.digest(found) == tree.digest(expected)
+
+
+@pytest.mark.parametrize("order", [[], [3], [-1], [0, 1, 2, 3]])
+def test_an_order_of_other_prompts_is_refused_by_the_name_of_its_function(order):
+    with pytest.raises(ValueError, match=r"mine gave .* of 3 prompts; an epoch is one or more of 0 to 2"):
+        data.checked_order(order, 3, "mine")
+    assert data.checked_order([2.0, 0, 2], 3, "mine") == [2, 0, 2]
+
+
+def test_digests_of_prompts_are_of_tokens_and_of_what_rewards_read_each_apart():
+    """Origins do not enter; every token, boundary, ground truth, source and other field does, and their order."""
+    given = {
+        "prompts": [[1, 2], [3]],
+        "ground_truths": ["a", {"b": 1}],
+        "sources": ["s", "t"],
+        "extras": [{"x": 1}, {}],
+    }
+    first = data.digests_of(data.prompt_set(**given, pad_token_id=0))
+    tokens = [[[1], [2, 3]], [[1, 2, 3], [3]], [[3], [1, 2]], [[1, 4], [3]]]
+    rows = [
+        {"ground_truths": ["a", {"b": 2}]},
+        {"ground_truths": [{"b": 1}, "a"]},
+        {"sources": ["s", "s"]},
+        {"sources": ["t", "s"]},
+        {"extras": [{"x": 2}, {}]},
+        {"extras": [{"y": 1}, {}]},
+        {"extras": [{}, {"x": 1}]},
+    ]
+    others = [data.digests_of(data.prompt_set(**given | {"prompts": each}, pad_token_id=0)) for each in tokens]
+    changed = [data.digests_of(data.prompt_set(**given | each, pad_token_id=0)) for each in rows]
+    assert {each["as rewards read them"] for each in others} == {first["as rewards read them"]}
+    assert {each["as tokens"] for each in changed} == {first["as tokens"]}
+    assert len({each["as tokens"] for each in [first, *others]}) == 1 + len(others)
+    assert len({each["as rewards read them"] for each in [first, *changed]}) == 1 + len(changed)
+    assert data.digests_of(data.prompt_set(**given, ids=["p", "q"], pad_token_id=5)) == first

@@ -1,6 +1,8 @@
 """Prompts with images: where they come from, where they stand, and what is said of those that are none."""
 
 import io
+import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from PIL import Image
 
 from fppo import data
-from fppo.data.images import SHOWN, ImageReader
+from fppo.data.images import FRAMES, SHOWN, ImageReader, _spread, opened
 from tests.data import rows
 from tests.data.processors import processor
 
@@ -172,3 +174,57 @@ def test_images_that_are_not_kept_are_read_again(monkeypatch):
     assert again.inputs is not None
     assert [again.inputs[i] is again.inputs[i] for i in range(3)] == [True, False, False]
     assert list(again.inputs) == list(kept.inputs)
+    for inputs in (again.inputs, kept.inputs):
+        assert len(inputs) == 3
+        assert list(inputs[1:]) == list(inputs[-2:]) == list(kept.inputs)[1:]
+        assert list(inputs.select([2, 0, 2])) == [kept.inputs[i] for i in (2, 0, 2)]
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "RGB"])
+def test_images_of_any_mode_are_opened_in_rgb(mode, tmp_path):
+    image = picture(4).convert(mode)
+    image.save(tmp_path / "x.png")
+    elsewhere = {"bytes": png(image), "path": "nowhere.png"}
+    values = [image, png(image), bytearray(png(image)), elsewhere, str(tmp_path / "x.png"), tmp_path / "x.png"]
+    for value in (*values, {"path": str(tmp_path / "x.png")}):
+        found = opened(value, 1)
+        assert found.mode == "RGB"
+        assert np.array_equal(np.asarray(found), np.asarray(image.convert("RGB")))
+    with pytest.raises(ValueError, match="image 7: a NoneType, not a path, bytes or an image"):
+        opened({"bytes": None}, 7)
+
+
+def test_frames_are_shown_from_the_first_to_the_last_evenly():
+    assert [_spread(total) for total in range(FRAMES + 1)] == [list(range(total)) for total in range(FRAMES + 1)]
+    for total in range(FRAMES + 1, 40):
+        shown = _spread(total)
+        gaps = [b - a for a, b in itertools.pairwise(shown)]
+        assert (len(shown), shown[0], shown[-1]) == (FRAMES, 0, total - 1)
+        assert max(gaps) - min(gaps) <= 1
+
+
+@pytest.mark.parametrize("size", [(96, 96), (97, 10), (10, 192), (400, 3), (3, 3)])
+def test_a_thumbnail_keeps_its_shape_and_a_small_image_every_pixel(size):
+    image = picture(5, size)
+    prompts = encoded([{"prompt": "x", "images": [image]}])
+    shown = prompts.inputs[0].shown[0]
+    width, height = (max(1, int(side * min(1.0, SHOWN / max(size)))) for side in size)
+    assert tuple(shown.shape) == (height, width, 3)
+    if max(size) <= SHOWN:
+        assert torch.equal(shown, torch.from_numpy(np.array(image)))
+
+
+@pytest.mark.parametrize("mark", ["<image>", "<begin>", "<video>", "<soft>", "<3>", "<4>"])
+def test_no_placeholder_of_a_processor_stands_in_texts(mark):
+    """Processors call theirs by several names, and tokens of features have names, too."""
+    names = {"image_token": "<image>", "boi_token": "<begin>", "video_token": "<video>", "image_token_text": "<soft>"}
+    words = SimpleNamespace(convert_ids_to_tokens=lambda ids: [f"<{token}>" for token in ids])
+    reader = ImageReader(SimpleNamespace(tokenizer=words, **names), 3, video=4)
+
+    def messages(text):
+        parts = [{"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": text}]
+        return [{"role": "system", "content": parts[1:2]}, {"role": "user", "content": parts}]
+
+    reader._check_text(messages("<5> image"))
+    with pytest.raises(ValueError, match=rf"the text holds \['{mark}'\], placeholders"):
+        reader._check_text(messages(f"b{mark}c"))

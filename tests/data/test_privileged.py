@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fppo import tree
 from fppo.assembly.run import assemble
 from fppo.batch import Column
-from fppo.data import truth_signs, with_truth
+from fppo.data import truth_signs, with_teacher_prompt, with_truth
 from fppo.key import Key
 from fppo.pipeline import ppo_step
 from fppo.pipeline.checks import innermost
@@ -44,6 +44,28 @@ def test_the_truth_stands_in_front_of_each_prompt_and_all_else_stays():
     assert seen.tokens.shape == (3, 2 + rows.tokens.shape[1])
     again = tree.replace(seen, tokens=rows.tokens, attention_mask=rows.attention_mask)
     assert tree.digest(again) == tree.digest(rows)
+
+
+@given(st.lists(st.lists(st.integers(5, 9), max_size=7), min_size=1, max_size=4), st.integers(0, 9))
+def test_a_teacher_reads_its_own_prompt_before_the_same_response(texts, seed):
+    """Prompts may be shorter or longer than the policy's; all other columns stay, and rows without one are refused."""
+    rows = tree.replace(
+        tiny.experience(seed, len(texts)), extras=Column({"teacher_prompt_ids": ids, "n": 1} for ids in texts)
+    )
+    width, prompt = max(map(len, texts)), rows.tokens.shape[1] - rows.response_mask.shape[1]
+    seen = with_teacher_prompt(rows)
+    assert seen.tokens.shape == seen.attention_mask.shape == (len(texts), width + rows.response_mask.shape[1])
+    assert (seen.tokens.dtype, seen.attention_mask.dtype) == (torch.int64, torch.bool)
+    for row, ids in enumerate(texts):
+        gap = width - len(ids)
+        assert seen.tokens[row, gap:width].tolist() == ids
+        assert seen.attention_mask[row, :width].tolist() == [False] * gap + [True] * len(ids)
+        assert seen.tokens[row, width:].equal(rows.tokens[row, prompt:])
+        assert seen.attention_mask[row, width:].equal(rows.attention_mask[row, prompt:])
+    again = tree.replace(seen, tokens=rows.tokens, attention_mask=rows.attention_mask)
+    assert tree.digest(again) == tree.digest(rows)
+    with pytest.raises(ValueError, match=r"drawn without data\.teacher_prompt"):
+        with_teacher_prompt(tree.replace(rows, extras=Column([*rows.extras[:-1], {"n": 1}])))
 
 
 def test_a_run_shows_it_to_the_critic_alone(tmp_path):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.commands import cli
-from fppo.data.problems import SHOWN, Problems
+from fppo.data.problems import SHOWN, DataError, Problems, fail, together
 from fppo.settings import files
 from tests import tiny_run
 
@@ -33,6 +33,53 @@ def test_each_text_is_one_line_and_all_are_counted(found):
         expected.append(f"f:{places[0]}: {text}{more}")
     left = sum(text in texts[SHOWN:] for text, _ in found)
     assert lines == expected + ([f"and {left} more"] if left else [])
+
+
+found = st.lists(st.tuples(st.sampled_from("abcdefghijkl"), st.sampled_from(["f:1", "g:2", ""])), max_size=SHOWN)
+
+
+def noted(pairs):
+    problems = Problems()
+    for text, place in pairs:
+        problems.add(text, at=place)
+    return problems
+
+
+@settings(max_examples=60)
+@given(found, found)
+def test_problems_of_two_sets_are_those_of_one_with_all(first, second):
+    both = noted(first).and_those_of(noted(second))
+    whole = noted(first + second)
+    assert both.count == whole.count
+    assert both.text("data") == whole.text("data")
+
+
+def test_data_errors_of_one_kind_are_one_error_and_others_stay_apart():
+    ours = noted([("a", "f:1"), ("b", "f:2")])
+    errors = [
+        DataError(ours, "data"),
+        ValueError("x"),
+        DataError(noted([("c", "g:1"), ("a", "g:2")]), "data"),
+        DataError(noted([("a", "f:1")]), "prompts"),
+        ValueError("x"),
+    ]
+    merged = together([*errors, DataError(noted([("d", "h:1")]), "prompts")])
+    assert [str(error) for error in merged] == [
+        str(DataError(noted([("a", "f:1"), ("b", "f:2"), ("c", "g:1"), ("a", "g:2")]), "data")),
+        "x",
+        str(DataError(noted([("a", "f:1"), ("d", "h:1")]), "prompts")),
+        "x",
+    ]
+    assert together([errors[0], DataError(ours, "data")]) == errors[:1]  # of the same rows
+    assert together([]) == []
+
+
+def test_texts_fail_together_and_none_do_not():
+    fail([], "prompts")
+    with pytest.raises(DataError) as told:
+        fail(["a", "b", "a"], "prompts")
+    assert str(told.value) == "3 problems in the prompts:\n  a (and 1 more have it)\n  b"
+    assert (told.value.what, told.value.problems.count) == ("prompts", 3)
 
 
 def test_a_field_that_no_row_has_is_one_line_for_all_sets(tmp_path, capsys):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -73,3 +73,52 @@ def test_special_tokens_end_a_response_as_tokens_and_an_empty_text_is_refused():
     assert data.stop_texts(words, []) is None
     with pytest.raises(ValueError, match="an empty text"):
         data.stop_texts(words, [""])
+
+
+few = st.lists(st.sampled_from([b"a", b"b"]), max_size=3).map(b"".join)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(few, min_size=1, max_size=4),
+    st.lists(few.filter(bool), min_size=1, max_size=3, unique=True),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 4)), min_size=1, max_size=12),
+)
+def test_texts_are_found_where_a_search_of_all_bytes_finds_them(pieces, texts, drawn):
+    """Rows are read side by side; a token beyond the tokenizer's adds nothing."""
+    stops, whole, ended = StopTexts(tuple(texts), tuple(pieces)), dict[int, list[int]](), set[int]()
+    reader = StopReader(stops)
+    for row, token in drawn:
+        tokens = whole.setdefault(row, [])
+        if row in ended:
+            continue
+        tokens.append(token)
+        added = [pieces[each] if each < len(pieces) else b"" for each in tokens]
+        read = b"".join(added)
+
+        def completed(text, read=read, added=added):
+            ends = (at + len(text) for at in range(len(read)) if read.startswith(text, at))
+            return any(end > len(read) - len(added[-1]) for end in ends)
+
+        expected = [text.decode() for text in texts if completed(text)]
+        assert stops.last(tokens) == (expected[0] if expected else None)
+        assert reader.ends(row, token) == bool(expected)
+        ended |= {row} if expected else set()
+        found = stops.end(tokens)
+        if not expected:
+            assert found is None
+            continue
+        ends = {text: read.index(text.encode()) + len(text) for text in expected}
+        least = min(ends.values())
+        assert found == (len(tokens), min(text for text, end in ends.items() if end == least))
+        assert stops.end([*tokens, 0, 0]) == found
+
+
+def test_texts_of_one_tokenizer_share_their_pieces():
+    words = word_tokenizer()
+    first = data.stop_texts(words, ["1 2", "x y", "1 2"])
+    assert first.texts == (b"1 2", b"x y")
+    assert first.pieces == PIECES["words"]
+    again = data.stop_texts(words, ["é"], like=first)
+    assert again.texts == ("é".encode(),)
+    assert again.pieces is first.pieces

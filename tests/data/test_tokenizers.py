@@ -7,6 +7,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig
 
 from fppo import data
+from fppo.data.tokenizers import encode_text, within
 from fppo.rollout.turns.observations import PlainText, Within
 from tests.data.rows import tokenizer
 
@@ -80,3 +81,26 @@ def test_stop_tokens():
     assert data.stop_tokens(tokenizer(), ["1 2"], turn_ends=[7, 1]) == (1, 7)  # a text of several is read as text
     with pytest.raises(ValueError, match=r"stop_token_ids = \[99\]"):
         data.stop_tokens(tokenizer(), [], [3, 99])
+
+
+def test_tokens_below_a_vocabulary_and_none_below_zero():
+    assert within([3, 0, 5, 4], 4) == [3, 0]
+    with pytest.raises(ValueError, match="0: token id -1 is outside the model's vocabulary of 4"):
+        data.check_tokens(data.prompt_set([[3, -1], [4]], pad_token_id=0), 4)
+    with pytest.raises(ValueError, match="the padding token -1 is outside"):
+        data.check_tokens(data.prompt_set([[3]], pad_token_id=-1), 4)
+    data.check_tokens(data.prompt_set([[0, 3]], pad_token_id=3), 4)
+
+
+@pytest.mark.parametrize("first", [(), (9,), (9, 6), (9, 6, 8, 3)])
+@pytest.mark.parametrize("text", ["1 2", "x 1", "x Q 1", "x Q system user 1", "x x 1", "1 1", "x Q x Q 1"])
+def test_a_text_begins_with_the_tokenizer_s_first_tokens_once(first, text):
+    names = {9: "x", 6: "Q", 8: "system", 3: "user"}
+    words, bare = tokenizer(), tokenizer().encode(text)
+    if first:
+        single = " ".join([*(names[token] for token in first), "$A"])
+        special = [(names[token], token) for token in first]
+        words.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    expected = bare if bare[: len(first)] == [*first] else [*first, *bare]
+    assert encode_text(words, text) == expected
+    assert data.prompt_set([text], words).tokens == (tuple(expected),)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -265,3 +266,50 @@ def test_a_processor_may_make_images_of_frames():
         reader.encode(
             [{"role": "user", "content": [*parts, {"type": "image"}]}], images(clip(0)[:1]), [clip(0), clip(1)]
         )
+
+
+def test_a_clip_says_what_it_is_of():
+    found = opened_video(
+        {"frames": clip(1, 12), "fps": 8}, 1, FramePicker(QWEN3.processor.video_processor, None, 5), opened
+    )
+    assert found.metadata == {
+        "total_num_frames": 12,
+        "fps": 8.0,
+        "duration": 1.5,
+        "frames_indices": [0, 3, 6, 8, 11],
+        "height": 16,
+        "width": 8,
+    }
+
+
+def test_files_of_a_directory_are_frames_by_number_but_for_hidden_ones(tmp_path):
+    frames = clip(2, 12)
+    for number, image in enumerate(images(frames)):
+        image.save(tmp_path / f"frame {number}.png")
+    (tmp_path / ".DS_Store").write_bytes(b"hidden")
+    found = opened_video(tmp_path, 1, ALL, opened)
+    assert np.array_equal(found.frames, frames)
+
+
+@pytest.mark.parametrize(("durations", "fps"), [([250, 250, 500], 3.0), ([250, 0, 250], 4.0)])
+def test_frames_of_a_moving_image_have_times_where_all_have_one(durations, fps):
+    """Frames without times count as sampled already, at the rate that is asked for."""
+    file, (first, *others) = io.BytesIO(), images(clip(3, 3))
+    first.save(file, "PNG", save_all=True, append_images=others, duration=durations)
+    found = opened_video(file.getvalue(), 1, FramePicker(QWEN3.processor.video_processor, None, 3), opened)
+    if 0 in durations:
+        found = opened_video(file.getvalue(), 1, ALL, opened)
+    assert (found.total, found.fps, found.indices) == (3, fps, (0, 1, 2))
+
+
+def test_a_processor_is_told_of_the_whole_video_and_of_what_is_asked_for():
+    told = []
+
+    def sample_frames(metadata, **keywords):
+        told.append((metadata.total_num_frames, metadata.fps, metadata.duration, keywords))
+        return np.array([0, 5])
+
+    reader = SimpleNamespace(sample_frames=sample_frames, do_sample_frames=True, fps=2)
+    assert FramePicker(reader, 3.0).pick(12, 8.0) == ((0, 5), 8.0)
+    assert FramePicker(reader, None, 7).pick(12, None) == ((0, 5), 2.0)
+    assert told == [(12, 8.0, 1.5, {"fps": 3.0, "num_frames": None}), (12, 2.0, 6.0, {"fps": None, "num_frames": 7})]

@@ -22,3 +22,12 @@ def test_gpus_are_dealt_from_the_first_on():
 def test_ranks_of_a_mesh_do_not_share_a_gpu(ranks, each, words):
     with pytest.raises(ValueError, match=f"gpus = {each}: .*{words}"):
         RankSpec(count=ranks, gpus=each)
+
+
+@pytest.mark.parametrize("shares", range(1, 60))
+def test_equal_shares_of_a_gpu_are_as_many_as_make_it_whole(shares):
+    """Rounding takes none away, and adds none."""
+    gpus = Gpus(1)
+    assert [gpus.deal(1, 1 / shares) for _ in range(shares)] == [[(0,)]] * shares
+    with pytest.raises(ValueError, match="free of the 1 here: nothing"):
+        gpus.deal(1, 1 / shares)

@@ -1,12 +1,15 @@
 """Calls of functions on ranks: what stays, what comes, what is refused, and what becomes of errors."""
 
+import contextlib
 import gc
 import importlib.util
+import os
 import pickle
 import threading
 import time
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,9 +18,11 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from fppo import tree
-from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, at_once, cluster, group, on
-from fppo.fleet.rank import PLAIN
+from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, RankSpec, at_once, cluster, group, on
+from fppo.fleet.rank import PLAIN, Membership, Rank
 from fppo.runtime import clock
+from fppo.runtime.launch import Place
+from fppo.runtime.mesh import Axis, Mesh, Sharding
 from fppo.runtime.offload import copied
 from tests.fleet.threads import Threads
 from tests.fleet.trees import TREES
@@ -351,3 +356,124 @@ def test_at_once_is_in_turn_and_raises_the_first_error_after_all_have_ended():
 def test_without_ray_there_is_no_cluster_of_it():
     with pytest.raises(ValueError, match="Ray is not installed: pip install"):
         cluster("local")
+
+
+def part_of(x, *, y):
+    return {"small": x["a"][:2], "large": torch.cat([y, y]), "n": 3}
+
+
+def test_the_bytes_of_a_call_are_those_of_its_arguments_and_results(two):
+    """Tensors alone count, small ones and large ones, also in items; results come from one rank."""
+    x, y = {"a": torch.ones(5), "b": torch.ones(1 << 15, dtype=torch.float64)}, torch.ones(1 << 15)
+    two.calls()
+    two.call(part_of, x, y=y, label="named")
+    held = two.call(part_of, x, y=y, stays=True)
+    two.call(dict, held)
+    two.call(counted_to, 3, on_item=lambda _: None)
+    first, kept, again, stream = two.calls()
+    sizes = 5 * 4 + (1 << 15) * 8 + (1 << 15) * 4, 2 * 4 + (1 << 16) * 4
+    assert [(call.there, call.back) for call in (first, kept, again, stream)] == [
+        *(sizes, (sizes[0], 0), (0, sizes[1])),
+        (0, 0),
+    ]
+    assert [call.label for call in (first, kept, again, stream)] == ["named", "part_of", "dict", "counted_to"]
+    assert {(call.group, len(call.ranks)) for call in (first, kept, again, stream)} == {("two", 2)}
+    assert two.calls() == []
+
+
+class Never(Threads):
+    """Ranks that do not start."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.again = again
+
+    def start(self):
+        raise group.RankLost("no room", again=self.again)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_group_that_does_not_start_says_why_and_whether_it_may_later(again):
+    never = Group("never", Never(again))
+    with pytest.raises(GroupDied, match="group 'never' cannot run dict: it has not been started"):
+        never.call(dict)
+    with pytest.raises(GroupDied, match="group 'never' did not start: no room") as raised:
+        never.start()
+    assert (raised.value.again, raised.value.group, raised.value.silent) == (again, "never", False)
+    with pytest.raises(GroupDied, match="group 'never' cannot run dict: no room"):
+        never.call(dict)
+
+
+def test_a_rank_joins_the_mesh_of_its_spec(monkeypatch):
+    """By the same function as ranks of torchrun, with all that the spec says of the mesh."""
+    asked, made = [], Mesh({"context": Axis(2, 1)})
+
+    def joined(*args, **keywords):
+        asked.append((args, keywords))
+        return contextlib.nullcontext((made, None, None))
+
+    monkeypatch.setattr("fppo.fleet.rank.launch.joined", joined)
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "FPPO_STORE_TOKEN",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    ):
+        monkeypatch.setenv(name, "before")
+    cpu, sharding, threads = torch.device("cpu"), Sharding(stage=2), torch.get_num_threads()
+    spec = RankSpec(
+        count=4,
+        sizes={"pipeline": 2, "context": 2},
+        sharding=sharding,
+        virtual_stages=3,
+        ring=True,
+        threads=threads,
+        patience=7.0,
+    )
+    rank = Rank()
+    rank.join(Membership(rank=3, spec=spec, token="secret"), ("127.0.0.9", 1234))
+    (((sizes, place, device), keywords),) = asked
+    assert (sizes, place, device) == (spec.sizes, Place(3, 0, 4, started=True), cpu)
+    assert keywords == {"timeout": 7.0, "sharding": sharding, "virtual_stages": 3}
+    assert rank._here == Here(attrs.evolve(made, ring=True), cpu, 3)
+    names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "FPPO_STORE_TOKEN")
+    assert [os.environ[name] for name in names] == ["127.0.0.9", "1234", "3", "4", "secret"]
+    rank.join(Membership(rank=0, spec=RankSpec(count=2, threads=threads)), ("127.0.0.9", 1))
+    assert asked[1][0][0] == {"shard": 2}
+    assert asked[1][1] == {"timeout": 600.0, "sharding": Sharding(), "virtual_stages": 1}
+    assert not rank._here.mesh.ring
+    alone = Rank()
+    alone.join(Membership(rank=0, spec=RankSpec(threads=threads)), ("", 0))
+    assert (alone._here, len(asked)) == (Here(), 2)
+    assert (RankSpec().device, RankSpec(gpus=1).device, RankSpec(gpus=0.5).sizes) == ("cpu", "cuda", {"shard": 1})
+
+
+def test_arguments_are_checked_in_the_first_call_of_a_function_on_a_value_alone(one, monkeypatch):
+    read = []
+    digest = tree.digest
+    monkeypatch.setattr("fppo.fleet.rank.tree.digest", lambda x: read.append(1) or digest(x))
+    held = one.call(make, HERE, 1.0, stays=True)[0]
+
+    def checks(*args, **keywords):
+        read.clear()
+        one.call(itself, *args, **keywords)
+        return len(read)
+
+    x = {"a": torch.ones(2), "b": torch.ones(1 << 15)}
+    assert [checks(x), checks(x), checks(x, label="other"), checks(x, label="other")] == [4, 0, 4, 0]
+    assert checks(held) == 0
+
+
+def test_ranks_are_told_once_what_nobody_has_a_handle_of(one, monkeypatch):
+    told, send = [], one._ranks.send
+    monkeypatch.setattr(
+        one._ranks, "send", lambda request, large: told.append(sorted(request.forget)) or send(request, large)
+    )
+    held = one.call(make, HERE, 1.0, stays=True)
+    del held
+    gc.collect()
+    one.call(dict)
+    one.call(dict)
+    assert told == [[], [(1, 0), (1, 1)], []]

@@ -2,6 +2,8 @@
 
 import attrs
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fppo_kernels import table
 from fppo_kernels.table import Kernels
@@ -50,3 +52,44 @@ def test_what_a_kernel_lacks_is_told_with_those_that_have_it():
         ValueError, match=r"attention/plain has no window, which is needed; there are \[.*'eager'.*'sdpa'\]"
     ):
         table.get("attention", "plain", needs={"window", "softcap"}, table=extended)
+
+
+FEATURES = st.sets(st.sampled_from(["sinks", "float16", "softcap"]))
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(st.sampled_from("abc"), st.tuples(st.booleans(), FEATURES), min_size=1), FEATURES, st.data())
+def test_a_kernel_is_given_where_it_runs_and_has_what_is_needed(kinds, needs, data):
+    """Otherwise those that could be given are named, with the reason."""
+    made, functions = {}, {name: object() for name in kinds}
+    for name, (refused, lacks) in kinds.items():
+        refuse = (lambda: "needs more") if refused else (lambda: None)
+        made = table.register("op", name, table.Implementation(functions[name], refuse, frozenset(lacks)), table=made)
+    name = data.draw(st.sampled_from([*kinds, "d"]))
+    assert table.available("op", table=made) == {x: "needs more" if no else None for x, (no, _) in kinds.items()}
+    able = sorted(x for x, (refused, lacks) in kinds.items() if not refused and not lacks & needs)
+    if name in able:
+        assert table.get("op", name, needs=sorted(needs), table=made) is functions[name]
+        return
+    with pytest.raises(ValueError) as told:
+        table.get("op", name, needs=sorted(needs), table=made)
+    if name == "d":
+        assert str(told.value) == f"no kernel op/d; there are {sorted(kinds)}"
+    elif kinds[name][0]:
+        assert str(told.value) == f"kernel op/{name} cannot run here: needs more; there are {able}"
+    else:
+        missing = " and no ".join(sorted(kinds[name][1] & needs))
+        assert str(told.value) == f"kernel op/{name} has no {missing}, which is needed; there are {able}"
+
+
+def test_an_implementation_is_known_by_its_function_or_its_name():
+    eager = table.BUILTIN["attention"]["eager"]
+    found = table.get("attention", "eager")
+    assert eager.load() is found
+    assert eager.is_of(found)
+    assert not eager.is_of(table.get("attention", "sdpa"))
+    assert table.Implementation(found).is_of(found)
+    assert eager.definition() is None
+    own = table.BUILTIN["linear"]["float8"].definition()
+    assert (own.__module__, own.__name__) == ("fppo_kernels.linear.float8_reference", "reference")
+    assert table.Implementation(found, reference=found).definition() is found

@@ -104,3 +104,38 @@ def test_an_adapter_spares_the_gradients_of_the_weights_below_it():
     base = whole[0] - flops.attention_flops(model, [10, 3])
     found = flops.train_flops(adapted, [10, 3], head_tokens=7)
     assert found == 3 * whole[1] - base
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("head_tokens", [None, 7])
+def test_training_an_adapter_leaves_out_the_products_for_gradients_of_frozen_weights(head, head_tokens):
+    """A value head is trained whole; a vocabulary head is frozen; shared beginnings are computed once."""
+    model, params = make("qwen2", head=head, dtype=torch.float32)
+    adapted, _ = lora.adapt(model, params, lora.Lora(2, 4.0), key=Key(0))
+    lengths, shared = [10, 6, 3], [2, 4, 0]
+    tokens = sum(lengths) - sum(shared)
+    base = {n: x.shape.numel() for n, x in params.items() if ".layers." in n and len(x.shape) > 1}
+    vocabulary = params["model.embed_tokens.weight"].numel() * (tokens if head_tokens is None else head_tokens)
+    forward = flops.forward_flops(adapted, lengths, head_tokens=head_tokens, shared=shared)
+    spared = 2 * (sum(base.values()) * tokens + (vocabulary if head == "lm" else 0))
+    assert flops.train_flops(adapted, lengths, head_tokens=head_tokens, shared=shared) == 3 * forward - spared
+    head_weights = params["score.weight" if head == "value" else "model.embed_tokens.weight"].numel()
+    assert flops.head_weights(adapted) == head_weights
+
+
+def test_every_device_of_the_table_has_its_own_peak():
+    for name, peak in flops.PEAKS.items():
+        for said in (
+            f"NVIDIA {name}",
+            f"AMD Instinct {name} 80GB",
+            name.lower(),
+            f"NVIDIA-{name.replace(' ', ' SXM ')}-80",
+        ):
+            assert flops.peak_flops(said) == peak, said
+        assert flops.peak_flops(f"X{name}9") is None
+
+
+def test_the_window_of_all_layers_is_the_one_that_each_has():
+    found = {name: flops.window_of_all(made(name)) for name in ("mistral", "qwen2", "gemma2", "gpt2")}
+    assert found == {"mistral": made("mistral").config.sliding_window, "qwen2": None, "gemma2": None, "gpt2": None}
+    assert found["mistral"] is not None

@@ -5,6 +5,8 @@ from functools import partial
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from fppo import models, tree
@@ -261,3 +263,31 @@ def test_what_cannot_be_adapted_is_refused_by_name():
         with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
             attrs.evolve(SPEC, **wrong)
     assert tree.digest(params) == tree.digest(tiny.model_and_params()[1])
+
+
+ENDS = {
+    "q_proj": "self_attn.q_proj",
+    "self_attn.k_proj": "self_attn.k_proj",
+    "model.layers.0.mlp.up_proj": "mlp.up_proj",
+    "mlp.down_proj": "mlp.down_proj",
+}
+INNER = [*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down"))]
+PLACES = {
+    "all-linear": {f"model.layers.{i}.{x}" for i in range(2) for x in INNER},
+    "model.layers.1*": {f"model.layers.1.{x}" for x in INNER},
+    "*.mlp.?ate_proj": {f"model.layers.{i}.mlp.gate_proj" for i in range(2)},
+    "embed_tokens": {"model.embed_tokens"},
+    "lm_head": {"lm_head"},
+} | {end: {f"model.layers.{i}.{x}" for i in range(1 if "layers.0" in end else 2)} for end, x in ENDS.items()}
+
+
+@given(st.sets(st.sampled_from(list(PLACES)), min_size=1), st.sampled_from(["lm", "value"]))
+def test_targets_name_the_weights_whose_paths_they_fit(targets, head):
+    """A value model ignores a vocabulary head, which it lacks; a part of a name is none."""
+    model = models.build(tiny.config(tie_word_embeddings=False), head)
+    expected = set().union(*(PLACES[target] for target in targets)) - ({"lm_head"} if head == "value" else set())
+    found = lora.places_of(model, tuple(targets))
+    assert {name.removesuffix(".weight") for name in found} == expected
+    assert not any(found.values())
+    with pytest.raises(ValueError, match=r"targets \['_proj', 'k_pro'\] name no weight"):
+        lora.places_of(model, ("_proj", *targets, "k_pro"))

@@ -124,3 +124,34 @@ def test_peft_computes_the_same_and_its_own_file_reads_back_equal(name, targets,
         torch.testing.assert_close(weights[each], x, rtol=1e-12, atol=1e-12)
     _, back = read(model, params, tmp_path / "b")
     assert all(torch.equal(back[name], x) for name, x in adapter.items())
+
+
+@pytest.mark.parametrize("scaling", ["standard", "rslora"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "qwen3_moe"])
+def test_the_config_says_all_of_an_adapter(name, scaling, tmp_path):
+    model, params = families.make(name, dtype=torch.float32)
+    targets = ("c_attn",) if name == "gpt2" else ("q_proj", "o_proj") if name == "qwen2" else ("all-linear",)
+    adapted, adapter = lora.adapt(model, params, Lora(3, 6.5, targets, scaling), key=Key(3))
+    lora_files.save(adapted, adapter, tmp_path / "a", base="some/where")
+    stacks = name == "qwen3_moe"
+    places = [each.removesuffix(".weight") for each in sorted(params) if any(t in each for t in targets)]
+    attention = [f"model.layers.{i}.self_attn.{x}_proj" for i in range(2) for x in "koqv"]
+    found = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert found == {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "some/where",
+        "r": 3,
+        "lora_alpha": 6.5,
+        "use_rslora": scaling == "rslora",
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": attention if stacks else [each for each in places if not each.endswith(".bias")],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if stacks else None,
+        "fan_in_fan_out": name == "gpt2",
+    }
+    read_back = lora_files.read_config(tmp_path / "a")
+    assert attrs.evolve(read_back, targets=("x",)) == Lora(3, 6.5, ("x",), scaling)
+    again, _ = lora.adapt(model, params, read_back, key=Key(0))
+    assert lora.frozen_of(again).places == lora.frozen_of(adapted).places

@@ -67,6 +67,28 @@ def test_the_weights_of_replayed_experts_are_this_pass_s_own():
     assert all(grads[f"model.layers.{i}.mlp.gate.weight"].abs().max() > 1e-6 for i in range(2))
 
 
+def test_the_choice_without_a_replay_is_kept_beside_it_on_request():
+    """The first router gets equal tokens in both passes."""
+    model, params = make("qwen3_moe")
+    told = Routes()
+    gradients(model, params, told)
+    chosen = torch.stack([told.routed[i].chosen for i in range(2)], 1)
+    other = chosen.roll(1, 0)
+    again, silent = Routes(other, own=True), Routes(other)
+    (value, _), (plain, _) = gradients(model, params, again), gradients(model, params, silent)
+    assert torch.equal(value, plain)
+    for i in range(2):
+        assert torch.equal(again.routed[i].chosen, other[:, i])
+        assert torch.equal(silent.routed[i].own, other[:, i])
+    assert torch.equal(again.routed[0].own.sort().values, chosen[:, 0].sort().values)
+    assert not torch.equal(again.routed[0].own, again.routed[0].chosen)
+    found = experts_of(again.routed, model.routers, TOKENS)
+    assert torch.equal(found[:, 0].sort().values.long(), chosen[:, 0].sort().values)
+    nothing = experts_of({1: again.routed[1]}, model.routers, TOKENS)
+    assert not nothing[:, 0].any()
+    assert torch.equal(nothing[:, 1].long(), again.routed[1].own)
+
+
 def test_the_experts_of_other_tokens_are_refused():
     model, params = make("qwen3_moe")
     with pytest.raises(ValueError, match="a router gets 7 tokens, and the replayed experts of 5"):

@@ -11,7 +11,7 @@ from fppo.key import Key
 from fppo.models import flops
 from fppo.rollout import Ask, Sampling
 from fppo.steps import Forward, forward_micro_batch
-from tests.models.families import make, plain
+from tests.models.families import CONFIGS, make, plain
 from tests.models.hybrids import EXACT, HYBRIDS
 from tests.models.test_families import WEIGHTS, assert_grads_close, packed_logits, padded_logits, plain_logits
 from tests.rollout.test_embedded import engine_of, make_prompts
@@ -62,3 +62,17 @@ def test_flops_are_those_of_what_a_layer_has():
     attention = 4 * 4 * 8 * 10 * 11 / 2  # of the second layer: 4 heads of 8, 55 pairs
     states = flops.STATE * 4 * 4 * 6 * 10  # of the first: 4 heads, 4 by 6
     assert flops.forward_flops(model, [10], head_tokens=0) == 2 * weights * 10 + attention + states
+
+
+def test_states_stay_whole_on_axes_that_cut_rows_or_heads():
+    """The axes are named, those of one rank and those of whole rows are not, nor is a model without states."""
+    config = HYBRIDS["qwen3_5_text"]
+    whole = {"shard": 4, "replicate": 2, "pipeline": 2, "sequence": 1, "tensor": 1}
+    models.check_rows_whole(config, whole)
+    models.check_rows_whole(CONFIGS["llama"], {"tensor": 2, "sequence": 2, "context": 2})
+    for axes, words in (
+        ({"sequence": 2}, "a sequence axis of 2 ranks"),
+        ({"context": 3, "tensor": 4}, "a context axis of 3 ranks and a tensor axis of 4 ranks"),
+    ):
+        with pytest.raises(ValueError, match=rf"'qwen3_5_text' on {words}: its layers \[0\] carry states"):
+            models.check_rows_whole(config, whole | axes)

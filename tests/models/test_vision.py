@@ -1,13 +1,18 @@
 """Models of images and text run as in transformers or are refused, and come back as they were saved."""
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import AutoModelForImageTextToText
 
 from fppo import models
 from fppo.key import Key
 from fppo.models import vision_pass
+from fppo.models.vision import image_token
 from fppo.models.vision_pass import place_images, row_positions
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
 from tests.steps.test_work_of_a_mini_batch import Waits
@@ -113,3 +118,46 @@ def test_images_go_to_a_device_without_waiting_for_it(name, monkeypatch):
     assert images.counts == (sum(len(inputs.places) for _, inputs in drawn), 0)
     assert all(x.is_meta for x in (*sent.values(), images.places, images.numbers, positions))
     assert sent["pixel_values"].dtype == torch.bfloat16
+
+
+shapes = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=4)
+
+
+@given(shapes, st.data())
+def test_tensors_of_several_rows_lie_behind_one_another_padded_with_zeros(sizes, data):
+    """Tensors are joined by name, whatever other rows lack."""
+    rows = [
+        {"a": torch.full(size, float(number + 1)), f"of {number % 2}": torch.ones(2)}
+        for number, size in enumerate(sizes)
+    ]
+    found = vision_pass.joined(rows, for_device=torch.device("cpu"))
+    assert list(found) == list(dict.fromkeys(name for row in rows for name in row))
+    width, depth, start = max(size[1] for size in sizes), max(size[2] for size in sizes), 0
+    for number, (count, wide, deep) in enumerate(sizes):
+        own = found["a"][start : start + count]
+        expected = torch.zeros(count, width, depth)
+        expected[:, :wide, :deep] = number + 1
+        assert torch.equal(own, expected)
+        start += count
+    assert found["a"].shape == (start, width, depth)
+    assert all(len(found[name]) == 2 * sum(name in row for row in rows) for name in found if name != "a")
+    places = torch.tensor(sorted(data.draw(st.sets(st.integers(0, 19)))), dtype=torch.int64)
+    images = vision_pass.Images({}, torch.arange(len(places)) + 7, places, (9, 0))
+    begin, length = data.draw(st.integers(0, 19)), data.draw(st.integers(0, 9))
+    within = images.within(begin, length)
+    expected = [(7 + i, place - begin) for i, place in enumerate(places.tolist()) if begin <= place < begin + length]
+    assert list(zip(within.numbers.tolist(), within.places.tolist(), strict=True)) == expected
+    assert within.counts == (9, 0)
+
+
+@pytest.mark.parametrize(
+    ("named", "token"),
+    [
+        ({"image_token_id": 0, "image_token_index": 5}, 0),
+        ({"image_token_id": None, "image_token_index": 5}, 5),
+        ({"image_token_index": 0}, 0),
+        ({}, None),
+    ],
+)
+def test_the_placeholder_of_images_is_that_which_the_config_names(named, token):
+    assert image_token(SimpleNamespace(**named)) == token

@@ -1,5 +1,7 @@
 """Sums of a state are those of the whole on every layout, come to the host as sums alone, and see what changed."""
 
+import math
+
 import attrs
 import pytest
 import torch
@@ -160,3 +162,34 @@ def test_how_often_a_state_is_digested_is_counted():
 
     assert len(set(simulate({"shard": 2}, on_rank))) == 1
     assert spacing({"x": torch.ones(3)}, tokens=1, numbers=1, device=CPU, mesh=LOCAL) == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_spacing_is_the_share_of_a_step_that_the_digests_of_a_ranks_parts_take(device):
+    """Each leaf counts by the ranks that share it, and a step's work by all ranks."""
+    sizes = {"rows": (600, 50_000), "cut": (400, 90_000), "experts": (800, 40_000), "whole": (1000, 70_000)}
+    cuts = {"cut": Cut(1, 2, (90_000,)), "experts": Cut(0, 2, (800,), "expert")}
+    axes = {"shard": 2, "expert": 2, "tensor": 2}
+    shared_by = {"rows": 4, "cut": 2 * 4, "experts": 2 * 2, "whole": 1}
+    kinds = {"rows": torch.float32, "cut": torch.bfloat16, "experts": torch.float64, "whole": torch.float32}
+
+    def on_rank(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        whole = {name: torch.empty(size, dtype=kinds[name], device="meta") for name, size in sizes.items()}
+        shapes = {f"[{n!r}]": Extent(x.shape, cuts[n]) if n in cuts else x.shape for n, x in whole.items()}
+        del shapes["['whole']"]
+        given = {"tokens": 3_000_000, "numbers": 10**8, "device": torch.device(device), "mesh": mesh, "shapes": shapes}
+        return (
+            spacing(whole | {"n": 3}, **given),
+            spacing(whole, **given | {"tokens": 3000}),
+            spacing(whole, **given | {"numbers": 10}),
+        )
+
+    rate = digests._RATES.get(("meta", device), digests._RATES["cpu", "cpu"])
+    seconds = sum(math.prod(sizes[n]) * kinds[n].itemsize / shared_by[n] for n in sizes) / rate
+    expected = [
+        max(1, math.ceil(seconds / (0.01 * (1.0 + 8 * numbers * tokens / 8 / digests._FLOPS[device]))))
+        for tokens, numbers in ((3_000_000, 10**8), (3000, 10**8), (3_000_000, 10))
+    ]
+    assert len(set(expected)) > 1
+    assert set(simulate(axes, on_rank)) == {tuple(expected)}

@@ -12,6 +12,7 @@ from fppo.runtime import mesh as meshes
 from fppo.runtime.launch import Place, joined
 from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Axis, Mesh, Sharding
+from fppo.runtime.parent import in_words
 
 
 @pytest.fixture
@@ -107,3 +108,46 @@ def test_ranks_that_fail_are_restarted_unless_a_stop_was_requested(ends, status,
     assert attempts == list(range(starts))
     said = [f"fppo: starting all 4 ranks again ({number} of 2 times)" for number in range(1, starts)]
     assert capsys.readouterr().err.splitlines() == said
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(None, "2"), ("5", "5"), ("", "2")])
+def test_a_rank_finds_its_place_in_its_environment(threads, expected, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if threads is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(launch.os, "sched_getaffinity", lambda _: range(9))
+    given = launch._environment(2, 4, 1234, 3)
+    assert given["OMP_NUM_THREADS"] == expected
+    assert (given["MASTER_ADDR"], given["MASTER_PORT"], given["TORCHELASTIC_USE_AGENT_STORE"]) == (
+        *("127.0.0.1", "1234"),
+        "True",
+    )
+    assert given["FPPO_LAUNCHER"] == str(launch.os.getpid())
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.setenv(name, given[name])
+    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=3)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name)
+    assert Place.of_environment() == Place(2, 2, 4, 4, started=True, attempt=0)
+    monkeypatch.delenv("RANK")
+    assert Place.of_environment() == Place() == Place(0, 0, 1, 1, started=False, attempt=0)
+    assert launch._environment(0, 100, 1, 0)["OMP_NUM_THREADS"] == ("5" if threads == "5" else "1")
+
+
+def test_a_child_sees_those_gpus_of_its_parent_s_that_it_is_to_have():
+    assert launch.visible([0, 2], None) == launch.visible([0, 2], " ") == "0,2"
+    assert launch.visible([0, 2], "4, 5,GPU-a") == "4,GPU-a"
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (0, "with status 0"),
+        (3, "with status 3"),
+        (None, "with status None"),
+        (-9, "by SIGKILL, perhaps for want of memory"),
+        (-15, "by SIGTERM"),
+    ],
+)
+def test_an_end_is_put_into_words(status, words):
+    assert in_words(status) == words

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.runtime.layout import Box, Cut, Layout, boxes
+from fppo.runtime.layout import Box, Cut, Extent, Layout, boxes
 from fppo.runtime.mesh import gradient_sum
 from fppo.runtime.parts import Part
 from fppo.runtime.simulate import simulate
@@ -167,3 +167,33 @@ def test_gradients_of_what_several_stages_hold_are_summed_in_their_order():
         {"middle": [1.0, 2.0], "thrice": all_three},
         {"tied": both, "thrice": all_three},
     ]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_each_part_of_a_parameter_is_counted_by_one_rank_or_once_on_each_expert_rank_with_rows_of_its_own(sharded):
+    shapes = {"dense": torch.Size([4]), "norm": torch.Size([4]), "experts": torch.Size([4])}
+    cuts = {"dense": Cut(0, 2, (4,)), "experts": Cut(0, 2, (4,), "expert")}
+    owners = {name: [] for name in shapes}
+    for expert in range(2):
+        for tensor in range(2):
+            layout = Layout(shapes, cuts, frozenset(), tensor, 2, expert=(expert, 2))
+            for name in shapes:
+                owners[name] += [(expert, tensor)] if layout.owns(name, sharded=sharded) else []
+    assert owners["experts"] == [(0, 0), (1, 0)]
+    assert owners["norm"] == [(0, 0), (1, 0)][: 1 + sharded]
+    assert owners["dense"] == [(0, 0), (0, 1), (1, 0), (1, 1)][: 2 + 2 * sharded]
+
+
+def test_a_layout_of_some_parameters_keeps_their_cuts_and_stages():
+    shapes = {name: torch.Size([4, 2]) for name in "abc"}
+    stages = {"a": (1, 2), "b": (0,), "c": (2,)}
+    layout = Layout(shapes, {"a": Cut(1, 2, (2,)), "b": Cut(0, 2, (4,))}, frozenset({"c"}), 1, 2, stages, 2, 3)
+    some = layout.only(lambda name: name != "b")
+    assert (list(some.whole), some.stages, some.held) == (["a", "c"], {"a": (1, 2), "c": (2,)}, ("a", "c"))
+    assert (some.rank, some.stage_rank, some.once, some.shapes["a"]) == (1, 2, frozenset({"c"}), torch.Size([4, 1]))
+    assert [layout.source(name) for name in "abc"] == [1, 0, 2]
+    assert layout.extent("a") == Extent(shapes["a"], layout.cuts["a"], (1, 2))
+    assert layout.extent("c") == Extent(shapes["c"], None, (2,))
+    plain = Layout(shapes, {"b": Cut(0, 2, (4,))}, frozenset(), 0, 2)
+    assert (plain.extent("a"), plain.extent("b")) == (shapes["a"], Extent(shapes["b"], plain.cuts["b"]))
+    assert plain.source("a") == 0

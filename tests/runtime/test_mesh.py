@@ -1,13 +1,19 @@
 """Meshes: sums over real processes, and updates that two processes share."""
 
+import itertools
+import math
+
+import attrs
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.metrics import Max, Mean, Min, Sum, Term
 from fppo.runtime import mesh as meshes
-from fppo.runtime.mesh import Axis, Mesh, all_reduce, data_metrics, data_sum, gather_over, place_on
+from fppo.runtime.mesh import Axis, Mesh, Sharding, all_reduce, data_metrics, data_sum, gather_over, place_on
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import PolicyTerms, UpdateActor
 from fppo.steps.critic import UpdateCritic
@@ -20,6 +26,7 @@ from fppo.steps.train_state import init_state
 from tests import tiny
 from tests.distributed import processes
 
+CPU = torch.device("cpu")
 OPTIMIZER = adamw(schedule("constant", 1e-2), eps=1e-2, max_grad_norm=0.5)
 
 
@@ -160,3 +167,99 @@ def test_what_ranks_of_several_axes_gather_lies_by_their_places():
         return gather_over(torch.tensor([place_on(mesh, axes), mesh["shard"].rank]), mesh, axes).tolist()
 
     assert simulate({"replicate": 2, "shard": 3}, on_rank) == [[[place, place % 3] for place in range(6)]] * 6
+
+
+def lines_by_hand(sizes, axes):
+    """The lines of ranks that differ on these axes alone, from the ranks' places."""
+    places = list(itertools.product(*map(range, sizes.values())))
+    own, rest = ([list(sizes).index(name) for name in names] for names in (axes, [x for x in sizes if x not in axes]))
+    lines = {}
+    for rank, place in enumerate(places):
+        lines.setdefault(tuple(place[i] for i in rest), []).append((tuple(place[i] for i in own), rank))
+    return [[rank for _, rank in sorted(line)] for _, line in sorted(lines.items())]
+
+
+@given(
+    st.permutations(["replicate", "shard", "tensor"]), st.lists(st.integers(1, 3), min_size=3, max_size=3), st.data()
+)
+def test_lines_are_of_ranks_that_differ_on_no_other_axis(names, numbers, data):
+    sizes = dict(zip(names, numbers, strict=True))
+    axes = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True))
+    ranks = torch.arange(math.prod(numbers)).reshape(numbers)
+    found = meshes.lines_of(ranks, names, [*axes, "expert"])
+    assert found == lines_by_hand(sizes, axes)
+
+
+def test_metrics_go_over_the_ranks_with_other_rows_alone():
+    """Each kind is merged as reports are; ranks of a sequence axis have the same rows."""
+    axes = {"replicate": 2, "shard": 2, "expert": 2, "sequence": 2}
+
+    def report_of(number):
+        x = torch.tensor([1.0 + number, (5.0 - number) ** 2]).double()
+        kinds = {"mean": Mean(x[0], x[1]), "sum": Sum(x[1]), "max": Max(-x[0]), "min": Min(x[1]), "term": Term(x[0])}
+        return {name: type(kind)(*(part.clone() for part in kind)) for name, kind in kinds.items()}
+
+    def run(mesh):
+        own = report_of(place_on(mesh, meshes.DATA_AXES))
+        found = data_metrics(own, mesh)
+        assert [type(kind) for kind in found.values()] == [Mean, Sum, Max, Min, Term]
+        summed = data_sum({"x": own["sum"].value, "n": 3}, mesh)
+        return metrics.report(found), summed["x"].item(), summed["n"]
+
+    merged = metrics.report(metrics.merge(*map(report_of, range(8))))
+    for report, x, n in simulate(axes, run):
+        assert report == pytest.approx(merged)
+        assert (x, n) == (merged["sum"], 3)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_are_summed_over_each_axis_with_shares_of_them_once(sharded):
+    """Gradients of shards are sums over the shard axis already."""
+    axes = {"replicate": 2, "shard": 2, "context": 2}
+
+    def run(mesh):
+        number = place_on(mesh, ("replicate", "shard", "context"))
+        mesh = attrs.evolve(mesh, sharding=Sharding() if sharded else None)
+        return number, meshes.gradient_sum({"x": torch.tensor([2.0**number])}, mesh)["x"].item()
+
+    for number, found in simulate(axes, run):
+        others = [n for n in range(8) if not sharded or n // 2 % 2 == number // 2 % 2]
+        assert found == sum(2.0**n for n in others)
+
+
+def test_values_of_all_ranks_or_of_a_line_come_as_text_in_order():
+    def run(mesh):
+        value = {"rank": place_on(mesh, meshes.AXES), "text": "é" * mesh["shard"].rank, "none": None}
+        every = meshes.gather_objects(value, mesh, meshes.AXES, CPU)
+        return every, [x["rank"] for x in meshes.gather_objects(value, mesh, ["shard"], CPU)]
+
+    for rank, (every, line) in enumerate(simulate({"replicate": 2, "shard": 3}, run)):
+        assert every == [{"rank": n, "text": "é" * (n % 3), "none": None} for n in range(6)]
+        assert line == [rank // 3 * 3 + n for n in range(3)]
+    assert meshes.gather_objects(value := object(), Mesh(), meshes.AXES, CPU) == [value]
+
+
+def test_a_mesh_tells_which_axes_cut_what():
+    two = Axis(2, 1)
+    for name in meshes.AXES:
+        mesh = Mesh({name: two})
+        assert mesh.cuts == (name in ("pipeline", "expert", "tensor"))
+        assert not mesh.sharded
+        assert attrs.evolve(mesh, sharding=Sharding()).sharded == (name in ("shard", "expert"))
+        assert attrs.evolve(mesh, sharding=Sharding()).cuts == (mesh.cuts or name == "shard")
+        assert mesh.token_axis == (two if name in ("sequence", "context") else Axis())
+        assert (place_on(mesh, meshes.AXES), meshes.ranks_on(mesh, meshes.AXES)) == (1, 2)
+        assert not meshes.is_first(mesh)
+    assert meshes.is_first(Mesh({"replicate": Axis(2, 0)}))
+
+
+def test_a_device_that_is_not_there_is_named_by_its_setting(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert meshes.named_device("cpu", "a.b") == CPU
+    with pytest.raises(ValueError, match=r"^a\.b: torch sees no GPU here; give cpu"):
+        meshes.named_device("cuda", "a.b")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [meshes.named_device(name, "a.b").index for name in ("cuda", "cuda:1")] == [None, 1]
+    with pytest.raises(ValueError, match=r"^a\.b: there are 2 GPUs here, cuda:0 the first"):
+        meshes.named_device("cuda:2", "a.b")
