@@ -150,10 +150,55 @@ def test_models_whose_passes_are_as_long_as_any_are_recorded(name, records_):
 
 
 def test_models_with_states_images_or_a_longest_row_are_not_recorded():
-    assert not records(models.build(hybrids.HYBRIDS["qwen3_next"]), recorded.LOCAL)
+    assert not any(records(models.build(hybrids.HYBRIDS[name]), recorded.LOCAL) for name in ("lfm2", "qwen3_next"))
     assert not records(make_vision("qwen2_vl")[1], recorded.LOCAL)
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     assert not records(models.build(tiny.config(rope_parameters=rope)), recorded.LOCAL)  # it knows no longer row
+
+
+def test_a_recorder_takes_rows_with_a_prompt_and_a_response_whose_tokens_are_their_own():
+    """Rows that share prompts are other tokens than a recording has places for."""
+    forward, record, params, _ = forwards()
+    rows = tiny.experience(0, 4)
+    placed, masks = record.placed(params, {}), masks_of(rows)
+    assert record.takes(placed, (rows,), masks, forward)
+    assert not record.takes(params, (rows,), masks, forward)
+    assert not record.takes(placed, (rows,), None, forward)
+    assert not record.takes(placed, (rows,), masks, attrs.evolve(forward, remove_padding=False))
+    assert not record.takes(placed, (rows,), masks._replace(tokens=rows.tokens), forward)
+    assert not record.takes(placed, (rows,), masks._replace(response=masks.response[:, :0]), forward)
+    assert not record.takes(placed, (rows,), masks._replace(response=masks.attention), forward)
+
+
+def test_parameters_of_other_dtypes_have_buffers_and_recordings_of_their_own():
+    forward, record, params, log = forwards()
+    small = {name: x.float() / 2 for name, x in params.items()}
+    assert {x.dtype for x in record.placed(params, {}).values()} == {torch.float64}
+    assert {x.dtype for x in record.placed(params, dict.fromkeys(params, torch.float32)).values()} == {torch.float32}
+    for seed in (0, 1, 2):
+        rows = tiny.experience(seed, 4)
+        for weights in (params, small):
+            run = partial(compute_log_probs, weights, rows, forward=forward, micro_batching=MicroBatching(size=4))
+            torch.testing.assert_close(run(record=record), run(record=None))
+    assert log.recorded == 2
+
+
+def test_a_pass_with_gradients_is_recorded_apart_from_one_without():
+    forward, record, params, _ = forwards()
+    rows = tiny.experience(0, 4)
+    placed, masks, seen = record.placed(params, {}), masks_of(rows), list[bool]()
+
+    def run(params, columns, indices):
+        seen.append(torch.is_grad_enabled())
+        return columns[0].response_mask.sum()
+
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            record(run, "count", placed, (rows,), masks, forward)
+    assert seen == [True, False]
+    record(run, "count", placed, (rows,), masks, forward)
+    record(run, "count", placed, (rows,), masks, forward)
+    assert seen == [True, False, True]  # recorded by its second call, and replayed by its third
 
 
 def test_as_many_tokens_are_recorded_as_the_host_takes_to_launch():
