@@ -226,6 +226,34 @@ def test_rows_of_an_evaluation_and_of_trackers_have_their_own_texts_and_scores()
     assert list(shown[0]) == ["prompt", "response", "score", "score.a", "ground_truth", "finish"]
 
 
+def test_a_table_has_each_responses_own_numbers_texts_and_tokens():
+    rows = attrs.evolve(
+        scored(),
+        row_ids=torch.tensor([7, 3]),
+        groups=torch.tensor([5, 5]),
+        episodes=torch.tensor([2, 1]),
+        versions=torch.tensor([8, 9]),
+        advantages=torch.tensor([[1.0, 2.0, 1e9], [3.0, 4.0, 5.0]]),
+    )
+    found = samples.table_of(rows, Letters(), 4).to_pylist()
+    texts = [{name: x for name, x in row.items() if name not in ("score", "ground_truth")} for row in ROWS]
+    numbers = [
+        {"row_id": 7, "episode": 2, "version": 8, "id": "x", "source": "s", "length": 2, "score": 0.5, "score.a": 1.0},
+        {"row_id": 3, "episode": 1, "version": 9, "id": "7", "source": "t", "length": 1, "score": None},
+    ]
+    numbers[0]["response"], numbers[1]["score.a"] = "cd<0>", 0.25
+    lists = [
+        {"tokens": [3, 4, 0], "pieces": ["c", "d", "<0>"], "mask": [True, False, True], "advantages": [1.0, 2.0, 1e9]},
+        {"tokens": [8], "pieces": ["h"], "mask": [True], "advantages": [3.0]},
+    ]
+    for row, *parts, truth in zip(found, texts, numbers, lists, ["9", '{"k": 1}'], strict=True):
+        expected = {"step": 4, "group": 5, "ground_truth": truth} | parts[0] | parts[1] | parts[2]
+        assert {name: row[name] for name in expected} == expected
+    more = {name for name in samples.LISTS if getattr(rows, name) is not None}
+    assert set(found[0]) == {*expected, *more}
+    assert "episode" not in samples.table_of(attrs.evolve(rows, episodes=None), Letters(), 4).column_names
+
+
 def test_responses_beside_the_truth_have_the_numbers_of_their_tokens():
     numbers = [torch.arange(6.0).view(2, 3) + 10 * i + 1 / 3 for i in range(4)]
     found = samples.truth_lines(Beside(scored(), *numbers), Letters(), 5)
