@@ -26,7 +26,18 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.timing import StageSpan
 from fppo.pipeline.train import StepRecord
 from fppo.pipeline.truth import Beside
-from fppo.runs import evaluations, loggers, observers, resuming, samples, serving, session, starts
+from fppo.runs import (
+    evaluations,
+    loggers,
+    observers,
+    resuming,
+    sample_files,
+    samples,
+    sampling,
+    serving,
+    session,
+    starts,
+)
 from fppo.runs.jsonl import JsonLines
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import Axis, Mesh
@@ -252,6 +263,61 @@ def test_a_table_has_each_responses_own_numbers_texts_and_tokens():
     more = {name for name in samples.LISTS if getattr(rows, name) is not None}
     assert set(found[0]) == {*expected, *more}
     assert "episode" not in samples.table_of(attrs.evolve(rows, episodes=None), Letters(), 4).column_names
+
+
+def test_no_rows_are_written_where_none_are_counted(tmp_path):
+    written = sample_files.SampleFiles(tmp_path / "samples", Letters(), count=0, most_bytes=1e9)
+    written(StepRecord(run=simple(step=1), experience=scored(), metrics={}))
+    written.close()
+    assert list((tmp_path / "samples").iterdir()) == []
+
+
+@pytest.mark.parametrize(("stop", "done"), [(None, 4), (3, 3), (1, 1)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_batches_are_sampled_in_turn_until_a_request_to_stop(tmp_path, monkeypatch, capsys, stop, done, rank):
+    """Each is numbered from 1 where it is written, goes on from the prompts before, and has a line of the console."""
+    calls, written, requests = [], [], []
+
+    def sample(run, *, program, draw):
+        calls.append((run.step, run.cursor, program, draw))
+        if len(calls) == stop:
+            requests.append(0.0)
+        return scored(), run.cursor + 5, {}
+
+    monkeypatch.setattr(sampling, "sample", sample)
+    monkeypatch.setattr(sampling, "replace", lambda run, **changes: simple(**vars(run) | changes))
+    monkeypatch.setattr(sampling.saved, "write", lambda rows, directory, step: written.append((directory, step)))
+    monkeypatch.setattr(sampling.metrics, "report", lambda report: {"critic/score/mean": 0.25})
+    monkeypatch.setattr(sampling, "any_rank", lambda wanted, mesh, device: wanted)
+    monkeypatch.setattr(sampling, "device_of", lambda params: None)
+    monkeypatch.setattr(session, "at", lambda settings, made: simple(step=9, cursor=7, actor=simple(params={})))
+    monkeypatch.setattr(session, "stop_requests", lambda announce: contextlib.nullcontext(requests))
+    clock = iter(float(2 * i) for i in range(100))
+    monkeypatch.setattr(sampling, "now", lambda: next(clock))
+    made = simple(
+        mesh=Mesh({"shard": Axis(2, rank)}), program="program", draw="draw", inputs=simple(tokenizer=Letters())
+    )
+    settings = tiny_run.settings(tmp_path)
+    assert settings.steps == 4
+    assert sampling.run_sampling(settings, made) == done
+    assert calls == [(i, 7 + 5 * i, "program", "draw") for i in range(done)]
+    directory = tmp_path / "run" / "rollouts"
+    numbers = [] if rank else [*range(1, done + 1)]
+    assert written == [(directory, number) for number in numbers]
+    assert directory.exists() is not bool(rank)
+    if not rank:
+        lines = [json.loads(line) for line in (directory / "samples.jsonl").read_text().splitlines()]
+        assert [(line["step"], line["id"]) for line in lines] == [(i, name) for i in numbers for name in ("x", 7)]
+        assert (directory / session.SETTINGS).exists()
+    said = capsys.readouterr().out
+    assert said == "".join(f"batch {i}/4  score 0.250  length 1.5  tok/s 2\n" for i in numbers)
+
+
+def test_sampling_does_not_write_over_rollouts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling.saved, "steps", lambda directory: [3])
+    monkeypatch.setattr(session, "at", None)
+    with pytest.raises(ValueError, match="rollouts holds rollouts already"):
+        sampling.run_sampling(tiny_run.settings(tmp_path), simple(mesh=session.LOCAL))
 
 
 def test_responses_beside_the_truth_have_the_numbers_of_their_tokens():
