@@ -411,6 +411,17 @@ def test_a_record_that_is_opened_knows_its_last_settings(tmp_path):
         run.samples(1)
 
 
+def test_a_run_that_went_on_from_another_one_says_so_after_each_start(tmp_path):
+    """Also where its first step is begun again with other settings, by its own command."""
+    (tmp_path / "run").mkdir()
+    other = str(tmp_path / "other")
+    for resume, seed, step in ((other, 3, 4), ("auto", 8, 4), ("auto", 9, 6), ("auto", 9, 5)):
+        starts.record(tiny_run.settings(tmp_path, resume=resume, seed=seed), step)
+        assert (starts.source(tmp_path / "run"), starts.first(tmp_path / "run")) == (other, 4)
+        made = {"auto": [8, 9][step > 4], other: 3}[resume]
+        assert starts.load(tmp_path / "run", step + 1).seed == made
+
+
 # resuming
 
 
