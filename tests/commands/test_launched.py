@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from fppo.commands.actions import CommandRank
 from fppo.commands.check import Rewarded, ShownPrompt
 from fppo.data import prompt_set
 from fppo.pipeline.swap import Parting
-from fppo.runtime.mesh import LOCAL
+from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.settings import files, machine, modules, places
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
@@ -509,3 +510,54 @@ def test_a_command_alone_is_on_no_mesh():
         None,
     )
     assert re.fullmatch(r"usage: fppo COMMAND .*", cli.usage().splitlines()[0])
+
+
+# fppo replay
+
+
+@pytest.mark.parametrize(("differs", "status"), [(None, 0), (4, 1)])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_replay_goes_on_from_span_to_span_to_the_first_difference(
+    monkeypatch, tmp_path, capsys, differs, status, rank
+):
+    """The spans' steps are computed by their own settings, from the state after the span before."""
+    calls = []
+
+    def replayed(run, **how):
+        calls.append((run.step, how))
+        for step in range(run.step + 1, how["until"] + 1):
+            leaf = SimpleNamespace(part="actor", leaf="w") if step == differs else None
+            yield SimpleNamespace(step=step), leaf
+
+    @contextlib.contextmanager
+    def again(settings, made_by, here):
+        assert made_by == "maker"
+        yield SimpleNamespace(shapes=f"shapes {settings}", device="device"), f"begin {settings}"
+
+    monkeypatch.setattr(actions.session, "recorded", lambda directory: {3: "c", 5: "e"})
+    monkeypatch.setattr(actions.session, "say_misnamed", lambda directory, mesh: calls.append((directory, mesh)))
+    monkeypatch.setattr(actions.session, "of_state", lambda assembly: f"state {assembly.shapes}")
+    monkeypatch.setattr(actions, "beginning", lambda directory, step: step - 3)
+    monkeypatch.setattr(actions, "restored", lambda assembly, directory, begin: SimpleNamespace(step=begin))
+    monkeypatch.setattr(actions.starts, "spans", lambda directory, a, b: {(3, 5): [("one", 3), ("two", 5)]}[a, b])
+    monkeypatch.setattr(actions.starts, "made_by", lambda directory: "maker")
+    monkeypatch.setattr(actions, "_steps_again", again)
+    monkeypatch.setattr(actions.replays, "replay", replayed)
+    here = SimpleNamespace(mesh=Mesh({"shard": Axis(2, rank)}))
+    assert actions.replay(tmp_path, 5, here) == status
+    how = {"recorded": {3: "c", 5: "e"}, "mesh": here.mesh, "device": "device"}
+    assert calls == [
+        (tmp_path / "checkpoints", here.mesh),
+        *(
+            (
+                begin,
+                {"begin": f"begin {x}", "until": end, "shapes": f"shapes {x}", "of_state": f"state shapes {x}"} | how,
+            )
+            for x, begin, end in (("one", 2, 3), ("two", 3, 5))
+        ),
+    ]
+    equal = "step {}: equal, bit for bit\n".format
+    plain = "step 4: no digests were recorded\n" + equal(5)
+    said = "from the checkpoint of step 2\n" + equal(3)
+    said += plain if differs is None else "step 4: actor differs first in w\n"
+    assert capsys.readouterr().out == ("" if rank else said)
