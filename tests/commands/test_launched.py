@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fppo.commands import ablate as ablating
-from fppo.commands import actions, check, cli, completion, distributed, start
+from fppo.commands import actions, check, cli, completion, distributed, plan, start
 from fppo.commands import help as helps
 from fppo.commands.actions import CommandRank
 from fppo.commands.check import Rewarded, ShownPrompt
@@ -561,3 +561,16 @@ def test_a_replay_goes_on_from_span_to_span_to_the_first_difference(
     said = "from the checkpoint of step 2\n" + equal(3)
     said += plain if differs is None else "step 4: actor differs first in w\n"
     assert capsys.readouterr().out == ("" if rank else said)
+
+
+@pytest.mark.parametrize("best", [None, "mesh"])
+def test_a_search_is_for_the_sequences_of_an_update(tmp_path, monkeypatch, best):
+    calls = []
+    monkeypatch.setattr(plan, "budgeted", lambda settings, options: "case")
+    monkeypatch.setattr(plan, "search", lambda *given: calls.append(given) or SimpleNamespace(best=best))
+    monkeypatch.setattr(plan.text, "of_search", lambda found: [])
+    monkeypatch.setattr(plan.text, "numbers_of_search", lambda found: {})
+    settings = tiny_run.settings(tmp_path, rollout__batch_size=8, actor__mini_batch_size=4)
+    options = SimpleNamespace(search=16, json=None)
+    assert plan.run(settings, options) == (0 if best else 1)
+    assert calls == [("case", 16, 4)]
