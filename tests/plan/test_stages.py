@@ -1,0 +1,57 @@
+"""A planned stage: how much it waits for the slowest of its pipeline, and which of a rank's state is on the host."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+from fppo.plan.case import Role
+from fppo.plan.host import state_of
+from fppo.plan.passes import Built
+from fppo.plan.plan import TRANSIENT, _stage
+from tests.plan.cases import case
+
+PLAN: Any = sys.modules["fppo.plan.plan"]
+
+
+@pytest.mark.parametrize(("rank", "slowest"), [(0, 4.0), (1, 1.0), (2, 2.0)])
+@pytest.mark.parametrize("name", ["update actor", "log-probs"])
+def test_a_stage_waits_for_the_slowest_of_its_pipeline(monkeypatch, rank, slowest, name):
+    asked: list[Any] = []
+    kind = next(iter(TRANSIENT))
+    monkeypatch.setattr(PLAN, "pipeline_work", lambda at, *_: [3.0, 12.0, 6.0])
+    monkeypatch.setattr(PLAN, "seconds_of", lambda phases, at, **named: asked.append((phases, at, named)) or "seconds")
+    monkeypatch.setattr(PLAN, "peak_of", lambda phases: ("there", SimpleNamespace(peak={kind: 7})))
+    monkeypatch.setattr(PLAN, "wires", lambda phases, at: {"to": len(phases)})
+    whole = case(mesh={"pipeline": 3}, pipeline_rank=rank)
+    at, phases = whole.at(name), ["phase", "another"]
+    passed: Any = phases
+    made = _stage(whole, at, name, {"rest": 5.0}, passed, Built())
+    assert asked == [(phases, at, {"slowest": slowest, "recorded": False})]
+    assert (made.name, made.where, made.seconds, made.wire) == (name, "there", "seconds", {"to": 2})
+    assert made.memory.items() >= {"rest": 5.0, kind: 7.0}.items()
+
+
+LEVELS = ["none", "moments", "all"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("of_critic", [None, *LEVELS])
+@pytest.mark.parametrize("of_reference", [None, "none", "all"])
+def test_each_role_says_what_of_its_state_is_on_the_host(level, of_critic, of_reference):
+    roles = {"critic": Role(offload=of_critic), "reference": Role(offload=of_reference)}
+    found = state_of(attrs.evolve(case(layers=1, offload=level), roles=roles), Built())
+    critic, reference = of_critic or level, of_reference or level
+    assert {name: away for name, (away, _) in found.items()} == {
+        "actor's parameters": level == "all",
+        "actor's optimizer": level != "none",
+        "critic's parameters": critic == "all",
+        "critic's optimizer": critic != "none",
+        "reference's parameters": reference == "all",
+    }
+    actor, moments = (found[f"actor's {x}"][1] for x in ("parameters", "optimizer"))
+    assert sum(moments) == 2 * sum(actor) == 2 * sum(found["reference's parameters"][1])
