@@ -36,6 +36,28 @@ def test_a_stage_waits_for_the_slowest_of_its_pipeline(monkeypatch, rank, slowes
     assert made.memory.items() >= {"rest": 5.0, kind: 7.0}.items()
 
 
+@pytest.mark.parametrize("name", ["log-probs", "reference", "values", "update critic", "update actor"])
+def test_only_updates_train(monkeypatch, name):
+    """By the counts of a model's work: what a stage computes for a mini-batch, divided among the ranks."""
+    asked: list[Any] = []
+
+    def count(kind: str, work: float) -> Any:
+        return lambda model, lengths, **named: asked.append((kind, model.head, lengths, named)) or work
+
+    counts = SimpleNamespace(train_flops=count("train", 30.0), forward_flops=count("forward", 12.0))
+    for part, stand_in in {"pipeline_work": [1.0], "seconds_of": "seconds", "wires": {}}.items():
+        monkeypatch.setattr(PLAN, part, lambda *_, made=stand_in, **__: made)
+    monkeypatch.setattr(PLAN, "peak_of", lambda phases: ("there", SimpleNamespace(peak={})))
+    monkeypatch.setattr(PLAN, "flops", counts)
+    whole = case(mesh={"shard": 2})
+    at = whole.at(name)
+    made = _stage(whole, at, name, {}, [], Built())
+    trains, head = name.startswith("update"), "value" if name in ("values", "update critic") else "lm"
+    tokens = {"head_tokens": at.rows * at.response_tokens, "shared": at.shared}
+    assert asked == [("train" if trains else "forward", head, [at.length] * at.rows, tokens)]
+    assert made.model_flops == (30.0 if trains else 12.0) / at.rows * whole.mini_batch / 2
+
+
 LEVELS = ["none", "moments", "all"]
 
 
