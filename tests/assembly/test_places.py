@@ -162,6 +162,22 @@ def test_an_evaluation_by_itself_is_the_one_of_the_run(task, changes):
         assert (alone.device.type, alone.bases) == ("cpu", None)
 
 
+@pytest.mark.parametrize("build", [assemble, assemble_evaluation])
+def test_settings_are_resolved_for_the_device_that_is_given(task, monkeypatch, build):
+    asked = []
+
+    def refuse(settings, device=None):
+        asked.append((settings, device))
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr("fppo.assembly.run.resolved", refuse)
+    of = settings(task)
+    for device in (torch.device("cpu"), None):
+        with pytest.raises(RuntimeError, match="seen"), build(of, device=device):
+            pass
+        assert asked.pop() == (of, device)
+
+
 def test_an_evaluation_without_prompts_is_refused(task):
     with (
         pytest.raises(ValueError, match=r"data\.eval_path is not set"),
