@@ -1,4 +1,5 @@
-"""A planned stage: how much it waits for the slowest of its pipeline, and which of a rank's state is on the host."""
+"""A planned stage: how much it waits for the slowest of its pipeline, and which of a rank's state is on the host; and
+the order in which more GPUs are offered."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
+from fppo.plan import search
 from fppo.plan.case import Role
 from fppo.plan.host import state_of
 from fppo.plan.passes import Built
@@ -77,3 +79,21 @@ def test_each_role_says_what_of_its_state_is_on_the_host(level, of_critic, of_re
     }
     actor, moments = (found[f"actor's {x}"][1] for x in ("parameters", "optimizer"))
     assert sum(moments) == 2 * sum(actor) == 2 * sum(found["reference's parameters"][1])
+
+
+@pytest.mark.parametrize(
+    ("alone", "both", "expected"),
+    [(8, 4, [4, 8]), (4, 8, [4, 8]), (4, 4, [4, 4]), (None, 8, [8]), (4, None, [4]), (None, None, [])],
+)
+def test_more_gpus_are_offered_the_fewest_first(monkeypatch, alone, both, expected):
+    """By one change alone, and by several together, where nothing helps on the given number of them."""
+
+    def remedy(world: int | None) -> Any:
+        return None if world is None else SimpleNamespace(plan=SimpleNamespace(case=SimpleNamespace(world=world)))
+
+    monkeypatch.setattr(search, "families", lambda case: [])
+    monkeypatch.setattr(search, "_helps", lambda family, base: True)
+    monkeypatch.setattr(search, "_first", lambda *_: remedy(alone))
+    monkeypatch.setattr(search, "_together", lambda case, built, flags=None: remedy(both) if flags else None)
+    base: Any = SimpleNamespace(case=case())
+    assert [x.plan.case.world for x in search.remedies(base)] == expected
