@@ -178,6 +178,13 @@ def test_settings_are_resolved_for_the_device_that_is_given(task, monkeypatch, b
         assert asked.pop() == (of, device)
 
 
+def test_the_truth_is_asked_of_the_engine_that_answers_turns(task, monkeypatch):
+    monkeypatch.setattr("fppo.assembly.run._truth", lambda how, advantage, turns, inputs, engine, passes: engine)
+    with assemble(settings(task, rollout__turns__respond="tests.rollout.functions:adder")) as made:
+        evaluate: Any = made.evaluate
+        assert evaluate.truth is evaluate.engine is made.program.rollout.engine
+
+
 def test_an_evaluation_without_prompts_is_refused(task):
     with (
         pytest.raises(ValueError, match=r"data\.eval_path is not set"),
