@@ -732,9 +732,14 @@ def numbered(rules: list[Any]) -> list[str]:
     return [f"{rule[-1][0]}-{number}" for number, rule in enumerate(rules)]
 
 
+WRONG: dict[str, list[str]] = {}  # what is wrong with settings of which several rows are one step away
+
+
 @pytest.mark.parametrize(("agreeing", "step", "named"), RULES, ids=numbered(RULES))
 def test_settings_agree_until_one_step_further(agreeing, step, named):
-    assert [*map(str, checks.problems(make(agreeing)))] == []
+    if (text := repr(agreeing)) not in WRONG:
+        WRONG[text] = [*map(str, checks.problems(make(agreeing)))]
+    assert WRONG[text] == []
     found = checks.problems(make(agreeing | step))
     assert sorted(problem.path for problem in found) == sorted(named), [*map(str, found)]
 
