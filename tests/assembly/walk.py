@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo.data import DemonstrationSet, PromptSet
+from fppo.fields import only
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.table import Kernels
 
 PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, Path)
-OPAQUE = (Model, Kernels, Mesh, torch.Tensor, PreTrainedTokenizerBase)  # which have tests of their own
+OPAQUE = (Mesh, torch.Tensor, PreTrainedTokenizerBase)  # which have tests of their own
 WITHIN = ("RewardRunner", "EarlyRewardRunner", "LanguageJudge", "ToolRunner", "EnvironmentRunner")
 AROUND = ("stage", "()", "score", "engine", "runner", "write_")  # what only wraps, or is wrapped: no part of a path
 PASSED = ("pieces", "make_on_finished", "numbers")  # of tokens, of the runner that rewards have, of all prompts
@@ -28,16 +29,32 @@ PASSED = ("pieces", "make_on_finished", "numbers")  # of tokens, of the runner t
 def walked(value: Any, path: str = "") -> dict[str, Any]:
     """Every plain value in frozen classes, mappings, sequences, what functions are bound to, and what they enclose.
 
-    Paths leave out what wraps, so that a stage has one path with and without others around it.
+    Paths leave out what wraps, so that a stage has one path with and without others around it. A model is its head, its
+    size and how it runs, kernels are the names of their functions.
     """
     found: dict[str, Any] = {}
     _walk(value, path, frozenset(), found)
     return found
 
 
-def _walk(value: Any, path: str, above: frozenset[int], found: dict[str, Any]) -> None:
+def placed(value: Any, names: Mapping[int, str]) -> dict[str, set[str]]:
+    """Which of some objects, by their `id`, are at which paths; `names` are what they are called."""
+    found: dict[str, Any] = {}
+    _walk(value, "", frozenset(), found, names)
+    return {
+        path.rstrip("'"): {x for place, x in found.items() if place.rstrip("'") == path.rstrip("'")} for path in found
+    }
+
+
+def _walk(
+    value: Any, path: str, above: frozenset[int], found: dict[str, Any], names: Mapping[int, str] | None = None
+) -> None:
     value = inspect.unwrap(value) if inspect.isfunction(value) else value  # of checks of annotations
-    if isinstance(value, PLAIN):
+    if names is not None and id(value) in names:
+        _note(found, path, names[id(value)])
+    elif names is not None and isinstance(value, (*PLAIN, Key, PromptSet, DemonstrationSet)):
+        return
+    elif isinstance(value, PLAIN):
         _note(found, path, value)
     elif isinstance(value, Key):
         _note(found, path, value.seed)
@@ -49,8 +66,8 @@ def _walk(value: Any, path: str, above: frozenset[int], found: dict[str, Any]) -
         for name, part in _parts(value):
             inside = path if name in AROUND else f"{path}.{name}".removeprefix(".")
             if name not in PASSED:
-                _walk(part, inside, above | {id(value)}, found)
-        if inspect.isfunction(value) or inspect.isbuiltin(value):
+                _walk(part, inside, above | {id(value)}, found, names)
+        if names is None and (inspect.isfunction(value) or inspect.isbuiltin(value)):
             _note(found, f"{path}()", value.__qualname__)
 
 
@@ -62,7 +79,14 @@ def _note(found: dict[str, Any], path: str, value: Any) -> None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if attrs.has(type(value)):
+    if isinstance(value, Model):
+        adapter = value.frozen and str(value.frozen.lora)
+        yield from {"head": value.head, "width": value.config.hidden_size, "layers": len(value.layers)}.items()
+        yield from only(value, "compute_dtype", "checkpoint_layers", "compile_layers", "trust_remote_code").items()
+        yield "adapter", adapter
+    elif isinstance(value, Kernels):
+        yield from ((x.name, _name(getattr(value, x.name))) for x in attrs.fields(Kernels))
+    elif attrs.has(type(value)):
         yield from ((x.name, getattr(value, x.name)) for x in attrs.fields(type(value)))
     elif isinstance(value, Mapping):
         yield from ((str(name), part) for name, part in value.items())
@@ -80,6 +104,14 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from inspect.getclosurevars(value).nonlocals.items()
     elif type(value).__name__ in WITHIN:
         yield from ((name.lstrip("_"), part) for name, part in vars(value).items())
+
+
+def _name(kernel: Any) -> str:
+    """The module and the name of a kernel's function."""
+    while isinstance(kernel, partial):
+        kernel = kernel.func
+    kernel = inspect.unwrap(kernel) if inspect.isfunction(kernel) else kernel
+    return f"{kernel.__module__.rpartition('.')[2]}.{getattr(kernel, '__qualname__', type(kernel).__name__)}"
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,3 +262,59 @@ def test_operations_without_products_take_the_memorys_time():
     cost.flops["matmul float32"] = 2 * GPU.flops_float32 * MATMUL_SHARE
     cost.other["traffic"] = round(4 * GPU.bandwidth * estimate.COPY_SHARE)
     assert estimate.busy_seconds(cost, GPU) == pytest.approx(1 + 2 + 4)
+
+
+NO_WORK = {"products": 0.0, "attention": 0.0, "head": 0.0, "last": 0.0}
+SIZES = {"compute_dtype": torch.bfloat16, "tokens": 1024, "length": 64, "micro_batches": 4}
+
+
+@pytest.fixture
+def no_launches(monkeypatch):
+    """Where operations take no time, the rest of a stage is what it sends."""
+    monkeypatch.setattr(estimate, "PASS_LAUNCH", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("stage", "of_update", "before"),
+    [(1, (2 + 4) / 4, 2 / 4), (2, 2 + 4, 2), (3, 2 * 2 + 4, 2)],  # bytes for each parameter and pass
+)
+def test_shards_gather_weights_in_each_pass_and_scatter_gradients(no_launches, stage, of_update, before):
+    """In 16 bits, and in float32; at stage 1 once for all four passes, at stage 3 twice in each."""
+    what, facts = of(mesh={"shard": 4}, stage=stage, **SIZES)
+    each, whole = attrs.evolve(facts["actor"], **NO_WORK), 3 * LAYER + 2 * EMBEDDING
+    rate = LINK_SHARE * GPU.node_bandwidth
+    for name, size in (("update actor", of_update), ("log-probs", before)):
+        expected = 4 * whole * size * 3 / 4 / rate
+        assert estimate._seconds(what, name, each) == pytest.approx(expected)
+    single = attrs.evolve(what, compute_dtype=None)
+    assert estimate._seconds(single, "log-probs", each) == pytest.approx(2 * 4 * whole * before * 3 / 4 / rate)
+    again = attrs.evolve(what, mesh={"shard": 4, "tensor": 2, "replicate": 2})
+    sums = estimate._sums(again, each) + 4 * estimate._exchanges(again, each, 3, 2)
+    gathered = 4 * whole / 2 * of_update * 3 / 4 / rate
+    ring = estimate.link(again, estimate.DENSE)[1] * LINK_SHARE
+    assert estimate._seconds(again, "update actor", each) == pytest.approx(gathered * rate / ring + sums)
+
+
+@pytest.mark.parametrize(("again", "ways"), [(False, 2), (True, 3)])
+def test_experts_are_sent_their_tokens_in_every_run_of_a_layer(no_launches, again, ways):
+    mix = {"config": mixture(chosen=2), "mesh": {"expert": 2, "shard": 2}, "load": 1.5, **SIZES}
+    what = case(hardware=GPU, checkpoint_layers=again, **mix)
+    facts = attrs.evolve(facts_of(what, model_of(case(config=mixture(chosen=2)), "actor")), **NO_WORK)
+    sent = 2 * 2 * (1024 * 128 * 2) * (1 / 2) * 1.5  # to the experts and back, of tokens that go elsewhere
+    rate = LINK_SHARE * GPU.node_bandwidth
+    dense = facts.dense + 2 * facts.outside
+    update = dense * 8 * 3 / 4 + facts.experts / 2 * 8 * 1 / 2
+    before = dense * 2 * 3 / 4 + facts.experts / 2 * 2 * 1 / 2
+    assert estimate._seconds(what, "update actor", facts) == pytest.approx(4 * (update + 2 * ways * sent) / rate)
+    assert estimate._seconds(what, "log-probs", facts) == pytest.approx(4 * (before + 2 * 1 * sent) / rate)
+
+
+@pytest.mark.parametrize("virtual", [1, 3])
+def test_ranks_of_a_pipeline_send_what_comes_out_of_their_stages(no_launches, virtual):
+    what, facts = of(mesh={"pipeline": 3, "tensor": 2}, virtual_stages=virtual, layers=9, **SIZES)
+    each = attrs.evolve(facts["actor"], **NO_WORK)
+    rate, hidden = LINK_SHARE * GPU.node_bandwidth, 1024 * 128 * 2
+    wait = 1 + 2 / (virtual * 4)
+    for name, ways in (("update actor", 2), ("log-probs", 1)):
+        sent = ways * virtual * hidden / 2 + 4 * 3 * ways * hidden / 2  # a rank's three layers over two ranks
+        assert estimate._seconds(what, name, each) == pytest.approx(4 * sent / rate * wait)
