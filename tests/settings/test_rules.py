@@ -5,41 +5,33 @@ Each row gives settings without a problem, a change of them, and the settings th
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from fppo.settings import checks, files
-from fppo.settings.checks_sft import sft_problems
-from fppo.settings.train import TrainSettings
-
-BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
-HELD = {"data.eval_path": ["b.jsonl"]}
-GROUPS = {"algorithm.advantage": "grpo", "rollout.n": 2}
-NO_CRITIC = {"algorithm.advantage": "reinforce_plus_plus"}
-VLLM = {"rollout.engine": "vllm"}
-APART = VLLM | {"rollout.vllm.host": "process"}
-ENV = {"rollout.environment": "my:env", "reward.functions": []}
-AGENT = {"rollout.environment": "agent", "rollout.environment.play": "my:play", "reward.functions": []}
-TOOL = {"rollout.turns.respond": "my:tool"}
-SAVED = {"rollout.from": "saved"}
-JUDGE = {"reward.judge.path": "j"}
-SCORER = {"reward.model.path": "r"}
-LORA = {"model.lora.rank": 4}
-KL = {"actor.kl_coef": 0.1}
-TAUGHT = {
-    "algorithm.advantage": "distill",
-    "model.teacher_path": "t",
-    "model.teacher_dtype": "bfloat16",
-    "model.teacher_offload": True,
-}
-OWN_PROMPTS = TAUGHT | {"data.teacher_prompt": "x", "data.teacher_prompt_tokens": 9}
-UNSCORED = TAUGHT | HELD | {"reward.functions": [], "eval.temperature": 1.0}
-IMAGES = {"data.chat": True, "data.images": "i"}
-EXACT = HELD | {"eval.exact_values": True}
-GAME = EXACT | {"rollout.turns.respond": "my:game", "reward.functions": ["my:game.score"]}
-
-Rule = tuple[dict[str, Any], dict[str, Any], list[str]]
+from tests.settings.rules import (
+    AGENT,
+    APART,
+    BASE,
+    ENV,
+    EXACT,
+    GAME,
+    GROUPS,
+    HELD,
+    IMAGES,
+    JUDGE,
+    KL,
+    LORA,
+    NO_CRITIC,
+    OWN_PROMPTS,
+    SAVED,
+    SCORER,
+    TAUGHT,
+    TOOL,
+    UNSCORED,
+    VLLM,
+    Rule,
+    check_rule,
+    numbered,
+)
 
 OF_MODELS: list[Rule] = [
     (GROUPS, {"model.critic_path": "c"}, ["model.critic_path"]),
@@ -611,220 +603,9 @@ OF_REWARDS: list[Rule] = [
     ),
 ]
 
-TWO = {"a": {"ranks": 2}, "c": {"ranks": 1}}
-POOLED = {"placement.pools": TWO, "placement.roles.actor": "a", "placement.roles.critic": "c"}
-ENGINES = POOLED | {"placement.pools": TWO | {"e": {"ranks": 2}}, "placement.roles.rollout": "e"}
-ALONE = {"placement.roles.critic": "here"}
-
-
-def pooled(**pools: dict[str, Any]) -> dict[str, Any]:
-    """Pools in place of the two, or beside them."""
-    return {"placement.pools": TWO | pools}
-
-
-ON_GPUS = pooled(a={"ranks": 2, "gpus": 1}, c={"ranks": 1, "gpus": 1})
-OF_PLACES: list[Rule] = [
-    (POOLED, {"placement.roles.critic": "d"}, ["placement.roles.critic", "placement.pools.c"]),
-    (POOLED, {"placement.roles.actor": "here"}, ["placement.pools.a"]),
-    (POOLED, pooled(d={"ranks": 1}), ["placement.pools.d"]),
-    (POOLED, pooled(here={"ranks": 1}), ["placement.pools.here"] * 2),
-    (POOLED, pooled(c={"ranks": 0}), ["placement.pools.c.ranks"]),
-    (POOLED, pooled(c={"threads": 1}), ["placement.pools.c.ranks"]),
-    (POOLED, GROUPS, ["placement.roles.critic"]),
-    (POOLED | KL | {"placement.roles.reference": "c"}, {"actor.kl_coef": 0.0}, ["placement.roles.reference"]),
-    (POOLED | KL, {"placement.roles.reference": "here"}, ["placement.roles.reference"]),
-    (
-        POOLED | ALONE | TAUGHT | {"placement.roles.teacher": "c"},
-        NO_CRITIC | {"model.teacher_path": None, "model.teacher_dtype": "float32", "model.teacher_offload": None},
-        ["placement.roles.teacher"],
-    ),
-    (
-        POOLED | ALONE | SCORER | {"placement.roles.reward": "c"},
-        {"reward.model.path": None},
-        ["placement.roles.reward"],
-    ),
-    (POOLED | {"placement.cluster": "host:1"}, {"placement.cluster": "host"}, ["placement.cluster"]),
-    *(
-        (
-            POOLED | {f"placement.{name}": value},
-            {"placement.pools": {}, **ALONE, "placement.roles.actor": "here"},
-            [f"placement.{name}"],
-        )
-        for name, value in {"cluster": "local", "patience": 7.0, "restarts": 7}.items()
-    ),
-    (POOLED, {"mesh.shard": 2}, ["mesh"]),
-    (POOLED, APART, ["rollout.engine"]),
-    (
-        ENGINES | {"placement.engines.rows": 8},
-        {"placement.roles.rollout": None, "placement.pools": TWO},
-        ["placement.engines.rows"],
-    ),
-    (ENGINES, {"placement.roles.rollout": "c"}, ["placement.roles.rollout", "placement.pools.e"]),
-    (ENGINES, {"placement.roles.rollout": "here", "placement.pools": TWO}, ["placement.roles.rollout"]),
-    *(
-        (ENGINES, pooled(e={"ranks": 2, axis: 2}), [f"placement.pools.e.{axis}"])
-        for axis in ("shard", "replicate", "tensor")
-    ),
-    (ENGINES, pooled(e={"ranks": 2, "ring": True}), ["placement.pools.e.ring"]),
-    (ENGINES, pooled(e={"ranks": 2, "virtual_stages": 2}), ["placement.pools.e.virtual_stages"]),
-    (ENGINES | HELD | SAVED, {"data.eval_path": []}, ["placement.roles.rollout"]),
-    (ENGINES | VLLM, {"rollout.vllm.sleep": True}, ["rollout.vllm.sleep"]),
-    (ENGINES | APART, {"rollout.vllm.devices": [1]}, ["rollout.vllm.devices"]),
-    (ENGINES | APART, {"rollout.vllm.host": "ray"}, ["rollout.vllm.host"]),
-    (
-        ENGINES | APART | pooled(e={"ranks": 2, "gpus": 2}) | {"rollout.vllm.tensor_parallel": 2},
-        pooled(e={"ranks": 2, "gpus": 1}),
-        ["placement.pools.e.gpus"],
-    ),
-    (POOLED | ON_GPUS, pooled(a={"ranks": 2, "gpus": 1}), ["placement.pools.c.gpus"]),
-    (POOLED | ON_GPUS, {"device": "cpu"}, ["placement.pools.a.gpus", "placement.pools.c.gpus"]),
-    (POOLED | ON_GPUS | {"device": "cuda"}, pooled(), ["placement.pools.a.gpus", "placement.pools.c.gpus"]),
-    (POOLED | ON_GPUS, pooled(a={"ranks": 2, "gpus": 2}, c={"ranks": 1, "gpus": 1}), ["placement.pools.a.gpus"]),
-    (POOLED | ON_GPUS, pooled(a={"ranks": 2, "gpus": 0.5}, c={"ranks": 1, "gpus": 0.5}), ["placement.pools.a.gpus"]),
-    (
-        ENGINES | {"placement.pools": ON_GPUS["placement.pools"] | {"e": {"ranks": 2}}},
-        {"placement.pools": ON_GPUS["placement.pools"] | {"e": {"ranks": 2, "tensor": 2}}},
-        ["placement.pools.e.tensor"],
-    ),
-    (
-        POOLED | pooled(a={"ranks": 4, "tensor": 2}),
-        pooled(a={"ranks": 3, "tensor": 2}),
-        ["placement.pools.a"],
-    ),
-    (
-        POOLED | pooled(a={"ranks": 8}) | {"actor.mini_batch_size": 8},
-        {"actor.mini_batch_size": 4},
-        ["placement.pools.a"],
-    ),
-    (
-        POOLED | pooled(c={"ranks": 8}) | {"critic.mini_batch_size": 8},
-        {"critic.mini_batch_size": 4},
-        ["placement.pools.c"],
-    ),
-    (
-        POOLED | KL | pooled(r={"ranks": 8}) | {"placement.roles.reference": "r", "actor.mini_batch_size": 4},
-        {"placement.roles.reference": None, "placement.pools": {"a": {"ranks": 8}, "c": {"ranks": 1}}},
-        ["placement.pools.a"],
-    ),
-    (
-        POOLED | pooled(a={"ranks": 2, "tensor": 2}),
-        {"actor.optimizer": "muon"},
-        ["placement.pools.a"],
-    ),
-    (
-        POOLED | pooled(c={"ranks": 2, "tensor": 2}) | {"actor.optimizer": "muon"},
-        {"critic.optimizer": "muon"},
-        ["placement.pools.c"],
-    ),
-]
-
-RULES = [
-    *(OF_MODELS + OF_ALGORITHMS + OF_ADAPTERS + OF_CRITICS + OF_UPDATES + OF_ROLLOUTS + OF_DATA + OF_REWARDS),
-    *OF_PLACES,
-]
-
-
-def make(changes: dict[str, Any]) -> TrainSettings:
-    return files.replace(TrainSettings(), BASE | changes)
-
-
-def numbered(rules: list[Any]) -> list[str]:
-    return [f"{rule[-1][0]}-{number}" for number, rule in enumerate(rules)]
-
-
-WRONG: dict[str, list[str]] = {}  # what is wrong with settings of which several rows are one step away
+RULES = OF_MODELS + OF_ALGORITHMS + OF_ADAPTERS + OF_CRITICS + OF_UPDATES + OF_ROLLOUTS + OF_DATA + OF_REWARDS
 
 
 @pytest.mark.parametrize(("agreeing", "step", "named"), RULES, ids=numbered(RULES))
 def test_settings_agree_until_one_step_further(agreeing, step, named):
-    if (text := repr(agreeing)) not in WRONG:
-        WRONG[text] = [*map(str, checks.problems(make(agreeing)))]
-    assert WRONG[text] == []
-    found = checks.problems(make(agreeing | step))
-    assert sorted(problem.path for problem in found) == sorted(named), [*map(str, found)]
-
-
-# world, settings that so many ranks run, a change, and what is named
-MESHES: list[tuple[int, dict[str, Any], dict[str, Any], list[str]]] = [
-    (2, {"mesh.sequence": 2}, {"model.remove_padding": False}, ["mesh.sequence"]),
-    (2, {"mesh.pipeline": 2, "mesh.virtual_stages": 2}, {"mesh.pipeline": 1}, ["mesh.virtual_stages"]),
-    (2, {"mesh.pipeline": 2}, {"model.compile_layers": True}, ["mesh.pipeline"]),
-    (2, {"mesh.context": 2, "mesh.ring": True}, {"mesh.context": 1}, ["mesh.ring"]),
-    (2, {"mesh.context": 2}, {"model.remove_padding": False}, ["mesh.context"]),
-    (4, {"mesh.context": 2}, {"mesh.sequence": 2}, ["mesh.context"]),
-    (2, {"mesh.expert": 2}, {"model.compile_layers": True}, ["mesh.expert"]),
-    (2, {"mesh.expert": 2}, {"actor.optimizer": "muon"}, ["actor.optimizer.name"]),
-    (2, {"mesh.tensor": 2}, {"critic.optimizer": "muon"}, ["critic.optimizer.name"]),
-    (2, GROUPS | {"mesh.tensor": 2, "critic.optimizer": "muon"}, {"actor.optimizer": "muon"}, ["actor.optimizer.name"]),
-    (2, {"mesh.shard": 2, "actor.optimizer": "muon"}, {"mesh.shard": 1, "mesh.tensor": 2}, ["actor.optimizer.name"]),
-    (2, {"mesh.tensor": 2}, {"model.remove_padding": False}, ["mesh.tensor"]),
-    *(
-        (2, {"mesh.tensor": 2, "model.log_probs": "chunked"}, {"model.log_probs": x}, ["model.log_probs"])
-        for x in ("compiled", "liger")
-    ),
-    (2, APART, {"rollout.vllm.host": "local"}, ["rollout.vllm.host"]),
-    (8, {"actor.mini_batch_size": 8}, {"actor.mini_batch_size": 4}, ["actor.mini_batch_size"]),
-    (8, {"critic.mini_batch_size": 8}, {"critic.mini_batch_size": 4}, ["critic.mini_batch_size"]),
-    (8, GROUPS | {"critic.mini_batch_size": 4}, {"algorithm.advantage": "gae"}, ["critic.mini_batch_size"]),
-    (8, {"rollout.batch_size": 8}, {"rollout.batch_size": 4}, ["actor.mini_batch_size", "critic.mini_batch_size"]),
-    *(
-        (8, {f"mesh.{axis}": 2, "actor.mini_batch_size": 4}, {f"mesh.{axis}": 1}, ["actor.mini_batch_size"])
-        for axis in ("pipeline", "sequence", "context", "tensor")
-    ),
-    *(
-        (8, {f"mesh.{axis}": 2, "actor.mini_batch_size": 8}, {"actor.mini_batch_size": 4}, ["actor.mini_batch_size"])
-        for axis in ("replicate", "shard", "expert")
-    ),
-    (6, {"mesh.replicate": 3}, {"mesh.replicate": 4}, ["mesh"]),
-    (6, {"mesh.replicate": 3, "mesh.shard": 2}, {"mesh.shard": 1}, ["mesh"]),
-    (6, {"mesh.replicate": 3, "mesh.shard": 2}, {"mesh.shard": 4}, ["mesh"]),
-]
-
-
-@pytest.mark.parametrize(("world", "agreeing", "step", "named"), MESHES, ids=numbered(MESHES))
-def test_a_mesh_of_ranks_agrees_until_one_step_further(world, agreeing, step, named):
-    def found(changes):
-        changes = {"mesh.shard": None, **changes}
-        return [x.path for x in checks.mesh_problems(make(changes), world)]
-
-    if "mesh.shard" in agreeing and agreeing["mesh.shard"] == 2 and world == 8:
-        agreeing = agreeing | {"mesh.replicate": 4}
-    assert found(agreeing) == []
-    assert found(agreeing | step) == named
-
-
-SFT = {"reward.functions": []}
-OF_SFT: list[Rule] = [
-    ({"sft.messages": "m", "data.chat": True, "sft.turns": "last"}, {"sft.messages": None}, ["sft.turns"]),
-    ({"sft.response": "r"}, {"sft.messages": "m", "data.chat": True}, ["sft.response"]),
-    ({"sft.messages": "m", "data.chat": True}, {"data.chat": False}, ["sft.messages"]),
-    ({"data.chat": True}, {"data.images": "i"}, ["data.images"]),
-    ({"data.chat": True}, {"data.videos": "i"}, ["data.videos"]),
-    ({"data.path": [], "data.rows": "my:rows"}, {"data.rows": None}, ["data.path"]),
-    ({"sft.micro_batch_size": 2, "sft.token_budget": 0}, {"sft.token_budget": 9}, ["sft.micro_batch_size"]),
-    ({"sft.micro_batch_size": 2, "sft.token_budget": 0}, {"sft.micro_batch_size": 0}, ["sft.token_budget"]),
-    ({"sft.weight_mode": "seq-mean-token-sum-norm", "sft.horizon": 9}, {"sft.horizon": None}, ["sft.horizon"]),
-    (
-        {"sft.weight_mode": "seq-mean-token-sum-norm", "sft.horizon": 9},
-        {"sft.weight_mode": "token-sum"},
-        ["sft.horizon"],
-    ),
-    (
-        {"sft.optimizer.schedule": "exponential", "sft.optimizer.min_lr_ratio": 0.1},
-        {"sft.optimizer.min_lr_ratio": 0.0},
-        ["sft.optimizer.min_lr_ratio"],
-    ),
-    ({"steps": 5, "sft.optimizer.warmup_steps": 4}, {"steps": 4}, ["sft.optimizer.warmup_steps"]),
-    (
-        {"steps": 5, "sft.optimizer.warmup_steps": 9, "sft.epochs": 1},
-        {"sft.epochs": None},
-        ["sft.optimizer.warmup_steps"],
-    ),
-    ({}, {"placement.pools": {"a": {"ranks": 1}}, "placement.roles.actor": "a"}, ["placement"]),
-]
-
-
-@pytest.mark.parametrize(("agreeing", "step", "named"), OF_SFT, ids=numbered(OF_SFT))
-def test_settings_of_a_supervised_run_agree_until_one_step_further(agreeing, step, named):
-    assert [x.path for x in sft_problems(make(SFT | agreeing))] == []
-    assert [x.path for x in sft_problems(make(SFT | agreeing | step))] == named
+    check_rule(agreeing, step, named)
