@@ -57,6 +57,38 @@ def test_outputs_that_fit_the_return_say_it(name):
     assert head.loss_fn(outputs, returns, returns, mask)[0].shape == (1, 3)
 
 
+HEADS = {
+    "mse": ("value_loss", {"clip": 0.3}),
+    "huber": ("huber_value_loss", {"delta": 0.4, "clip": 0.3}),
+    "hl_gauss": ("hl_gauss", {"low": LOW, "high": HIGH, "sigma": 1.5}),
+    "two_hot": ("two_hot", SPAN),
+    "quantile": ("quantile_loss", {"delta": 0.4}),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_has_the_loss_of_its_options(name):
+    """Each option apart, and all of them, beside the loss that is given them itself; what is left out is the loss's."""
+    loss_name, options = HEADS[name]
+    loss_fn, wide = getattr(losses, loss_name), name not in ("mse", "huber")
+    noise = torch.Generator().manual_seed(2)
+    old, returns = torch.randn(2, 3, 7, generator=noise, dtype=torch.float64)
+    outputs = torch.randn(*((3, 7, 5) if wide else (3, 7)), generator=noise, dtype=torch.float64)
+    mask = torch.rand(3, 7, generator=noise) < 0.8
+    span = SPAN if "low" in options else {}
+    cases = [options, *({**span, key: value} for key, value in options.items())]
+    cases += [{"clip": None}] if "clip" in options else []
+    for case in cases:
+        head = getattr(losses, f"{name}_head")(**case, **({"bins": 5} if wide else {}))
+        found, _ = head.loss_fn(outputs, old, returns, mask)
+        expected, _ = loss_fn(outputs, old, returns, mask, **case)
+        assert torch.equal(found, expected), case
+        if span:
+            assert torch.equal(head.read(outputs), getattr(losses, f"{name}_head")(bins=5, **span).read(outputs))
+        if case != span:  # an option that does nothing would be equal whatever is made of it
+            assert not torch.equal(expected, loss_fn(outputs, old, returns, mask, **span)[0]), case
+
+
 def test_a_quantile_is_pulled_up_by_its_share_and_down_by_the_rest():
     """Far from the return Huber's slope is 1: the quantile of share t gains t above it, and loses 1 - t below."""
     shares = [0.125, 0.375, 0.625, 0.875]

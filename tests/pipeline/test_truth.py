@@ -10,8 +10,8 @@ from fppo import data, metrics, models
 from fppo.assembly.inputs import read_eval_inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Prompts, narrow
-from fppo.pipeline.truth import Beside, _pointing, one_answer
-from fppo.rollout.engine import Ask
+from fppo.pipeline.truth import Beside, _pointing, one_answer, right_answers
+from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import LOCAL
 from fppo.settings.files import SettingsError
 from tests import tiny, tiny_run
@@ -93,6 +93,23 @@ def test_it_is_the_difference_to_the_probability_of_the_answer(task):
 def test_what_has_no_one_right_answer_is_refused(task, changes, text):
     with pytest.raises(SettingsError, match=f"eval.exact_values = True.*{text}"):
         tiny_run.settings(task, eval__exact_values=True, **changes)
+
+
+@pytest.mark.parametrize(
+    ("most", "rows"),
+    [
+        (4, [[5, 9], [5, 6, 7, 9]]),
+        (3, [[5, 9], [5, 6, 7]]),  # no room for the end
+        (2, [[5, 9], []]),  # longer than a response can be
+    ],
+)
+def test_a_right_answer_has_its_end_where_there_is_room(most, rows):
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(x) for x in text])
+    prompts = SimpleNamespace(ground_truth=[" 5", "567 "], tokens=torch.zeros(2, 1))
+    sampling = Sampling(max_tokens=most, stop_token_ids=(9,))
+    tokens, mask = right_answers(prompts, tokenizer=tokenizer, sampling=sampling)
+    assert [row[own].tolist() for row, own in zip(tokens, mask, strict=True)] == rows
+    assert tokens.shape == mask.shape == (2, max(map(len, rows)))
 
 
 def test_advantages_of_the_answer_itself_discount_the_next_value():

@@ -234,6 +234,23 @@ def test_a_row_that_goes_on_counts_with_all_its_tokens_towards_the_longest():
             requests.add([request("c", (7, 8), after="a", sampling=attrs.evolve(most, max_tokens=65 - had - 2))])
 
 
+def test_a_kept_row_is_read_anew_behind_an_update():
+    model, params = make("qwen2")
+    noise = torch.Generator().manual_seed(1)
+    newer = {name: x + 0.1 * torch.randn(x.shape, generator=noise).double() for name, x in params.items()}
+    with opened(engine_of(model), params) as requests:
+        requests.add([request("a", keep=True)])
+        first = ended(requests)["a"].tokens.tolist()
+        requests.update(newer, 1)
+        requests.add([request("b", (7, 8), after="a", row=2)])
+        found = ended(requests)["b"]
+    with opened(engine_of(model), newer) as requests:
+        requests.add([request("b", (3, 4, *first, 7, 8), row=2)])
+        expected = ended(requests)["b"]
+    assert torch.equal(found.tokens, expected.tokens)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, rtol=0, atol=1e-12)
+
+
 def test_an_update_finds_rows_that_read_and_prompts_that_wait():
     """An observation that is read by steps is read anew, once; samples of a prompt that was read begin anew, too."""
     model, params = make("qwen2")

@@ -17,9 +17,11 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import bases, lora
 from fppo.models.adapted import Lora
+from fppo.runtime.mesh import LOCAL
 from fppo.serve.tinker.data import Datum, rows_of
 from fppo.serve.tinker.losses import LOSSES, Loss
 from fppo.serve.tinker.runs import (
+    OPTIMIZERS,
     Adapters,
     StepParams,
     TrainingRun,
@@ -35,8 +37,10 @@ from fppo.serve.tinker.runs import (
 from fppo.steps.actor import UpdateActor
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
+from fppo.steps.muon import muon
 from fppo.steps.optimizers import adamw
 from fppo.steps.outputs import Forward
+from fppo.steps.schedules import schedule
 from fppo.steps.targets import forward_targets
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
@@ -202,6 +206,25 @@ def test_verbs_change_nothing_but_what_they_return(optimizer):
     assert tree.digest(mine.params) == before
     assert all(a.model.frozen.params[name] is x for name, x in mine.params.items())  # the base is held once
     assert sampling_params(a) == (a.model, a.state.params)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("clip", [0.0, 0.5])
+def test_an_optimizer_has_the_numbers_of_its_step(name, clip):
+    """After three steps, in which momenta and second moments differ by their own decay."""
+    numbers = StepParams(learning_rate=0.03, beta1=0.6, beta2=0.8, eps=1e-3, weight_decay=0.1, grad_clip_norm=clip)
+    shared = {"betas": (0.6, 0.8), "eps": 1e-3, "weight_decay": 0.1, "max_grad_norm": clip or None}
+    made = {"adamw": adamw, "muon": partial(muon, momentum=0.6)}[name](schedule("constant", 0.03), **shared)
+    noise = torch.Generator().manual_seed(3)
+    params = {"layers.0.weight": torch.randn(4, 3, generator=noise), "bias": torch.randn(3, generator=noise)}
+    runs = []
+    for optimizer in (made, OPTIMIZERS[name](numbers, base())):
+        now, state = params, optimizer.init(params)
+        for step in range(3):
+            grads = {key: Key(step).uniform(torch.arange(x.numel()), 1).float().view(x.shape) for key, x in now.items()}
+            now, state, _ = optimizer.update(now, grads, state, step, mesh=LOCAL)
+        runs.append(now)
+    close(*runs, atol=1e-6)
 
 
 def test_adapters_add_nothing_at_first_and_are_those_of_their_seed():
