@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import attrs
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from fppo import tree
 from fppo.assembly import adapters, engines, learning, machine, parts, rewards, supervised
 from fppo.data.privileged import TRUTH_SIGNS
+from fppo.fleet import HERE, LOCAL_GROUP
 from fppo.key import Key
 from fppo.models import flops
 from fppo.models.adapted import Lora
@@ -211,6 +214,39 @@ def test_a_reward_model_has_passes_of_its_own_or_the_common_ones(section, expect
 )
 def test_a_reward_model_reads_chats_as_it_says_or_as_the_data_does(own, common, expected):
     assert rewards._reads_chat(RewardModelSettings(chat=own), DataSettings(chat=common)) is expected
+
+
+def test_a_reward_model_on_a_group_has_its_weight_and_its_place_there():
+    calls = []
+
+    def call(fn, *args, label, stays=(), **kwargs):
+        calls.append((fn, args, label))
+        return "made there" if stays else torch.tensor([1.0, 2.0])
+
+    section, make = RewardModelSettings(path="r", weight=0.3), SimpleNamespace()
+    group = SimpleNamespace(call=call)
+    found = rewards._reward_model(make, "here", group, section, ["a", "b"])  # pyright: ignore[reportArgumentType]
+    ((name, (reward, weight)),) = found.items()
+    assert (name, weight) == ("reward_model", 0.3)
+    assert calls == [(rewards._make_reward_model, (HERE, ["a", "b"], make), "make reward model")]
+    assert reward is not None
+    own = rewards._reward_model(lambda here: {here: (None, 1.0)}, "here", LOCAL_GROUP, section, [])  # pyright: ignore
+    assert own == {"here": (None, 1.0)}
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 9])
+def test_held_out_demonstrations_stand_beside_their_own_sources(monkeypatch, size):
+    class Rows:
+        sources = tuple("abcde")
+
+        def __len__(self):
+            return 5
+
+    monkeypatch.setattr(supervised, "collated", lambda rows, indices, device: [*indices])
+    batches = [*supervised._batches(Rows(), size, torch.device("cpu"))]  # pyright: ignore[reportArgumentType]
+    assert [i for indices, _ in batches for i in indices] == [*range(5)]
+    assert [["abcde"[i] for i in indices] for indices, _ in batches] == [sources for _, sources in batches]
+    assert max(len(indices) for indices, _ in batches) == min(size, 5)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,14 @@ def test_a_claim_holds_in_expectation(claim):
     laws.check_gradient(estimator, **how)
 
 
+def against(scores, mask, groups):
+    """Advantages that point away from the objective, in the whole size of its gradient."""
+    advantage, returns = advantages.rloo(scores, mask, groups)
+    return -advantage, returns
+
+
 BIASED = {
+    "the objective's opposite": (against, {"up_to": "scale"}),
     "opo with the own score in its mean": (advantages.opo, {"up_to": "scale"}),
     "optimal token baseline with the own return": (advantages.optimal_token_baseline, {"up_to": "scale"}),
     "grpo of scores that are not binary": (advantages.grpo, {"n": 3, "up_to": "scale"}),

@@ -33,6 +33,7 @@ def _seen(share):
         ((0.1, 0.4, 0.8, 0.9, 0.95), Pretrain(limit=3, patience=2), 3),
         ((0.9, 0.1, 0.2, 0.3), Pretrain(limit=9, patience=1), 1),
         ((0.8, 0.2, 0.5, 0.7), Pretrain(limit=9, patience=2), 2),  # of the best so far
+        ((0.1, 0.25, 0.4, 0.41, 0.42), Pretrain(limit=9, patience=2, rise=0.2), 4),  # 0.4 rises by enough over two
     ],
 )
 def test_it_ends_when_the_explained_variance_rises_no_more(shares, rule, alone):

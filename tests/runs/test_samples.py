@@ -137,6 +137,20 @@ def test_a_file_has_what_the_batch_has(tokenizer, tmp_path):
             np.testing.assert_array_equal(np.array(got), expected[row, kept].numpy())
 
 
+def test_log_probs_and_rewards_are_not_rounded_to_halves(tokenizer, tmp_path):
+    """Differences of log-probs are looked at, and those are small."""
+    fine = torch.tensor([[-1.0001, -2.00003, 0.12345], [-1e-5, -7.00007, 0.0]])
+    names = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs")
+    names += ("token_rewards", "turn_rewards", "correction_weights")
+    whole = attrs.evolve(experience(tokenizer), **dict.fromkeys(names, fine))
+    files = SampleFiles(tmp_path, tokenizer, count=None, most_bytes=1e9)
+    files(record(1, whole))
+    files.close()
+    columns = sample_files.read(sample_files.files(tmp_path)[1]).to_pydict()
+    for name in names:
+        assert np.array_equal(np.array(columns[name][0], np.float32), fine[0].numpy()), name
+
+
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=6, max_size=6))
 def test_numbers_are_rounded_to_halves_only_where_they_fit(numbers):
     x = np.array(numbers, np.float32)

@@ -352,6 +352,7 @@ def test_a_runner_calls_as_it_was_told(kind):
     assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
 
 
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(["at once", "stream"]))
 def test_a_runner_calls_again_and_logs_what_failed_in_the_end(fails, retries, how):
     calls = []
