@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fppo.laws._kernels import apart, checked, place, words
-from fppo.laws._search import SIZES, Law, LawExample, Suite, check_suite, differ
+from fppo.laws._search import SIZES, Law, LawExample, Suite, check_suite, differ, nothing
 from fppo.laws.estimators import COMMON, as_reference, call, results_differ, token_example
 
 _DISCOUNTS = ((1.0, 1.0), (0.9, 0.7), (1.0, 0.0), (0.0, 1.0), (0.9, 1.0), (0.1, 0.1))
@@ -89,7 +89,7 @@ def check_gae(estimator: Callable[..., Any], *, dtypes: Sequence[torch.dtype] = 
 
 def gae_suite(*, dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32)) -> Suite:
     """The laws of `check_gae` on short rows."""
-    mild = [law.mild and partial(_discounted, law.mild) for law in COMMON]
+    mild = [x if x is None or x is nothing else partial(_discounted, x) for x in (law.mild for law in COMMON)]
     bound = [law._replace(breach=partial(_discounted, law.breach), mild=m) for law, m in zip(COMMON, mild, strict=True)]
     inside, text = partial(_monte_carlo, cut=True), "lam = 1 and gamma = 1 give the return minus the value"
     laws = (

@@ -104,6 +104,18 @@ def test_every_law_has_a_mistake():
     assert MISTAKES.keys() == {law.name for law in (*LAWS, POLICY_LAW)}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_that_raises_is_a_fault_under_every_law(kind):
+    """Also under those whose weaker form asks nothing."""
+
+    def broken(*tensors, **keywords):
+        raise RuntimeError("no loss today")
+
+    found = [verdict for verdict in laws.verdicts(broken, kind=kind) if verdict.law != "groups of one"]  # may raise
+    assert {verdict.outcome for verdict in found} == {"fault"}
+    assert all("it raised RuntimeError: no loss today" in (verdict.reason or "") for verdict in found)
+
+
 def test_the_smallest_whole_loss_keeps_every_law():
     assert {verdict.outcome for verdict in laws.verdicts(reinforce, kind="whole_loss")} == {"holds"}
 
