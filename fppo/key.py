@@ -73,7 +73,8 @@ class Key:
 
 
 def uniforms(keys: Sequence[Key], rows: Sequence[int], columns: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T])."""
+    """Numbers in [0, 1), float64 [B, T]: row i has those of keys[i] for rows[i] and columns[i] (int64 [B, T], on
+    the host)."""
     mixed = [_signed((row & _MASK) ^ _mixed(key)) for key, row in zip(keys, rows, strict=True)]
     return torch.as_tensor(_bits(np.array(mixed, dtype=np.int64), columns.numpy()) * 2.0**-53)  # quicker for few
 

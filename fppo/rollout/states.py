@@ -38,10 +38,19 @@ class States:
         other, cache = States.__new__(States), copy.copy(self._cache)
         cache.layers = [copy.copy(layer) for layer in cache.layers]
         other._cache = cache
+        chosen, on = torch.tensor(index), dict[torch.device, Tensor]()  # copied to a device once
+
+        def rows(x: Tensor | None) -> Tensor | None:
+            if x is None:
+                return None
+            if x.device not in on:
+                on[x.device] = sent(chosen, x.device)
+            return x.index_select(0, on[x.device])
+
         for layer in cache.layers:
             for name in KEPT:
                 if (kept := getattr(layer, name, None)) is not None:
-                    setattr(layer, name, {number: _picked(x, index) for number, x in kept.items()})
+                    setattr(layer, name, {number: rows(x) for number, x in kept.items()})
         return other
 
     @property
@@ -67,10 +76,6 @@ class States:
                 if others and x is not None:
                     kept[number] = torch.cat([x, *(own.pop(number) for own in beside)])  # type: ignore[list-item]
         return first
-
-
-def _picked(x: Tensor | None, index: Sequence[int]) -> Tensor | None:
-    return None if x is None else x[list(index)]
 
 
 class PromptStates:

@@ -151,7 +151,8 @@ class CoroutineCalls:
         self._turns = asyncio.Semaphore(mode.concurrency)
         self._patience = Patience(mode.time_limit, mode.batch_limit * mode.concurrency)
         self._loop, self._clock = asyncio.get_running_loop(), ProcessClock(2 * _LOOK)
-        self._open: dict[asyncio.Task[None], None] = {}
+        self._open: set[asyncio.Task[None]] = set()
+        self._ended, self._failed = asyncio.Event(), None  # all calls, or one with an error that is not the function's
         self._due: dict[asyncio.Task[None], float] = {}  # by the clock, of calls that run
         self._late: set[asyncio.Task[None]] = set()  # calls that ran past it
         self._look: asyncio.TimerHandle | None = None  # the next look at the clock
@@ -159,22 +160,32 @@ class CoroutineCalls:
 
     def add(self, number: int, sample: Sample) -> None:
         """Begins a call as soon as it is its turn."""
-        self._open[self._loop.create_task(self._one(number, sample))] = None
+        task = self._loop.create_task(self._one(number, sample))
+        self._open.add(task)
+        task.add_done_callback(self._on_end)
 
     async def cancel(self) -> None:
         """Ends the calls that are open."""
-        left = [task for task in self._open if not task.done()]
+        left = [*self._open]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     async def done(self) -> None:
-        """Waits until no call is open."""
-        while self._open:  # others may come meanwhile
-            task = next(iter(self._open))
-            await asyncio.wait([task])
-            del self._open[task]
-            task.result()
+        """Waits until no call is open. Raises at once what `on_outcome` raised."""
+        while self._open and self._failed is None:  # others may come meanwhile
+            self._ended.clear()
+            await self._ended.wait()
+        if self._failed is not None:
+            raise self._failed
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        self._open.discard(task)
+        self._late.discard(task)
+        if not task.cancelled() and self._failed is None:
+            self._failed = task.exception()
+        if not self._open or self._failed is not None:
+            self._ended.set()
 
     async def _one(self, number: int, sample: Sample) -> None:
         async with self._turns:

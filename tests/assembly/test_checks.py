@@ -127,7 +127,7 @@ def test_the_truth_lengthens_the_rows_of_the_model_that_reads_it(tmp_path, seen)
 
 @pytest.mark.parametrize(("most", "longer"), [(600, 88), (512, 0), (100, 0)])
 def test_a_teachers_own_prompts_lengthen_its_rows(tmp_path, seen, most, longer):
-    own = {"data__teacher_prompt": "x", "data__teacher_prompt_tokens": most} if most != 4096 else {}
+    own = {"data__teacher_prompt": "x", "data__teacher_prompt_tokens": most}
     checked(tmp_path, **TAUGHT, **own)
     assert seen["check_length"] == [("p", 0), ("t", longer)]
     assert seen["check_teacher"] == [("tokenizer", ["actor", "teacher"])]

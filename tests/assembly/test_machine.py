@@ -105,6 +105,6 @@ def test_a_gpu_is_asked_for_what_it_can(asked):
     assert found(torch.device("cuda", 3), work=1e14) == attrs.evolve(made, capability=(9, 3))
 
 
-def test_a_long_run_is_one_of_the_policy_that_is_there(asked):
+def test_a_long_run_is_one_of_the_policy_that_is_there(asked, tmp_path):
     _, found = asked
-    assert found(work=1e14, **{"model.path": "nowhere/there"}) == CPU
+    assert found(work=1e14, **{"model.path": str(tmp_path / "nowhere")}) == CPU

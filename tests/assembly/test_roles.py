@@ -264,10 +264,6 @@ def test_every_pass_and_update_runs_on_the_group_of_its_role(monkeypatch, ranks,
     assert whole.bases(ModelSettings(path="p", lora=SimpleNamespace(used=False))) == {}
 
 
-class Tensors(dict):
-    """Parameters that say where they are."""
-
-
 @pytest.mark.parametrize("offload", ["none", "moments", "all"])
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_state_waits_where_its_role_says_and_has_a_clock(monkeypatch, offload, role):

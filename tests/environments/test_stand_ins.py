@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import pickle
 import random
 import sys
@@ -16,6 +15,7 @@ import pytest
 from fppo.environments import Reply
 from fppo.environments.adapters.objects import Gym, Kept, seed_generators
 from fppo.environments.adapters.tool_classes import ToolClass
+from tests.modules import imported_anew
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -26,11 +26,7 @@ def adapter(monkeypatch, name, **modules):
         made = ModuleType(path.replace("__", "."))
         vars(made).update(fields)
         monkeypatch.setitem(sys.modules, made.__name__, made)
-    whole = f"fppo.environments.adapters.{name}"
-    monkeypatch.delitem(sys.modules, whole, raising=False)
-    found = importlib.import_module(whole)
-    monkeypatch.delitem(sys.modules, whole)
-    return found
+    return imported_anew(monkeypatch, f"fppo.environments.adapters.{name}")
 
 
 def drawn(seed, turn):

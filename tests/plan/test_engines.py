@@ -20,6 +20,7 @@ from fppo.runtime.mesh import DENSE
 from tests.plan.cases import case, mixture
 
 GPU = hardware_of("h100")
+ON_CPU = attrs.evolve(hardware_of("cpu"), memory=64.0 * GIB)  # of no machine in particular
 HALF, SINGLE = torch.bfloat16, torch.float32
 LAYERS, WIDTH, INNER, WORDS = 3, 128, 512, 2048
 JOINED = LAYERS * (WIDTH * (128 + 64 + 64) + 256 + 2 * WIDTH * INNER)  # of queries, keys, values; gate and up
@@ -76,8 +77,8 @@ def test_a_rank_gathers_the_weights_that_it_has_not(changes, cut, sampling, gath
         ({"lora": LORA}, 1, HALF, 2 * JOINED),
         ({"lora": LORA, "compute_dtype": None}, 1, SINGLE, 4 * N + 4 * JOINED),  # merged
         ({"lora": LORA, "lora_base": "nf4", "compute_dtype": None}, 1, SINGLE, 4 * JOINED),
-        ({"hardware": hardware_of("cpu")}, 1, HALF, 2 * N + 2 * JOINED + 4 * HEAD),
-        ({"hardware": hardware_of("cpu"), "compute_dtype": None}, 1, SINGLE, 4 * JOINED),
+        ({"hardware": ON_CPU}, 1, HALF, 2 * N + 2 * JOINED + 4 * HEAD),
+        ({"hardware": ON_CPU, "compute_dtype": None}, 1, SINGLE, 4 * JOINED),
     ],
     ids=str,
 )
@@ -141,7 +142,7 @@ def test_an_expert_axis_gathers_all_weights_for_its_engine():
 
 def test_rows_wait_their_turn_where_the_cache_is_full():
     """Each as long as a prompt and a response: of a cache of five rows two prompts of two, or one prompt's draws."""
-    what = of(compute_dtype=None, length=64, hardware=hardware_of("cpu"))
+    what = of(compute_dtype=None, length=64, hardware=ON_CPU)
     own = engine(what, dtype=SINGLE)
     row = 64 * 100.0
     assert own.row(1) == row
@@ -186,7 +187,7 @@ def test_vllm_has_what_updates_leave_or_the_share_that_it_is_given():
     assert least[1] == 1
     few = attrs.evolve(VLLM, max_rows=3, n=2)
     assert rollout._vllm(what, few, own, rest)[1] == 3
-    assert rollout._vllm(of(hardware=hardware_of("cpu")), VLLM, own, {})[0][KEYS] == GIB
+    assert rollout._vllm(of(hardware=ON_CPU), VLLM, own, {})[0][KEYS] == GIB
 
 
 def test_a_pool_of_engines_is_planned_by_itself():

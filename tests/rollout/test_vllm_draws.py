@@ -296,7 +296,8 @@ def test_requests_are_drawn_by_their_own_tokens_whatever_dies(rounds, max_rows, 
                 step()
         assert not open_names
         assert len(checked) == len(asked)
-        assert not turns.host._llm.llm_engine.has_unfinished_requests() or deaths or requests._gone
+        died = bool(deaths) and turns.turns >= min(deaths)
+        assert died or not turns.host._llm.llm_engine.has_unfinished_requests() or requests._gone
     for name, one in finished.items():
         check(asked[name], one, drawn.get(name, []))
 

@@ -1,7 +1,6 @@
 """What runs on vLLM, and what it is asked about prompts with images; without vLLM."""
 
 import copy
-import importlib
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -19,6 +18,7 @@ from fppo.rollout.vllm.host import HostBatch
 from fppo.rollout.vllm.vision import check_videos, inputs_of, placed_images, probe_row, weight_names
 from tests.models.hybrids import HYBRIDS
 from tests.models.vision import CONFIGS, END, GEMMA, IMAGE, START, VIDEO, prompt
+from tests.modules import imported_anew
 
 
 def changed(name, **changes):
@@ -197,9 +197,7 @@ def vllm_images(monkeypatch):
         made = ModuleType(name)
         vars(made).update(fields)
         monkeypatch.setitem(sys.modules, name, made)
-    monkeypatch.delitem(sys.modules, "fppo.rollout.vllm.images", raising=False)
-    found = importlib.import_module("fppo.rollout.vllm.images")
-    monkeypatch.delitem(sys.modules, "fppo.rollout.vllm.images")
+    found = imported_anew(monkeypatch, "fppo.rollout.vllm.images")
     found.registered = registered
     return found
 

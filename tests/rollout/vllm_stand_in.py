@@ -7,13 +7,14 @@ by a draw that counts for nothing.
 from __future__ import annotations
 
 import enum
-import importlib
 import random
 import sys
 from types import ModuleType, SimpleNamespace
 
 import attrs
 import torch
+
+from tests.modules import imported_anew
 
 SIZE = 31
 
@@ -59,11 +60,7 @@ def worker_of(patch):
         made = ModuleType(name)
         vars(made).update(fields)
         patch.setitem(sys.modules, name, made)
-    patch.delitem(sys.modules, WORKER, raising=False)
-    found = importlib.import_module(WORKER)
-    patch.setitem(sys.modules, WORKER, found)
-    patch.setattr(importlib.import_module("fppo.rollout.vllm"), "worker", found, raising=False)
-    return found
+    return imported_anew(patch, WORKER)
 
 
 def logits_of(version, ids):

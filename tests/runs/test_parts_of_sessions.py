@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import signal
 import types
 from pathlib import Path
@@ -161,11 +160,11 @@ def test_a_second_request_to_stop_interrupts_and_a_burst_is_one(monkeypatch, cap
         assert not asked
         for at in (10.0, 10.5, 11.0):
             now[0] = at
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         assert asked == [10.0, 10.5, 11.0]
         now[0] = 11.1
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
     assert capfd.readouterr().err == "\nstopping\n"
 

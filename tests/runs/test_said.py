@@ -89,16 +89,16 @@ def test_what_matters_least_leaves_a_full_line_first():
 
 @pytest.mark.parametrize("first_step", [0, 5])
 def test_a_bar_goes_on_where_the_run_does(monkeypatch, first_step):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert isinstance(loggers.console(9), loggers.PlainConsole)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    live = loggers.console(9, first_step=first_step)
-    assert isinstance(live, loggers.LiveConsole)
-    (task,) = live._progress.tasks
-    assert (task.total, task.completed) == (9, max(first_step - 1, 0))
-    live.log(6, {"critic/score/mean": 0.5})
-    assert task.completed == 6
-    assert task.fields["left"].endswith(" left")
-    live.close()
+    with contextlib.closing(loggers.console(9, first_step=first_step)) as live:
+        assert isinstance(live, loggers.LiveConsole)
+        (task,) = live._progress.tasks
+        assert (task.total, task.completed) == (9, max(first_step - 1, 0))
+        live.log(6, {"critic/score/mean": 0.5})
+        assert task.completed == 6
+        assert task.fields["left"].endswith(" left")
 
 
 def test_tables_are_of_the_first_step_and_of_every_nth(monkeypatch):

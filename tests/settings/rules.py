@@ -50,6 +50,6 @@ WRONG: dict[str, list[str]] = {}  # what is wrong with settings of which several
 def check_rule(agreeing: dict[str, Any], step: dict[str, Any], named: list[str]) -> None:
     if (text := repr(agreeing)) not in WRONG:
         WRONG[text] = [*map(str, checks.problems(make(agreeing)))]
-    assert WRONG[text] == []
+    assert WRONG[text] == [], WRONG[text]
     found = checks.problems(make(agreeing | step))
     assert sorted(problem.path for problem in found) == sorted(named), [*map(str, found)]

@@ -198,7 +198,10 @@ def test_what_a_run_has_follows_from_its_settings(changes, differing):
     settings, expected = make(changes), usual | differing
     assert {name: getattr(settings, name) for name in expected} == expected
     critic, teacher = expected["uses_critic_model"], expected["uses_teacher"]
-    assert settings.models_beside == {"critic_model": critic, "teacher": teacher}
+    reward = settings.reward
+    judged = {"reward": reward.model.path is not None, "judge": reward.judge.path is not None}
+    roles = {"actor": True, "critic": critic, "teacher": teacher, **judged}
+    assert settings.model_roles == {role for role, is_used in roles.items() if is_used}
 
 
 def test_a_supervised_run_is_sized_as_one_pass_over_rows_of_its_own():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -228,7 +227,3 @@ def test_every_part_of_the_settings_is_found_by_its_path():
     (problem,) = part_problems(settings)
     assert (problem.path, problem.value) == ("actor.loss.name", "ppo")
     assert problem.text.startswith("there is no such policy loss; did you mean ")
-
-
-def test_a_callable_is_no_setting():
-    assert component._KINDS["Callable"] is Callable

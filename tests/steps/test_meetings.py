@@ -100,7 +100,8 @@ def test_recorded_updates_meet_scales_dtypes_epochs_and_selections(dtype):
     optimizer = loss_scaled(adamw(lambda step: 0.1, eps=1e-3), first=2.0**10, interval=2)
     loop = Loop(mini_batch_size=6, micro_batching=MICRO, epochs=2, weight_mode="seq-mean-token-mean")
     terms = PolicyTerms(temperature=0.7, entropy_coef=0.1, kl_coef=0.2, kl_kind="k2", nll_coef=0.1)
-    how = {"loss_fn": POLICY_LOSSES["kl_cov"], "terms": terms, "loop": loop, "optimizer": optimizer}
+    loss_fn = POLICY_LOSSES["ppo_clip" if dtype else "kl_cov"]  # a selection may turn on a rounding
+    how = {"loss_fn": loss_fn, "terms": terms, "loop": loop, "optimizer": optimizer}
     batch = tiny.experience(5, 12, prompt=9, response=4, dtype=torch.float32 if dtype else torch.float64)
     states = [
         UpdateActor(forward=forward, record=x, **how)(init_state(params, optimizer), batch)[0] for x in (record, None)

