@@ -388,3 +388,20 @@ def test_the_former_name_of_a_setting_is_an_error_that_says_the_name_it_has_now(
     names = re.findall(r"[a-z_]+(?:\.[a-z_]+)+", RENAMED[old])
     assert names
     assert set(names) <= known
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "expected"),
+    [
+        ({"actor.loss.clip_low": 0.1}, {}, {"actor.loss.clip_low": (0.1, None)}),  # back to the function's own
+        ({}, {"actor.loss.clip_low": 0.1}, {"actor.loss.clip_low": (None, 0.1)}),
+        (
+            {"actor.loss.clip_low": 0.1, "steps": 3},
+            {"actor.loss.clip_low": 0.3, "steps": 3},
+            {"actor.loss.clip_low": (0.1, 0.3)},
+        ),
+        ({"steps": 3, "resume": "off"}, {"steps": 5}, {"steps": (3, 5)}),
+    ],
+)
+def test_changes_are_all_that_either_has_and_the_other_has_not(before, now, expected):
+    assert files.changes(files.to_dict(make(before)), make(now)) == expected
