@@ -107,3 +107,20 @@ def test_calls_that_are_open_end_when_all_are_cancelled():
     found = asyncio.run(run())
     assert sorted(ended) == ["first", "second", "value"]
     assert {number: outcome.kind for number, outcome in found.items()} == {0: "value"}
+
+
+def test_an_error_of_who_hears_of_outcomes_ends_the_wait_at_once():
+    """An earlier call that hangs is not waited for."""
+
+    def heard(number, outcome):
+        raise BrokenPipeError("nobody hears")
+
+    async def run():
+        calls = CoroutineCalls(does, Mode("sample", True, 600.0, 600.0, 2), heard)
+        for number, prompt in enumerate(["hangs", "value"]):
+            calls.add(number, Sample(prompt, "", None, "", {}, (), (), "stop"))
+        with pytest.raises(BrokenPipeError):
+            await asyncio.wait_for(calls.done(), 60.0)
+        await calls.cancel()
+
+    asyncio.run(run())
