@@ -13,8 +13,11 @@ policy, a reference, a critic and a reward model of one shape. On a GPU both com
 by autocast, ours by the kernels that `fppo train` takes there. The first iteration of each is not counted. A ratio is
 our time over that of TRL's iteration right before; the lines show medians. `--ours` names where the old log-probs come
 from (`algorithm.old_log_probs`); `+compiled` behind a name compiles the layers, `+cpp` takes the kernels in C++, in the
-engine for attention alone, `+launched` records no passes on a GPU, `+apart` computes a prompt for each of its responses
-anew, `,` is between variants.
+engine for attention alone, `+onednn` takes oneDNN's products besides, in the engine too, `+launched` records no passes
+on a GPU, `+apart` computes a prompt for each of its responses anew, `,` is between variants.
+
+"products alone" (on a CPU, where no prompt is shared) is the time of the matrix products of an iteration's linear
+layers, on tensors of their shapes, each by the faster of torch and oneDNN: the least that such an iteration can take.
 """
 
 from __future__ import annotations
@@ -44,6 +47,7 @@ from fppo.rollout import Sampling
 from fppo.runtime.mesh import LOCAL
 from fppo.steps import Loop, MicroBatching, PolicyTerms, adamw
 from fppo.steps.recorded import graphs
+from fppo_kernels.linear.onednn import onednn
 from fppo_kernels.table import Kernels
 
 # width, inner width, layers, heads, tokens (0: the tokenizer's)
@@ -129,8 +133,9 @@ def loaded(task: Task) -> tuple[Model, dict[str, Tensor]]:
 
 def kernels_of(task: Task, choice: str) -> Kernels:
     """The kernels of a choice; on a GPU those that `fppo train` takes there."""
-    if choice == "cpp":
-        return Kernels.named(**dict.fromkeys(IN_CPP, "cpp"))
+    if choice in ("cpp", "onednn"):
+        linear = "onednn" if choice == "onednn" else "torch"
+        return Kernels.named(**dict.fromkeys(IN_CPP, "cpp"), linear=linear)
     if task.device.type != "cuda":
         return Kernels.named()
     inside = "eager" if choice == "compiled" else "triton"
@@ -172,8 +177,8 @@ def our_iteration(task: Task, variant: str) -> Callable[[], Times]:
     policy, critic = (
         each and attrs.evolve(each, kernels=kernels, share_prompts=share) for each in (kept.policy, kept.critic)
     )
-    attend = kernels.decode_attention  # the engine's other kernels stay
-    engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, decode_attention=attend))
+    decoding = {name: getattr(kernels, name) for name in ("decode_attention", "linear")}  # others stay
+    engine = attrs.evolve(kept.engine, kernels=attrs.evolve(kept.engine.kernels, **decoding))
     passes = program.annotate.passes
     passes = attrs.evolve(
         passes,
@@ -361,8 +366,38 @@ def ppo(task: Task, turns: Turns, rounds: int) -> None:
     trainer.train()
 
 
-def show(turns: Turns) -> None:
-    """Medians, and the medians of the ratios, of all rounds but the first."""
+def products(task: Task, source: str) -> float:
+    """Seconds of the products of an iteration: decoding, passes for log-probs and values, and updates; the old
+    log-probs are from a pass, or none is."""
+    model, params = loaded(task)
+    weights = [x for name, x in params.items() if x.dim() == 2 and model.layer_of(name) is not None]
+    rows = MINI * (task.tokens + len(task.prompts[0]))  # a token for each character
+    forward = sum(_product(rows, weight) for weight in weights)
+    backward = sum(
+        _product(rows, weight.T) + _product(len(weight), torch.randn(weight.shape[1], rows)) for weight in weights
+    )
+    decode = task.tokens * sum(_product(ROWS, weight) for weight in weights)
+    ppo = task.kind == "ppo"
+    passes = (source == "pass") + 3 * ppo + (task.beta > 0)  # PPO: reference, values, rewards
+    updates = task.epochs * (1 + ppo)
+    return decode + ROWS // MINI * (passes * forward + updates * (forward + backward))
+
+
+def _product(rows: int, weight: Tensor) -> float:
+    """Seconds of x @ weight.T for x of so many rows, by the faster kernel."""
+    x, seconds = torch.randn(rows, weight.shape[1]), list[float]()
+    for linear in (torch.nn.functional.linear, onednn):
+        times = list[float]()
+        for _ in range(7):
+            start = time.perf_counter()
+            linear(x, weight)
+            times.append(time.perf_counter() - start)
+        seconds.append(statistics.median(times))
+    return min(seconds)
+
+
+def show(turns: Turns, least: dict[str, float]) -> None:
+    """Medians, and the medians of the ratios, of all rounds but the first; and the time of the products alone."""
     rounds = turns.rounds[1:]
     theirs = statistics.median(their.whole for their, _ in rounds)
     generating = statistics.median(their.generation for their, _ in rounds)
@@ -377,6 +412,8 @@ def show(turns: Turns) -> None:
             f"{name:20s}{seconds:>10.3f} s{statistics.median(whole):>8.2f}{min(whole):>8.2f}{max(whole):>8.2f}"
             f"{decoding:>10.3f} s{statistics.median(decode):>8.2f}"
         )
+    for name, seconds in least.items():
+        print(f"{name:20s}{seconds:>10.3f} s{seconds / theirs:>8.2f}")
 
 
 def main() -> None:
@@ -400,12 +437,16 @@ def main() -> None:
         task = make(options, directory)
         turns = Turns({name: our_iteration(task, name) for name in options.ours.split(",")}, task.device)
         {"grpo": grpo, "ppo": ppo}[options.kind](task, turns, options.rounds)
+        shared = options.kind == "grpo" and options.prompt > SUM
+        sources = {} if shared or options.device != "cpu" else dict.fromkeys(x.partition("+")[0] for x in turns.ours)
+        with torch.no_grad():
+            least = {f"products alone, {x}": products(task, x) for x in sources}
     lengths = f"prompts of {options.prompt}, {options.n} responses of {options.tokens}"
     print(
         f"{options.kind} {options.size}, {lengths}, epochs {options.epochs}, beta {options.beta}, "
         f"torch {torch.__version__}"
     )
-    show(turns)
+    show(turns, least)
 
 
 if __name__ == "__main__":

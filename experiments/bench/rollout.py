@@ -1,7 +1,8 @@
 """Rollout engines side by side: tokens per second, what fppo adds to vLLM, and what a sync of weights costs.
 
-    python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine (as it is, and with
-                                                       # attention in C++), vLLM; 1M, 15M or 110M
+    python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine (as it is, with
+                                                       # attention in C++, and with oneDNN's products besides), vLLM;
+                                                       # 1M, 15M or 110M
     python experiments/bench/rollout.py engines 1M 8   # the same with prompts of 8 to 64 tokens instead of 64 each
     taskset -c 0 python experiments/bench/rollout.py engines 1M 8 processor   # by the time of a core that others use
     python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
@@ -103,10 +104,12 @@ def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time
     asked = {"do_sample": True, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, "top_k": 0}
     embedded = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
     in_cpp = attrs.evolve(embedded, kernels=Kernels.named(decode_attention="cpp"))
+    by_onednn = attrs.evolve(embedded, kernels=Kernels.named(decode_attention="cpp", linear="onednn"))
     fns: dict[str, Callable[[], Any]] = {
         "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
         "embedded": lambda: embedded.generate(params, Ask(prompts, sampling, Key(1))),
         "embedded, cpp": lambda: in_cpp.generate(params, Ask(prompts, sampling, Key(1))),
+        "the same, onednn": lambda: by_onednn.generate(params, Ask(prompts, sampling, Key(1))),
     }
     times = seconds(fns, repeats, clock)
     with VllmEngine(model, pad_token_id=0) as engine:

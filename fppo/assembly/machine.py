@@ -21,7 +21,9 @@ from fppo.settings.rollout import RolloutSettings
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo_kernels import _cpp
 from fppo_kernels import table as tables
+from fppo_kernels.linear.onednn import fast_on_this_processor
 
+_WIDE = 256  # hidden states from which oneDNN's products are faster; narrower ones take as long as their calls
 _ENOUGH = 1e13  # FLOPs: a hundred seconds or more on a few cores, of which kernels in C++ spare more than they cost
 
 
@@ -41,17 +43,23 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
         return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))
+    policy = next(_built(section, {"model.path": section.path}), None)
+    onednn = policy is not None and _width(policy) >= _WIDE and fast_on_this_processor()
     wants = settings.rollout.exact or section.cpp
     if wants == resolve.AUTO:
-        policy = next(_built(section, {"model.path": section.path}), None)
         sections = settings.data, settings.rollout, settings.actor
         wants = policy is not None and work_of(policy, settings.steps, *sections) >= _ENOUGH
     if not wants:
-        return resolve.resolved(settings, resolve.CPU)
+        return resolve.resolved(settings, attrs.evolve(resolve.CPU, onednn=onednn))
     machine, why = machine_of([*_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
     if why is not None:
         machine = attrs.evolve(machine, refusals={**machine.refusals, **_without_cpp(why)})
-    return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why))
+    return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why, onednn=onednn))
+
+
+def _width(policy: Model) -> int:
+    """Numbers of a hidden state."""
+    return policy.config.get_text_config().hidden_size
 
 
 def work_of(policy: Model, steps: int, rows: DataSettings, rollout: RolloutSettings, actor: ActorSettings) -> float:

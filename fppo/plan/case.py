@@ -285,6 +285,7 @@ class Case:
     compute_dtype: torch.dtype | None = torch.bfloat16
     checkpoint_layers: Recompute = False
     log_probs: str = "chunked"
+    packs: bool = False  # whether the embedded engine packs small weights, for oneDNN's products on a CPU
     graphs: bool = False  # whether passes of few tokens are recorded as CUDA graphs, where possible
     offload: str = "none"  # the state on the host between uses: none, "moments" or "all"
     offload_activations: bool = False  # whether activations wait on the host for the backward pass

@@ -22,7 +22,7 @@ from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, LATENCY, LINK_SHARE,
 from fppo.plan.passes import Built, base_dtype
 from fppo.plan.track import STATE, Tracker, peak_of
 from fppo.rollout import cache as caches
-from fppo.rollout.decoder import JOINED, KINDS
+from fppo.rollout.decoder import JOINED, KINDS, PACKED
 from fppo.rollout.states import PromptStates
 from fppo.rollout.vllm.devices import BESIDE, KEPT_FREE
 from fppo.runtime.mesh import DENSE
@@ -84,6 +84,7 @@ ALIGNED = 64  # columns of the cache of recorded steps; blocks of vLLM have fewe
 BLOCK = 16
 PREFILL_TOKENS = 16384  # tokens of a pass of the embedded engine over prompts
 TOGETHER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # weights that the decoder concatenates
+ALONE = ("o_proj", "down_proj")  # those that it copies only to pack them
 LOGITS = 3  # products, scaled products and their weights, all float32
 
 
@@ -258,17 +259,21 @@ def _narrow(case: Case, engine: _Engine) -> torch.dtype:
 
 def _made(case: Case, engine: _Engine) -> float:
     """Bytes that the embedded engine derives from the weights: cast or merged weights, concatenated ones of a common
-    input where rows are few, and on a CPU a float32 head."""
+    input where rows are few, and on a CPU a float32 head, and what is packed for oneDNN's products."""
     model, width = engine.model, engine.dtype.itemsize
     merged = case.lora is not None and case.lora_base is None and engine.dtype == torch.float32
     cast = _kept(case) != engine.dtype and not _cut(case, engine)
     size = engine.numbers * width if merged or cast else 0
     inside = {name: x.numel() for name, x in model.whole_shapes.items() if model.layer_of(name) is not None}
     known = type(model.text_of(model.skeleton)).__module__ in KINDS
-    if known and sum(inside.values()) * width / engine.cut <= JOINED:
-        size += width * sum(count for name, count in inside.items() if name.split(".")[-2] in TOGETHER) // engine.cut
-    if not case.hardware.on_gpu and width < 4:
-        size += 4 * flops.head_weights(model) // engine.cut
+    if known and sum(inside.values()) * width / engine.cut <= (PACKED if case.packs else JOINED):
+        copied = {name: count for name, count in inside.items() if name.split(".")[-2] in TOGETHER}
+        if case.packs:
+            copied |= {x: count for x, count in inside.items() if x.endswith(tuple(f"{y}.weight" for y in ALONE))}
+        size += width * sum(copied.values()) // engine.cut
+    head = 4 * flops.head_weights(model) // engine.cut
+    if not case.hardware.on_gpu and (width < 4 or (case.packs and head <= PACKED)):
+        size += head
     return float(size)
 
 

@@ -22,10 +22,12 @@ from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo_kernels.collectives import Axis, all_reduce
-from fppo_kernels.linear import plain as linears
+from fppo_kernels.linear.onednn import onednn, packed
+from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 
 JOINED = 1 << 28  # bytes of weights up to which those of one input are laid side by side, which copies them
+PACKED = 1 << 30  # bytes of weights up to which all are copied, packed for oneDNN's products
 
 _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
 
@@ -219,7 +221,7 @@ def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factor
     return Factors(torch.cat([factors[name].a for name in names if name in factors]), b, some.scale)
 
 
-def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linears.plain) -> Decoder | None:
+def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain) -> Decoder | None:
     """The decoder of a skeleton, from inside `bind`, by a kernel for linear layers; None if its class, or that of any
     module of it, is another."""
     base: Any = skeleton
@@ -228,11 +230,11 @@ def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = linear
         return None
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
-    width = attention.head_dim
+    width, pack = attention.head_dim, linear is onednn
     return Decoder(
         embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
-        layers=[_layer(layer, joined=size <= JOINED) for layer in base.layers],
+        layers=[_layer(layer, joined=size <= (PACKED if pack else JOINED), pack=pack) for layer in base.layers],
         norm=_norm(base.norm),
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
         rotary=base.rotary_emb,
@@ -258,18 +260,19 @@ def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return known._rotary if isinstance(known, KnownLayer) and known._rotary is not eager else None
 
 
-def _layer(layer: Any, *, joined: bool) -> _Layer:
+def _layer(layer: Any, *, joined: bool, pack: bool) -> _Layer:
+    """A layer's parameters, of which copies are made only if `joined`; then oneDNN's kernel has them packed."""
     attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(
         before=_norm(layer.input_layernorm),
-        qkv=_products((attention.q_proj, attention.k_proj, attention.v_proj), joined),
+        qkv=_products((attention.q_proj, attention.k_proj, attention.v_proj), joined, pack),
         head_norms=None if own is None else (_norm(own), _norm(attention.k_norm)),
-        out=_product(attention.o_proj),
+        out=_product(attention.o_proj, joined and pack),
         after=_norm(layer.post_attention_layernorm),
-        gate_up=_products((mlp.gate_proj, mlp.up_proj), joined),
+        gate_up=_products((mlp.gate_proj, mlp.up_proj), joined, pack),
         glu=_glu(mlp),
-        down=_product(mlp.down_proj),
+        down=_product(mlp.down_proj, joined and pack),
     )
 
 
@@ -286,15 +289,16 @@ def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda gate, up: act(gate).mul_(up)
 
 
-def _product(module: nn.Linear) -> _Product:
-    return module.weight, module.bias
+def _product(module: nn.Linear, pack: bool) -> _Product:
+    return packed(module.weight) if pack else module.weight, module.bias
 
 
-def _products(modules: Sequence[nn.Linear], joined: bool) -> list[_Product]:
+def _products(modules: Sequence[nn.Linear], joined: bool, pack: bool) -> list[_Product]:
     """The products of modules with one input, side by side."""
     weights: list[Tensor] = [module.weight for module in modules]
     if not joined or any(isinstance(weight, Adapted | Quantised) for weight in weights):
-        return [_product(module) for module in modules]
+        return [_product(module, joined and pack) for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
-    return [(torch.cat(weights), torch.cat(biases) if biases else None)]
+    together = torch.cat(weights)
+    return [(packed(together) if pack else together, torch.cat(biases) if biases else None)]

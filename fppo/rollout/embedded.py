@@ -27,7 +27,7 @@ from fppo.models.states import check_decodes
 from fppo.models.vision_pass import place_images, see, shift_of
 from fppo.rollout import cache as caches
 from fppo.rollout.banks import BankLayout
-from fppo.rollout.decoder import Decoder, decoder_of
+from fppo.rollout.decoder import PACKED, Decoder, decoder_of
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact import check_exact_engine, head_log_probs, rounded_product
 from fppo.rollout.opened import EmbeddedRequests, LoadedPolicy
@@ -62,6 +62,7 @@ from fppo.steps.experts import check_routers
 from fppo_kernels.attention.sdpa import for_any_shape
 from fppo_kernels.collectives import Axis, all_gather
 from fppo_kernels.linear.float8 import float8
+from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.padding import Packed, unpad
 from fppo_kernels.table import Kernels
@@ -325,8 +326,11 @@ def _wide(head: Head, linear: Callable[..., Tensor]) -> tuple[Head, Callable[...
         return head, wide_product
     wide = torch.promote_types(head.weight.dtype, torch.float32)
     bias = None if head.bias is None else head.bias.to(wide)
+    weight = head.weight.to(wide)
+    if linear is onednn and weight.nbytes <= PACKED:
+        weight = packed(weight)
     # what trains has no head of 8 bits either
-    return head._replace(weight=head.weight.to(wide), bias=bias), plain if linear is float8 else linear
+    return head._replace(weight=weight, bias=bias), plain if linear is float8 else linear
 
 
 def _row_bytes(policy: DecodingPolicy, columns: int) -> int:

@@ -104,8 +104,8 @@ class ModelSettings:
     """The embedded engine's kernel for attention of one token: auto, sdpa, eager, cpp (CPUs); or module:function."""
     log_probs: str = setting("auto", nonempty("give the name of a log-prob kernel, as chunked, or auto"))
     """The kernel for log-probs, entropy: auto, chunked, cpp, reference, compiled, liger, triton; or module:function."""
-    linear: str = setting("torch", nonempty("give the name of a kernel for linear layers, as torch"))
-    """The kernel for linear layers: torch, onednn (for CPUs), float8 (8-bit products, GPUs); or module:function."""
+    linear: str = setting("auto", nonempty("give the name of a kernel for linear layers, as torch, or auto"))
+    """The kernel for linear layers: auto, torch, onednn (CPUs), float8 (8-bit products, GPUs); or module:function."""
     rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm, as eager, or auto"))
     """The kernel for RMSNorm: auto, eager (the model's own code), torch, cpp, liger, triton; or module:function."""
     add_rms_norm: str = setting("auto", nonempty("give the name of a kernel for RMSNorm of a sum, as eager, or auto"))

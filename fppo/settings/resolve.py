@@ -1,11 +1,11 @@
 """Resolution of the settings that say "auto" on a machine: one place, and a pure function of the machine.
 
 On a CPU they are float32, and a vLLM that starts at once. There a run that is long enough, or `model.cpp`, has kernels
-in C++, where the model has places for them; others have `sdpa`, `chunked` and layers of the model's own code. With
-`rollout.exact` they are kernels in C++ and oneDNN's products. On a GPU
-they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the layers, graphs
-of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs everywhere, for
-attention and log-probs with a line that says why. Where old log-probs come from is here too.
+in C++, where the model has places for them; others have `sdpa`, `chunked` and layers of the model's own code. Linear
+layers multiply by oneDNN where that is faster. With `rollout.exact` they do so everywhere, and the kernels are in C++.
+On a GPU they are bfloat16 (parameters and moments stay float32), `varlen`, `triton` for log-probs and inside the
+layers, graphs of passes of few tokens, and a vLLM that captures graphs; what does not run there gives way to what runs
+everywhere, for attention and log-probs with a line that says why. Where old log-probs come from is here too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fppo_kernels.table import BUILTIN, DEFAULTS, EXACT, INSIDE
 
 AUTO = "auto"
 # operations inside the layers whose setting may say auto
-LAYERS = tuple(op for op in INSIDE if getattr(attrs.fields(ModelSettings), op).default == AUTO)
+LAYERS = tuple(op for op in INSIDE if op != "linear" and getattr(attrs.fields(ModelSettings), op).default == AUTO)
 _PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
 _FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
 BY_DEVICE = ("varlen", "flash")  # attention that reads the lengths of rows on the device
@@ -34,7 +34,8 @@ _BFLOAT16 = (8, 0)  # the compute capability from which on GPUs multiply in bflo
 class Machine:
     """A machine: the kind of its device, a GPU's compute capability, and reasons against kernels, by "op/name".
 
-    For `model.cpp = "auto"`: whether the run is long enough to compile kernels for, and the reason against that.
+    For `model.cpp = "auto"`: whether the run is long enough to compile kernels for, and the reason against that. For
+    `model.linear = "auto"`: whether oneDNN multiplies float32 matrices of the policy's width faster than torch.
     """
 
     device: str = "cpu"
@@ -42,6 +43,7 @@ class Machine:
     refusals: Mapping[str, str] = attrs.field(factory=dict)
     compiles: bool = False
     no_compiler: str | None = None
+    onednn: bool = False
 
 
 CPU = Machine()
@@ -88,6 +90,17 @@ def layer_kernel(op: str, machine: Machine, dtypes: set[str], *, compiled: bool,
     return "eager" if plain or f"{op}/{fast}" in machine.refusals else fast
 
 
+def linear_kernel(settings: TrainSettings, machine: Machine, dtypes: set[str]) -> str:
+    """The kernel for linear layers: oneDNN's where it must be or is faster, else torch's.
+
+    Compiled layers keep torch's product, as the compiler cannot see into the other one; so do adapters, which add to
+    its result in place.
+    """
+    model = settings.model
+    faster = machine.onednn and dtypes == {"float32"} and not model.compile_layers and not model.lora.used
+    return EXACT["linear"] if settings.rollout.exact or faster else DEFAULTS["linear"]
+
+
 def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, list[str]]:
     """The settings with a value for each that says auto, and why it is not the usual one where it is not.
 
@@ -106,8 +119,8 @@ def resolved(settings: TrainSettings, machine: Machine) -> tuple[TrainSettings, 
             read = op != "decode_attention" or settings.decodes
             name, said = kernel(op, machine, dtypes, cpp=cpp and read)
             model, lines = attrs.evolve(model, **{op: name}), [*lines, *said]
-    if settings.rollout.exact and model.linear == DEFAULTS["linear"]:
-        model = attrs.evolve(model, linear=EXACT["linear"])
+    if model.linear == AUTO or (settings.rollout.exact and model.linear == DEFAULTS["linear"]):
+        model = attrs.evolve(model, linear=linear_kernel(settings, machine, dtypes))
     inside = {op: layer_kernel(op, machine, dtypes, compiled=model.compile_layers, cpp=cpp) for op in LAYERS}
     model = attrs.evolve(model, **{op: name for op, name in inside.items() if getattr(model, op) == AUTO})
     if model.graphs == AUTO:

@@ -99,6 +99,20 @@ def test_a_cpu_compiles_for_a_long_run_or_where_it_is_asked_to(asked, how, compi
         assert found(**how, **lacking) == without
 
 
+@pytest.mark.parametrize("cpp", [True, False])
+@pytest.mark.parametrize(("width", "amd"), [(256, True), (255, True), (256, False)])
+def test_a_wide_policy_multiplies_by_onednn_where_that_is_fast(asked, monkeypatch, cpp, width, amd):
+    made, found = asked
+    text = SimpleNamespace(hidden_size=width)
+    policy = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text, hidden_size=1024))
+    paths = []
+    monkeypatch.setattr(machine, "_built", lambda section, paths_: paths.append(dict(paths_)) or iter([policy]))
+    monkeypatch.setattr(machine, "fast_on_this_processor", lambda: amd)
+    expected = attrs.evolve(made, compiles=True) if cpp else CPU
+    assert found(**{"model.cpp": cpp}) == attrs.evolve(expected, onednn=amd and width >= 256)
+    assert list(paths[0]) == ["model.path"]
+
+
 def test_a_gpu_is_asked_for_what_it_can(asked):
     made, found = asked
     assert found(ON_GPU) == attrs.evolve(made, capability=(9, 0))

@@ -67,6 +67,55 @@ def test_tensors_without_numbers_go_to_torch(calls):
     assert not calls
 
 
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 200])
+@pytest.mark.parametrize(("width", "out"), [(64, 192), (96, 320), (33, 70)])
+def test_a_packed_weight_gives_the_same_bits(rows, width, out):
+    x, weight, bias = (each.detach() for each in leaves((rows, width), (out, width), (out,)))
+    for w in (weight, weight.t().contiguous().t()):
+        copied = module.packed(w)
+        assert copied.layout is torch._mkldnn
+        assert copied.shape == w.shape
+        for b in (None, bias):
+            assert torch.equal(onednn(x, copied, b), onednn(x, w, b))
+    weight.zero_()
+    assert onednn(x, module.packed(weight)).count_nonzero() == 0
+    assert onednn(x, copied).count_nonzero()
+
+
+def test_what_onednn_has_no_product_for_is_not_packed():
+    class Other(torch.Tensor):
+        pass
+
+    wide, empty, other = torch.ones(5, 4, dtype=torch.float64), torch.ones(0, 4), torch.ones(5, 4).as_subclass(Other)
+    for weight in (wide, empty, other, torch.ones(5, 4, device="meta")):
+        assert module.packed(weight) is weight
+
+
+@pytest.mark.parametrize(
+    ("file", "processor", "fast"),
+    [
+        ("vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n", "", True),
+        ("vendor_id\t: GenuineIntel\n", "AuthenticAMD", False),
+        (None, "AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD", True),
+        (None, "Intel64 Family 6 Model 154 Stepping 3, GenuineIntel", False),
+        (None, "arm", False),
+    ],
+)
+def test_onednn_is_the_faster_one_on_amds_processors(monkeypatch, tmp_path, file, processor, fast):
+    place = tmp_path / "cpuinfo"
+    if file is not None:
+        place.write_text(file)
+    monkeypatch.setattr(module, "Path", lambda name: {"/proc/cpuinfo": place}[name])
+    monkeypatch.setattr(module.platform, "processor", lambda: processor)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    assert module.fast_on_this_processor() is fast
+    for backend in (torch.backends.mkldnn, torch.backends.mkl):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "is_available", lambda: False)
+            assert module.fast_on_this_processor() is False
+
+
 def test_there_are_no_second_derivatives():
     x, weight = leaves((3, 4), (5, 4))
     (grad,) = torch.autograd.grad(onednn(x, weight).square().sum(), x, create_graph=True)

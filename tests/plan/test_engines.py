@@ -24,6 +24,7 @@ ON_CPU = attrs.evolve(hardware_of("cpu"), memory=64.0 * GIB)  # of no machine in
 HALF, SINGLE = torch.bfloat16, torch.float32
 LAYERS, WIDTH, INNER, WORDS = 3, 128, 512, 2048
 JOINED = LAYERS * (WIDTH * (128 + 64 + 64) + 256 + 2 * WIDTH * INNER)  # of queries, keys, values; gate and up
+ALONE = LAYERS * WIDTH * (128 + INNER)  # of outputs and of what comes down
 HEAD = WIDTH * WORDS
 EMBEDDED, VLLM = PlannedSampling(), PlannedSampling(engine="vllm")
 
@@ -79,6 +80,8 @@ def test_a_rank_gathers_the_weights_that_it_has_not(changes, cut, sampling, gath
         ({"lora": LORA, "lora_base": "nf4", "compute_dtype": None}, 1, SINGLE, 4 * JOINED),
         ({"hardware": ON_CPU}, 1, HALF, 2 * N + 2 * JOINED + 4 * HEAD),
         ({"hardware": ON_CPU, "compute_dtype": None}, 1, SINGLE, 4 * JOINED),
+        ({"hardware": ON_CPU, "compute_dtype": None, "packs": True}, 1, SINGLE, 4 * (JOINED + ALONE + HEAD)),
+        ({"hardware": ON_CPU, "packs": True}, 1, HALF, 2 * (N + JOINED + ALONE) + 4 * HEAD),
     ],
     ids=str,
 )

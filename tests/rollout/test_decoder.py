@@ -1,5 +1,6 @@
 """The decoder of known families computes what their modules do, and every other model runs as it is."""
 
+import attrs
 import pytest
 import torch
 
@@ -7,6 +8,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.rollout import decoder, embedded
 from fppo.rollout.engine import Ask, Sampling
+from fppo_kernels.table import Kernels
 from tests.models.families import make, plain
 from tests.rollout.test_embedded import LENGTHS, engine_of, make_prompts, plain_logits
 
@@ -30,6 +32,31 @@ def test_a_decoder_computes_what_the_modules_do(name, dtype, joined, monkeypatch
     assert torch.equal(fast.tokens, slow.tokens)
     rounding = {torch.float32: 5e-6, torch.float64: 1e-13, torch.bfloat16: 0.1}[dtype]
     torch.testing.assert_close(fast.rollout_log_probs, slow.rollout_log_probs, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("joined", [0, 1 << 28])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_decoder_with_packed_weights_draws_what_it_draws_with_plain_ones(name, joined, monkeypatch):
+    model, params = make(name, dtype=torch.float32)
+    ask = Ask(make_prompts(LENGTHS), Sampling(n=2, max_tokens=12, stop_token_ids=(5,)), Key(4))
+    monkeypatch.setattr(decoder, "PACKED", joined)
+    monkeypatch.setattr(embedded, "PACKED", joined)
+    made, heads = [], []
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args: made.append(decoder.decoder_of(*args)) or made[-1])
+    monkeypatch.setattr(embedded, "_wide", lambda *args, wide=embedded._wide: heads.append(wide(*args)) or heads[-1])
+    engine = attrs.evolve(engine_of(model), kernels=Kernels.named(linear="onednn"))
+    packed = engine.generate(params, ask)
+    layer, head = made[0].layers[0], heads[0][0].weight
+    weights = [*(weight for weight, _ in (*layer.qkv, *layer.gate_up)), layer.out[0], layer.down[0], head]
+    assert {weight.layout for weight in weights} == {torch._mkldnn if joined else torch.strided}
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "packed", lambda weight: weight)
+        patch.setattr(embedded, "packed", lambda weight: weight)
+        plain_ones = engine.generate(params, ask)
+    assert torch.equal(packed.tokens, plain_ones.tokens)
+    assert torch.equal(packed.rollout_log_probs, plain_ones.rollout_log_probs)
+    tokens = engine_of(model).generate(params, ask).tokens
+    assert torch.equal(packed.tokens, tokens)
 
 
 def test_a_model_with_a_module_of_another_kind_runs_as_it_is():

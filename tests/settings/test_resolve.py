@@ -164,6 +164,30 @@ def test_what_is_resolved_stays(machine):
         assert resolve.resolved(once, other) == (once, [])
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "onednn"),
+        ({"model.cpp": True}, "onednn"),
+        ({"model.linear": "torch"}, "torch"),
+        ({"model.linear": "mine:fn"}, "mine:fn"),
+        ({"model.compute_dtype": "bfloat16"}, "torch"),
+        ({"critic.compute_dtype": "bfloat16"}, "torch"),
+        ({"critic.compute_dtype": "bfloat16", "algorithm.advantage": "grpo"}, "onednn"),
+        ({"model.compile_layers": True}, "torch"),
+        ({"model.lora.rank": 4}, "torch"),
+    ],
+)
+def test_linear_layers_take_onednns_product_where_it_is_faster(changes, expected):
+    given = files.replace(TrainSettings(), changes)
+    assert resolve.resolved(given, Machine(onednn=True))[0].model.linear == expected
+    other = expected if expected == changes.get("model.linear") else "torch"
+    for machine in (CPU, Machine(compiles=True), attrs.evolve(H100, onednn=True)):
+        assert resolve.resolved(given, machine)[0].model.linear == other
+    exact = files.replace(given, {"rollout.exact": True})
+    assert resolve.resolved(exact, CPU)[0].model.linear == (other if other == "mine:fn" else "onednn")
+
+
 def test_exact_rollouts_take_the_kernels_that_are_exact_and_the_engines_log_probs():
     given = files.replace(TrainSettings(), {"rollout.exact": True, "model.rms_norm": "torch"})
     settings, lines = resolve.resolved(given, CPU)
