@@ -7,7 +7,7 @@ A row is an episode as a rule. Where several rows are of one (`Rollout.episodes`
 # pyright: reportUnknownMemberType=false
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import attrs
@@ -103,8 +103,6 @@ def joined(record: R) -> R:
             episode, start = int(at.episode_of[row]), at.starts[row]
             tokens[episode, start - len(ids) : start] = torch.tensor(ids, dtype=tokens.dtype, device=tokens.device)
             seen[episode, start - len(ids) : start] = True
-    fields = {field.name: getattr(record, field.name) for field in attrs.fields(type(record))}
-    of_tokens = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.ndim > 1 and name not in _WHOLE}
     return replace(
         rows,
         tokens=torch.cat([rows.tokens[:, :-width], tokens], 1),
@@ -114,8 +112,16 @@ def joined(record: R) -> R:
         routed=None,
         episodes=None,
         observed=None,
-        **{name: at.of_episodes(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()},
+        **{name: at.of_episodes(x, fill) for name, x, fill in _response_columns(record)},
     )
+
+
+def _response_columns(record: Rollout) -> Iterator[tuple[str, Tensor, int]]:
+    """The name of each column of response tokens, the column [B, T, ...], and what it holds where a row has none."""
+    for field in attrs.fields(type(record)):
+        x = getattr(record, field.name)
+        if isinstance(x, Tensor) and x.ndim > 1 and field.name not in _WHOLE:
+            yield field.name, x, -1 if field.name == "turn_ids" else 0
 
 
 class EpisodeCut(NamedTuple):
@@ -132,38 +138,27 @@ def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: 
     A row ends where what was observed before the next one begins. `joined` undoes it. Rows are numbered from 0 on,
     episodes as the record's rows; experts are left out, since rows with prompts of their own have others.
     """
-    width = record.response_mask.shape[1]
-    lengths = record.attention_mask[:, -width:].sum(1).tolist()
-    stops = [
-        [*(later.start - later.observed for later in own[1:]), length]
-        for own, length in zip(cuts, lengths, strict=True)
-    ]
+    width, device = record.response_mask.shape[1], record.tokens.device
     flat = [each for own in cuts for each in own]
-    sizes = [stop - each.start for each, stop in zip(flat, (x for own in stops for x in own), strict=True)]
-    before, most = max(len(each.prompt) for each in flat), max(sizes)
-    index = torch.tensor([row for row, own in enumerate(cuts) for _ in own])
-    rows, device = batches.rows(record, index), record.tokens.device
+    numbers = [row for row, own in enumerate(cuts) for _ in own]
+    rows, responses = batches.rows(record, numbers), record.tokens[:, -width:].tolist()
+    sizes = _cut_lengths(cuts, record.attention_mask[:, -width:].sum(1).tolist())
     starts, counts = (torch.tensor(x, device=device)[:, None] for x in ([each.start for each in flat], sizes))
-    places = torch.arange(most, device=device)
+    places = torch.arange(max(sizes), device=device)
     own, columns = places < counts, (starts + places).clamp(max=width - 1)
 
     def taken(x: Tensor, fill: float = 0) -> Tensor:
         return x.gather(1, columns).masked_fill(~own, fill)
 
-    fields = {field.name: getattr(rows, field.name) for field in attrs.fields(type(rows))}
-    of_tokens = {name: x for name, x in fields.items() if isinstance(x, Tensor) and x.ndim == 2 and name not in _WHOLE}
-    more = {name: taken(x, -1 if name == "turn_ids" else 0) for name, x in of_tokens.items()}
+    more = {name: taken(x, fill) for name, x, fill in _response_columns(rows)}
     if record.token_versions is not None:
         more["versions"] = more["token_versions"][:, 0].to(record.versions)
-    prompts = [[*[pad_token_id] * (before - len(each.prompt)), *each.prompt] for each in flat]
-    read = [[*[False] * (before - len(each.prompt)), *[True] * len(each.prompt)] for each in flat]
-    responses = record.tokens[:, -width:].tolist()
+    prompts, read = _padded_prompts(flat, pad_token_id)
     ends = [place == len(each) - 1 for each in cuts for place in range(len(each))]
-    numbers = index.tolist()
     return replace(
         rows,
-        tokens=torch.cat([torch.tensor(prompts, device=device), taken(rows.tokens[:, -width:], pad_token_id)], 1),
-        attention_mask=torch.cat([torch.tensor(read, device=device), own], 1),
+        tokens=torch.cat([prompts.to(device), taken(rows.tokens[:, -width:], pad_token_id)], 1),
+        attention_mask=torch.cat([read.to(device), own], 1),
         row_ids=torch.arange(len(flat), device=device),
         finish=Column(finish if end else "stop" for finish, end in zip(rows.finish, ends, strict=True)),
         episodes=rows.row_ids,
@@ -173,3 +168,20 @@ def cut(record: Rollout, cuts: Sequence[Sequence[EpisodeCut]], *, pad_token_id: 
         routed=None,
         **more,
     )
+
+
+def _cut_lengths(cuts: Sequence[Sequence[EpisodeCut]], lengths: Sequence[int]) -> list[int]:
+    """The number of response tokens of each row that is cut out of episodes of these lengths."""
+    sizes: list[int] = []
+    for own, length in zip(cuts, lengths, strict=True):
+        stops = [*(later.start - later.observed for later in own[1:]), length]
+        sizes += [stop - each.start for each, stop in zip(own, stops, strict=True)]
+    return sizes
+
+
+def _padded_prompts(cuts: Sequence[EpisodeCut], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """The prompts of rows [B, P], padded on the left, and their mask."""
+    width = max(len(each.prompt) for each in cuts)
+    gaps = [width - len(each.prompt) for each in cuts]
+    tokens = [[*[pad_token_id] * gap, *each.prompt] for gap, each in zip(gaps, cuts, strict=True)]
+    return torch.tensor(tokens), torch.tensor([[*[False] * gap, *[True] * (width - gap)] for gap in gaps])

@@ -32,7 +32,7 @@ def placed(plan: Plan) -> Record:
         del assembly
         with (
             groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
-            assemble(settings, groups=places.roles) as assembly,
+            assemble(settings, places=places) as assembly,
         ):
             made, rows = steps_of(assembly, STEPS[dry])
     word = compared(alone, made)

@@ -146,7 +146,7 @@ def main(steps: int = 20, batch: int = 512, cluster: str = "processes", device: 
         del assembly
         with (
             groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
-            assemble(settings, groups=places.roles) as assembly,
+            assemble(settings, places=places) as assembly,
         ):
             if cluster == "processes":
                 for group, share in zip(dict.fromkeys(places.roles.values()), shares, strict=True):

@@ -58,10 +58,9 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     known = machine or measure.host_of(place)
     rows: list[ResultRow] = []
     try:
-        matmuls = dict.fromkeys(d for case in cases if case.bound == "matmul" for d in wanted[case.name])
         if machine is None:
             say("the rates of this machine")
-            known = measure.with_rates(known, place, tuple(matmuls))
+            known = measure.with_rates(known, place, _matmul_dtypes(cases, wanted))
         for case in cases:
             implementing = {name: table[case.name][name] for name in chosen[case.name]}
             usual = operations.default_of(case.name, table, defaults)
@@ -76,6 +75,11 @@ def ablate(  # a notebook sets any of them  # noqa: PLR0913
     except KeyboardInterrupt:
         return Ablation(rows=tuple(rows), machine=known, interrupted=True)
     return Ablation(rows=tuple(rows), machine=known)
+
+
+def _matmul_dtypes(cases: Sequence[Operation], dtypes: Mapping[str, Sequence[torch.dtype]]) -> tuple[torch.dtype, ...]:
+    """The dtypes of the operations that are bound by products of matrices."""
+    return tuple(dict.fromkeys(d for case in cases if case.bound == "matmul" for d in dtypes[case.name]))
 
 
 def _measured(

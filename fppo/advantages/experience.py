@@ -39,16 +39,8 @@ def estimate(
     """
     rows, annotated = annotated, joined(annotated)
     mask = annotated.response_mask
-    report: Metrics = {}
-    penalty, coef = None, 0.0
-    if annotated.ref_log_probs is not None:
-        penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kl_kind, mask=mask)
-        current = losses.sequence_kl(penalty, mask)
-        report |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
-        if kl_in_reward:
-            coef = kl.coef
-        if update_kl is not None:
-            kl = update_kl(kl, current.total / current.count.clamp(min=1), current.count)
+    coef = kl.coef if kl_in_reward else 0.0
+    penalty, kl, report = _reference_kl(annotated, kl, kl_kind, update_kl)
     if annotated.teacher_log_probs is not None:
         apart = annotated.old_log_probs - annotated.teacher_log_probs
         report["actor/teacher_kl"] = metrics.masked_mean(apart, mask)
@@ -56,14 +48,7 @@ def estimate(
     rewards = temporal.token_rewards(annotated.scores, mask, turns=annotated.turn_rewards, kl=penalty, kl_coef=coef)
     result = of_rows(advantage_fn)(replace(annotated, response_mask=mask), rewards)
     _check_shapes(result, mask)
-    if drop:
-        gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
-        report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
-    weights = None
-    if correct is not None:
-        correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
-        mask, weights = correction.mask, correction.weights
-        report |= correction.metrics
+    mask, weights, counts = _trained_on(annotated, mask, drop, correct)
     estimated = result.advantages.where(mask, 0.0)
     columns = {
         "response_mask": mask,
@@ -75,7 +60,44 @@ def estimate(
     if rows.episodes is not None:
         at = layout_of(rows)
         columns = {name: None if x is None else at.of_rows(x) for name, x in columns.items()}
-    return extend(Experience, rows, **columns), kl, report
+    return extend(Experience, rows, **columns), kl, report | counts
+
+
+def _reference_kl(
+    annotated: Annotated,
+    kl: KLState,
+    kind: str,
+    update: Callable[[KLState, Tensor, Tensor], KLState] | None,
+) -> tuple[Tensor | None, KLState, Metrics]:
+    """The KL estimate [B, T] of each token from the reference, the controller moved by it, and metrics. Without a
+    reference they are None, the controller unchanged, and no metrics."""
+    if annotated.ref_log_probs is None:
+        return None, kl, {}
+    mask = annotated.response_mask
+    penalty = losses.kl_estimate(annotated.old_log_probs, annotated.ref_log_probs, kind, mask=mask)
+    current = losses.sequence_kl(penalty, mask)
+    report: Metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": metrics.mean(kl.coef)}
+    if update is not None:
+        kl = update(kl, current.total / current.count.clamp(min=1), current.count)
+    return penalty, kl, report
+
+
+def _trained_on(
+    annotated: Annotated,
+    mask: Tensor,
+    drop: Sequence[Callable[[Annotated], Tensor]],
+    correct: Callable[[Tensor, Tensor, Tensor], Correction] | None,
+) -> tuple[Tensor, Tensor | None, Metrics]:
+    """The mask [B, T] without dropped rows and without tokens that the correction leaves out, its weights [B, T] (None
+    without one), and metrics."""
+    report: Metrics = {}
+    if drop:
+        gone = torch.stack([fn(annotated) for fn in drop]).any(0)[:, None].expand(mask.shape)
+        report["rollout/dropped"], mask = metrics.masked_mean(gone, mask), mask & ~gone
+    if correct is None:
+        return mask, None, report
+    correction = correct(annotated.old_log_probs, annotated.rollout_log_probs, mask)
+    return correction.mask, correction.weights, report | correction.metrics
 
 
 def _check_shapes(result: Advantages, mask: Tensor) -> None:

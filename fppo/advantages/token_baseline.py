@@ -49,19 +49,28 @@ def optimal_token_baseline(
     first = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)  # the tokens of the mask, in their order
     alive = mask.gather(1, first)
     value, weight = returns.gather(1, first), energy.gather(1, first).where(alive, 0.0)
-    members = group_rows(groups)
-    count = members.reduce(alive.double(), "sum")
-    # Counted from the lowest return, so that equal returns give exactly 0, also where they differ by a rounding.
-    lowest = members.reduce(value.where(alive, torch.inf), "min").where(count > 0, 0.0)
-    highest = members.reduce(value.where(alive, -torch.inf), "max").where(count > 0, 0.0)
-    largest = torch.maximum(lowest.abs(), highest.abs())
-    above = (value - lowest).where(alive & (highest - lowest > rounding(largest, rewards.dtype)), 0.0)
-    deviation = above - _baseline(above, weight, alive, members, leave_one_out=leave_one_out)
-    packed = torch.where(count > 1, deviation, value)
+    packed = _above_baseline(value, weight, alive, group_rows(groups), rewards.dtype, leave_one_out=leave_one_out)
 
     place = (mask.cumsum(1) - 1).clamp(min=0)
     advantages = packed.gather(1, place).where(mask, 0.0)
     return Advantages(advantages.to(rewards.dtype), returns.to(rewards.dtype))
+
+
+def _above_baseline(
+    value: Tensor, weight: Tensor, alive: Tensor, members: Groups, dtype: torch.dtype, *, leave_one_out: bool
+) -> Tensor:
+    """`value` [B, T] minus its baseline; a value that is alone in its group as it is.
+
+    Values are counted from the lowest, so that equal ones give exactly 0, also where they differ by a rounding of
+    `dtype`.
+    """
+    count = members.reduce(alive.double(), "sum")
+    lowest = members.reduce(value.where(alive, torch.inf), "min").where(count > 0, 0.0)
+    highest = members.reduce(value.where(alive, -torch.inf), "max").where(count > 0, 0.0)
+    largest = torch.maximum(lowest.abs(), highest.abs())
+    above = (value - lowest).where(alive & (highest - lowest > rounding(largest, dtype)), 0.0)
+    deviation = above - _baseline(above, weight, alive, members, leave_one_out=leave_one_out)
+    return torch.where(count > 1, deviation, value)
 
 
 def _baseline(value: Tensor, weight: Tensor, alive: Tensor, members: Groups, *, leave_one_out: bool) -> Tensor:

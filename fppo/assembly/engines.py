@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
@@ -152,7 +152,6 @@ def answering(
     Raises ValueError if there is no such environment or tool, or the chat template does not take its messages.
     """
     turns, environment, vocabulary = rollout.turns, rollout.environment, vocabulary_size_of(model)
-    options = chat_options(rows)
     how = {**only(turns, "max_turns", "turn_tokens", "thinking"), "pad_token_id": pad_token_id, "mesh": mesh}
     with contextlib.ExitStack() as opened:
         if environment.is_agent:
@@ -160,7 +159,7 @@ def answering(
 
             engine = opened.enter_context(agent_engine(model, rollout, rows, engine, tokenizer, pad_token_id, mesh))
         elif environment.used:
-            encode = chat_template(tokenizer, options=options) if rows.chat else PlainText(tokenizer)
+            encode = _turn_encoder(tokenizer, rows)
             engine = TurnsEngine(
                 engine=engine,
                 tools=opened.enter_context(environment_runner(environment, turns)),
@@ -172,15 +171,13 @@ def answering(
                 **how,
             )
         elif turns.respond is not None:
-            respond, roles = tools.resolve(turns.respond), ("tool",) if turns.failure else ()
-            encode = chat_template(tokenizer, roles=roles, options=options) if rows.chat else PlainText(tokenizer)
+            respond = tools.resolve(turns.respond)
+            encode = _turn_encoder(tokenizer, rows, roles=("tool",) if turns.failure else ())
             if turns.thinking == "drop":
                 _check_anew(encode, tokenizer)
-            limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
-            inline = turns.respond in tools.TOOLS
             engine = TurnsEngine(
                 engine=engine,
-                tools=opened.enter_context(ToolRunner(respond, **limits, inline=inline)),
+                tools=opened.enter_context(_tool_runner(respond, turns)),
                 encode=Within(encode, vocabulary),
                 tokenizer=tokenizer,
                 prompt=prompt_encoder(tokenizer, encode, vocabulary),
@@ -190,6 +187,19 @@ def answering(
         if rollout.interrupt:
             engine = InterruptibleEngine(engine=engine, every=rollout.interrupt, pad_token_id=pad_token_id)
         yield engine
+
+
+def _turn_encoder(tokenizer: PreTrainedTokenizerBase, rows: DataSettings, *, roles: Sequence[str] = ()) -> Encode:
+    """The encoder of messages of these roles behind a turn: by the chat template, or as plain text."""
+    if not rows.chat:
+        return PlainText(tokenizer)
+    return chat_template(tokenizer, roles=roles, options=chat_options(rows))
+
+
+def _tool_runner(respond: tools.Respond, turns: TurnsSettings) -> ToolRunner:
+    """The runner of a tool, with the settings' limits."""
+    limits = only(turns, "failure", "time_limit", "workers", "concurrency", "retries")
+    return ToolRunner(respond, **limits, inline=turns.respond in tools.TOOLS)
 
 
 def _check_anew(encode: Encode, tokenizer: PreTrainedTokenizerBase) -> None:

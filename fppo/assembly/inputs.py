@@ -45,6 +45,7 @@ from fppo.data.privileged import TEACHER_PROMPT
 from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
+from fppo.models.model import Model
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
@@ -53,7 +54,7 @@ from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import files
-from fppo.settings.learning import OptimizerSettings
+from fppo.settings.learning import CriticSettings, OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
@@ -132,43 +133,46 @@ def read_inputs(
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
         tried(lambda: law(group=rollout.n, dtype=getattr(torch, model.compute_dtype), device=device))
-    tokenizer = tried(lambda: load_tokenizer(model, rows))
-    if tokenizer is None:
-        raise tried.error()
-    generation = tried(lambda: policy_generation(model, rows, tokenizer))
-    ends = generation or GenerationConfig()
-    images = tried(lambda: load_images(model, rows, tokenizer))
-    if rows.seen and images is None:
-        raise tried.error()
+    tokenizer, generation, images = _text_tools(model, rows, tried)
     prompts = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images))
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
-    sampling = tried(lambda: sampling_of(rollout, tokenizer, ends))
-    eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, ends, like=sampling))
+    sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
+    eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
     drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, Key(settings.seed).fold("data")))
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None and advantage is not None and watching is not None  # noqa: PT018
     assert prompts is not None and sampling is not None and eval_sampling is not None  # noqa: PT018
     assert drawing is not None
-    evaluation = None
-    if held_out is not None:
-        evaluation = EvalInputs(
-            device=device, kernels=kernels, tokenizer=tokenizer, held_out=held_out, sampling=eval_sampling
-        )
+    common = {"device": device, "kernels": kernels, "tokenizer": tokenizer}
     return Inputs(
-        device=device,
-        kernels=kernels,
+        **common,
         advantage=advantage,
-        tokenizer=tokenizer,
         images=images,
-        generation=ends,
+        generation=generation,
         prompts=prompts,
         drawing=drawing,
-        **watching,
+        loggers=watching["loggers"],
+        observers=watching["observers"],
         sampling=sampling,
-        eval=evaluation,
+        eval=None if held_out is None else EvalInputs(**common, held_out=held_out, sampling=eval_sampling),
     )
+
+
+def _text_tools(
+    model: ModelSettings, rows: DataSettings, tried: Tried
+) -> tuple[PreTrainedTokenizerBase, GenerationConfig, data.ImageReader | None]:
+    """The policy's tokenizer, its generation config, and the reader of images, None without any. Raises SettingsError
+    with all problems so far where prompts cannot be read."""
+    tokenizer = tried(lambda: load_tokenizer(model, rows))
+    if tokenizer is None:
+        raise tried.error()
+    generation = tried(lambda: policy_generation(model, rows, tokenizer))
+    images = tried(lambda: load_images(model, rows, tokenizer))
+    if rows.seen and images is None:
+        raise tried.error()
+    return tokenizer, generation or GenerationConfig(), images
 
 
 def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.device | None = None) -> EvalInputs:
@@ -347,14 +351,26 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
 def _models_named(
     section: ModelSettings, *, critic: bool, reference: bool, teacher: bool
 ) -> dict[str, tuple[str, str]]:
-    """By role, the setting of each of these models that has a path of its own, and the path."""
+    """By role, the path of each of these models that has one of its own, and the setting that gives it."""
     paths = {
-        "critic": ("model.critic_path", section.critic_path if critic else None),
-        "reference": ("model.ref_path", section.ref_path if reference else None),
-        "teacher": ("model.teacher_path", section.teacher_path if teacher else None),
+        "critic": (section.critic_path if critic else None, "model.critic_path"),
+        "reference": (section.ref_path if reference else None, "model.ref_path"),
+        "teacher": (section.teacher_path if teacher else None, "model.teacher_path"),
     }
-    own = {role: (setting, path) for role, (setting, path) in paths.items() if path is not None}
-    return {"actor": ("model.path", section.path)} | own
+    own = {role: (path, setting) for role, (path, setting) in paths.items() if path is not None}
+    return {"actor": (section.path, "model.path")} | own
+
+
+def _builders(
+    section: ModelSettings, critic: CriticSettings | None, named: Mapping[str, tuple[str, str]]
+) -> Mapping[str, Callable[[], Model]]:
+    """By role, what builds a model without parameters: the actor's, the critic's if its section is given, and those of
+    the reference and the teacher if they are `named`, with their paths."""
+    built = {"actor": partial(bare_model, section)}
+    if critic is not None:
+        built["critic"] = partial(bare_model, section, critic)
+    others = {role: named[role][0] for role in ("reference", "teacher") if role in named}
+    return built | {role: partial(bare_model, attrs.evolve(section, path=path)) for role, path in others.items()}
 
 
 def _check_models(
@@ -373,9 +389,7 @@ def _check_models(
     named = _models_named(section, critic=critic_model, **others)
     pool = mesh_at(placement, "reward", mesh)
     tried(lambda: check_scorers(settings.reward, section, tokenizer, mesh, pool=pool, rows=settings.data))
-    configs = tried(
-        lambda: {role: config_of(section, config_place(path, name)) for role, (name, path) in named.items()}
-    )
+    configs = tried(lambda: {role: config_of(section, config_place(*place)) for role, place in named.items()})
     if configs is None:
         return
     reads = settings.in_turns or critic.privileged > 0
@@ -387,13 +401,8 @@ def _check_models(
         over, alone = rollout.vllm.tensor_parallel, section.lora.send == "alone"
         tried(lambda: check_family(configs["actor"], tensor_parallel=over, alone=alone))
     if tried(lambda: lacks_something(names, compiled=section.compile_layers)):
-        built = {"actor": lambda: bare_model(section)}
-        if trained and settings.algorithm.uses_critic:
-            built["critic"] = lambda: bare_model(section, critic)
-        for role in ("reference", "teacher"):
-            if role in configs:
-                built[role] = partial(bare_model, attrs.evolve(section, path=named[role][1]))
-        for role, build in built.items():
+        own_critic = critic if trained and settings.algorithm.uses_critic else None
+        for role, build in _builders(section, own_critic, named).items():
             axes = axes_at(placement, role, settings.mesh)
             tried(lambda build=build, axes=axes: check_kernels(names, build(), axes))
     of_critic = "critic" if "critic" in configs else "actor" if critic_model else None

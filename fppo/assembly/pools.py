@@ -9,7 +9,7 @@ import attrs
 import torch
 
 from fppo.assembly.parts import device_of, sharding_of
-from fppo.fleet import AnyGroup, Group, RankSpec, at_once, cluster
+from fppo.fleet import AnyGroup, Call, Group, RankSpec, at_once, cluster
 from fppo.settings.placement import MeshSettings, PlacementSettings, Pool, places_of, pools_of, threads_of
 
 
@@ -19,6 +19,14 @@ class RolePlaces:
 
     roles: Mapping[str, AnyGroup] = attrs.field(factory=dict)
     engines: Sequence[Group] = ()
+
+    def calls(self) -> list[Call]:
+        """The calls to all groups since the last query."""
+        groups = dict.fromkeys(group for group in (*self.roles.values(), *self.engines) if isinstance(group, Group))
+        return [call for group in groups for call in group.calls()]
+
+
+ALL_HERE = RolePlaces()
 
 
 def home_of(places: Collection[str], device: torch.device, models: Collection[str]) -> torch.device:
@@ -39,7 +47,7 @@ def groups_of(
     """
     places, pools = places_of(placement), pools_of(placement)
     if not places:
-        yield RolePlaces()
+        yield ALL_HERE
         return
     sharding, patience = sharding_of(mesh), placement.patience
     home = home_of(places, device_of(device, placement), models)

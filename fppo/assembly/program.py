@@ -36,31 +36,38 @@ from fppo.settings.train import TrainSettings
 ROLLOUTS = "rollouts"  # where a run that saves its rollouts has them
 
 
+@attrs.frozen
+class ScoredEngine:
+    """The engine of a run, and the scoring of its responses."""
+
+    engine: Engine  # in turns, where the settings want them
+    alone: Engine  # of single turns, by which it answers
+    scoring: Scoring
+
+
 def program_of(
     settings: TrainSettings,
     roles: Roles,
     inputs: Inputs,
     passes: Passes,
-    scoring: Scoring,
-    alone: Engine,
-    engine: Engine,
+    scored: ScoredEngine,
     model: Model,
     mesh: Mesh,
     device: torch.device,
 ) -> Program:
-    """The stages of the settings' algorithm: `engine` answers by `alone`, in turns, and batches are on `device`."""
-    critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scoring.runner
+    """The stages of the settings' algorithm, with batches on `device`."""
+    critic, algorithm, rollout, runner = settings.critic, settings.algorithm, settings.rollout, scored.scoring.runner
     advantage_fn = inputs.advantage({term.name: term.weight for term in runner.terms})
     correct = loss_correction(algorithm.correction, settings.actor.loss)
     estimate = _estimate(advantage_fn, algorithm, rollout, correct)
     program = wire(
         rollout=RollOut(
-            engine=engine,
+            engine=scored.engine,
             sampling=inputs.sampling,
             measure=(turn_metrics,) if settings.in_turns else (),
             make_on_finished=runner.make_on_finished,
         ),
-        score=scoring.at(rollout.temperature),
+        score=scored.scoring.at(rollout.temperature),
         passes=passes,
         estimate=estimate,
         update_critic=roles.update_critic(),
@@ -70,21 +77,19 @@ def program_of(
         together=roles.together,
         check=False,  # `functions.check_laws` has done it
     )
-    stage: EstimateStage = LeaveAgreed(estimate, share=critic.leave_agreed) if critic.leave_agreed else estimate
-    stage = LeaveDisputed(stage, share=critic.leave_disputed) if critic.leave_disputed else stage
     directory = Path(settings.output_dir) / ROLLOUTS if rollout.save and is_first(mesh) else None
     annotate, watch = program.annotate, watch_of(rollout, settings.model.compute_dtype)
     return attrs.evolve(
         program,
         annotate=annotate if watch is None else WatchAnnotate(stage=annotate, limit=watch[0], then=watch[1]),
-        estimate=stage,
+        estimate=_leaving_out(estimate, critic),
         sample=_sample(rollout, directory, inputs, model.config.vocab_size, device),
         critic_warmup=critic.warmup_steps if algorithm.uses_critic else 0,
         pretrain=pretrain_of(critic, algorithm),
         steps=settings.steps,
         freeze_critic=critic.freeze,
         hold=roles.hold(),
-        bring=alone.bring if isinstance(alone, EnginePool) else program.bring,
+        bring=scored.alone.bring if isinstance(scored.alone, EnginePool) else program.bring,
         interrupts=rollout.interrupt > 0,
     )
 
@@ -104,6 +109,13 @@ def _estimate(
         drop=[*groups, *([truncated] if dropped.truncated else [])],
         whiten=whitens(advantage_fn) if algorithm.whiten is None else algorithm.whiten,
     )
+
+
+def _leaving_out(stage: EstimateStage, critic: CriticSettings) -> EstimateStage:
+    """The stage without the shares of rows that the settings of the critic leave out."""
+    if critic.leave_agreed:
+        stage = LeaveAgreed(stage, share=critic.leave_agreed)
+    return LeaveDisputed(stage, share=critic.leave_disputed) if critic.leave_disputed else stage
 
 
 def _sample(

@@ -11,7 +11,7 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from fppo import data, models, rewards
@@ -304,10 +304,10 @@ def judge_of(
     Raises ValueError if it does not fit its tokenizer, or that lacks what is needed; EngineFailure if its vLLM does not
     start.
     """
-    remote = common.trust_remote_code
     if section.path is None:
         yield {}
         return
+    remote = common.trust_remote_code
     directory = directory_of(section.path, "reward.judge.path")
     own = _judge_tokenizer(directory, chat=section.chat, trust_remote_code=remote)
     compute = compute_dtype_of(common.compute_dtype)
@@ -319,13 +319,7 @@ def judge_of(
         mesh=here.mesh if section.engine == "embedded" else LOCAL,
     )
     data.check_vocabulary(own, {"judge": model.config}, any_text=True)
-    generation = generation_config(directory, model.config, own, chat=ChatOptions() if section.chat else None)
-    sampling = Sampling(
-        max_tokens=section.max_tokens,
-        stop_token_ids=data.stop_tokens(own, turn_ends=ends_of(generation)),
-        greedy=section.temperature == 0,
-        temperature=section.temperature or 1.0,
-    )
+    sampling = _judge_sampling(section, own, directory, model.config)
     if section.engine == "embedded":
         check_kernels(names, model, axes)
     pad, kept = sampling.stop_token_ids[0], offload_of(common.offload, section.offload) == "all"
@@ -344,6 +338,19 @@ def judge_of(
             vocabulary=model.config.vocab_size,
         )
         yield {"judge": (judge, section.weight)}
+
+
+def _judge_sampling(
+    section: JudgeSettings, tokenizer: PreTrainedTokenizerBase, directory: Path, config: PreTrainedConfig
+) -> Sampling:
+    """How the judge's answers are sampled, up to the ends of responses that its files name."""
+    generation = generation_config(directory, config, tokenizer, chat=ChatOptions() if section.chat else None)
+    return Sampling(
+        max_tokens=section.max_tokens,
+        stop_token_ids=data.stop_tokens(tokenizer, turn_ends=ends_of(generation)),
+        greedy=section.temperature == 0,
+        temperature=section.temperature or 1.0,
+    )
 
 
 def _judge_tokenizer(directory: Path, *, chat: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:

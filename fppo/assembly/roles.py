@@ -20,6 +20,7 @@ from fppo.assembly.parts import (
     Tools,
     forward_micro_batching_of,
     load_reference,
+    make_tools,
     offload_of,
     on_device,
 )
@@ -50,6 +51,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.offload import Lane, OnHost, to_host
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import ModelSettings
+from fppo.settings.modules import kernels_named
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import DataSettings, TrainSettings
 from fppo.steps.actor import OldLogProbs, PolicyTerms, UpdateActor
@@ -247,6 +249,8 @@ class Roles:
     reference: Reference | None
     critic: Critic | None
     at: Mapping[str, AnyGroup]
+    tools: Tools  # of this process
+    begin: Callable[[Here], Tools]  # makes those of another one
 
     @property
     def others(self) -> list[str]:
@@ -302,27 +306,19 @@ class Roles:
 
 
 def make_roles(
-    settings: TrainSettings,
-    tools: Tools,
-    begin: Callable[[Here], Tools],
-    local: LocalGroup,
-    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
+    settings: TrainSettings, kernels: Kernels, local: LocalGroup, groups: Mapping[str, AnyGroup] = MappingProxyType({})
 ) -> Roles:
-    """Make every role on its group, where `begin` makes the tools, or in this process.
+    """Make every role on its group, or with these kernels in this process.
 
     A reference without a group of its own is on the actor's.
     """
+    tools = Tools(kernels, Lane(local.here.device))
+    begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
     model, actor, critic, algorithm = settings.model, settings.actor, settings.critic, settings.algorithm
     rows, key = settings.data, Key(settings.seed)
     at = {role: groups.get(role, local) for role in ("actor", "critic")}
     at["reference"] = groups.get("reference", at["actor"])
-    passes = PassOptions(
-        **only(model, "remove_padding", "share_prompts"),
-        graphs=model.graphs is True,
-        micro_batching=forward_micro_batching_of(model, actor),
-        temperature=settings.rollout.temperature,
-        replay=algorithm.router_replay,
-    )
+    passes = _pass_options(model, actor, settings.rollout.temperature, algorithm.router_replay)
 
     def make(role: str, fn: Callable[..., Any], *args: Any) -> Any:
         group, own = at[role], tools
@@ -351,7 +347,20 @@ def make_roles(
     if settings.uses_reference:
         own = (policy.model, policy.state.params) if at["reference"] is at["actor"] else ()
         reference = make("reference", make_reference, load, passes, model, *own)
-    return Roles(actor=policy, reference=reference, critic=made.get("critic"), at=at)
+    return Roles(actor=policy, reference=reference, critic=made.get("critic"), at=at, tools=tools, begin=begin)
+
+
+def _pass_options(
+    section: ModelSettings, actor: ActorSettings, temperature: float, replay: RouterReplay
+) -> PassOptions:
+    """How passes run at the temperature of sampling."""
+    return PassOptions(
+        **only(section, "remove_padding", "share_prompts"),
+        graphs=section.graphs is True,
+        micro_batching=forward_micro_batching_of(section, actor),
+        temperature=temperature,
+        replay=replay,
+    )
 
 
 def fetch_of(offload: Offload, lane: Lane) -> Fetch:

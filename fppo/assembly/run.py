@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -27,14 +26,14 @@ from fppo.assembly.engines import (
 )
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
-from fppo.assembly.parts import Tools, make_tools
+from fppo.assembly.parts import Tools
 from fppo.assembly.placed import Placed
-from fppo.assembly.pools import home_of
-from fppo.assembly.program import pretrain_of, program_of
+from fppo.assembly.pools import ALL_HERE, RolePlaces, home_of
+from fppo.assembly.program import ScoredEngine, pretrain_of, program_of
 from fppo.assembly.rewards import Scoring, scoring
 from fppo.assembly.roles import Roles, make_roles
 from fppo.fields import only
-from fppo.fleet import HERE, AnyGroup, Call, Group, Here, LocalGroup
+from fppo.fleet import HERE, Call, Group, Here, LocalGroup
 from fppo.key import Key
 from fppo.losses import KLState
 from fppo.models.model import Model
@@ -55,7 +54,6 @@ from fppo.settings import files
 from fppo.settings.component import bound, value_of
 from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
-from fppo.settings.modules import kernels_named
 from fppo.settings.placement import EngineSettings
 from fppo.settings.resolve import said_of_old_log_probs, sharing_hindrances
 from fppo.settings.rollout import RolloutSettings, TurnsSettings
@@ -114,49 +112,39 @@ def assemble(
     mesh: Mesh = LOCAL,
     sampling_mesh: Mesh | None = None,
     device: torch.device | None = None,
-    groups: Mapping[str, AnyGroup] = MappingProxyType({}),
-    engines: Sequence[Group] = (),
+    places: RolePlaces = ALL_HERE,
     announce: Callable[[Sequence[str]], None] = lambda lines: None,
 ) -> Iterator[Assembly]:
     """The run that the settings describe, before its first step. What is wrong with them is raised before any work.
 
     `kernels` and `device` stand in for those that the settings name. On a `mesh` this is one rank's part of the run;
     what samples and scores has the groups of `sampling_mesh`, which sampling ahead needs. `announce` gets lines on what
-    is loaded. `groups` have roles elsewhere: those of `placement.roles`; each of `engines` has one rank.
+    is loaded. `places` has the roles and the engines that run elsewhere, as `placement.roles` says.
     """
     settings, chosen = resolved(settings, device)
     section, rollout, key, sampling_mesh = settings.model, settings.rollout, Key(settings.seed), sampling_mesh or mesh
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
-    device = home_of(groups, inputs.device, settings.model_roles)
+    device, pad = home_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
     announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))
-    tools, pad = Tools(inputs.kernels, Lane(device)), inputs.prompts.pad_token_id
-    begin = partial(make_tools, names=kernels_named(settings), module_dirs=settings.module_dirs)
-    roles = make_roles(settings, tools, begin, LocalGroup(Here(mesh, device)), groups)
+    roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
-    shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, tools.kernels)
+    shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)
     announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.uses_teacher]) + shown)
     run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)
-    if engines:
-        load = partial(policy_model, section, settings.critic, key)
-        make = partial(make_engine_of_pool, begin=begin, load=load, options=options, pad_token_id=pad)
-        made = _engine_pool(engines, make, settings.placement.engines, options, roles, model.extents, pad)
-    else:
-        made = _engine(options, roles, tools, begin, pad, sampling_mesh)
-    with (
-        scoring(settings, inputs.tokenizer, sampling_mesh, device, groups) as scores,
-        made as alone,
-        answering(section, rollout, settings.data, alone, inputs.tokenizer, pad, sampling_mesh) as engine,
-    ):
+    load = partial(policy_model, section, settings.critic, key)
+    made = _engine(places.engines, settings.placement.engines, options, roles, load, model.extents, pad, sampling_mesh)
+    scores = scoring(settings, inputs.tokenizer, sampling_mesh, device, places.roles)
+    with _scored(scores, made, section, rollout, settings.data, inputs.tokenizer, pad, sampling_mesh) as scored:
         passes, size = roles.passes(settings.critic, inputs.tokenizer), rollout.batch_size // settings.eval.n
-        truth = _truth(settings.eval, settings.algorithm.advantage, rollout.turns, inputs, engine, passes)
+        truth = _truth(settings.eval, settings.algorithm.advantage, rollout.turns, inputs, scored.engine, passes)
         yield Assembly(
             run=run,
-            program=program_of(settings, roles, inputs, passes, scores, alone, engine, model, mesh, device),
+            program=program_of(settings, roles, inputs, passes, scored, model, mesh, device),
             draw=_draw(inputs, key.fold("data"), rollout, settings.data),
-            evaluate=inputs.eval and _evaluation(inputs.eval, engine, scores, size, truth),
+            evaluate=inputs.eval and _evaluation(inputs.eval, scored, size, truth),
             inputs=inputs,
             model=model,
             critic_model=critic_model,
@@ -165,8 +153,24 @@ def assemble(
             shapes=_shapes(run, roles),
             drawn=_drawn(inputs, saved=rollout.from_ is not None, may_change=settings.data.may_change),
             placed=Placed.of(roles, inputs.device),
-            calls=partial(_calls, [*groups.values(), *engines]),
+            calls=places.calls,
         )
+
+
+@contextlib.contextmanager
+def _scored(
+    scores: contextlib.AbstractContextManager[Scoring],
+    made: contextlib.AbstractContextManager[Engine],
+    model: ModelSettings,
+    rollout: RolloutSettings,
+    rows: DataSettings,
+    tokenizer: PreTrainedTokenizerBase,
+    pad: int,
+    mesh: Mesh,
+) -> Iterator[ScoredEngine]:
+    """Open the scoring and the engine for as long as the context lasts, in turns where the settings want them."""
+    with scores as entered, made as alone, answering(model, rollout, rows, alone, tokenizer, pad, mesh) as engine:
+        yield ScoredEngine(engine, alone, entered)
 
 
 def _fresh(
@@ -191,13 +195,24 @@ def _fresh(
 
 
 def _engine(
-    options: EngineOptions, roles: Roles, tools: Tools, begin: Callable[[Here], Tools], pad: int, mesh: Mesh
+    groups: Sequence[Group],
+    section: EngineSettings,
+    options: EngineOptions,
+    roles: Roles,
+    load: Callable[[Mesh, torch.device], Model],
+    names: Iterable[str],
+    pad: int,
+    mesh: Mesh,
 ) -> contextlib.AbstractContextManager[Engine]:
-    """The engine where the actor is."""
+    """The engine where the actor is; with groups those of each as one, with the actor's parameters of these names and
+    models that `load` gives."""
+    if groups:
+        make = partial(make_engine_of_pool, begin=roles.begin, load=load, options=options, pad_token_id=pad)
+        return _engine_pool(groups, make, section, options, roles, names, pad)
     model, group = roles.actor.model, roles.at["actor"]
     if isinstance(group, LocalGroup):
-        return engine_of(options, model, pad, mesh, tools)
-    engine = group.call(make_engine, HERE, begin, options, model, pad, stays=True, label="make engine")
+        return engine_of(options, model, pad, mesh, roles.tools)
+    engine = group.call(make_engine, HERE, roles.begin, options, model, pad, stays=True, label="make engine")
     return contextlib.nullcontext(PlacedEngine(group, engine))
 
 
@@ -220,11 +235,6 @@ def _engine_pool(
         **only(section, "rows", "restarts"),
         on_host=options.vllm is not None,
     )
-
-
-def _calls(groups: Sequence[AnyGroup]) -> list[Call]:
-    own = dict.fromkeys(group for group in groups if isinstance(group, Group))
-    return [call for group in own for call in group.calls()]
 
 
 def _models(section: ModelSettings, critic: CriticSettings, roles: Roles) -> tuple[Model, Model | None]:
@@ -265,13 +275,10 @@ def assemble_evaluation(
     model = policy_model(section, settings.critic, key, mesh, device)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=True)
     tools, size = Tools(inputs.kernels, Lane(device)), rollout.batch_size // settings.eval.n
-    with (
-        scoring(settings, tokenizer, mesh, device) as scores,
-        engine_of(options, model, pad, mesh, tools) as alone,
-        answering(section, rollout, settings.data, alone, tokenizer, pad, mesh) as engine,
-    ):
+    scores, alone = scoring(settings, tokenizer, mesh, device), engine_of(options, model, pad, mesh, tools)
+    with _scored(scores, alone, section, rollout, settings.data, tokenizer, pad, mesh) as scored:
         place = torch.device("cpu") if options.on_host else device
-        evaluation = _evaluation(inputs, engine, scores, size)
+        evaluation = _evaluation(inputs, scored, size)
         bases = bases_of({"actor": base_of_role(section, "actor", model)})
         yield Evaluator(evaluate=evaluation, tokenizer=tokenizer, model=model, device=place, bases=bases)
 
@@ -305,13 +312,13 @@ def _drawn(inputs: Inputs, *, saved: bool, may_change: bool) -> DrawnPrompts:
 
 
 def _evaluation(
-    inputs: EvalInputs, engine: Engine, scores: Scoring, size: int, truth: Callable[..., Any] | None = None
+    inputs: EvalInputs, scored: ScoredEngine, size: int, truth: Callable[..., Any] | None = None
 ) -> EvaluateRun:
     """The evaluation of the policy on so many prompts at a time, and of its critic by the `truth`."""
     batches = partial(data.batches, inputs.held_out, max(size, 1))
-    score = scores.at(inputs.sampling.temperature)
+    score = scored.scoring.at(inputs.sampling.temperature)
     how = {"sampling": inputs.sampling, "score": score, "measure": (environment_metrics,)}
-    return EvaluateHeldOut(batches=batches, engine=engine, truth=truth, **how)
+    return EvaluateHeldOut(batches=batches, engine=scored.engine, truth=truth, **how)
 
 
 def _truth(

@@ -208,8 +208,6 @@ def assemble_supervised(
     state = learning.state(params, optimizer)
     run = RunState(actor=state, key=key, bases=bases_of({"actor": base_of_role(section, "actor", model)}))
     policy = passes.policy(forward, None, fetch_of(learning.offload, tools.lane), "rollout")
-    held_out = inputs.held_out
-    sets = {"prompts": inputs.rows, **({} if held_out is None else {"held-out prompts": held_out})}
     return settings, SupervisedAssembly(
         run=run,
         imitation=Imitation(
@@ -217,16 +215,21 @@ def assemble_supervised(
             update=learning.measured(update, forward, tools.lane),
             steps=settings.steps,
         ),
-        evaluate=_evaluation(held_out, sft.batch_size, device, policy),
+        evaluate=_evaluation(inputs.held_out, sft.batch_size, device, policy),
         inputs=inputs,
         model=model,
         mesh=mesh,
         device=device,
         shapes={f".actor{path}": extent for path, extent in whole_shapes(state, model.extents).items()},
-        drawn=DrawnPrompts(
-            sets, may_change=settings.data.may_change, digests_of=digest_of_demonstrations, made_by=COMMAND
-        ),
+        drawn=_drawn(inputs, may_change=settings.data.may_change),
     )
+
+
+def _drawn(inputs: SupervisedInputs, *, may_change: bool) -> DrawnPrompts:
+    """The demonstrations that the run draws from."""
+    held_out = {} if inputs.held_out is None else {"held-out prompts": inputs.held_out}
+    sets = {"prompts": inputs.rows, **held_out}
+    return DrawnPrompts(sets, may_change=may_change, digests_of=digest_of_demonstrations, made_by=COMMAND)
 
 
 def _steps(sft: SftSettings, steps: int, rows: int) -> int:

@@ -331,14 +331,13 @@ def _assemble(
     if is_first(here.mesh) and (lines := origins.untested_here()):
         print("; ".join(lines), file=sys.stderr)
     with (
-        groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as pools,
+        groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
         assemble(
             settings,
             mesh=here.mesh,
             sampling_mesh=here.sampling,
             device=here.device,
-            groups=pools.roles,
-            engines=pools.engines,
+            places=places,
             announce=announce,
         ) as assembly,
     ):

@@ -37,6 +37,11 @@ class Imitated:
     response: tuple[int, ...]
     mask: tuple[bool, ...]  # of the response: True where a token is imitated
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.prompt) + len(self.response)
+
 
 @attrs.frozen(kw_only=True)
 class Answers:
@@ -147,15 +152,11 @@ def encode_demonstrations(
     for row in rows:
         for each, source in _read(row, tokenizer, fields, answers, chat, problems):
             made.append((each, row, source))
-    long = [len(each.prompt) + len(each.response) > max_tokens for each, _, _ in made]
-    if over_long == "error":
-        for (each, row, _), over in zip(made, long, strict=True):
-            count = len(each.prompt) + len(each.response)
-            text = (
-                f"the row has {count} tokens, more than max_tokens = {max_tokens} (over_long can drop or truncate it)"
-            )
-            if over:
-                problems.add(text, at=row.place)
+    long = [each.num_tokens > max_tokens for each, _, _ in made]
+    for (each, row, _), over in zip(made, long, strict=True):
+        if over and over_long == "error":
+            text = f"the row has {each.num_tokens} tokens, more than max_tokens = {max_tokens}"
+            problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
     problems.check("data")
     cut = [(_cut(each, max_tokens) if over_long == "truncate" else each, row, source) for each, row, source in made]
     kept = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
@@ -86,20 +86,13 @@ def encode_rows(
     seen: list[ReadRow] = []
     if fields.chat:
         _check_unrendered(asked, opening_of(tokenizer, options=chat), problems)
-    huge = set() if over_long == "truncate" else _too_long(asked, tokenizer, max_prompt_tokens)
-    if huge and over_long == "error":
-        _name_huge(asked, huge, max_prompt_tokens, problems)
+    huge = _too_long(asked, tokenizer, max_prompt_tokens, over_long, problems)
     if images is None:
-        read_now = [x for number, x in enumerate(asked) if number not in huge]
-        ids = iter(_tokens(read_now, tokenizer, chat, problems))
-        tokens = [[0] * (max_prompt_tokens + 1) if i in huge else next(ids) for i in range(len(asked))]
+        tokens = _tokens_or_zeros(asked, huge, max_prompt_tokens, tokenizer, chat, problems)
     else:
         tokens, seen = _tokens_with_images(asked, images, fields, problems)
     if over_long == "error":
-        for (row, _), ids in zip(asked, tokens, strict=True):
-            if len(ids) > max_prompt_tokens:
-                text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {max_prompt_tokens}"
-                problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
+        _note_over_long(asked, tokens, max_prompt_tokens, problems)
     problems.check("data")
     prompts = _assemble(asked, tokens, special.pad_token_id, max_prompt_tokens, drop=over_long == "drop")
     if images is None:
@@ -108,23 +101,37 @@ def encode_rows(
     return attrs.evolve(prompts, inputs=ReadInputs(images, kept))
 
 
-def _too_long(asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int) -> set[int]:
+def _too_long(
+    asked: Sequence[tuple[Row, Example]], tokenizer: Any, limit: int, over_long: OverLong, problems: Problems
+) -> set[int]:
     """The numbers of prompts too long for `limit` tokens even if each were the vocabulary's longest: tokenizers take
-    minutes for many megabytes."""
+    minutes for many megabytes. There are none where prompts are truncated.
+
+    Raises ValueError that names them, after all problems noted so far, if `over_long` is "error".
+    """
+    if over_long == "truncate":
+        return set()
     sizes = [_characters(example.prompt) for _, example in asked]
     if max(sizes, default=0) <= _SHORT:
         return set()
     most = max(_SHORT, limit * max(map(len, tokenizer.get_vocab())))
-    return {number for number, size in enumerate(sizes) if size > most}
+    huge = [number for number, size in enumerate(sizes) if size > most]
+    if huge and over_long == "error":
+        for number in huge:
+            text = f"the prompt has {sizes[number]:,} characters, more than max_prompt_tokens = {limit} tokens can have"
+            problems.add(f"{text} (over_long can drop or truncate it)", at=asked[number][0].place)
+        problems.check("data")
+    return set(huge)
 
 
-def _name_huge(asked: Sequence[tuple[Row, Example]], huge: Iterable[int], limit: int, problems: Problems) -> None:
-    """Raise ValueError that names the prompts numbered `huge`, after all problems noted so far."""
-    for row, example in (asked[number] for number in sorted(huge)):
-        size = _characters(example.prompt)
-        text = f"the prompt has {size:,} characters, more than max_prompt_tokens = {limit} tokens can have"
-        problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
-    problems.check("data")
+def _note_over_long(
+    asked: Sequence[tuple[Row, Example]], tokens: Sequence[list[int]], limit: int, problems: Problems
+) -> None:
+    """Note prompts of more than `limit` tokens."""
+    for (row, _), ids in zip(asked, tokens, strict=True):
+        if len(ids) > limit:
+            text = f"the prompt has {len(ids)} tokens, more than max_prompt_tokens = {limit}"
+            problems.add(f"{text} (over_long can drop or truncate it)", at=row.place)
 
 
 def _characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
@@ -222,6 +229,19 @@ def _tokens(
             problems.add(f"the tokenizer refuses the prompt: {error}", at=row.place)
         result.append(ids)
     return result
+
+
+def _tokens_or_zeros(
+    asked: Sequence[tuple[Row, Example]],
+    huge: Collection[int],
+    limit: int,
+    tokenizer: Any,
+    chat: ChatOptions,
+    problems: Problems,
+) -> list[list[int]]:
+    """The token ids of every prompt, and `limit` + 1 zeros for those numbered `huge`, which are not tokenized."""
+    ids = iter(_tokens([x for number, x in enumerate(asked) if number not in huge], tokenizer, chat, problems))
+    return [[0] * (limit + 1) if number in huge else next(ids) for number in range(len(asked))]
 
 
 def check_open_end(text: str, tokenizer: Any) -> None:

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, Protocol
 
 import attrs
+import numpy as np
 import torch
 from torch import Tensor
 
-from fppo.fleet.codec import CPU, pack, put_together, tensors_of, tree_of
+from fppo.fleet.codec import CPU, PackedTree, pack, put_together, tensors_of, tree_of
 from fppo.fleet.held import HERE, Here, Lease, handles
 from fppo.fleet.rank import PATIENCE, RankReply, RankRequest, Stayed, Stays
 from fppo.runtime.clock import ProcessClock
@@ -41,6 +42,9 @@ class GroupDied(Lost):
         self.group, self.silent = group, silent
 
 
+RankTimes = tuple[tuple[float, float], ...]  # the start and seconds of each rank's work, until its reply arrived
+
+
 @attrs.frozen
 class Call:
     """The times of a call, by `time.perf_counter` of the controller, and the bytes of its arguments and results."""
@@ -49,7 +53,7 @@ class Call:
     label: str
     start: float
     seconds: float
-    ranks: tuple[tuple[float, float], ...]  # the start and seconds of each rank's work, until its reply arrived
+    ranks: RankTimes
     there: int
     back: int
 
@@ -174,19 +178,44 @@ class Group:
         start = time.perf_counter()
         label = label or getattr(fn, "__name__", "") or getattr(getattr(fn, "func", None), "__name__", "a call")
         packed, large = pack((fn, args, kwargs), lambda lease: self._check_held(lease, label))
+        number, sent = self._begin(packed, large, stays, label, on_host, streams=on_item is not None)
+        value, ran, back = self._received(number, sent, label, patience or self._patience, on_item)
+        there = _num_bytes(packed, large)
+        self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
+        return value
+
+    def calls(self) -> list[Call]:
+        """The calls since the last query, in order."""
+        return [self._made.popleft() for _ in range(len(self._made))]
+
+    def _begin(
+        self, packed: PackedTree, large: Sequence[Tensor], stays: Stays, label: str, on_host: bool, *, streams: bool
+    ) -> tuple[int, list[Future[RankReply]]]:
+        """Send a call to all ranks, with the handles that are gone since the last one; return its number, and a future
+        of each rank's reply."""
         with self._lock:  # calls from several threads must reach all ranks in one order, or their collectives deadlock
             self._check_alive(label)
             self._calls += 1
             number, forget = self._calls, tuple(self._forget)
             del self._forget[: len(forget)]
-            streams = on_item is not None
-            sent = self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host, streams), large)
+            return number, self._ranks.send(RankRequest(number, packed, stays, label, forget, on_host, streams), large)
+
+    def _received(
+        self,
+        number: int,
+        sent: list[Future[RankReply]],
+        label: str,
+        patience: float,
+        on_item: Callable[[Any], None] | None,
+    ) -> tuple[Any, RankTimes, int]:
+        """Wait for a call, and pass on the items of a stream. Returns the result, the times of each rank's work, and
+        the bytes that came back."""
         back = 0
 
         def value_of(reply: RankReply) -> Any:
             nonlocal back
             assert reply.packed is not None
-            back += reply.packed.bytes.nbytes + sum(x.nbytes for x in reply.large)
+            back += _num_bytes(reply.packed, reply.large)
             tensors = tensors_of(reply.packed, reply.large, device=self.device)
             handles_of = partial(self._handles, number)
             return tree_of(reply.packed, tensors, plain=lambda x: handles_of(x) if isinstance(x, Stayed) else x)
@@ -196,19 +225,12 @@ class Group:
                 on_item(value_of(reply))
 
         try:
-            reply, ran = self._first(sent, label, patience or self._patience, on_part)
+            reply, ran = self._first(sent, label, patience, on_part)
         except BaseException:
-            if streams:
+            if on_item is not None:
                 self._end(f"{label} was interrupted")
             raise
-        value = value_of(reply)
-        there = packed.bytes.nbytes + sum(x.nbytes for x in large)
-        self._made.append(Call(self.name, label, start, time.perf_counter() - start, ran, there, back))
-        return value
-
-    def calls(self) -> list[Call]:
-        """The calls since the last query, in order."""
-        return [self._made.popleft() for _ in range(len(self._made))]
+        return value_of(reply), ran, back
 
     def _check_held(self, lease: Lease, label: str) -> None:
         if lease.group != self.name:
@@ -231,9 +253,9 @@ class Group:
 
     def _first(
         self, sent: list[Future[RankReply]], label: str, patience: float, on_part: Callable[[RankReply], None]
-    ) -> tuple[RankReply, tuple[tuple[float, float], ...]]:
-        """Wait for the replies of all ranks. Returns the first rank's last reply, and the start and seconds of each
-        rank's work. `on_part` is called with each earlier reply of a stream."""
+    ) -> tuple[RankReply, RankTimes]:
+        """Wait for the replies of all ranks. Returns the first rank's last reply, and the times of each rank's work.
+        `on_part` is called with each earlier reply of a stream."""
         came: dict[int, tuple[float, RankReply]] = {}
         failed: tuple[int, RankReply | RankLost] | None = None
         waiting, clock = {future: rank for rank, future in enumerate(sent)}, ProcessClock(2 * _LOOK)
@@ -263,15 +285,18 @@ class Group:
         if failed is None:
             silent = self._names(sorted(waiting.values()))
             raise self._died(f"{label} was not done after {patience:g} s on {silent}", silent=True)
-        rank, what = failed
+        raise self._error_of(*failed, label, waited=bool(waiting))
+
+    def _error_of(self, rank: int, what: RankReply | RankLost, label: str, *, waited: bool) -> BaseException:
+        """The error of a call that failed on a rank. The group ends if the rank is lost, or if others still waited."""
         if isinstance(what, RankLost):
-            raise self._died(f"{self._names([rank])} was lost in {label}: {what}")
-        if waiting:
+            return self._died(f"{self._names([rank])} was lost in {label}: {what}")
+        if waited:
             self._end(f"{label} failed on rank {rank}, and the others waited for it")
         assert what.error is not None
         error = pickle.loads(what.error)
         error.add_note(f"in {label}, on {self._names([rank])} of group {self.name!r}\n{what.trace}")
-        raise error
+        return error
 
     def _names(self, ranks: Sequence[int]) -> str:
         return ", ".join(f"rank {i} of {self.ranks} ({self.places[i]})" for i in ranks)
@@ -283,6 +308,11 @@ class Group:
     def _end(self, why: str) -> None:
         self._lost = why
         self._ranks.stop()
+
+
+def _num_bytes(packed: PackedTree, large: Sequence[Tensor] | Sequence[np.ndarray]) -> int:
+    """The bytes of a tree's tensors."""
+    return packed.bytes.nbytes + sum(x.nbytes for x in large)
 
 
 def _forget(into: list[tuple[int, int]], life: int, group: Group, key: tuple[int, int]) -> None:

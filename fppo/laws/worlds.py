@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import attrs
@@ -121,21 +122,9 @@ def world(
     """
     if min(prompts, horizon) < 1 or vocabulary < 2:
         raise ValueError(f"prompts={prompts}, vocabulary={vocabulary}, horizon={horizon}: give 1, 2 and 1 or more")
-    sequences = [
-        (*head, end)
-        for length in range(1, horizon + 1)
-        for head in itertools.product(range(1, vocabulary), repeat=length - 1)
-        for end in (range(vocabulary) if length == horizon else (END,))
-    ]
-    heads = sorted({s[:t] for s in sequences for t in range(len(s))}, key=lambda head: (len(head), head))
-    columns = [0, *range(1 + gap, horizon + gap)]
-    shape = (len(sequences), columns[-1] + 1)
-    tokens, places = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
-    mask = torch.zeros(shape, dtype=torch.bool)
-    for row, sequence in enumerate(sequences):
-        for t, token in enumerate(sequence):
-            tokens[row, columns[t]], places[row, columns[t]] = token, heads.index(sequence[:t])
-            mask[row, columns[t]] = True
+    responses = _all_responses(vocabulary, horizon)
+    heads = sorted({s[:t] for s in responses for t in range(len(s))}, key=lambda head: (len(head), head))
+    tokens, places, mask = _in_columns(responses, heads, [0, *range(1 + gap, horizon + gap)])
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*sizes: int) -> Tensor:
@@ -143,7 +132,7 @@ def world(
 
     sizes = (prompts, len(heads), vocabulary)
     logits, away, moved = (draw(*sizes) for _ in range(3))
-    scores = draw(prompts, len(sequences))
+    scores = draw(prompts, len(responses))
     scores = (scores > scores.median(1, keepdim=True).values).double() if binary else scores
     given = {"prompts": prompts, "vocabulary": vocabulary, "horizon": horizon, "seed": seed, "binary": binary}
     given |= {"lag": lag, "critic_error": critic_error, "gap": gap}
@@ -159,6 +148,31 @@ def world(
         horizon=horizon,
         made=f"laws.world({', '.join(f'{name}={value}' for name, value in given.items() if value)})",
     )
+
+
+def _all_responses(vocabulary: int, horizon: int) -> list[tuple[int, ...]]:
+    """All responses: tokens up to the first `END`, or `horizon` of them."""
+    return [
+        (*head, end)
+        for length in range(1, horizon + 1)
+        for head in itertools.product(range(1, vocabulary), repeat=length - 1)
+        for end in (range(vocabulary) if length == horizon else (END,))
+    ]
+
+
+def _in_columns(
+    responses: Sequence[tuple[int, ...]], heads: Sequence[tuple[int, ...]], columns: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of responses, the index in `heads` of what comes before each, and the mask; all [S, W]. Token t of a
+    response is in column `columns[t]`."""
+    shape = (len(responses), columns[-1] + 1)
+    tokens, places = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, response in enumerate(responses):
+        for t, token in enumerate(response):
+            tokens[row, columns[t]], places[row, columns[t]] = token, heads.index(response[:t])
+            mask[row, columns[t]] = True
+    return tokens, places, mask
 
 
 def worlds(*, binary: bool = False, lag: float = 0.0, critic_error: float = 0.0) -> tuple[SmallWorld, ...]:

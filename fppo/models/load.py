@@ -94,11 +94,7 @@ def load(
             f"{path} holds weights that are cut off or damaged ({error}); copy or download it again"
         ) from error
     if head == "value":
-        wide = torch.promote_types(dtype, torch.float32)
-        value_head = read_value_head(directory, wide)
-        if isinstance(outputs, range):
-            value_head = {name: x[outputs.start : outputs.stop] for name, x in value_head.items()}
-        value_head = value_head or _fresh_head(model, key, wide)
+        value_head = _value_head(model, directory, outputs, key, torch.promote_types(dtype, torch.float32))
         problems += _compare(model, value_head)
         params |= own_params(model, value_head, mesh)
     if problems:
@@ -298,7 +294,11 @@ def read_value_head(directory: Path, dtype: torch.dtype) -> Params:
     return {}
 
 
-def _fresh_head(model: Model, key: Key | None, dtype: torch.dtype) -> Params:
+def _value_head(model: Model, directory: Path, outputs: int | range, key: Key | None, dtype: torch.dtype) -> Params:
+    """The value head in a checkpoint, cut to a range of `outputs`; without one a head drawn from `key`, or zeros."""
+    if stored := read_value_head(directory, dtype):
+        taken = slice(outputs.start, outputs.stop) if isinstance(outputs, range) else slice(None)
+        return {name: x[taken] for name, x in stored.items()}
     if key is not None:
         return init_value_head(model, key, dtype)
     return {name: torch.zeros(model.whole_shapes[name], dtype=dtype) for name in (SCORE_WEIGHT, SCORE_BIAS)}

@@ -296,9 +296,7 @@ def build(
     if base is module or not any(name.startswith(prefix) for name in shapes):
         raise ValueError(f"model type {config.model_type!r}: {type(module).__name__} has no base model inside")
     if head == "value":
-        width = cast(nn.Linear, module.get_output_embeddings()).weight.shape[1]
-        shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
-        shapes |= {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
+        shapes = _with_value_head(shapes, module, prefix, outputs)
     logit_form = measure_logits(module)
     constants = compute_constants(base)
     buffers = frozenset(name for name, x in named_state(module).items() if name in shapes and not x.requires_grad)
@@ -332,6 +330,15 @@ def build(
         trust_remote_code=trust_remote_code,
         vision=vision,
     )
+
+
+def _with_value_head(
+    shapes: Mapping[str, torch.Size], module: PreTrainedModel, prefix: str, outputs: int
+) -> dict[str, torch.Size]:
+    """The shapes of the base model's parameters, and of a value head in place of the vocabulary's."""
+    width = cast(nn.Linear, module.get_output_embeddings()).weight.shape[1]
+    own = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+    return own | {SCORE_WEIGHT: torch.Size((outputs, width)), SCORE_BIAS: torch.Size((outputs,))}
 
 
 def _module(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:

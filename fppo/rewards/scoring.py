@@ -45,15 +45,7 @@ def score(
     results = reward.run(samples_of(rollout, tokenizer), rollout.groups.tolist())
     if results.failures and not rollout.versions.any():
         check_failures(results.failures, len(rollout.tokens))
-    scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in results.scores.items()}
-    noted: Metrics = {}
-    for term in reward.terms:
-        if term.kind == "tensor":
-            scores[term.name], more = _tensor_scores(term, rollout)
-            noted |= more
-    scores = {term.name: scores[term.name].to(device) for term in reward.terms}
-    if failure_score is not None:
-        scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
+    scores, noted = _term_scores(reward.terms, results.scores, rollout, failure_score)
     count = len(rollout.tokens)
     total = _total(reward.terms, scores, count, device)
     known = [term for term in reward.terms if not term.shaping]
@@ -74,6 +66,28 @@ def score(
         failed = {failure.number for failure in results.failures if failure.kind == kind}
         report[f"reward/{kind}s"] = metrics.total(len(failed))
     return scored if rows.episodes is None else _of_rows(scored, rows), report
+
+
+def _term_scores(
+    terms: Sequence[RewardTerm],
+    columns: Mapping[str, Sequence[float]],
+    rollout: Rollout,
+    failure_score: float | None,
+) -> tuple[dict[str, Tensor], Metrics]:
+    """The scores [B] float64 of each term, from the `columns` of functions of samples, or of the whole rollout, and the
+    metrics of these; `failure_score`, if it is given, in place of nan."""
+    import torch
+
+    scores = {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()}
+    noted: Metrics = {}
+    for term in terms:
+        if term.kind == "tensor":
+            scores[term.name], more = _tensor_scores(term, rollout)
+            noted |= more
+    scores = {term.name: scores[term.name].to(rollout.tokens.device) for term in terms}
+    if failure_score is not None:
+        scores = {name: x.nan_to_num(nan=failure_score) for name, x in scores.items()}
+    return scores, noted
 
 
 def _of_rows(scored: Scored, rows: Rollout) -> Scored:

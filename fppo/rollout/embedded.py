@@ -420,16 +420,13 @@ def _decode(
                 break
             if changed := left < len(done) * (_COMPACT if policy.record is None else _HALF):
                 keep, holes = _survivors(done, left)
-                packed = caches.compact_(live.cache, holes, keep[holes], left, width + t)
-                live = LiveRows(packed, live.columns, live.pads[keep], live.starts[keep], states.take_(keep))
+                live = _compact_(live, keep, holes, width + t)
                 rows, done, uniforms, new, last = (x[keep] for x in (rows, done, uniforms, new, last))
         if t + 1 == most:
             break
         column = width + t
         if column == live.columns:
-            columns, changed = _room(policy, min(total, column + max(_CHUNK, column // 2))), True
-            caches.grow_(live.cache, column, columns, zeroed=policy.record is not None)
-            live = live._replace(columns=columns)
+            live, changed = _grow_(live, policy, column, total), True
         advance = step_of(live) if changed else advance
         after = advance(new, column)
         if after.experts is not None:
@@ -448,6 +445,19 @@ def _steps(
 def _room(policy: DecodingPolicy, columns: int) -> int:
     """How many columns the cache gets for so many: of a step that reads all of them, as kernels read them best."""
     return columns if policy.record is None else -(-columns // _ALIGNED) * _ALIGNED
+
+
+def _compact_(live: LiveRows, keep: Tensor, holes: Tensor, used: int) -> LiveRows:
+    """The rows to keep, those of `_survivors`, with the first `used` columns of their cache."""
+    cache = caches.compact_(live.cache, holes, keep[holes], len(keep), used)
+    return LiveRows(cache, live.columns, live.pads[keep], live.starts[keep], live.states.take_(keep))
+
+
+def _grow_(live: LiveRows, policy: DecodingPolicy, used: int, most: int) -> LiveRows:
+    """The rows with more columns, at most so many, in their cache, of which the `used` ones are full."""
+    columns = _room(policy, min(most, used + max(_CHUNK, used // 2)))
+    caches.grow_(live.cache, used, columns, zeroed=policy.record is not None)
+    return live._replace(columns=columns)
 
 
 def _completed(reader: StopReader, rows: Tensor, tokens: Tensor) -> Tensor:

@@ -64,17 +64,24 @@ def open_loggers(
         opened.append(Guarded("console", console(steps, first_step=first_step)))
         opened.append(JsonLines(run_dir / METRICS, first_step=first_step))
         for name in dict.fromkeys(name for name in names if name not in ALWAYS):
-            make = partial(own_logger, name, own[name], run) if name in own else partial(start, name, run)
-            try:
-                opened.append(Queued(name, make))
-            except NotStarted as error:
-                if first_step == 0:
-                    raise
-                print(f"{printable(str(error))}; the run goes on without it", file=sys.stderr)
+            if (tracker := _tracker(name, run, own)) is not None:
+                opened.append(tracker)
     except Exception:
         close(opened)
         raise
     return opened
+
+
+def _tracker(name: str, run: Tracked, own: Mapping[str, Callable[..., Logger]]) -> Queued | None:
+    """A tracker, started; None, and a printed line, for one that fails to. Raises NotStarted if the run only begins."""
+    make = partial(own_logger, name, own[name], run) if name in own else partial(start, name, run)
+    try:
+        return Queued(name, make)
+    except NotStarted as error:
+        if run.first_step == 0:
+            raise
+        print(f"{printable(str(error))}; the run goes on without it", file=sys.stderr)
+    return None
 
 
 def own_logger(name: str, make: Callable[..., Logger], run: Tracked) -> TrackerRun:

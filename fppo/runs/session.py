@@ -289,9 +289,7 @@ def _writing(
         opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))
 
-    def kept(step: int) -> bool:
-        return step == settings.steps or (settings.checkpoint.every > 0 and step % settings.checkpoint.every == 0)
-
+    kept = partial(_is_kept, settings.checkpoint.every, settings.steps)
     kind = None if assembly.placed is None else assembly.placed.kind
     line = partial(replay.record_line, mesh=mesh, shapes=shapes, device=device, kind=kind, of_state=of_state(assembly))
     digested = Digests(directory=directory, lines=lines, every=every, kept=kept, line=line)
@@ -313,6 +311,11 @@ def _writing(
 
     gauged = gauged_by(mesh, device, traffic_since(watch, run.step))
     return [digested, gauged, *own, *sampled, profiles, end], digested, saved
+
+
+def _is_kept(every: int, last: int, step: int) -> bool:
+    """Whether the state after a step is saved: every so many steps, unless that is 0, and after the last one."""
+    return step == last or (every > 0 and step % every == 0)
 
 
 def _close_each(observers: Sequence[OwnObserver]) -> None:

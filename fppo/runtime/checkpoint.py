@@ -332,10 +332,7 @@ def load(
             )
         if donate:
             tensors = dict(zip(tensors, tree.tensors(tree.donate(list(tensors.values()))), strict=True))
-        # new memory: a file's layout aligns tensors otherwise, and kernels then round otherwise
-        loaded: dict[str, Any] = {
-            name: x if donate and not x.is_meta else _like(x, device) for name, x in tensors.items()
-        }
+        loaded: dict[str, Any] = {name: _memory(x, device, donated=donate) for name, x in tensors.items()}
         for name, stored, x in files.read(path, manifest, wanted):
             for there, here in overlaps(stored, wanted[name]):
                 loaded[name][here].copy_(x[there])
@@ -343,10 +340,13 @@ def load(
     return pytree.tree_unflatten([(loaded | plain | away)[name] for name in every], pytree.tree_structure(template))
 
 
-def _like(x: Tensor, device: torch.device | None) -> Tensor:
-    """Empty memory like `x`; on the device if `x` is on meta."""
+def _memory(x: Tensor, device: torch.device | None, *, donated: bool) -> Tensor:
+    """Memory to read a result like `x` into: its own if that is donated, or new; on the device if `x` is on meta."""
     if x.is_meta:
         return torch.empty(x.shape, dtype=x.dtype, device=device)
+    if donated:
+        return x
+    # not the file's own: its layout aligns tensors otherwise, and kernels then round otherwise
     return torch.empty(x.shape, dtype=x.dtype, device=x.device, pin_memory=x.is_pinned())
 
 

@@ -49,6 +49,14 @@ def _task(channel: WorkerChannel) -> _Task:
     return _Task(function, Mode(*mode), [(number, Sample(*sample)) for number, sample in samples])
 
 
+def _task_or_end(channel: WorkerChannel) -> _Task | EOFError:
+    """The next task, or the error of a channel that the pool has closed."""
+    try:
+        return _task(channel)
+    except EOFError as error:
+        return error
+
+
 def _load(data: bytes) -> Any:
     fn = pickle.loads(data)
     prepare = getattr(fn, "reward_prepare", None)
@@ -85,10 +93,7 @@ async def _coroutines(channel: WorkerChannel, fn: Any, task: _Task, on_outcome: 
     last: list[_Task | EOFError] = []
 
     def receive() -> None:
-        try:
-            new = _task(channel)
-        except EOFError as error:
-            new = error
+        new = _task_or_end(channel)
         if isinstance(new, EOFError) or new[:2] != task[:2]:
             last.append(new)
             loop.remove_reader(channel.fileno())

@@ -14,7 +14,7 @@ from fppo import metrics, models, tree
 from fppo.assembly import roles
 from fppo.assembly.inputs import read_inputs
 from fppo.assembly.parts import device_of
-from fppo.assembly.pools import home_of
+from fppo.assembly.pools import RolePlaces, home_of
 from fppo.assembly.run import assemble
 from fppo.fleet import HERE, Group, Processes, RankSpec, at_once
 from fppo.key import Key
@@ -62,7 +62,8 @@ def placed(settings, ranks, ahead=0, engines=()):
     with contextlib.ExitStack() as opened:
         groups = {role: opened.enter_context(Group(role, each)) for role, each in ranks.items()}
         others = [opened.enter_context(Group(f"engine {i}", each)) for i, each in enumerate(engines)]
-        return steps(opened.enter_context(assemble(settings, groups=groups, engines=others)), groups, ahead=ahead)
+        places = RolePlaces(groups, others)
+        return steps(opened.enter_context(assemble(settings, places=places)), groups, ahead=ahead)
 
 
 @pytest.fixture

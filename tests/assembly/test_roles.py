@@ -14,7 +14,7 @@ from fppo.assembly import learning, roles
 from fppo.assembly import teacher as teachers
 from fppo.assembly.adapters import adapted_critic, base_of_role, load_policy
 from fppo.assembly.learning import learning_of
-from fppo.assembly.parts import Tools
+from fppo.assembly.parts import Tools, make_tools
 from fppo.assembly.roles import PassOptions, Roles, make_roles
 from fppo.data import with_teacher_prompt
 from fppo.fleet import HERE, Here, LocalGroup
@@ -24,6 +24,7 @@ from fppo.runtime.mesh import LOCAL
 from fppo.runtime.offload import Lane, OnHost
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import ModelSettings
+from fppo.settings.modules import kernels_named
 from fppo.steps.clock import Clock
 from fppo.steps.critic import as_it_is
 from fppo.steps.loss_scale import LossScaled
@@ -98,11 +99,13 @@ def made(tmp_path, monkeypatch):
         groups = {name: Group(name, calls) for name in set(places.values())}
         settings = tiny_run.settings(tmp_path, model__path="p", **changes)
         at: Any = {role: groups[name] for role, name in places.items()}
-        found = make_roles(settings, "tools here", "begin", LocalGroup(), at)
+        found = make_roles(settings, "kernels", LocalGroup(), at)
+        assert (found.tools.kernels, found.tools.lane.device) == ("kernels", torch.device("cpu"))
         assert all(stays is True for *_, stays in calls)
         for name, label, fn, args, _ in calls:
             if label == "make tools":
-                assert (fn, args) == ("begin", (HERE,))
+                assert (fn, args) == (found.begin, (HERE,))
+                assert (fn.func, fn.keywords["names"]) == (make_tools, kernels_named(settings))
             else:
                 assert args[0] is HERE
                 assert args[1].of == (name, "make tools")
@@ -233,6 +236,8 @@ def test_every_pass_and_update_runs_on_the_group_of_its_role(monkeypatch, ranks,
         reference=parts_of("reference") if of_its_own else None,
         critic=critic,
         at=at,
+        tools="tools",
+        begin="begin",
     )
     passes = whole.passes(CriticSettings(), "words")
     assert (passes.confidence, passes.truth_signs) == (None, None)

@@ -90,11 +90,10 @@ def test_the_engine_is_where_the_actor_is(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(RUN, "engine_of", lambda *args: asked.append(args) or "engine")
     monkeypatch.setattr(RUN, "PlacedEngine", lambda group, engine: ("placed", group, engine))
-    given = "options", "tools", "begin", 13, "mesh"
 
     def make(group: Any) -> Any:
-        options, tools, begin, pad, mesh = given
-        return RUN._engine(options, roles(at={"actor": group}), tools, begin, pad, mesh)
+        own = roles(at={"actor": group}, tools="tools", begin="begin")
+        return RUN._engine((), EngineSettings(), "options", own, "load", ["w"], 13, "mesh")
 
     assert make(LocalGroup(Here(LOCAL, torch.device("cpu")))) == "engine"
     assert asked == [("options", MODEL, 13, "mesh", "tools")]
@@ -110,14 +109,18 @@ def test_the_engine_is_where_the_actor_is(monkeypatch):
 @pytest.mark.parametrize("vllm", [None, "vllm"])
 def test_an_engine_pool_has_an_engine_of_each_group(monkeypatch, vllm):
     monkeypatch.setattr(RUN, "EnginePool", lambda *args, **named: (args, named))
+    monkeypatch.setattr(RUN, "make_engine_of_pool", lambda here, **named: (here, named))
     calls: list[Any] = []
     group = SimpleNamespace(call=lambda *args, **named: calls.append((args, named)) or "made")
     options = SimpleNamespace(vllm=vllm, bucket_mb=3)
-    own = roles(at={"actor": "group"})
+    own = roles(at={"actor": "group"}, begin="begin")
     section = EngineSettings(rows=7, restarts=2)
-    (engines, make, policy), named = RUN._engine_pool([group], "make", section, options, own, ["w"], 13)
+    (engines, make, policy), named = RUN._engine([group], section, options, own, "load", ["w"], 13, "mesh")
     assert (engines, make(group)) == ([group], "made")
-    assert calls == [(("make", HERE), {"stays": True, "label": "make engine"})]
+    ((fn, here), how) = calls[0]
+    assert (here, how) == (HERE, {"stays": True, "label": "make engine"})
+    given = {"begin": "begin", "load": "load", "options": options, "pad_token_id": 13}
+    assert fn("here") == ("here", given)
     assert (policy.group, policy.model, policy.bucket_bytes) == ("group", MODEL, 3 * 2**20)
     assert named == {"names": ["w"], "pad_token_id": 13, "rows": 7, "restarts": 2, "on_host": vllm is not None}
 
@@ -153,7 +156,7 @@ SAMPLING = Sampling(n=5, max_tokens=3, temperature=0.5)
 def test_an_evaluation_measures_with_its_own_temperature(size, used):
     inputs = SimpleNamespace(held_out="held out", sampling=SAMPLING)
     scores = SimpleNamespace(at=lambda temperature: ("score", temperature))
-    found = RUN._evaluation(inputs, "engine", scores, size, "truth")
+    found = RUN._evaluation(inputs, SimpleNamespace(engine="engine", scoring=scores), size, "truth")
     assert (found.batches.func, found.batches.args) == (data.batches, ("held out", used))
     assert (found.engine, found.truth, found.sampling, found.score) == ("engine", "truth", SAMPLING, ("score", 0.5))
     assert found.measure == (RUN.environment_metrics,)

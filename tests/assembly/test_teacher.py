@@ -13,6 +13,7 @@ import torch
 
 from fppo import metrics, models, tree
 from fppo.assembly.inputs import read_inputs
+from fppo.assembly.pools import RolePlaces
 from fppo.assembly.run import assemble
 from fppo.batch import Rollout, narrow
 from fppo.commands import actions
@@ -152,8 +153,8 @@ def test_a_teacher_on_ranks_of_its_own_is_one_in_this_process(task):
     with assemble(given) as made:
         expected = steps_of(made)
     with contextlib.ExitStack() as opened:
-        groups = {"teacher": opened.enter_context(Group("teacher", Threads()))}
-        assert steps_of(opened.enter_context(assemble(given, groups=groups))) == expected
+        places = RolePlaces({"teacher": opened.enter_context(Group("teacher", Threads()))})
+        assert steps_of(opened.enter_context(assemble(given, places=places))) == expected
 
 
 @pytest.mark.slow

@@ -299,8 +299,9 @@ def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
         asked.update(named, settings=settings)
         return contextlib.nullcontext("assembly")
 
-    pools = SimpleNamespace(roles={"actor": "group"}, engines=["engine"])
-    monkeypatch.setattr(actions, "groups_of", lambda *sections: given.append(sections) or contextlib.nullcontext(pools))
+    monkeypatch.setattr(
+        actions, "groups_of", lambda *sections: given.append(sections) or contextlib.nullcontext("places")
+    )
     monkeypatch.setattr(actions, "assemble", assemble)
     monkeypatch.setattr(actions, "is_first", lambda mesh: False)
     with actions._assemble(settings, actions.CommandRank("mesh", "device", "watch", "sampling"), print) as made:
@@ -311,8 +312,7 @@ def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
         "mesh": "mesh",
         "sampling_mesh": "sampling",
         "device": "device",
-        "groups": {"actor": "group"},
-        "engines": ["engine"],
+        "places": "places",
         "announce": print,
     }
 

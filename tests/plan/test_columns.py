@@ -37,7 +37,7 @@ def traced(settings):
     there, back = Counter(), Counter()
     with (
         pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as at,
-        assemble(settings, groups=at.roles, engines=at.engines) as assembly,
+        assemble(settings, places=at) as assembly,
     ):
         assembly.calls()  # which set everything up
         for run, _, _ in iterate(assembly.run, program=assembly.program, draw=assembly.draw, ahead=0, donate=True):

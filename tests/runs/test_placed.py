@@ -277,7 +277,7 @@ def test_what_stages_and_shards_have_saved_is_whole_in_one_process_and_theirs_ag
     settings = tiny_run.settings(tmp_path, device="cpu", output_dir=str(directory), **two)
     with (
         pools.groups_of(settings.placement, settings.mesh, settings.device, settings.model_roles) as places,
-        assemble(settings, groups=places.roles) as assembly,
+        assemble(settings, places=places) as assembly,
     ):
         run = session.load(assembly, directory / session.CHECKPOINTS, 1)
         assert session.of_state(assembly)(run, "sums") == recorded["result"]
