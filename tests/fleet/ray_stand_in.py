@@ -21,6 +21,10 @@ class RayActorError(RayError):
     """An actor that has ended."""
 
 
+class GetTimeoutError(RayError, TimeoutError):
+    """A result that did not come in time."""
+
+
 class Ref:
     """The reference of a value, which travels pickled."""
 
@@ -176,7 +180,10 @@ class Cluster:
     def _get(self, refs, timeout=None):
         if isinstance(refs, list):
             return [self._get(ref, timeout) for ref in refs]
-        return refs.future().result(timeout)
+        try:
+            return refs.future().result(timeout)
+        except TimeoutError as error:
+            raise GetTimeoutError("not in time") from error
 
     def _remote(self, kind):
         def made(**how):

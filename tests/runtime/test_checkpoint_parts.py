@@ -99,7 +99,7 @@ def test_each_part_is_read_by_any_mesh_and_the_rest_by_itself(axes, plain, tmp_p
         for field in ("actor", "ref"):
             assert all(a == b for a, b in simulate(readers, lambda mesh, f=field: read(mesh, f, bool(number % 2))))
     own = {"key": Key(0), "names": Column(), "n": 0, "none": ""}
-    own = emptied(rest(plain)) | own
+    own = emptied(rest(plain)) | {"key": Key(0), "names": Column(), "n": 0, "none": ""}
     away = Elsewhere()
     handles = {"params": away, "mu": {name: away for name in part("ref", Mesh.local())[0]["mu"]}, "step": 0}
     for actor in (away, handles):  # one handle for all entries of a rank, or one for each
