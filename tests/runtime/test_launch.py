@@ -65,6 +65,28 @@ def test_one_axis_is_the_group_of_all_but_for_a_twin(asked):
         assert second["shard"].group == (0, 1)
 
 
+@pytest.mark.parametrize(("sizes", "sharded"), [({"pipeline": 3, "shard": 2}, True), ({"pipeline": 3, "tensor": 2}, False)])
+def test_a_pipeline_axis_has_a_lane_to_and_from_each_neighbour_around_it(asked, sizes, sharded):
+    limit, sharding = timedelta(seconds=2), Sharding(stage=2)
+    how = {"timeout": 1.0, "sharding": sharding, "virtual_stages": 3, "twin": True}
+    with joined(sizes, Place(rank=2, world=6), torch.device("cpu"), **how) as (mesh, _, second):
+        for each in (mesh, second):
+            lanes = {(0, 1): (0, 2), (1, 0): (0, 2), (1, 2): (2, 4), (2, 1): (2, 4)}
+            assert (each["pipeline"].rank, each["pipeline"].lanes) == (1, lanes)
+            assert (each.virtual_stages, each.sharding) == (3, sharding if sharded else None)
+    pairs = [(0, 2), (2, 4), (0, 4), (0, 2), (2, 4), (0, 4), (1, 3), (3, 5), (1, 5), (1, 3), (3, 5), (1, 5)]
+    made = [((0, 2, 4), limit), ((1, 3, 5), limit), ((0, 1), limit), ((2, 3), limit), ((4, 5), limit)]
+    assert asked.groups == [*made, *((pair, limit) for pair in pairs)] * 2
+
+
+def test_two_stages_have_a_lane_in_either_direction(asked):
+    with joined({"pipeline": 2}, Place(rank=0, world=2), torch.device("cpu"), timeout=1.0, sharding=Sharding()) as (
+        mesh,
+        *_,
+    ):
+        assert mesh["pipeline"].lanes == {(0, 1): (0, 1), (1, 0): (0, 1)}
+
+
 @pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str)
 def test_an_expert_axis_shares_what_is_dense_with_the_shard_axis(asked, sizes):
     of_experts, limit = Cut(0, 2, (8,), "expert"), timedelta(seconds=2)
