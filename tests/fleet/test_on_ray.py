@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 
 import attrs
 import pytest
@@ -27,7 +28,7 @@ NODES = [("10.0.0.1", "aaaaaaaaaa", [0, 1]), ("10.0.0.1", "bbbbbbbbbb", [0, 1]),
 def ray(monkeypatch):
     """A cluster of three nodes, on which two actors each run; `hosts` and `joins` are what ranks were told."""
     made = Cluster(NODES, cpus=6)
-    made.hosts, made.joins, meshes = [], [], {}
+    made.hosts, made.joins, meshes, lock = [], [], {}, threading.Lock()
 
     class Told(Rank):
         def host(self, address):
@@ -37,10 +38,10 @@ def ray(monkeypatch):
         def join(self, member, address):
             made.joins.append((member, address))
             if member.spec.count > 1:
-                key = member.token
-                if key not in meshes:
-                    meshes[key] = [mesh for _, mesh in _meshes({"shard": member.spec.count})]
-                mesh = attrs.evolve(meshes[key][member.rank], sharding=Sharding())
+                with lock:
+                    if member.token not in meshes:
+                        meshes[member.token] = [mesh for _, mesh in _meshes({"shard": member.spec.count})]
+                mesh = attrs.evolve(meshes[member.token][member.rank], sharding=Sharding())
                 self._here = Here(mesh, rank=member.rank)
 
     with monkeypatch.context() as patch:
@@ -53,7 +54,7 @@ def ray(monkeypatch):
 
 def test_ranks_are_placed_by_node_told_of_each_other_and_called_as_others_are(ray):
     spec = RankSpec(count=4, threads=3, patience=7.0)
-    with cluster("local") as here, Group("actor", here.ranks(spec)) as group:
+    with cluster("local") as here, Group("actor", here.ranks(spec), patience=60.0) as group:
         own = f"process {os.getpid()} on node"
         # bundles lie on the nodes from the last one on: the ranks go by address, node and bundle
         places = [("10.0.0.1", "aaaaaaaa"), ("10.0.0.1", "bbbbbbbb"), ("10.0.0.2", "cccccccc"), ("10.0.0.2", "cccccccc")]
