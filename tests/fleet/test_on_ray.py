@@ -1,4 +1,4 @@
-"""Ranks of a Ray cluster, by a stand-in for the module: where they are, what they are sent, and what becomes of losses."""
+"""Ranks of a Ray cluster, by a stand-in for the module: where they are, what they are sent, and what is lost."""
 
 from __future__ import annotations
 
@@ -57,7 +57,12 @@ def test_ranks_are_placed_by_node_told_of_each_other_and_called_as_others_are(ra
     with cluster("local") as here, Group("actor", here.ranks(spec), patience=60.0) as group:
         own = f"process {os.getpid()} on node"
         # bundles lie on the nodes from the last one on: the ranks go by address, node and bundle
-        places = [("10.0.0.1", "aaaaaaaa"), ("10.0.0.1", "bbbbbbbb"), ("10.0.0.2", "cccccccc"), ("10.0.0.2", "cccccccc")]
+        places = [
+            ("10.0.0.1", "aaaaaaaa"),
+            ("10.0.0.1", "bbbbbbbb"),
+            ("10.0.0.2", "cccccccc"),
+            ("10.0.0.2", "cccccccc"),
+        ]
         assert group.places == [f"{own} {address} {name}" for address, name in places]
         assert ray.hosts == ["10.0.0.1"]
         assert sorted(member.rank for member, _ in ray.joins) == [0, 1, 2, 3]
@@ -97,7 +102,11 @@ def test_ranks_with_gpus_go_by_these_on_a_node(ray):
 
 def test_a_large_tensor_is_put_once_and_a_request_once_for_all_ranks(ray):
     x = torch.arange(1 << 15)
-    with cluster("local") as here, Group("one", here.ranks()) as one, Group("two", here.ranks(RankSpec(count=2))) as two:
+    with (
+        cluster("local") as here,
+        Group("one", here.ranks()) as one,
+        Group("two", here.ranks(RankSpec(count=2))) as two,
+    ):
         for group in (one, two, two):
             assert torch.equal(group.call(itself, {"x": x, "n": 3})["x"], x)
         sizes = [value.nbytes for value in ray.puts if hasattr(value, "nbytes")]
@@ -152,7 +161,7 @@ def test_actors_that_end_at_once_are_started_again_within_the_patience(ray, monk
         for error, patience in ((RayError("wrong\ncode"), 600.0), (RayActorError("wrong\ncode"), 0.12)):
             ray.starts_lost, before = [error] * 9, len(ray.rooms)
             group = Group("actor", here.ranks(RankSpec(count=1, patience=patience)))
-            with pytest.raises(GroupDied, match="did not start: its ranks end as they begin: wrong$") as raised:
+            with pytest.raises(GroupDied, match=r"did not start: its ranks end as they begin: wrong$") as raised:
                 group.start()
             assert not raised.value.again
             assert ray.taken == []

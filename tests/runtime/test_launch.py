@@ -65,7 +65,9 @@ def test_one_axis_is_the_group_of_all_but_for_a_twin(asked):
         assert second["shard"].group == (0, 1)
 
 
-@pytest.mark.parametrize(("sizes", "sharded"), [({"pipeline": 3, "shard": 2}, True), ({"pipeline": 3, "tensor": 2}, False)])
+@pytest.mark.parametrize(
+    ("sizes", "sharded"), [({"pipeline": 3, "shard": 2}, True), ({"pipeline": 3, "tensor": 2}, False)]
+)
 def test_a_pipeline_axis_has_a_lane_to_and_from_each_neighbour_around_it(asked, sizes, sharded):
     limit, sharding = timedelta(seconds=2), Sharding(stage=2)
     how = {"timeout": 1.0, "sharding": sharding, "virtual_stages": 3, "twin": True}
