@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import json
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig
+from transformers import GenerationConfig, LlamaConfig
 
-from fppo import models
+from fppo import models, tree
 from fppo.models.load import VALUE_HEADS, read_value_head
+from fppo.runtime import fsdp
+from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
+from fppo.runtime.weights import weight_files
 from tests.models.families import COMMON, make
 
 AXES = [{"shard": 2}, {"tensor": 2}, {"expert": 2}, {"pipeline": 2}, {"expert": 2, "tensor": 2}, {"expert": 4}]
@@ -65,3 +70,49 @@ def test_of_several_value_heads_the_first_that_is_known_is_read_with_its_own_bia
         "score.weight": (torch.float64, [[float(first)] * 3] * 2),
         "score.bias": (torch.float64, [10.0 + first if first % 2 else 0.0] * 2),
     }
+
+
+@pytest.mark.usefixtures("unprobed")
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_rank_has_its_rows_of_a_value_head_that_is_read_or_new(stored, tmp_path):
+    model, params = make(
+        "llama", head="value" if stored else "lm", dtype=torch.float32, **{"outputs": 5} if stored else {}
+    )
+    models.save(model, params, tmp_path)
+    _, whole = models.load(tmp_path, "value", outputs=5)
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        _, own = models.load(tmp_path, "value", outputs=5, mesh=mesh)
+        return tree.digest(own), tree.digest(fsdp.shard(whole, mesh))
+
+    assert all(found == expected for found, expected in simulate({"shard": 2}, run))
+    assert whole["score.weight"].shape == (5, 16)
+
+
+class Tokenizer:
+    def save_pretrained(self, directory):
+        (directory / "words.txt").write_text("a")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_is_saved_with_its_tokenizer_and_how_it_generates(whole, tmp_path):
+    model, params = make("llama", dtype=torch.float32)
+    beside = {"tokenizer": Tokenizer(), "generation_config": GenerationConfig(max_new_tokens=3, eos_token_id=[2, 5])}
+    if whole:
+        models.save(model, params, tmp_path, **beside)
+    else:
+        models.save_config(model, tmp_path, **beside)
+    assert (tmp_path / "words.txt").read_text() == "a"
+    found = GenerationConfig.from_pretrained(tmp_path)
+    assert (found.max_new_tokens, found.eos_token_id) == (3, [2, 5])
+    assert bool(list(tmp_path.glob("*.safetensors"))) == whole
+
+
+@pytest.mark.parametrize("name", ["/model.safetensors", "../m.safetensors", "a/../../m.safetensors", 3])
+def test_weights_outside_of_the_directory_are_refused(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": name}))
+    with pytest.raises(ValueError, match=r"config\.json names .* as transformers_weights, which is not a file in"):
+        weight_files(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "a/../m.safetensors"}))
+    assert weight_files(tmp_path) == [tmp_path / "a/../m.safetensors"]

@@ -175,3 +175,63 @@ def test_a_child_sees_those_gpus_of_its_parent_s_that_it_is_to_have():
 )
 def test_an_end_is_put_into_words(status, words):
     assert in_words(status) == words
+
+
+class Child:
+    """A process that ends at a time with a status, or when it is asked to, unless it is stubborn."""
+
+    def __init__(self, now, ends, status, stubborn=False):
+        self.now, self.ends, self.status, self.stubborn, self.returncode = now, ends, status, stubborn, None
+        self.asked = []
+
+    def poll(self):
+        if self.returncode is None and self.now[0] >= self.ends:
+            self.returncode = self.status
+        return self.returncode
+
+    def terminate(self):
+        self.asked.append(("terminate", self.now[0]))
+        self.returncode = None if self.stubborn else -15
+
+    def kill(self):
+        self.asked.append(("kill", self.now[0]))
+        self.returncode = -9
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ([(1, 0), (2, 0)], 0, ""),
+        ([(1, launch.STOPPED), (2, 0)], launch.STOPPED, ""),
+        ([(1, 0), (40, launch.STOPPED)], launch.STOPPED, ""),  # a stop may take its time
+        ([(5, 0), (2, 3), (9, 7)], 3, ""),  # the first in time
+        ([(2, 4), (2, 3)], 4, ""),
+        ([(3, 1), (2, launch.STOPPED)], 1, ""),
+        ([(4, 0), (2, -9)], 9, "fppo: rank 1 was ended by SIGKILL: out of memory?\n"),
+        ([(1, -15), (2, 0)], 15, "fppo: rank 0 was ended by SIGTERM\n"),
+        ([(900, 0), (2, 3)], 3, ""),
+    ],
+)
+def test_the_status_of_ranks_is_that_of_the_first_to_fail_and_others_have_a_while(
+    ends, status, said, monkeypatch, capsys
+):
+    now = [0.0]
+    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 0.5), monotonic=lambda: now[0])
+    monkeypatch.setattr(launch, "time", time)
+    children = [Child(now, *end) for end in ends]
+    assert launch._supervised(children) == status
+    assert capsys.readouterr().err == said
+    asked = [each for child in children for each in child.asked]
+    assert asked == ([("terminate", 2 + launch._GRACE + 0.5)] if ends[0][0] == 900 else [])
+
+
+def test_a_rank_that_does_not_end_when_it_is_asked_is_killed(monkeypatch):
+    now = [0.0]
+    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 1.0), monotonic=lambda: now[0])
+    monkeypatch.setattr(launch, "time", time)
+    children = [Child(now, 900, 0, stubborn=True), Child(now, 1, 5)]
+    assert launch._supervised(children) == 5
+    kinds = [kind for kind, _ in children[0].asked]
+    assert kinds == ["terminate"] * (len(kinds) - 1) + ["kill"]
+    assert children[0].asked[-1][1] == 1 + launch._GRACE + launch._KILL + 1
+    assert children[1].asked == []
