@@ -10,7 +10,7 @@ from torch.distributed import DistError
 
 from fppo.runtime import clock, failure
 from fppo.runtime._standing import Standing
-from fppo.runtime.failure import FAILED, Limits, Monitor
+from fppo.runtime.failure import FAILED, Limits, Monitor, PeerError
 from fppo.runtime.watch import WaitingCollective, Watch
 
 LIMITS = Limits(period=1.0, timeout=8.0, silence=5.0)
@@ -201,3 +201,72 @@ def test_another_ranks_error_ends_a_rank_after_a_while_and_its_own_does_not(run,
     assert ("an error that none of them has written, hello" in said) == (claim == "nobody's")
     assert monitor._told
     assert not monitor._claim("later", alone=True)
+
+
+def left(monitor, error=None):
+    """What a block that ends with an error, or without, raises in its place; None if it raises the same."""
+    monitor._thread = SimpleNamespace(join=lambda _: None)
+    try:
+        monitor.__exit__(error and type(error), error, None)
+    except BaseException as other:
+        return other
+    return None
+
+
+def test_a_rank_that_ends_well_or_is_interrupted_claims_nothing():
+    store = Kept()
+    assert left(Monitor(store, 0, WORLD, watch(), LIMITS), KeyboardInterrupt()) is None
+    assert store.values == {}
+    assert left(Monitor(store, 1, WORLD, watch(), LIMITS)) is None
+    assert store.values == {"done/1": b""}
+
+
+@pytest.mark.usefixtures("run")
+def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet():
+    store = Kept()
+    first, second = KeyError("mine"), ValueError("later")
+    assert left(Monitor(store, 0, WORLD, watch(), LIMITS), first) is None
+    assert first.__notes__ == ["on rank 0 (shard 0) of 3"]
+    assert json.loads(store.values["error"]) == [0, "'mine'"]
+    found = left(Monitor(store, 1, WORLD, watch(), LIMITS), second)
+    assert (type(found), found.code) == (SystemExit, FAILED)
+    assert not hasattr(second, "__notes__")
+    store.gone = True  # then a rank's own error is told by it, and another's by the last rank
+    third = ValueError("without the store")
+    assert left(Monitor(store, 1, WORLD, watch(), LIMITS), third) is None
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_collective_that_failed_names_the_ranks_that_no_longer_report(run, monkeypatch, beside, rank, gone):
+    del run
+    store, own = Kept(), watch()
+    ahead = watch() if beside else None
+    broken = ahead or own
+    broken.waiting, broken.error = WaitingCollective("shard", "all_gather", 3, 0.0), RuntimeError("reset")
+    report = others(store, (rank or 1,))
+    for kind in ("stand", "ahead"):
+        store.set(f"{kind}/0", Standing(1, 4, {"shard": 3}, "a.py:0 in f").dumped())
+
+    def beat(now):
+        report(now)
+        for number in (1, 2):
+            store.values[f"ahead/{number}"] = store.values[f"stand/{number}"]
+        if rank:  # the first rank reports, too
+            store.set("stand/0", Standing(int(now), 4, {"shard": 3}, "a.py:0 in f").dumped())
+            store.values["ahead/0"] = store.values["stand/0"]
+
+    beat(1)
+    monkeypatch.setattr(failure, "sleep", lambda seconds: beat(9))
+    store.gone = gone
+    error = RuntimeError("of the collective")
+    found = left(Monitor(store, rank, WORLD, own, LIMITS, ahead), error)
+    start = "of the batches that are made ahead, " if beside else ""
+    if gone and rank == 0:
+        assert type(found) is SystemExit
+        return
+    who = "; no longer reporting: rank 1, at a.py:1 in f after step 4" if rank == 0 else ""
+    assert type(found) is PeerError
+    assert found.__cause__ is error
+    assert str(found) == f"{start}after step 4: all_gather over the axis 'shard' failed{who} (reset)"

@@ -107,6 +107,8 @@ def test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for():
         go.set()
         thread.join()
     assert Standing.of(watch, 6, -1).line == "an unknown line"
+    found = Standing.of(watch, 7, threading.get_ident()).line  # its own code aside
+    assert found.endswith(" in test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for")
     assert sys._current_frames()
 
 
