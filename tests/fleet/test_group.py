@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, RankSpec, at_once, cluster, group, on
-from fppo.fleet.rank import PLAIN, Membership, Rank
+from fppo.fleet.rank import PLAIN, Membership, Rank, RankReply
 from fppo.runtime import clock
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Axis, Mesh, Sharding
@@ -478,3 +478,12 @@ def test_ranks_are_told_once_what_nobody_has_a_handle_of(one, monkeypatch):
     one.call(dict)
     one.call(dict)
     assert told == [[], [(1, 0), (1, 1)], []]
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_reply_is_linked_with_its_tensors_and_with_what_follows(more):
+    reply, large = RankReply(None, [], 2.0, more=more), [torch.ones(2).numpy()]
+    found = reply.linked(large)
+    assert (found.large, found.seconds, found.more) == (large, 2.0, more)
+    assert (found.rest is not None) == more
+    assert (reply.large, reply.rest) == ([], None)

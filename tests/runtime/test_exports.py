@@ -149,3 +149,13 @@ def test_a_link_within_an_export_is_anothers_and_leads_nowhere(tmp_path):
     (target / "link").unlink()
     (target / "empty").mkdir()
     check_replaceable(target)
+
+
+def test_a_directory_of_others_is_refused_before_anything_is_made(tmp_path):
+    target, begun = tmp_path / "m", []
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"m holds mine\.txt"), replacing(target):
+        begun.append(1)
+    assert begun == []
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -9,6 +9,7 @@ import torch
 
 from fppo.runtime import launch
 from fppo.runtime import mesh as meshes
+from fppo.runtime.failure import Limits
 from fppo.runtime.launch import Place, joined
 from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Axis, Mesh, Sharding
@@ -37,8 +38,14 @@ def asked(monkeypatch):
     monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None,)]))
     monkeypatch.setattr(launch, "own_keys", lambda store, attempt: attempt)
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
-    monkeypatch.setattr(launch, "Monitor", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "watched", lambda mesh: (mesh, None))
+    asked.monitors, asked.watches = [], []
+    monkeypatch.setattr(launch, "Monitor", lambda *of: asked.monitors.append(of) or contextlib.nullcontext())
+
+    def watched(mesh):
+        asked.watches.append(object())
+        return mesh, asked.watches[-1]
+
+    monkeypatch.setattr(launch, "watched", watched)
     return asked
 
 
@@ -51,6 +58,10 @@ def test_every_group_waits_as_long_as_the_settings_say(asked, device, bound):
         assert axes == {"replicate": (2, 1, (0, 2)), "shard": (2, 0, (2, 3))}
         assert second.axes == mesh.axes
     assert (asked.start["timeout"], asked.start["device_id"]) == (limit, bound)
+    first, twin = asked.watches
+    assert asked.monitors == [("monitor", 2, 4, first, Limits(timeout=10.0), twin)]
+    assert (asked.start["rank"], asked.start["world_size"], asked.start["store"]) == (2, 4, "groups")
+    assert asked.start["backend"] == ("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     assert asked.groups == [((0, 2), limit), ((1, 3), limit), ((0, 1), limit), ((2, 3), limit)] * 2
 
 
