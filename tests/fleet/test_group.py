@@ -179,8 +179,9 @@ def test_handles_of_others_and_of_earlier_starts_are_refused(one, two):
     ):
         two.call(double, state)
     one.start()
-    with pytest.raises(GroupDied, match=r"double: an argument is of start 1 of group 'one'.*its value is lost"):
+    with pytest.raises(GroupDied, match=r"double: an argument is of start 1 of group 'one'.*its value is lost") as died:
         one.call(double, state)
+    assert (died.value.group, died.value.again, died.value.silent) == ("one", True, False)
     assert one.call(make, HERE, 1.0)[1] == {"rank": 0}
     with pytest.raises(ValueError, match="make returned 2 results: there is no result 2 to keep"):
         one.call(make, HERE, 1.0, stays=(2,))

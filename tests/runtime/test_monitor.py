@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -160,8 +161,14 @@ def test_a_rank_publishes_what_both_of_its_threads_do(run):
     store, own, ahead = Kept(), watch(), watch()
     own.count("shard", 3)
     ahead.step = 0
-    run(Monitor(store, 0, WORLD, own, LIMITS, ahead), most=4, then=others(store))
-    first, second = (Standing.loaded(store.values[f"{kind}/0"]) for kind in ("stand", "ahead"))
+    monitor = Monitor(store, 0, WORLD, own, LIMITS, ahead)
+    monitor._worker = threading.get_ident()
+    for thread in (0, -1):  # the one that makes batches ahead, once it has begun
+        ahead.thread = thread
+        run(monitor, most=4, then=others(store))
+        first, second = (Standing.loaded(store.values[f"{kind}/0"]) for kind in ("stand", "ahead"))
+        assert "test_monitor.py:" in first.line
+        assert second.line == ("an unknown line" if thread else first.line)
     assert (first.beat, first.step, first.calls, first.at) == (4, 4, {"shard": 1}, "shard 0")
     assert (second.beat, second.step, second.calls) == (4, 4, {"shard": 0})
 
@@ -185,20 +192,21 @@ def test_without_the_store_all_ranks_end_and_the_last_one_says_why(run, rank):
     assert monitor._ended.long[-1] == failure._GRACE
 
 
-@pytest.mark.parametrize("claim", ["another's", "its own", "nobody's"])
+@pytest.mark.parametrize("claim", ["another's", "its own", "hello", "[true]", "[3]", "{}"])
 def test_another_ranks_error_ends_a_rank_after_a_while_and_its_own_does_not(run, claim):
     store = Kept()
     monitor = Monitor(store, 0, WORLD, watch(), LIMITS)
     if claim == "its own":
         assert monitor._claim("mine", alone=False)
     else:
-        store.set("error", json.dumps([1, "of rank 1"]) if claim == "another's" else "hello")
+        store.set("error", json.dumps([1, "of rank 1"]) if claim == "another's" else claim)
     status, said, now = run(monitor, then=others(store))
     if claim == "its own":
         assert (status, said) == (None, "")
         return
     assert (status, now) == (FAILED, 1.0 + failure._GRACE)
-    assert ("an error that none of them has written, hello" in said) == (claim == "nobody's")
+    text = f"the store of the ranks holds an error that none of them has written, {claim}: another"
+    assert (text in said) == (claim != "another's")
     assert monitor._told
     assert not monitor._claim("later", alone=True)
 
