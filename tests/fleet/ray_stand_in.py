@@ -125,7 +125,7 @@ class Cluster:
     def __init__(self, nodes, cpus):
         self.nodes, self.total = nodes, {"CPU": float(cpus), "GPU": float(sum(len(gpus) for *_, gpus in nodes))}
         self.here, self.rooms, self.taken, self.actors, self.inits = threading.local(), [], [], [], []
-        self.address, self.puts, self.starts_lost, self.cut = None, [], [], None
+        self.address, self.puts, self.starts_lost, self.cut, self.timeouts = None, [], [], None, []
 
     @property
     def free(self):
@@ -180,6 +180,7 @@ class Cluster:
     def _get(self, refs, timeout=None):
         if isinstance(refs, list):
             return [self._get(ref, timeout) for ref in refs]
+        self.timeouts.append(timeout)
         try:
             return refs.future().result(timeout)
         except TimeoutError as error:

@@ -65,6 +65,7 @@ def test_ranks_are_placed_by_node_told_of_each_other_and_called_as_others_are(ra
         ]
         assert group.places == [f"{own} {address} {name}" for address, name in places]
         assert ray.hosts == ["10.0.0.1"]
+        assert ray.timeouts == [7.0] * (4 + 1 + 4)  # where each is, the first one's address, and that all have joined
         assert sorted(member.rank for member, _ in ray.joins) == [0, 1, 2, 3]
         assert all((member.spec, address) == (spec, ("10.0.0.1", 4321)) for member, address in ray.joins)
         (token,) = {member.token for member, _ in ray.joins}

@@ -115,6 +115,10 @@ def test_a_directory_of_others_is_not_replaced_and_the_first_of_its_files_are_na
         (tmp_path / f"{name}.txt").write_text("")
     with pytest.raises(ValueError, match=r"holds a\.txt, b\.txt, c\.txt and 2 more, which saving"):
         check_replaceable(tmp_path)
+    for left, shown in (("abcd", r"a\.txt, b\.txt, c\.txt and 1 more"), ("abc", r"a\.txt, b\.txt, c\.txt")):
+        (tmp_path / f"{'abcde'[len(left)]}.txt").unlink()
+        with pytest.raises(ValueError, match=rf"holds {shown}, which saving"):
+            check_replaceable(tmp_path)
     with pytest.raises(ValueError, match=r"a\.txt is a file, which a model does not replace"):
         check_replaceable(tmp_path / "a.txt")
 

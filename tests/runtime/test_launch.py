@@ -35,9 +35,13 @@ def asked(monkeypatch):
     )
     monkeypatch.setattr(launch, "dist", distributed)
     monkeypatch.setattr(meshes, "dist", distributed)
-    monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None,)]))
-    monkeypatch.setattr(launch, "own_keys", lambda store, attempt: attempt)
+    asked.met, asked.keys = [], []
+    monkeypatch.setattr(
+        launch, "rendezvous", lambda *of, **how: asked.met.append((*of, *how.items())) or iter([("store",)])
+    )
+    monkeypatch.setattr(launch, "own_keys", lambda store, attempt: asked.keys.append((store, attempt)))
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
+    monkeypatch.setenv(launch.RESTARTS, "2")
     asked.monitors, asked.watches = [], []
     monkeypatch.setattr(launch, "Monitor", lambda *of: asked.monitors.append(of) or contextlib.nullcontext())
 
@@ -58,6 +62,7 @@ def test_every_group_waits_as_long_as_the_settings_say(asked, device, bound):
         assert axes == {"replicate": (2, 1, (0, 2)), "shard": (2, 0, (2, 3))}
         assert second.axes == mesh.axes
     assert (asked.start["timeout"], asked.start["device_id"]) == (limit, bound)
+    assert (asked.met, asked.keys) == ([("env://", ("rank", 2), ("world_size", 4))], [("store", "2")])
     first, twin = asked.watches
     assert asked.monitors == [("monitor", 2, 4, first, Limits(timeout=10.0), twin)]
     assert (asked.start["rank"], asked.start["world_size"], asked.start["store"]) == (2, 4, "groups")
