@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fppo import batch, data, tree
 from fppo.batch import Column, Prompts, RowInputs
 from fppo.data import DataCursor
+from fppo.data.cursor import at_step
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from tests.data.rows import tokenizer
@@ -249,3 +250,23 @@ def test_digests_of_prompts_are_of_tokens_and_of_what_rewards_read_each_apart():
     assert len({each["as tokens"] for each in [first, *others]}) == 1 + len(others)
     assert len({each["as rewards read them"] for each in [first, *changed]}) == 1 + len(changed)
     assert data.digests_of(data.prompt_set(**given, ids=["p", "q"], pad_token_id=5)) == first
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 9))
+def test_a_curriculum_draws_by_all_that_was_drawn_before_and_at_the_step_of_the_run(drawn, begin, step):
+    """Its position counts prompts, and each draw has a key of its own, whatever the step."""
+    asked = []
+
+    def choose(known, key, at, size):
+        asked.append((known, key, at, size))
+        return torch.arange(size) % 3
+
+    made, key = data.Curriculum(init=lambda prompts: 7, choose=choose, update=None), Key(4)
+    cursor = at_step(data.begin_course(made, whole(3, False)), step)
+    cursor, position = tree.replace(cursor, position=begin), begin
+    for size in drawn:
+        batch, cursor = data.next_batch(whole(3, False), cursor, size=size, key=key, curriculum=made)
+        assert list(batch.ids) == [f"f:{i % 3}" for i in range(size)]
+        assert asked.pop() == (7, key.fold("draw", position), step, size)
+        position += size
+        assert (cursor.epoch, cursor.position, cursor.course.known, cursor.course.step) == (0, position, 7, step)

@@ -132,7 +132,7 @@ def test_a_part_has_all_its_leaves_and_no_others(tmp_path):
         checkpoint.load(more, tmp_path, 4, part=".actor")
     with pytest.raises(CheckpointError, match=r"\.actor\['params'\]\['rows'\] is a Tensor, expected a int"):
         checkpoint.load(held | {"params": held["params"] | {"rows": 3}}, tmp_path, 4, part=".actor")
-    with pytest.raises(CheckpointError, match=r"\.ac is missing"):  # a part of a name is none
+    with pytest.raises(CheckpointError, match=r"1 leaves differ: \.ac is missing"):  # a part of a name is none
         checkpoint.load(3, tmp_path, 4, part=".ac")
 
 
@@ -211,6 +211,9 @@ def test_a_checkpoint_is_known_by_its_manifest_and_two_of_one_step_are_named(tmp
     checkpoint.begin_save({"x": torch.tensor(7.0)}, tmp_path, 7, keep=2).wait()
     assert [checkpoint.steps(tmp_path), checkpoint.misnamed(tmp_path)] == [[3, 7], []]
     assert (tmp_path / "step_00000007.of_step_2").is_dir()
+    checkpoint.path_of(tmp_path, 3).rename(checkpoint.path_of(tmp_path, 9))
+    checkpoint.begin_save({"x": torch.tensor(8.0)}, tmp_path, 8, keep=2).wait()  # an old one goes by any name
+    assert [checkpoint.steps(tmp_path), checkpoint.misnamed(tmp_path)] == [[7, 8], []]
     for name in ("other", "step_7"):
         with pytest.raises(CheckpointError, match=f"{name} is no checkpoint; theirs are directories named like"):
             checkpoint.step_of(tmp_path / name)
