@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from fppo import batch, data, tree
 from fppo.batch import Column, Prompts, RowInputs
 from fppo.data import DataCursor
-from fppo.data.cursor import at_step
+from fppo.data.cursor import Learn, at_step
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from tests.data.rows import tokenizer
@@ -270,3 +271,23 @@ def test_a_curriculum_draws_by_all_that_was_drawn_before_and_at_the_step_of_the_
         assert asked.pop() == (7, key.fold("draw", position), step, size)
         position += size
         assert (cursor.epoch, cursor.position, cursor.course.known, cursor.course.step) == (0, position, 7, step)
+
+
+def test_what_responses_teach_a_curriculum_is_reported_at_the_step_that_they_are_of(monkeypatch):
+    told = []
+
+    def update(known, indices, scores):
+        told.append((known, indices.tolist(), scores.tolist(), scores.dtype))
+        return known + 1
+
+    made = data.Curriculum(
+        init=lambda prompts: 7, choose=None, update=update, report=lambda known, step: {"known": known, "step": step}
+    )
+    monkeypatch.setattr("fppo.data.cursor.joined", lambda scored: scored)
+    learn = Learn.of(made, whole(3, False))
+    cursor = at_step(data.begin_course(made, whole(3, False)), 5)
+    scored = SimpleNamespace(ids=["f:2", "f:0", "f:2"], outcome=torch.tensor([0.5, 1.0, 0.0]), scores=None)
+    after, report = learn(cursor, scored)
+    assert told == [(7, [2, 0, 2], [0.5, 1.0, 0.0], torch.float64)]
+    assert {name: x.total.item() / x.count.item() for name, x in report.items()} == {"known": 8.0, "step": 5.0}
+    assert (after.course.known, after.course.step, after.position, cursor.course.known) == (8, 6, 0, 7)

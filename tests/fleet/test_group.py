@@ -488,3 +488,15 @@ def test_a_reply_is_linked_with_its_tensors_and_with_what_follows(more):
     assert (found.large, found.seconds, found.more) == (large, 2.0, more)
     assert (found.rest is not None) == more
     assert (reply.large, reply.rest) == ([], None)
+
+
+def gives_up(state):
+    kept = tree.donate(state)
+    return kept["b"].add_(1.0).sum()
+
+
+def test_a_function_may_take_over_the_memory_of_what_it_is_sent(one):
+    """The caller's own tensors are another process's, and stay."""
+    sent = {"b": torch.ones(1 << 15)}
+    assert one.call(gives_up, sent) == 1 << 16
+    assert torch.equal(sent["b"], torch.ones(1 << 15))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 from functools import partial
 from typing import Any
 
@@ -214,6 +215,9 @@ def test_a_checkpoint_is_known_by_its_manifest_and_two_of_one_step_are_named(tmp
     checkpoint.path_of(tmp_path, 3).rename(checkpoint.path_of(tmp_path, 9))
     checkpoint.begin_save({"x": torch.tensor(8.0)}, tmp_path, 8, keep=2).wait()  # an old one goes by any name
     assert [checkpoint.steps(tmp_path), checkpoint.misnamed(tmp_path)] == [[7, 8], []]
+    shutil.copytree(checkpoint.path_of(tmp_path, 8), checkpoint.path_of(tmp_path, 5))
+    assert checkpoint.place_of(tmp_path, 8) == checkpoint.path_of(tmp_path, 8)
+    assert checkpoint.step_of(checkpoint.path_of(tmp_path, 8)) == 8
     for name in ("other", "step_7"):
         with pytest.raises(CheckpointError, match=f"{name} is no checkpoint; theirs are directories named like"):
             checkpoint.step_of(tmp_path / name)
