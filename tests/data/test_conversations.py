@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo.data import Fields, Imitated, Problems, Row, encode_demonstrations, imitated_conversation
-from fppo.data.chat import end_of_turn, render_chat
+from fppo.data.chat import ChatOptions, end_of_turn, render_chat
 from fppo.data.conversations import Answers, digest_of_demonstrations
 from tests.data import rows as chats
 from tests.data.test_foreign_rows import tooled
@@ -192,3 +192,10 @@ def test_nulls_that_arrow_fills_in_are_left_out_of_conversations_and_those_of_te
     assert plain != with_null
     assert rows_of(talk(a=1, b=None), filled=True) == plain
     assert rows_of(json.dumps(talk(a=1, b=None)), filled=True) == with_null
+
+
+def test_a_template_that_does_not_read_its_arguments_is_refused_for_demonstrations_too():
+    row = Row("a.jsonl", 1, {"talk": TALK}, "a")
+    chat = ChatOptions(arguments={"moods": 1})
+    with pytest.raises(ValueError, match=r"does not read \['moods'\]; leave them out"):
+        encode_demonstrations([row], tooled(), fields=CHAT, answers=TALKS, chat=chat)

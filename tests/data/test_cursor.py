@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from fppo import batch, data, tree
 from fppo.batch import Column, Prompts, RowInputs
 from fppo.data import DataCursor
+from fppo.data.cursor import Learn, at_step
 from fppo.key import Key
 from fppo.runtime import checkpoint
 from tests.data.rows import tokenizer
@@ -249,3 +251,43 @@ def test_digests_of_prompts_are_of_tokens_and_of_what_rewards_read_each_apart():
     assert len({each["as tokens"] for each in [first, *others]}) == 1 + len(others)
     assert len({each["as rewards read them"] for each in [first, *changed]}) == 1 + len(changed)
     assert data.digests_of(data.prompt_set(**given, ids=["p", "q"], pad_token_id=5)) == first
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(0, 9), st.integers(0, 9))
+def test_a_curriculum_draws_by_all_that_was_drawn_before_and_at_the_step_of_the_run(drawn, begin, step):
+    """Its position counts prompts, and each draw has a key of its own, whatever the step."""
+    asked = []
+
+    def choose(known, key, at, size):
+        asked.append((known, key, at, size))
+        return torch.arange(size) % 3
+
+    made, key = data.Curriculum(init=lambda prompts: 7, choose=choose, update=None), Key(4)
+    cursor = at_step(data.begin_course(made, whole(3, False)), step)
+    cursor, position = tree.replace(cursor, position=begin), begin
+    for size in drawn:
+        batch, cursor = data.next_batch(whole(3, False), cursor, size=size, key=key, curriculum=made)
+        assert list(batch.ids) == [f"f:{i % 3}" for i in range(size)]
+        assert asked.pop() == (7, key.fold("draw", position), step, size)
+        position += size
+        assert (cursor.epoch, cursor.position, cursor.course.known, cursor.course.step) == (0, position, 7, step)
+
+
+def test_what_responses_teach_a_curriculum_is_reported_at_the_step_that_they_are_of(monkeypatch):
+    told = []
+
+    def update(known, indices, scores):
+        told.append((known, indices.tolist(), scores.tolist(), scores.dtype))
+        return known + 1
+
+    made = data.Curriculum(
+        init=lambda prompts: 7, choose=None, update=update, report=lambda known, step: {"known": known, "step": step}
+    )
+    monkeypatch.setattr("fppo.data.cursor.joined", lambda scored: scored)
+    learn = Learn.of(made, whole(3, False))
+    cursor = at_step(data.begin_course(made, whole(3, False)), 5)
+    scored = SimpleNamespace(ids=["f:2", "f:0", "f:2"], outcome=torch.tensor([0.5, 1.0, 0.0]), scores=None)
+    after, report = learn(cursor, scored)
+    assert told == [(7, [2, 0, 2], [0.5, 1.0, 0.0], torch.float64)]
+    assert {name: x.total.item() / x.count.item() for name, x in report.items()} == {"known": 8.0, "step": 5.0}
+    assert (after.course.known, after.course.step, after.position, cursor.course.known) == (8, 6, 0, 7)

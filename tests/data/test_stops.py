@@ -114,6 +114,23 @@ def test_texts_are_found_where_a_search_of_all_bytes_finds_them(pieces, texts, d
         assert stops.end([*tokens, 0, 0]) == found
 
 
+@settings(max_examples=60)
+@given(
+    st.lists(few, min_size=1, max_size=4),
+    st.lists(few.filter(bool), min_size=1, max_size=3, unique=True),
+    st.lists(st.integers(0, 4), min_size=1, max_size=9),
+)
+def test_a_text_that_an_earlier_token_completed_is_not_the_last_one_s(pieces, texts, tokens):
+    """Also where the response goes on behind it."""
+    stops = StopTexts(tuple(texts), tuple(pieces))
+    for end in range(1, len(tokens) + 1):
+        added = [stops.piece(token) for token in tokens[:end]]
+        before, whole = len(b"".join(added[:-1])), b"".join(added)
+        ends = {text: [at + len(text) for at in range(len(whole)) if whole.startswith(text, at)] for text in texts}
+        completed = [text.decode() for text in texts if any(place > before for place in ends[text])]
+        assert stops.last(tokens[:end]) == (completed[0] if completed else None)
+
+
 def test_texts_of_one_tokenizer_share_their_pieces():
     words = word_tokenizer()
     first = data.stop_texts(words, ["1 2", "x y", "1 2"])

@@ -4,13 +4,14 @@ import itertools
 import pickle
 from typing import ClassVar
 
+import numpy as np
 import torch
 from hypothesis import example, given
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_map_only
 
 from fppo import metrics, tree
-from fppo.fleet.codec import BIG, CPU, Sent, array_of, pack, tensors_of, tree_of
+from fppo.fleet.codec import BIG, CPU, Sent, array_of, bytes_of, pack, tensors_of, tree_of
 from fppo.key import Key
 from tests.fleet.trees import DTYPES, TREES
 
@@ -106,3 +107,23 @@ def test_a_tensor_that_was_written_since_is_sent_anew():
     assert sent.refs([x, still]) == [0, 1]
     x.add_(1.0)
     assert sent.refs([x, still]) == [2, 1]
+
+
+def test_bytes_are_read_where_they_lie_if_that_is_aligned_and_copied_otherwise():
+    """Kernels may round differently on memory that is aligned otherwise than torch's own."""
+    whole = torch.arange(256, dtype=torch.uint8).numpy()
+    assert whole.ctypes.data % 64 == 0
+    for start in (0, 1, 32, 64, 65):
+        found = bytes_of(whole[start:])
+        assert torch.equal(found, torch.arange(start, 256, dtype=torch.uint8))
+        assert found.data_ptr() % 64 == 0
+        assert (found.data_ptr() == whole.ctypes.data + start) == (start % 64 == 0)
+    assert bytes_of(np.empty(0, np.uint8)).is_contiguous()
+
+
+def test_a_tensor_counts_as_large_from_the_bytes_on_that_are_said():
+    sizes = (BIG - 1, BIG, BIG + 1)
+    packed, large = pack([torch.zeros(size, dtype=torch.uint8) for size in sizes])
+    assert [len(x) for x in large] == [*sizes[1:]]
+    assert [place for place, *_ in packed.large] == [1, 2]
+    assert len(packed.bytes) == sizes[0]

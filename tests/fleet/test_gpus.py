@@ -1,8 +1,9 @@
 """Who gets which GPUs of a machine."""
 
 import pytest
+import torch
 
-from fppo.fleet import RankSpec
+from fppo.fleet import RankSpec, cluster
 from fppo.fleet.clusters import Gpus
 
 
@@ -31,3 +32,16 @@ def test_equal_shares_of_a_gpu_are_as_many_as_make_it_whole(shares):
     assert [gpus.deal(1, 1 / shares) for _ in range(shares)] == [[(0,)]] * shares
     with pytest.raises(ValueError, match="free of the 1 here: nothing"):
         gpus.deal(1, 1 / shares)
+
+
+def test_this_machine_deals_the_gpus_that_are_left_to_all_its_groups(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with cluster("processes") as here:
+        none, one, two = here.ranks(), here.ranks(RankSpec(gpus=1)), here.ranks(RankSpec(count=2, gpus=1))
+        assert [ranks._gpus for ranks in (none, one, two)] == [[], [(0,)], [(1,), (2,)]]
+        assert [ranks.count for ranks in (none, one, two)] == [1, 1, 2]
+        assert none._sent is one._sent is two._sent  # a tensor for several groups is written once
+        with pytest.raises(ValueError, match="free of the 3 here: nothing"):
+            here.ranks(RankSpec(gpus=0.5))
+    with cluster("processes") as again:
+        assert again.ranks(RankSpec(gpus=1))._gpus == [(0,)]

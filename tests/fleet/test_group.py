@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from fppo import tree
 from fppo.fleet import HERE, LOCAL_GROUP, Group, GroupDied, Held, Here, RankSpec, at_once, cluster, group, on
-from fppo.fleet.rank import PLAIN, Membership, Rank
+from fppo.fleet.rank import PLAIN, Membership, Rank, RankReply
 from fppo.runtime import clock
 from fppo.runtime.launch import Place
 from fppo.runtime.mesh import Axis, Mesh, Sharding
@@ -179,8 +179,9 @@ def test_handles_of_others_and_of_earlier_starts_are_refused(one, two):
     ):
         two.call(double, state)
     one.start()
-    with pytest.raises(GroupDied, match=r"double: an argument is of start 1 of group 'one'.*its value is lost"):
+    with pytest.raises(GroupDied, match=r"double: an argument is of start 1 of group 'one'.*its value is lost") as died:
         one.call(double, state)
+    assert (died.value.group, died.value.again, died.value.silent) == ("one", True, False)
     assert one.call(make, HERE, 1.0)[1] == {"rank": 0}
     with pytest.raises(ValueError, match="make returned 2 results: there is no result 2 to keep"):
         one.call(make, HERE, 1.0, stays=(2,))
@@ -478,3 +479,24 @@ def test_ranks_are_told_once_what_nobody_has_a_handle_of(one, monkeypatch):
     one.call(dict)
     one.call(dict)
     assert told == [[], [(1, 0), (1, 1)], []]
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_a_reply_is_linked_with_its_tensors_and_with_what_follows(more):
+    reply, large = RankReply(None, [], 2.0, more=more), [torch.ones(2).numpy()]
+    found = reply.linked(large)
+    assert (found.large, found.seconds, found.more) == (large, 2.0, more)
+    assert (found.rest is not None) == more
+    assert (reply.large, reply.rest) == ([], None)
+
+
+def gives_up(state):
+    kept = tree.donate(state)
+    return kept["b"].add_(1.0).sum()
+
+
+def test_a_function_may_take_over_the_memory_of_what_it_is_sent(one):
+    """The caller's own tensors are another process's, and stay."""
+    sent = {"b": torch.ones(1 << 15)}
+    assert one.call(gives_up, sent) == 1 << 16
+    assert torch.equal(sent["b"], torch.ones(1 << 15))

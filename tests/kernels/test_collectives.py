@@ -199,3 +199,21 @@ def test_of_what_all_ranks_compute_alike_one_gradient_counts():
     for out, grad in simulate({"tensor": 2}, run):
         assert out.tolist() == [0.0, 2.0, 4.0]
         assert grad.tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_message_goes_by_the_lane_of_its_direction_where_there_is_one(monkeypatch):
+    """A lane has two ranks, in rank order; without one the message goes by the axis's group."""
+    went = []
+    for name, end in (("isend", "group_dst"), ("irecv", "group_src")):
+        monkeypatch.setattr(
+            collectives.dist, name, lambda x, *, group, name=name, end=end, **to: went.append((name, group, to[end]))
+        )
+    axis = Axis(4, 1, "all", lanes={(0, 1): "0 to 1", (1, 0): "1 to 0", (1, 2): "1 to 2", (2, 1): "2 to 1"})
+    for other in (0, 2, 3):
+        collectives.send(torch.ones(1), axis, target=other)
+        collectives.receive(torch.ones(1), axis, source=other)
+    assert went == [
+        *(("isend", "1 to 0", 0), ("irecv", "0 to 1", 0)),
+        *(("isend", "1 to 2", 1), ("irecv", "2 to 1", 1)),
+        *(("isend", "all", 3), ("irecv", "all", 3)),
+    ]

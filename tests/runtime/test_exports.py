@@ -115,6 +115,10 @@ def test_a_directory_of_others_is_not_replaced_and_the_first_of_its_files_are_na
         (tmp_path / f"{name}.txt").write_text("")
     with pytest.raises(ValueError, match=r"holds a\.txt, b\.txt, c\.txt and 2 more, which saving"):
         check_replaceable(tmp_path)
+    for left, shown in (("abcd", r"a\.txt, b\.txt, c\.txt and 1 more"), ("abc", r"a\.txt, b\.txt, c\.txt")):
+        (tmp_path / f"{'abcde'[len(left)]}.txt").unlink()
+        with pytest.raises(ValueError, match=rf"holds {shown}, which saving"):
+            check_replaceable(tmp_path)
     with pytest.raises(ValueError, match=r"a\.txt is a file, which a model does not replace"):
         check_replaceable(tmp_path / "a.txt")
 
@@ -128,3 +132,34 @@ def test_where_the_list_is_damaged_files_of_an_export_are_known_by_their_names(t
     (target / "other.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds other\.txt, which"):
         check_replaceable(target)
+
+
+def test_what_a_killed_export_left_in_its_draft_is_in_no_later_one(tmp_path):
+    target = tmp_path / "m"
+    draft_of(target).mkdir()
+    (draft_of(target) / "torn.txt").write_text("torn")
+    export(target, a_txt="1")
+    assert everything(target).keys() == {"a.txt", CONTENTS}
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_link_within_an_export_is_anothers_and_leads_nowhere(tmp_path):
+    target, elsewhere = tmp_path / "m", tmp_path / "elsewhere"
+    export(target, a_txt="1")
+    elsewhere.mkdir()
+    (target / "link").symlink_to(elsewhere)
+    with pytest.raises(ValueError, match=r"m holds link, which saving a model would delete"):
+        check_replaceable(target)
+    (target / "link").unlink()
+    (target / "empty").mkdir()
+    check_replaceable(target)
+
+
+def test_a_directory_of_others_is_refused_before_anything_is_made(tmp_path):
+    target, begun = tmp_path / "m", []
+    target.mkdir()
+    (target / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"m holds mine\.txt"), replacing(target):
+        begun.append(1)
+    assert begun == []
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]

@@ -9,6 +9,7 @@ import torch
 
 from fppo.runtime import launch
 from fppo.runtime import mesh as meshes
+from fppo.runtime.failure import Limits
 from fppo.runtime.launch import Place, joined
 from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Axis, Mesh, Sharding
@@ -34,11 +35,21 @@ def asked(monkeypatch):
     )
     monkeypatch.setattr(launch, "dist", distributed)
     monkeypatch.setattr(meshes, "dist", distributed)
-    monkeypatch.setattr(launch, "rendezvous", lambda *_, **__: iter([(None,)]))
-    monkeypatch.setattr(launch, "own_keys", lambda store, attempt: attempt)
+    asked.met, asked.keys = [], []
+    monkeypatch.setattr(
+        launch, "rendezvous", lambda *of, **how: asked.met.append((*of, *how.items())) or iter([("store",)])
+    )
+    monkeypatch.setattr(launch, "own_keys", lambda store, attempt: asked.keys.append((store, attempt)))
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
-    monkeypatch.setattr(launch, "Monitor", lambda *_: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "watched", lambda mesh: (mesh, None))
+    monkeypatch.setenv(launch.RESTARTS, "2")
+    asked.monitors, asked.watches = [], []
+    monkeypatch.setattr(launch, "Monitor", lambda *of: asked.monitors.append(of) or contextlib.nullcontext())
+
+    def watched(mesh):
+        asked.watches.append(object())
+        return mesh, asked.watches[-1]
+
+    monkeypatch.setattr(launch, "watched", watched)
     return asked
 
 
@@ -51,6 +62,11 @@ def test_every_group_waits_as_long_as_the_settings_say(asked, device, bound):
         assert axes == {"replicate": (2, 1, (0, 2)), "shard": (2, 0, (2, 3))}
         assert second.axes == mesh.axes
     assert (asked.start["timeout"], asked.start["device_id"]) == (limit, bound)
+    assert (asked.met, asked.keys) == ([("env://", ("rank", 2), ("world_size", 4))], [("store", "2")])
+    first, twin = asked.watches
+    assert asked.monitors == [("monitor", 2, 4, first, Limits(timeout=10.0), twin)]
+    assert (asked.start["rank"], asked.start["world_size"], asked.start["store"]) == (2, 4, "groups")
+    assert asked.start["backend"] == ("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")
     assert asked.groups == [((0, 2), limit), ((1, 3), limit), ((0, 1), limit), ((2, 3), limit)] * 2
 
 
@@ -63,6 +79,30 @@ def test_one_axis_is_the_group_of_all_but_for_a_twin(asked):
     ):
         assert (mesh["shard"].rank, mesh["shard"].group, mesh.sharded) == (1, "everyone", True)
         assert second["shard"].group == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sharded"), [({"pipeline": 3, "shard": 2}, True), ({"pipeline": 3, "tensor": 2}, False)]
+)
+def test_a_pipeline_axis_has_a_lane_to_and_from_each_neighbour_around_it(asked, sizes, sharded):
+    limit, sharding = timedelta(seconds=2), Sharding(stage=2)
+    how = {"timeout": 1.0, "sharding": sharding, "virtual_stages": 3, "twin": True}
+    with joined(sizes, Place(rank=2, world=6), torch.device("cpu"), **how) as (mesh, _, second):
+        for each in (mesh, second):
+            lanes = {(0, 1): (0, 2), (1, 0): (0, 2), (1, 2): (2, 4), (2, 1): (2, 4)}
+            assert (each["pipeline"].rank, each["pipeline"].lanes) == (1, lanes)
+            assert (each.virtual_stages, each.sharding) == (3, sharding if sharded else None)
+    pairs = [(0, 2), (2, 4), (0, 4), (0, 2), (2, 4), (0, 4), (1, 3), (3, 5), (1, 5), (1, 3), (3, 5), (1, 5)]
+    made = [((0, 2, 4), limit), ((1, 3, 5), limit), ((0, 1), limit), ((2, 3), limit), ((4, 5), limit)]
+    assert asked.groups == [*made, *((pair, limit) for pair in pairs)] * 2
+
+
+def test_two_stages_have_a_lane_in_either_direction(asked):
+    with joined({"pipeline": 2}, Place(rank=0, world=2), torch.device("cpu"), timeout=1.0, sharding=Sharding()) as (
+        mesh,
+        *_,
+    ):
+        assert mesh["pipeline"].lanes == {(0, 1): (0, 1), (1, 0): (0, 1)}
 
 
 @pytest.mark.parametrize("sizes", [{"shard": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}], ids=str)
@@ -151,3 +191,63 @@ def test_a_child_sees_those_gpus_of_its_parent_s_that_it_is_to_have():
 )
 def test_an_end_is_put_into_words(status, words):
     assert in_words(status) == words
+
+
+class Child:
+    """A process that ends at a time with a status, or when it is asked to, unless it is stubborn."""
+
+    def __init__(self, now, ends, status, stubborn=False):
+        self.now, self.ends, self.status, self.stubborn, self.returncode = now, ends, status, stubborn, None
+        self.asked = []
+
+    def poll(self):
+        if self.returncode is None and self.now[0] >= self.ends:
+            self.returncode = self.status
+        return self.returncode
+
+    def terminate(self):
+        self.asked.append(("terminate", self.now[0]))
+        self.returncode = None if self.stubborn else -15
+
+    def kill(self):
+        self.asked.append(("kill", self.now[0]))
+        self.returncode = -9
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "said"),
+    [
+        ([(1, 0), (2, 0)], 0, ""),
+        ([(1, launch.STOPPED), (2, 0)], launch.STOPPED, ""),
+        ([(1, 0), (40, launch.STOPPED)], launch.STOPPED, ""),  # a stop may take its time
+        ([(5, 0), (2, 3), (9, 7)], 3, ""),  # the first in time
+        ([(2, 4), (2, 3)], 4, ""),
+        ([(3, 1), (2, launch.STOPPED)], 1, ""),
+        ([(4, 0), (2, -9)], 9, "fppo: rank 1 was ended by SIGKILL: out of memory?\n"),
+        ([(1, -15), (2, 0)], 15, "fppo: rank 0 was ended by SIGTERM\n"),
+        ([(900, 0), (2, 3)], 3, ""),
+    ],
+)
+def test_the_status_of_ranks_is_that_of_the_first_to_fail_and_others_have_a_while(
+    ends, status, said, monkeypatch, capsys
+):
+    now = [0.0]
+    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 0.5), monotonic=lambda: now[0])
+    monkeypatch.setattr(launch, "time", time)
+    children = [Child(now, *end) for end in ends]
+    assert launch._supervised(children) == status
+    assert capsys.readouterr().err == said
+    asked = [each for child in children for each in child.asked]
+    assert asked == ([("terminate", 2 + launch._GRACE + 0.5)] if ends[0][0] == 900 else [])
+
+
+def test_a_rank_that_does_not_end_when_it_is_asked_is_killed(monkeypatch):
+    now = [0.0]
+    time = SimpleNamespace(sleep=lambda _: now.__setitem__(0, now[0] + 1.0), monotonic=lambda: now[0])
+    monkeypatch.setattr(launch, "time", time)
+    children = [Child(now, 900, 0, stubborn=True), Child(now, 1, 5)]
+    assert launch._supervised(children) == 5
+    kinds = [kind for kind, _ in children[0].asked]
+    assert kinds == ["terminate"] * (len(kinds) - 1) + ["kill"]
+    assert children[0].asked[-1][1] == 1 + launch._GRACE + launch._KILL + 1
+    assert children[1].asked == []

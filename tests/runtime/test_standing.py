@@ -107,6 +107,8 @@ def test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for():
         go.set()
         thread.join()
     assert Standing.of(watch, 6, -1).line == "an unknown line"
+    found = Standing.of(watch, 7, threading.get_ident()).line  # its own code aside
+    assert found.endswith(" in test_a_rank_tells_the_line_that_it_is_at_and_what_it_waits_for")
     assert sys._current_frames()
 
 
@@ -122,3 +124,17 @@ def test_a_message_is_waited_for_from_its_sender_alone():
     assert "although all its ranks have come" in too_long(
         WaitingCollective(line, "receive", 3, 0.0), 7, 60.0, [1], standings
     )
+
+
+def test_a_circle_of_waiting_ends_and_a_cause_of_several_is_named_once():
+    circle = {
+        0: in_collective("shard", "barrier", 3, [0, 1], replicate=1),
+        1: in_collective("replicate", "barrier", 2, [0, 1], shard=2),
+    }
+    assert causes([1], circle) == causes([0, 1], circle) == []
+    both = {rank: in_collective("shard", "barrier", 3, [0, 1, 2, 3]) for rank in (0, 1, 2)} | {3: at_work(shard=2)}
+    assert causes([0, 1, 2], both) == causes([2, 1, 3, 0], both) == [3]
+    waiting = WaitingCollective("replicate", "all_gather", 5, 0.0)
+    text = too_long(waiting, 7, 60.0, [1, 3], both)  # both are late; one of them is a cause itself
+    assert text.count("rank 3, at a/b.py") == 1
+    assert "that is for" not in text

@@ -137,6 +137,16 @@ def test_a_group_knows_its_ranks_among_all():
     assert simulate({"replicate": 1, "shard": 2}, ranks)[0] == {"shard": (0, 1)}
 
 
+def test_a_rank_has_its_place_on_the_wide_axes_as_text_where_there_are_several():
+    """On one axis alone the place is the rank; stages are named all the same."""
+    for axes, place in (
+        ({"replicate": 2, "shard": 2, "tensor": 1}, "replicate 1, shard 0"),
+        ({"shard": 3, "tensor": 1}, ""),
+        ({"pipeline": 3}, "pipeline 2"),
+    ):
+        assert simulate(axes, lambda mesh: watched(mesh)[1].place)[2] == place
+
+
 class Event:
     """One of a GPU's, which tells the time in ms once `done` is set."""
 
