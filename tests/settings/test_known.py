@@ -27,7 +27,7 @@ from fppo.settings.train import TrainSettings
 
 KNOWN = Path(__file__).parent / "known.txt"
 SECTIONS = {"run": TrainSettings, "plan": PlanSettings, "compare": CompareSettings, "ablate": AblateSettings}
-SECTIONS |= {"bias": BiasSettings, "check": CheckSettings, "role": RoleSettings}
+SECTIONS |= {"bias": BiasSettings, "check": CheckSettings, "role": RoleSettings, "pool": Pool}
 TABLES = ("POLICY_LOSSES", "ESTIMATORS", "VALUE_HEADS", "OPTIMIZERS", "CORRECTIONS", "CURRICULA", "ENVIRONMENTS")
 PROBES: tuple[Any, ...] = (
     -math.inf,
@@ -86,7 +86,6 @@ def options_of() -> Iterator[str]:
 
 def known() -> list[str]:
     lines = [line for name, cls in SECTIONS.items() for line in lines_of(cls, f"{name} ")]
-    lines += [f"pool {x.name} = {x.default!r}: {x.type}" for x in attrs.fields(Pool)]
     lines += [f"{table} {name}: {', '.join(at)}" for table in TABLES for name, at in getattr(tables, table).items()]
     return [*lines, *options_of()]
 
