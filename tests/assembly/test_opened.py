@@ -289,6 +289,7 @@ def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, r
     log.stub("_reward_model", {"reward_model": ("m", 3.0)})
     log.stub("teacher_on")
     log.stub("reward_of")
+    monkeypatch.setattr(REWARDS, "axes_at", lambda *args: args)
     ran = Log(monkeypatch, REWARDS.rewards)
     ran.stub("RewardRunner", enters=True)
     groups: Any = {"reward": "ranks of it", "teacher": "ranks of that"} if apart else {}
@@ -296,16 +297,20 @@ def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, r
     with REWARDS.scoring(settings, "words", mesh, GPU, groups) as made:
         pass
     here, section, model = Here(mesh, GPU), settings.reward, settings.model
+
+    def axes(role: str) -> tuple[Any, ...]:
+        return settings.placement, role, settings.mesh
+
     common: dict[str, Any] = {"names": names, "micro_batching": MicroBatching(token_budget=44)}
     (make, *rest), named = log.of("_reward_model")
     group = groups.get("reward", LOCAL_GROUP)
     assert (rest, named) == ([here, group, section.model, ("here",)], {})
     assert (make.func, make.args) == (REWARDS.reward_model_of, ())
-    own = {"section": section.model, "common": model, "tokenizer": "words", "axes": settings.mesh, "chat": False}
+    own = {"section": section.model, "common": model, "tokenizer": "words", "axes": axes("reward"), "chat": False}
     assert make.keywords == {**own, **common}
     how = {**common, "module_dirs": ("here",), "prompted": True}
     assert log.of("teacher_on") == ((groups.get("teacher", LOCAL_GROUP), here, model), how)
-    judged = {"names": names, "axes": settings.mesh, "key": Key(5).fold("judge")}
+    judged = {"names": names, "axes": axes("actor"), "key": Key(5).fold("judge")}
     assert log.of("judge_of") == ((here, section.judge, model, "words"), judged)
     assert log.of("environment_terms") == ((settings.rollout.environment,), {})
     parts = {"reward_model": ("m", 3.0), "judge": ("j", 2.0), "environment": ("e", 1.0)}
