@@ -26,7 +26,7 @@ from fppo.runtime.offload import Lane, OnHost
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.placement import AxesSettings
-from fppo.settings.reward import JudgeSettings, RewardModelSettings
+from fppo.settings.reward import JudgeSettings, RewardModelSettings, RewardSettings
 from fppo.settings.rollout import EnvironmentSettings
 from fppo.settings.train import DataSettings, EvalSettings
 from fppo.steps.critic import as_it_is
@@ -278,7 +278,7 @@ def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, r
     changes: dict[str, Any] = {"reward__workers": 3, "reward__time_limit": 7.0, "reward__batch_time_limit": 9.0}
     changes |= {"algorithm__advantage": "distill", "model__teacher_path": "t", "actor__epochs": 1, "seed": 5, **NO_KL}
     changes |= {"model__path": "p", "rollout__max_tokens": 6, "module_dirs": ["here"], "data__teacher_prompt": "q"}
-    changes |= {"model__forward_token_budget": 44}
+    changes |= {"model__forward_token_budget": 44, "reward__overlap": not apart}
     if not rewarded:
         changes |= {"reward__functions": [], "eval__temperature": 1.0}
     settings = tiny_run.settings(tmp_path, **changes)
@@ -318,7 +318,7 @@ def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, r
     (reward,), limits = ran.of("RewardRunner")
     assert reward == "<reward_of>" if rewarded else isinstance(reward, WeightedSum) and not reward.terms
     assert limits == {"time_limit": 7.0, "batch_limit": 9.0, "workers": 3}
-    assert log.of("EarlyRewardRunner") == (("<RewardRunner>", "words"), {"early": section.overlap})
+    assert log.of("EarlyRewardRunner") == (("<RewardRunner>", "words"), {"early": not apart})
     assert log.of("SpreadRewardRunner") == (("<EarlyRewardRunner>", mesh, GPU), {})
     score = {"reward": "<SpreadRewardRunner>", "tokenizer": "words", "failure_score": section.failure_score}
     assert (made.score.func, made.score.args, made.score.keywords) == (REWARDS.rewards.score, (), score)
@@ -328,6 +328,18 @@ def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, r
     assert isinstance(stage, ScoreByTeacher)
     assert attrs.asdict(stage, recurse=False) == whole
     assert attrs.evolve(made, teacher=None).at(0.75) is made.score
+
+
+@pytest.mark.parametrize(("penalty", "factor"), [(None, 1.0), (0.0, 0.0), (0.5, 0.5)])
+def test_a_reward_is_combined_of_what_its_section_names(monkeypatch, penalty, factor):
+    ran = Log(monkeypatch, REWARDS.rewards)
+    ran.stub("combine")
+    section = RewardSettings(functions=("a", "b"), weights=(2.0, 3.0), overlong_buffer=4, overlong_penalty=penalty)
+    section = attrs.evolve(section, arguments={"a": {"x": 1}})
+    extra: Any = {"judge": ("j", 2.0)}
+    assert REWARDS.reward_of(section, extra, max_tokens=6) == "<combine>"
+    own = {"arguments": {"a": {"x": 1}}, "overlong_buffer": 4, "overlong_penalty": factor}
+    assert ran.of("combine") == ((("a", "b"), (2.0, 3.0)), {**own, "max_tokens": 6, "extra": extra})
 
 
 JUDGE = JudgeSettings(
