@@ -10,9 +10,12 @@ import attrs
 import pytest
 import torch
 
+from fppo import models, tree
 from fppo.assembly import adapters
 from fppo.key import Key
+from fppo.models import lora
 from fppo.models.adapted import Lora
+from fppo.quickstart import small_model
 from fppo.runtime.mesh import LOCAL
 from fppo.settings.learning import CriticSettings
 from fppo.settings.model import LoraSettings, ModelSettings
@@ -153,3 +156,62 @@ def test_a_base_is_quantised_where_it_is_asked_for(monkeypatch, kind):
     found = adapters._as_base(kind, model, params, LOCAL, CPU)
     named = {"mesh": LOCAL, "device": CPU}
     assert found == (("model", "params") if kind == "float" else (("model", "params", kind), named))
+
+
+@pytest.fixture
+def on_files(monkeypatch):
+    """An adapted policy of a small model on its base, whose directory has the value head of the list."""
+    model = small_model(15, width=16, layers=1)
+    policy, _ = lora.adapt(model, models.init_params(model, Key(1)), SPEC, key=KEY, mesh=LOCAL)
+    asked: list[Any] = []
+    heads: list[Any] = [{}]
+    monkeypatch.setattr(adapters, "directory_of", lambda path, name: (path, name))
+    monkeypatch.setattr(adapters, "read_value_head", lambda at, dtype: asked.append((at, dtype)) or heads[0])
+    bare = models.build(model.config, "value", outputs=1)
+    monkeypatch.setattr(adapters, "bare_model", lambda section, critic: asked.append((section, critic)) or bare)
+    return policy, heads, asked
+
+
+@pytest.mark.parametrize("again", [None, True, "selective"])
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_critic_on_the_policys_base_has_its_tensors_and_a_head_of_its_own(on_files, again, stored):
+    policy, heads, asked = on_files
+    head = {"score.weight": torch.full((1, 16), 2.0), "score.bias": torch.ones(1)}
+    heads[0] = head if stored else {}
+    critic = CriticSettings(checkpoint_layers=again)
+    model, params = adapters._on_base(ADAPTED, critic, policy, KEY, LOCAL)
+    assert asked == [(ADAPTED, critic), (("p", "model.path"), torch.float32)]
+    assert (model.head, model.checkpoint_layers) == ("value", again or False)
+    fresh = models.init.init_value_head(model, KEY.fold("value head"))
+    base = lora.frozen_of(policy).params
+    own = {name: x for name, x in params.items() if name not in base}
+    assert tree.digest(own) == tree.digest(head if stored else fresh)
+    assert {name: x for name, x in params.items() if name in base} == {n: base[n] for n in model.shapes if n in base}
+    assert params.keys() == set(model.shapes)
+    heads[0] = {**head, "score.weight": torch.ones(2, 16)}
+    with pytest.raises(ValueError, match=r"has other outputs than the critic: \['score.weight has shape \[2, 16\]'\]"):
+        adapters._on_base(ADAPTED, critic, policy, KEY, LOCAL)
+
+
+def test_a_critic_on_a_base_in_codes_has_the_same_codes(on_files, monkeypatch):
+    policy, *_ = on_files
+    coded = attrs.evolve(policy, forms={"w": SimpleNamespace(dtype=torch.bfloat16)})
+    asked: list[Any] = []
+    monkeypatch.setattr(adapters.bases, "base_kind", lambda of: "nf4" if of is coded else None)
+    monkeypatch.setattr(adapters.bases, "in_codes", lambda model, *how: asked.append(how) or model)
+    adapters._on_base(ADAPTED, CRITIC, coded, KEY, LOCAL)
+    assert asked == [("nf4", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("privileged", [0, 2])
+@pytest.mark.parametrize("reads", ["confidence", "hidden"])
+def test_a_critic_that_is_no_model_has_the_outputs_of_its_head_for_each_member(monkeypatch, reads, privileged):
+    for name in ("confidence", "hidden"):
+        monkeypatch.setattr(adapters, f"init_{name}", lambda *args, name=name, **shape: (name, args, shape))
+    monkeypatch.setattr(adapters, "bare_model", lambda section: section)
+    monkeypatch.setattr(adapters, "hidden_width", lambda model: ("width", model))
+    loss = attrs.evolve(CRITIC.loss, name="two_hot", keywords={"bins": 21})
+    critic = attrs.evolve(CRITIC, reads=reads, ensemble=3, privileged=privileged, loss=loss)
+    shape = {"members": 3, "outputs": 21, "signs": adapters.TRUTH_SIGNS if privileged else 0}
+    args = (KEY,) if reads == "confidence" else (KEY, ("width", PLAIN))
+    assert adapters.reader_params(PLAIN, critic, KEY) == (reads, args, shape)
