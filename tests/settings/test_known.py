@@ -10,7 +10,8 @@ import inspect
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import GenericAlias, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 
@@ -62,8 +63,15 @@ def texts_of(field: attrs.Attribute) -> list[str]:
 
 
 def kind_of(kind: Any) -> str:
+    """A type's name, written alike by every version of Python."""
+    arguments = get_args(kind)
+    if get_origin(kind) is Literal:
+        return f"Literal[{', '.join(map(repr, arguments))}]"
+    if get_origin(kind) in (Union, UnionType):
+        return " | ".join(map(kind_of, arguments))
+    name = kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
     return (
-        kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind).replace("typing.", "")
+        f"{name}[{', '.join(map(kind_of, arguments))}]" if arguments and isinstance(kind, type | GenericAlias) else name
     )
 
 
