@@ -213,6 +213,17 @@ def test_curricula_that_do_not_stand_nothing_or_missing_scores_are_seen(update, 
         assert caught.value.law == "indices" or "order" in str(caught.value)
 
 
+def test_a_curriculum_learns_from_batches_of_which_some_scores_are_missing():
+    met = set()
+
+    def update(known, indices, scores):
+        met.add((bool(scores.isnan().any()), bool((scores == 0).any()), bool((scores == 1).any())))
+        return PLAIN.update(known, indices, scores)
+
+    laws.check_curriculum(with_update(update))
+    assert met >= {(True, True, True), (True, False, False), (False, False, False)}
+
+
 def test_a_curriculum_is_called_with_its_size_its_steps_and_keys_of_their_own():
     from fppo.laws import curricula
 
