@@ -86,11 +86,11 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScala
 def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
     """Describe the first difference from the textbook's numbers over some steps; None if there is none."""
     state, names = _start(example), list(example.inputs)
-    expected = _State(*([x.double() for x in part] for part in state))
+    expected = _State(*([x.double() for x in part] for part in state.copy()))  # float64 would be the same tensors
     for step in range(STEPS):
         grads = _grads(example, step)
         count = int(state.steps[0]) + 1
-        _step(reference_, expected, [g.double() for g in grads], case)
+        _step(reference_, expected, [g.double() for g in _grads(example, step)], case)
         _step(kernel, state, grads, case)
         if any(int(x) != count for x in state.steps):
             return f"after step {step + 1}, steps are {[x.item() for x in state.steps]}, expected {count}.0 of each"
