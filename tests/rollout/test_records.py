@@ -108,6 +108,7 @@ def test_rows_are_reported_once_as_they_end(steps, limits):
         assert heard == expected
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 4), max_size=9), st.integers(1, 7))
 def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
     asked = []
@@ -135,6 +136,7 @@ def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
         assert torch.equal(step.rows, torch.arange(size) + 1)
 
 
+@settings(max_examples=32)
 @given(st.integers(0, 3), st.integers(0, 3), st.booleans())
 def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
     """Every column of tokens is padded: those that a rollout always has, and those that it may have."""

@@ -155,6 +155,64 @@ def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     assert reported == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
 
 
+def test_a_host_gets_all_that_is_asked(start):
+    engine, _ = start()
+    asked, generated = [], engine._host.generate
+
+    def noted(request, on_answer):
+        asked.append(request)
+        if request.forced is None:
+            generated(request, on_answer)
+            return
+        for row in reversed(range(len(request.prompts))):
+            numbers = np.arange(request.forced.shape[1], dtype=np.float32) + 10 * row
+            on_answer(row, Answer(request.forced[row].numpy(), numbers, numbers))
+
+    engine._host.generate = noted
+    prompts, limits = make_prompts(), torch.tensor([3, 1, 9, 2, 3, 1])
+    sampling = attrs.evolve(SHORT, temperature=0.5, top_k=3)
+    generate(engine, sampling=sampling, limits=limits, offset=4)
+    own = [ids[mask].tolist() for ids, mask in zip(prompts.tokens, prompts.attention_mask, strict=True)]
+    found = engine.log_probs([[3, 4, 5], [6, 7, 8]], 2, temperature=0.7, inputs=["one", None])
+    assert found.tolist() == [[0.0], [10.0]]
+    whole, forced = asked
+    for request, fields in (
+        (
+            whole,
+            {
+                "prompts": [ids for ids in own for _ in range(2)],
+                "sampling": sampling,
+                "key": Key(0),
+                "row_ids": (2 * prompts.row_ids[:, None] + torch.arange(2)).flatten().tolist(),
+                "forced": None,
+                "limits": [3, 3, 1, 1, 3, 3, 2, 2, 3, 3, 1, 1],
+                "adapter": None,
+                "offset": 4,
+                "inputs": None,
+            },
+        ),
+        (
+            forced,
+            {
+                "prompts": [[3, 4], [6, 7]],
+                "sampling": Sampling(max_tokens=1, temperature=0.7),
+                "key": Key(0),
+                "row_ids": [0, 1],
+                "forced": [[5], [8]],
+                "limits": None,
+                "adapter": None,
+                "offset": 0,
+                "inputs": ["one", None],
+            },
+        ),
+    ):
+        shown = {field.name: getattr(request, field.name) for field in attrs.fields(type(request))}
+        assert {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in shown.items()} == fields
+    part = attrs.evolve(forced, limits=[4, 5]).part([1])
+    assert (part.prompts, part.row_ids.tolist(), part.forced.tolist()) == ([[6, 7]], [1], [[8]])
+    assert (part.limits, part.inputs, part.sampling) == ([5], [None], forced.sampling)
+
+
 def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
     engine, log = start()
     for params, version, sent in (
