@@ -86,6 +86,8 @@ def test_a_batch_of_rows_is_drawn_row_by_row(rows, sampling, limited, offset, ma
                 np.testing.assert_allclose(answer.log_probs, [x for _, x, _ in expected], atol=1e-5)
                 np.testing.assert_allclose(answer.sampling_log_probs, [x for *_, x in expected], atol=1e-5)
                 assert answer.tokens.dtype == np.int64
+        for each in llm.llm_engine.every:  # what has ended, by a text too, is drawn no further
+            assert each.output == answers[int(each.name)][0].tokens.tolist()
         assert llm.resets == 2
         named = ("fppo-4", 4, "memory:4") if seed % 2 else None
         assert {*llm.llm_engine.adapters} == {named}

@@ -353,7 +353,18 @@ def test_a_runner_calls_as_it_was_told(kind):
     assert runner._mode(functions[2]) == Mode(kind, True, 2.0, 3.0, 5)
     assert runner._mode(functions[0]) == Mode("sample", False, 2.0, 3.0, 5)
     assert runner._numbers == {"first": 0, "second": 1}
-    pool = runner._pool
+    assert runner.patience() == Patience(2.0, 3.0 * 4)
+    fewer = {name: x for name, x in limits.items() if name != "batch_limit"}
+    for seconds, most in ((2.0, 60.0), (20.0, 120.0)):  # a minute, or six calls
+        other = FunctionRunner(functions, role="tool", **{**fewer, "time_limit": seconds})
+        assert other.patience() == Patience(seconds, most * 4)
+        assert other._mode(functions[0]).batch_limit == most
+    done = []
+    runner._pool = SimpleNamespace(**vars(pool := runner._pool), start=lambda: done.append("start"))
+    runner._pool.close = lambda: done.append("close")
+    with runner as entered:
+        assert (entered, done) == (runner, ["start"])
+    assert done == ["start", "close"]
     assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
 
 

@@ -99,7 +99,12 @@ class Scripted:
         message = pickle.loads(data)
         if self.functions is None:
             self.functions, at = [pickle.loads(each) for each in message], self.world.time + LOAD
-            said = {"ready": ("ready",), "failed": ("failed", "a reason"), "dies": EOFError, "writes": ForeignBytes("x")}
+            said = {
+                "ready": ("ready",),
+                "failed": ("failed", "a reason"),
+                "dies": EOFError,
+                "writes": ForeignBytes("x"),
+            }
             self.events += [(at, said[self.world.loads])] if self.world.loads in said else []
             self.ready_at = at
             return
@@ -258,6 +263,25 @@ def test_a_process_is_late_where_it_says_nothing_for_the_time_of_a_call():
             run = world.pool.run(0, mode_of(kind), [sample_of(0, "hangs", 0.0)], Patience(LIMIT, 1e6))
             assert run == [LATE]
             assert world.time == pytest.approx(LOAD + seconds)
+
+
+def test_company_gives_a_call_that_is_late_no_more_time():
+    with world_of(1) as world:
+        run = world.pool.begin(0, mode_of("coroutines"), Patience(LIMIT, 1e6))
+        run.put(0, sample_of(0, "hangs", 0.0))
+        while not world.made or not world.made[0].tasks:
+            world.pool.taken(run, wait=False)
+            world.time += LOAD
+        begun, world.time = world.time - LOAD, world.time + 1.5
+        run.put(1, sample_of(1, "value", 0.0))
+        world.pool.taken(run, wait=False)
+        assert len(world.made[0].tasks) == 2
+        world.time = begun + LIMIT + 0.9
+        world.pool.taken(run, wait=False)
+        assert world.made[0].code is None
+        world.time = begun + LIMIT + 1.0
+        world.pool.taken(run, wait=False)
+        assert world.made[0].code is not None
 
 
 @pytest.mark.parametrize(
