@@ -169,6 +169,19 @@ def test_what_vllm_did_otherwise_is_noticed(what, turns):
             in_turns() if turns else host.generate(batch, lambda row, answer: None)
 
 
+@pytest.mark.parametrize("adapter", [None, 4])
+def test_rows_are_answered_by_the_adapter_that_their_turns_began_with(adapter):
+    with pytest.MonkeyPatch.context() as patch:
+        llm = StandIn(worker_of(patch))
+        host = host_of(local, llm)
+        for number in (3, adapter):
+            host.begin_turns(number)
+            for row in range(2):
+                host.turn([HostRow(row, (3, 4), Sampling(max_tokens=4), Key(0), row, 0)], [])
+        named = None if adapter is None else ("fppo-4", 4, "memory:4")
+        assert llm.llm_engine.adapters == [("fppo-3", 3, "memory:3")] * 2 + [named] * 2
+
+
 def test_a_worker_that_ended_is_a_death():
     with pytest.MonkeyPatch.context() as patch:
         llm = StandIn(worker_of(patch))

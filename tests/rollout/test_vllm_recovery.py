@@ -308,6 +308,17 @@ def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_i
         assert engine.version is None
 
 
+def test_parameters_of_another_model_are_not_begun_to_be_sent(start):
+    engine, log = start()
+    first, *rest = sorted(PARAMS)
+    fewer, more = {name: PARAMS[name] for name in rest}, {**PARAMS, "other": torch.ones(2)}
+    for params, text in ((fewer, f"missing: .*{first}"), (more, "unknown: .*other")):
+        with pytest.raises(SyncError, match=text):
+            engine.sync(params, version=2)
+        assert (engine.version, log) == (None, [])
+    check(generate(engine))
+
+
 def test_sleeping_and_waking(start):
     engine, log = start(sleep=True)
     for version in (1, 2):
