@@ -208,6 +208,17 @@ def test_calls_come_as_they_are_ready_where_a_player_can_have_them_open():
         assert isinstance(other, CallsTogether)
 
 
+def test_an_environment_runs_as_it_was_told():
+    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5, "retries": 4}
+    runner = EnvironmentRunner(Adds, name="own", asynchronous=True, **limits)
+    assert (runner._time_limit, runner._workers, runner._concurrency, runner._retries) == (2.5, 3, 5, 4)
+    assert (runner._pool._count, runner._pool._start_limit, runner._pool._names) == (3, 6.5, "environment own")
+    assert (runner._calls.name, runner._calls.asynchronous, runner._calls.inline) == ("own", True, False)
+    assert runner._calls.fn._make is Adds
+    here = EnvironmentRunner(Adds, name="own", inline=True)
+    assert (here._pool, here._calls.asynchronous, here._calls.inline, here._retries) == (None, False, True, 0)
+
+
 def test_coroutines_are_found():
     class Half(Adds):
         async def step(self, state, reply):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.rollout import banks as bank_rows
@@ -35,6 +35,7 @@ def layers_of(shapes, tokens, seed):
     return dict(sorted(made.items(), key=lambda pair: -pair[0]))
 
 
+@settings(max_examples=40)
 @given(SHAPES, st.integers(0, 5))
 def test_each_call_has_its_own_part_of_the_banks(shapes, seed):
     like = layers_of(shapes, 3, seed)
@@ -62,6 +63,7 @@ MOVES = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(SHAPES, MOVES, st.integers(0, 5))
 def test_moves_are_those_of_single_columns(shapes, moves, seed):
     """A list of columns of each row, of which each is a number for each call, moves beside the banks."""
@@ -109,6 +111,7 @@ def test_moves_are_those_of_single_columns(shapes, moves, seed):
         assert torch.equal(x, expected.expand(x.shape))
 
 
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), max_size=8), st.integers(1, 12))
 def test_groups_are_as_large_as_they_may_be(sizes, most):
     """Each but the last could not have had the next one, too; one that is too large is alone."""
@@ -120,6 +123,7 @@ def test_groups_are_as_large_as_they_may_be(sizes, most):
     assert all(sum(sizes[group]) <= most or group.stop - group.start == 1 for group in groups)
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from([None, "a", "b"]), st.integers(0, 3)), max_size=8))
 def test_adapters_own_the_rows_of_their_neighbours(sizes):
     each = [name for name, size in sizes for _ in range(size)]
@@ -130,6 +134,7 @@ def test_adapters_own_the_rows_of_their_neighbours(sizes):
     assert found == each
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 2))
 def test_prompts_are_written_to_the_rows_of_their_draws(lengths, n, start):
     """Padding becomes zero, padding of the packed row is dropped, and other rows and columns stay."""

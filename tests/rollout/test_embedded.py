@@ -413,6 +413,19 @@ def test_bad_input_is_refused():
         engine.generate(params, Ask(prompts, Sampling(max_tokens=3, stop_token_ids=(2, 31)), Key(0)))
 
 
+@pytest.mark.parametrize(("name", "longest", "limit"), [("gpt2", 40, 40), ("gpt2", 90, 64), ("qwen2", 40, 40)])
+def test_a_row_is_bounded_by_the_first_of_its_limits(name, longest, limit, monkeypatch):
+    """Learned positions, and the longest row for which a model reads positions alike."""
+    model, params = make(name)
+    monkeypatch.setattr(embedded, "longest_row", lambda config: longest)
+    with engine_of(model).open(params) as requests:
+        assert requests.limit == limit
+    ask = Ask(make_prompts((7, 4)), Sampling(max_tokens=limit - 7), Key(0))
+    engine_of(model).generate(params, ask)
+    with pytest.raises(ValueError, match=f"a row may reach {limit + 1} tokens"):
+        engine_of(model).generate(params, attrs.evolve(ask, sampling=Sampling(max_tokens=limit - 6)))
+
+
 def test_rotary_positions_may_go_beyond_the_config():
     model, params = make("qwen2")
     rollout = engine_of(model).generate(params, Ask(make_prompts(), Sampling(max_tokens=70), Key(0)))

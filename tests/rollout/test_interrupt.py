@@ -8,6 +8,8 @@ import warnings
 import attrs
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fppo import batch as batches
 from fppo import tree
@@ -19,7 +21,9 @@ from fppo.steps.forward import Forward, forward_micro_batch
 from tests import tiny
 from tests.models.families import make
 from tests.rollout.test_embedded import PAD, engine_of, make_prompts
+from tests.rollout.test_generated import LETTERS, Generating, alone, told
 from tests.rollout.test_pool import dying, engines
+from tests.rollout.test_spread import prompts_of
 
 TEXTS = StopTexts((b"bdb", b"ee"), tuple(b"abcdefgh"[i % 8 : i % 8 + 1] for i in range(tiny.VOCAB)))
 SAMPLING = Sampling(temperature=0.8, top_k=9, n=2, max_tokens=9, stop_token_ids=(3,), stop_texts=TEXTS)
@@ -121,6 +125,101 @@ def test_a_token_has_the_log_prob_of_the_version_that_is_named_for_it(every):
     one = engine_of(model).generate(versions[0], attrs.evolve(asked, newer=None))
     first, start = named == 4, rollout.tokens.shape[1] - mask.shape[1]
     assert (rollout.tokens[:, start:][first] == one.tokens[:, start : start + mask.shape[1]][first]).all()
+
+
+class Whole(Generating):
+    """An engine that answers prompts at once, without limits too."""
+
+    def generate(self, params, ask):
+        most = torch.full((len(ask.prompts.tokens),), ask.sampling.max_tokens)
+        return super().generate(params, ask if ask.limits is not None else attrs.evolve(ask, limits=most))
+
+
+def in_pieces(asked, sampling, n, offset, limits, every, coming_versions):
+    """Each row's tokens, the version of each, and whether it stopped, in pieces of so many tokens; by hand."""
+    rows = [(place, 7 + 2 * place, draw) for place in range(len(asked)) for draw in range(n)]
+    found, version, had = {row: ([], [], None) for row in range(len(rows))}, 4, 0
+    left, newest = [*range(len(rows))], iter(coming_versions)
+    while left:
+        version = max(version, next(newest, None) or 0)
+        for row in [*left]:
+            place, number, draw = rows[row]
+            tokens, versions, _ = found[row]
+            most = min(every, limits[place] - had)
+            prompt = [*asked[place], *tokens]
+            new, end = alone(prompt, Key(3), number * n + draw, offset + had, sampling, most)
+            tokens += new
+            versions += [version] * len(new)
+            texts = sampling.stop_texts
+            cuts = [i for i in range(1, len(tokens) + 1) if texts is not None and texts.last(tokens[:i]) is not None]
+            if cuts or end == "stop" or len(tokens) >= limits[place]:
+                size = min(cuts, default=len(tokens))
+                stopped = bool(cuts) or tokens[size - 1] in sampling.stop_token_ids
+                found[row] = tokens[:size], versions[:size], "stop" if stopped else "length"
+                left.remove(row)
+        had += every
+    return [found[row] for row in range(len(rows))]
+
+
+@settings(max_examples=80)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(4, 16), min_size=1, max_size=3), st.integers(1, 8)), min_size=1, max_size=3
+    ),
+    st.sampled_from(
+        [
+            Sampling(stop_token_ids=(3, 5)),
+            Sampling(temperature=0.5, top_p=0.5),
+            Sampling(stop_token_ids=(9,), stop_texts=StopTexts((b"ef", b"ghi", b"k"), LETTERS)),
+            Sampling(stop_texts=StopTexts((b"de", b"f", b"mn", b"s"), LETTERS)),
+        ]
+    ),
+    st.integers(1, 2),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+    st.integers(1, 4),
+    st.lists(st.sampled_from([None, 3, 4, 5, 7]), max_size=6),
+)
+def test_pieces_are_those_of_each_row_alone(asked, sampling, n, offset, limited, every, versions):
+    """Tokens, log-probs, versions, ends and reports; with limits or without, behind an offset, whatever comes when."""
+    coming_ones, reports = iter(versions), []
+
+    def newer():
+        version = next(coming_ones, None)
+        return None if version is None else ({"x": torch.tensor(float(version))}, version)
+
+    limits = [most if limited else 8 for _, most in asked]
+    request = Ask(
+        prompts_of([ids for ids, _ in asked]),
+        attrs.evolve(sampling, n=n, max_tokens=8),
+        Key(3),
+        version=4,
+        limits=torch.tensor(limits) if limited else None,
+        offset=offset,
+        newer=newer,
+        on_finished=lambda *what: reports.append(what),
+    )
+    inner = Whole(routed=False, versioned=False)
+    rollout = interruptible(inner, every).generate({"x": torch.tensor(4.0)}, request)
+    expected = in_pieces([ids for ids, _ in asked], sampling, n, offset, limits, every, versions)
+    width = max(len(tokens) for tokens, *_ in expected)
+    assert rollout.response_mask.shape == (len(expected), width)
+    assert sorted(reports) == [(row, tokens, end) for row, (tokens, _, end) in enumerate(expected)]
+    assert [*rollout.finish] == [end for *_, end in expected]
+    first = max(4, next(iter(versions), None) or 0)
+    assert rollout.versions.tolist() == [first] * len(expected)
+    assert rollout.groups.tolist() == [7 + 2 * (row // n) for row in range(len(expected))]
+    assert rollout.row_ids.tolist() == [(7 + 2 * (row // n)) * n + row % n for row in range(len(expected))]
+    for row, (tokens, own, _) in enumerate(expected):
+        rest = width - len(tokens)
+        assert rollout.response_mask[row].tolist() == [*[True] * len(tokens), *[False] * rest]
+        assert rollout.tokens[row, -width:].tolist() == [*tokens, *[PAD] * rest]
+        assert rollout.token_versions[row].tolist() == [*own, *[0] * rest]
+        log_probs = -torch.tensor(tokens) / 8.0 - told(sampling) - torch.tensor(own)
+        for column, times in ((rollout.rollout_log_probs, 1), (rollout.sampling_log_probs, 2)):
+            assert torch.equal(column[row, : len(tokens)], times * log_probs)
+            assert not column[row, len(tokens) :].any()
+    assert {one.version for one in inner.asked} == {version for _, own, _ in expected for version in own}
 
 
 def test_an_update_that_changes_nothing_changes_no_bit():

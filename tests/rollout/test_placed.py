@@ -15,7 +15,8 @@ class Group:
 
 def test_all_that_is_asked_arrives_but_who_listens():
     asked = []
-    ask = Ask("prompts", Sampling(max_tokens=3), Key(1), version=5, limits=torch.tensor([1, 2]), on_finished=print)
+    limits = torch.tensor([1, 2])
+    ask = Ask("prompts", Sampling(max_tokens=3), Key(1), version=5, limits=limits, on_finished=print, offset=7)
     PlacedEngine(Group(), lambda params, ask: asked.append(ask)).generate({}, ask)
     arrived = [getattr(asked[0], field.name) for field in attrs.fields(Ask)]
     assert arrived == [getattr(attrs.evolve(ask, on_finished=None), field.name) for field in attrs.fields(Ask)]

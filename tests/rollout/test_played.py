@@ -23,6 +23,7 @@ from fppo.environments.protocol import Reply
 from fppo.episodes import joined
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.generated import generated
 from fppo.rollout.turns.engine import TurnsEngine
 from fppo.runtime.mesh import AXES, LOCAL, place_on
 from fppo.runtime.simulate import simulate
@@ -30,6 +31,16 @@ from tests.rollout.test_generated import LETTERS, Generating, alone, newer, told
 
 SPECIAL = (3, 12, 13, 14)
 ROW_IDS = (5, 2)
+
+
+class Opened(Generating):
+    """An engine that is open for requests, of which nothing is left in the end."""
+
+    @contextlib.contextmanager
+    def open(self, params, *, version=0, most_waiting=None):
+        with generated(self, params, version=version, most_waiting=most_waiting, together=AXES) as requests:
+            yield requests
+        assert requests.counts == (0, 0, 0)
 
 
 class Letters:
@@ -268,7 +279,7 @@ def played_on(mesh, rules, kind, ask, seed):
     """The rollout of a rank, whose player answers in an order of its own."""
     place = place_on(mesh, AXES)
     player, heard = Player(kind, random.Random(seed + 100 * place)), {}
-    inner = Generating(routed=seed in ROUTED, versioned=seed in VERSIONED)
+    inner = (Opened if seed % 3 else Generating)(routed=seed in ROUTED, versioned=seed in VERSIONED)
     engine = TurnsEngine(
         engine=inner,
         tools=player,

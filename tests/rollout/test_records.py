@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import batch as batches
-from fppo.batch import Rollout
+from fppo.batch import Scored
 from fppo.data.stops import StopTexts
 from fppo.key import Key
 from fppo.rollout import records
@@ -108,6 +108,7 @@ def test_rows_are_reported_once_as_they_end(steps, limits):
         assert heard == expected
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 4), max_size=9), st.integers(1, 7))
 def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
     asked = []
@@ -135,6 +136,7 @@ def test_steps_are_scored_in_their_order_however_many_at_once(sizes, most):
         assert torch.equal(step.rows, torch.arange(size) + 1)
 
 
+@settings(max_examples=32)
 @given(st.integers(0, 3), st.integers(0, 3), st.booleans())
 def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
     """Every column of tokens is padded: those that a rollout always has, and those that it may have."""
@@ -153,10 +155,12 @@ def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
             turn_ids=numbers.int(),
             routed=torch.arange(1, 13).view(2, 6, 1, 1).to(torch.uint8),
         )
+        more = {"scores": torch.ones(2), "named_scores": {}, "teacher_log_probs": numbers / 5.0}
+        rollout = batches.extend(Scored, rollout, **more)
     wide = records.widened(rollout, 3 + left, 3 + right, 5)
     blank = {"tokens": 5, "turn_ids": -1}
     of_rows = 0
-    for field in attrs.fields(Rollout):
+    for field in attrs.fields(type(rollout)):
         old, new = getattr(rollout, field.name), getattr(wide, field.name)
         if not isinstance(old, torch.Tensor) or old.ndim < 2:
             assert new is old or torch.equal(new, old), field.name
@@ -168,5 +172,5 @@ def test_a_wider_rollout_has_each_token_where_it_was(left, right, whole):
         assert torch.equal(new[:, begin:end], old), field.name
         assert (new[:, :begin] == blank.get(field.name, 0)).all()
         assert (new[:, end:] == blank.get(field.name, 0)).all()
-    assert of_rows == (9 if whole else 5)
+    assert of_rows == (10 if whole else 5)
     assert len(batches.concat([wide, wide]).tokens) == 4

@@ -335,6 +335,116 @@ def test_what_would_not_fit_waits_and_what_never_fits_is_refused():
         requests.add([request(sampling=Sampling(max_tokens=40))])
 
 
+class Schedule:
+    """Who draws when, by the documentation: rows that come back go first, one row always may begin, and prompts leave
+    room for all that is kept."""
+
+    def __init__(self, budget, max_rows, chunk):
+        self.budget, self.max_rows, self.chunk = budget, max_rows, chunk
+        self.coming, self.fresh, self.live, self.kept = [], [], [], {}
+
+    def fits(self, row, others, fresh):
+        count = len(self.live) + len(others)
+        if count >= self.max_rows or not count or self.budget is None:
+            return count < self.max_rows
+        longest = max(each["whole"] for each in (*self.live, *others, row))
+        one = longest + max(self.chunk, longest // 2)
+        if fresh:
+            return (count + 1 + len(self.kept) + len(self.coming)) * one <= self.budget
+        held = sum(self.kept.values()) + sum(each["read"] for each in self.coming)
+        return (count + 1) * one + held <= self.budget
+
+    def step(self):
+        """The requests that end in a step."""
+        dealt, blocked = [], set()
+        while True:
+            queues = [(fresh, rows) for fresh, rows in ((False, self.coming), (True, self.fresh)) if rows]
+            found = next((each for each in queues if each[0] not in blocked), None)
+            if found is None:
+                break
+            fresh, rows = found
+            if self.fits(rows[0], dealt, fresh):
+                dealt.append(rows.pop(0))
+            else:
+                blocked.add(fresh)
+        self.live += dealt
+        ended = []
+        for row in [*self.live]:
+            row["before"] -= 1
+            if row["before"] < 0:
+                row["left"] -= 1
+            if not row["left"]:
+                self.live.remove(row)
+                ended.append(row["name"])
+                if row["keep"]:
+                    self.kept[row["name"]] = row["whole"] - 1  # all but the last token have been read
+        return ended
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(["fresh", "fresh", "after", "after", "release"]),
+        st.integers(1, 12),
+        st.integers(1, 5),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ARRIVALS, st.sampled_from([None, 44, 70, 130]), st.sampled_from([2, 3, 1024]))
+def test_rows_draw_as_soon_as_they_fit_beside_all_that_is_held(arrivals, budget, max_rows):
+    model, params = make("qwen2")
+    one = 2 * 2 * 4 * 8 * 2  # bytes of a token: two layers' keys and values, 2 heads of 4 numbers
+    engine = engine_of(model, max_rows=max_rows, cache_bytes=None if budget is None else budget * one)
+    expected, found, wholes = Schedule(budget, max_rows, 4), {}, {}
+    with pytest.MonkeyPatch.context() as patch, opened(engine, params) as requests:
+        patch.setattr(places, "CHUNK", 4)
+
+        def step():
+            finished = requests.step().finished
+            assert sorted(each.name for each in finished) == sorted(expected.step())
+            found.update({each.name: each for each in finished})
+            waiting = len(expected.coming) + len(expected.fresh)
+            assert requests.counts == (waiting, len(expected.live), len(expected.kept))
+
+        for number, (gap, kind, length, most, keep) in enumerate(arrivals):
+            for _ in range(gap):
+                step()
+            last = next(iter(expected.kept), None)
+            if kind == "release":
+                requests.release([last or "nobody"])
+                expected.kept.pop(last, None)
+                continue
+            after = last if kind == "after" else None
+            own = {"name": f"{number}", "sampling": Sampling(max_tokens=most), "row": number, "keep": keep}
+            before = 0 if after is None else wholes[after]
+            asked = request(ids=tuple(3 + (number + i) % 9 for i in range(length)), after=after, **own)
+            if budget is not None and before + length + most > budget:
+                with pytest.raises(ValueError, match="cache_bytes = "):
+                    requests.add([asked])
+                continue
+            requests.add([asked])
+            requests.release([] if after is None else [after])
+            wholes[f"{number}"] = whole = before + length + most
+            # up to 8 tokens, of which the first is the last one drawn, are read one in each step
+            slow = after is not None and length + 1 <= 8
+            row = {"name": f"{number}", "whole": whole, "left": most, "keep": keep, "before": length if slow else 0}
+            if after is None:
+                expected.fresh.append(row)
+            else:
+                expected.coming.append(row | {"read": expected.kept.pop(after)})
+        while expected.live or expected.coming or expected.fresh:
+            step()
+        assert requests.counts.open == 0
+    assert {name: len(each.tokens) for name, each in found.items()} == {
+        f"{number}": most for number, (_, _, _, most, _) in enumerate(arrivals) if f"{number}" in wholes
+    }
+
+
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"shard": 2}])
 def test_ranks_that_cut_the_model_answer_as_one(axes):
     model, params, rows, expected = reference("qwen2")

@@ -92,6 +92,7 @@ def test_ranks_give_together_what_one_process_gives(asked, n, mesh_of, routed, l
         assert numbers == (requested_together(shares, mesh, together) or [0])
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.sampled_from([("tensor",), ("shard",), ("shard", "tensor"), ()]))
 def test_ranks_that_differ_on_some_axes_alone_ask_the_same(count, axes):
     def on_rank(mesh):

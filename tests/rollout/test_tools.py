@@ -140,6 +140,19 @@ def test_a_result_that_is_no_messages_is_an_error(content, text, inline):
         ready.respond(asked(content))
 
 
+def test_a_tool_runs_as_it_was_told():
+    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5, "retries": 4}
+    ready = ToolRunner(six_later, failure="no", **limits)
+    assert (ready._time_limit, ready._workers, ready._concurrency, ready._retries) == (2.5, 3, 5, 4)
+    assert (ready._pool._count, ready._pool._start_limit, ready._pool._names) == (3, 6.5, "tool six_later")
+    assert (ready._tool.name, ready._tool.asynchronous, ready._tool.inline, ready._failure, ready._role) == (
+        *("six_later", True, False, "no"),
+        "tool",
+    )
+    here = ToolRunner(six, inline=True)
+    assert (here._pool, here._tool.asynchronous, here._tool.inline, here._failure) == (None, False, True, "error")
+
+
 def test_names():
     assert tools.resolve("calculator") is tools.calculator
     assert tools.resolve(f"{HERE}:six") is six

@@ -4,7 +4,7 @@ import math
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.rollout.vllm.devices import (
@@ -30,6 +30,7 @@ CACHES = {"cache_gb": st.none() | st.floats(1e-3, 200), "memory_share": st.none(
 CACHES |= {"sleep": st.booleans(), "alone": st.booleans()}
 
 
+@settings(max_examples=60)
 @given(st.lists(MEMORIES, min_size=1, max_size=4), st.fixed_dictionaries(CACHES))
 def test_vllm_starts_beside_a_trainer_or_the_setting_is_named(memories, given):
     cache_gb, share, alone = given["cache_gb"], given["memory_share"], given["alone"]
@@ -75,6 +76,7 @@ SIZES = {"own": st.none() | st.integers(0, 7), "count": st.integers(1, 16), "eng
 SIZES |= {"each": st.integers(1, 4), "transport": st.sampled_from(["auto", "ipc", "nccl"])}
 
 
+@settings(max_examples=100)
 @given(st.fixed_dictionaries(SIZES), st.data())
 def test_each_engine_has_gpus_that_are_there_and_no_two_share_what_they_cannot(sizes, data):
     own, count, engines, each, transport = (sizes[name] for name in ("own", "count", "engines", "each", "transport"))

@@ -86,6 +86,8 @@ def test_a_batch_of_rows_is_drawn_row_by_row(rows, sampling, limited, offset, ma
                 np.testing.assert_allclose(answer.log_probs, [x for _, x, _ in expected], atol=1e-5)
                 np.testing.assert_allclose(answer.sampling_log_probs, [x for *_, x in expected], atol=1e-5)
                 assert answer.tokens.dtype == np.int64
+        for each in llm.llm_engine.every:  # what has ended, by a text too, is drawn no further
+            assert each.output == answers[int(each.name)][0].tokens.tolist()
         assert llm.resets == 2
         named = ("fppo-4", 4, "memory:4") if seed % 2 else None
         assert {*llm.llm_engine.adapters} == {named}
@@ -165,6 +167,19 @@ def test_what_vllm_did_otherwise_is_noticed(what, turns):
 
         with pytest.raises(EngineFailure, match=text):
             in_turns() if turns else host.generate(batch, lambda row, answer: None)
+
+
+@pytest.mark.parametrize("adapter", [None, 4])
+def test_rows_are_answered_by_the_adapter_that_their_turns_began_with(adapter):
+    with pytest.MonkeyPatch.context() as patch:
+        llm = StandIn(worker_of(patch))
+        host = host_of(local, llm)
+        for number in (3, adapter):
+            host.begin_turns(number)
+            for row in range(2):
+                host.turn([HostRow(row, (3, 4), Sampling(max_tokens=4), Key(0), row, 0)], [])
+        named = None if adapter is None else ("fppo-4", 4, "memory:4")
+        assert llm.llm_engine.adapters == [("fppo-3", 3, "memory:3")] * 2 + [named] * 2
 
 
 def test_a_worker_that_ended_is_a_death():

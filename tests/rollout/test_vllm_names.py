@@ -1,7 +1,7 @@
 """Which parameters go to vLLM together: what it fuses is loaded whole, or not at all."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.rollout.sync import SyncError
@@ -17,6 +17,7 @@ NAMES = Names(
 )
 
 
+@settings(max_examples=60)
 @given(st.sets(st.sampled_from(sorted(NAMES.targets))))
 def test_a_module_is_sent_whole_and_no_other_is(changed):
     sent = NAMES.with_fused(changed)

@@ -1,31 +1,23 @@
 """What the engine does when its host dies, is interrupted, or does not come back: a host that does so on demand."""
 
-import threading
-from types import SimpleNamespace
-
 import attrs
 import numpy as np
 import pytest
 import torch
 
 from fppo import models
-from fppo.fleet import group
-from fppo.fleet.codec import tensors_of, tree_of
-from fppo.fleet.shared import Memory
 from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
+from fppo.rollout.requests import QueueFull, Request
 from fppo.rollout.sync import SyncError, digest
 from fppo.rollout.vllm import engine as vllm_engine
 from fppo.rollout.vllm import probe as vllm_probe
 from fppo.rollout.vllm import remote
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
-from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure
-from fppo.rollout.vllm.remote import RemoteHost
+from fppo.rollout.vllm.host import Answer, EngineDied, EngineFailure, HostDraws
 from fppo.rollout.vllm.transfer import _Client
-from fppo.runtime import clock
 from fppo.runtime.mesh import LOCAL, Sharding, any_rank
 from fppo.runtime.simulate import simulate
-from tests.fleet.threads import Threads
 from tests.models.families import make
 from tests.rollout.test_embedded import make_prompts
 
@@ -79,6 +71,14 @@ class Stub:
             length = request.limits[place]
             ones = np.full(length, -1, np.float32)
             on_answer(place, Answer(np.full(length, row % 31), ones, ones))
+
+    def begin_turns(self, adapter):
+        self.log.append(f"turns by {adapter}")
+
+    def turn(self, new, ended):
+        self._meet("turn")
+        self.log.append(f"turn of {[row.number for row in new]}, {list(ended)} ended")
+        return [HostDraws(row.number, [3], [-1.0], [-2.0], True, 0) for row in new]
 
     def sleep(self):
         self._meet("sleep")
@@ -155,6 +155,64 @@ def test_rows_that_are_left_keep_their_numbers_and_limits(start):
     assert reported == dict(enumerate(zip(tokens, rollout.finish, strict=True)))
 
 
+def test_a_host_gets_all_that_is_asked(start):
+    engine, _ = start()
+    asked, generated = [], engine._host.generate
+
+    def noted(request, on_answer):
+        asked.append(request)
+        if request.forced is None:
+            generated(request, on_answer)
+            return
+        for row in reversed(range(len(request.prompts))):
+            numbers = np.arange(request.forced.shape[1], dtype=np.float32) + 10 * row
+            on_answer(row, Answer(request.forced[row].numpy(), numbers, numbers))
+
+    engine._host.generate = noted
+    prompts, limits = make_prompts(), torch.tensor([3, 1, 9, 2, 3, 1])
+    sampling = attrs.evolve(SHORT, temperature=0.5, top_k=3)
+    generate(engine, sampling=sampling, limits=limits, offset=4)
+    own = [ids[mask].tolist() for ids, mask in zip(prompts.tokens, prompts.attention_mask, strict=True)]
+    found = engine.log_probs([[3, 4, 5], [6, 7, 8]], 2, temperature=0.7, inputs=["one", None])
+    assert found.tolist() == [[0.0], [10.0]]
+    whole, forced = asked
+    for request, fields in (
+        (
+            whole,
+            {
+                "prompts": [ids for ids in own for _ in range(2)],
+                "sampling": sampling,
+                "key": Key(0),
+                "row_ids": (2 * prompts.row_ids[:, None] + torch.arange(2)).flatten().tolist(),
+                "forced": None,
+                "limits": [3, 3, 1, 1, 3, 3, 2, 2, 3, 3, 1, 1],
+                "adapter": None,
+                "offset": 4,
+                "inputs": None,
+            },
+        ),
+        (
+            forced,
+            {
+                "prompts": [[3, 4], [6, 7]],
+                "sampling": Sampling(max_tokens=1, temperature=0.7),
+                "key": Key(0),
+                "row_ids": [0, 1],
+                "forced": [[5], [8]],
+                "limits": None,
+                "adapter": None,
+                "offset": 0,
+                "inputs": ["one", None],
+            },
+        ),
+    ):
+        shown = {field.name: getattr(request, field.name) for field in attrs.fields(type(request))}
+        assert {name: x.tolist() if isinstance(x, torch.Tensor) else x for name, x in shown.items()} == fields
+    part = attrs.evolve(forced, limits=[4, 5]).part([1])
+    assert (part.prompts, part.row_ids.tolist(), part.forced.tolist()) == ([[6, 7]], [1], [[8]])
+    assert (part.limits, part.inputs, part.sampling) == ([5], [None], forced.sampling)
+
+
 def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
     engine, log = start()
     for params, version, sent in (
@@ -213,6 +271,52 @@ def test_a_sync_that_was_left_half_way_starts_anew(start, method):
     log.clear()
     assert engine.sync(PARAMS, version=1).tensors == len(PARAMS)
     assert log == ["closed", "start", "loaded"]  # it was never asleep
+
+
+def test_an_engine_that_is_open_gets_weights_where_it_lacks_them_and_sleeps_at_its_end(start):
+    engine, log = start(("turn", DIED), ("turn", DIED), sleep=True, restarts=2)
+    how = {"sampling": Sampling(max_tokens=1), "key": Key(0)}
+    newer = {name: x + 1 for name, x in PARAMS.items()}
+    with engine.open(PARAMS, version=4, most_waiting=1) as requests:
+        assert requests.limit == 128
+        assert log == ["turns by None", "loaded", "turns by None"]
+        log.clear()
+        requests.update(PARAMS, 4)
+        assert log == ["turns by None"]
+        requests.update(newer, 5)
+        assert (engine.version, log) == (5, ["turns by None"] * 2 + ["loaded", "turns by None"])
+        requests.add([Request(name="a", ids=(3, 4), **how)])
+        with pytest.raises(QueueFull):
+            requests.add([Request(name="b", ids=(3, 4), **how)])
+        log.clear()
+        with pytest.warns(RuntimeWarning, match="it died; rows that are open are read anew"):
+            died = [requests.step().finished for _ in range(2)]
+        assert died == [[], []]
+        (found,) = requests.step().finished
+        assert (found.tokens.tolist(), found.versions.tolist(), found.log_probs.tolist()) == ([3], [5], [-1.0])
+        started = ["closed", "start", "loaded", "turns by None"]
+        assert log == [*started, *started, "turn of [0], [] ended"]
+        assert engine.replaced == 2
+        log.clear()
+    assert log == ["slept"]
+    engine, log = start(("turn", DIED), restarts=0)
+    with engine.open(PARAMS) as requests:
+        requests.add([Request(name="a", ids=(3, 4), **how)])
+        with pytest.raises(EngineDied) as raised:
+            requests.step()
+        assert "restarts = 0: it is not replaced again while it is open" in raised.value.__notes__[-1]
+        assert engine.version is None
+
+
+def test_parameters_of_another_model_are_not_begun_to_be_sent(start):
+    engine, log = start()
+    first, *rest = sorted(PARAMS)
+    fewer, more = {name: PARAMS[name] for name in rest}, {**PARAMS, "other": torch.ones(2)}
+    for params, text in ((fewer, f"missing: .*{first}"), (more, "unknown: .*other")):
+        with pytest.raises(SyncError, match=text):
+            engine.sync(params, version=2)
+        assert (engine.version, log) == (None, [])
+    check(generate(engine))
 
 
 def test_sleeping_and_waking(start):
@@ -396,137 +500,3 @@ def test_weights_that_are_not_those_sent_are_held_by_nobody(start, monkeypatch):
     monkeypatch.undo()
     engine.sync(PARAMS, version=1)
     assert engine._host is host
-
-
-@pytest.mark.parametrize(
-    ("visible", "initialized", "options", "expected"),
-    [
-        (None, True, {}, "2"),
-        ("4,5,6,7", True, {}, "6"),
-        ("4,5,6,7", True, {"transport": "ipc"}, "6"),
-        ("4,5,6,7", True, {"transport": "nccl"}, "4"),
-        ("4,5,6,7", True, {"tensor_parallel": 2}, "6,4"),
-        ("4,5,6,7", True, {"tensor_parallel": 2, "devices": (0, 3)}, "4,7"),
-        (None, False, {}, None),
-        (None, False, {"devices": (3,)}, "3"),
-    ],
-)
-def test_a_process_beside_a_rank_is_on_that_ranks_gpu(visible, initialized, options, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    results = remote._environment(remote._gpus(VllmOptions(host="process", **options)))
-    assert results.get("CUDA_VISIBLE_DEVICES") == expected
-    assert "LOCAL_RANK" not in results
-
-
-class OnRank:
-    """What is on the rank of a `RemoteHost` in place of vLLM."""
-
-    limit = 7
-
-    def __init__(self, path, options, **rest):
-        self.got, self.loads = {}, []
-
-    def call(self, method, *arguments):
-        if method == "died":
-            raise EngineDied("a worker of vLLM ended")
-        return [arguments, {"method": method}]
-
-    def begin_load(self, how, transfer=False):
-        self.got = {}
-
-    def take_in_from(self, path, packed, spans):
-        self.take_in(tree_of(packed, tensors_of(packed, Memory.at(path).get(spans))))
-
-    def take_in(self, tensors):
-        if "wrong" in tensors:
-            raise SyncError("what came is wrong")
-        self.got |= tensors
-
-    def end_load(self):
-        if not self.got:
-            raise SyncError("nothing came")
-        return {name: digest(x, "bytes") for name, x in self.got.items()}, []
-
-    def sleep(self):
-        threading.Event().wait(5.0)
-
-    def wake(self, part):
-        raise KeyError(part)
-
-    def answers(self, request):
-        ones = np.ones(2, np.float32)
-        yield [(0, Answer(ones.astype(np.int64), ones, ones)), (1, Answer(ones.astype(np.int64), 2 * ones, ones))]
-        yield []
-        yield [(2, Answer(ones.astype(np.int64), 3 * ones, ones))]
-
-
-@pytest.fixture(params=["process", "ray"])
-def host(monkeypatch, tmp_path, request):
-    """A host whose rank is a thread."""
-    monkeypatch.setattr(remote, "check_installed", lambda: "0")
-    monkeypatch.setattr(remote, "LocalHost", OnRank)
-    monkeypatch.setattr(remote, "_ranks_of", lambda options: (Threads(), True))
-    options = VllmOptions(host=request.param, patience=0.5)
-    made = RemoteHost(str(tmp_path), options, dtype="float32", trust_remote_code=False)
-    yield made
-    made.close()
-    made.close()
-
-
-def test_a_host_elsewhere_does_what_one_here_does(host):
-    assert host.limit == 7
-    assert host.call("names", ["a"], 3) == [(["a"], 3), {"method": "names"}]
-    for version in range(2):
-        host.begin_load("bytes")
-        pieces = [{f"{i}": torch.full((5, 40_000), float(i + version)), f"b{i}": torch.ones(i)} for i in range(4)]
-        for tensors in pieces:
-            host.take_in(tensors)
-        assert host.end_load() == ({name: digest(x) for each in pieces for name, x in each.items()}, [])
-    answers = {}
-    host.generate(None, answers.__setitem__)
-    assert [float(answers[row].log_probs[0]) for row in range(3)] == [1.0, 2.0, 3.0]
-
-
-def test_errors_of_a_host_elsewhere_are_those_of_one_here(host):
-    host.begin_load("bytes")
-    for call, error in (
-        (host.end_load, SyncError("nothing came")),
-        (lambda: host.call("died"), EngineDied("a worker of vLLM ended")),
-        (lambda: host.wake("nothing"), EngineFailure("KeyError: 'nothing'")),
-    ):
-        with pytest.raises(type(error), match=str(error)):
-            call()
-    host.take_in({"wrong": torch.ones(3)})
-    with pytest.raises(SyncError, match="what came is wrong"):
-        host.end_load()
-
-
-def test_a_caller_that_fails_leaves_no_answers_to_the_next_question(host):
-    def on_answer(row, answer):
-        raise ValueError("of the caller")
-
-    with pytest.raises(ValueError, match="of the caller"):
-        host.generate(None, on_answer)
-    with pytest.raises(EngineDied, match="generate was interrupted"):
-        host.call("names")
-
-
-def test_silence_is_a_death_and_the_setting_is_named(host, monkeypatch):
-    passed = [0.0]
-
-    def passing():
-        passed[0] += 0.1
-        return passed[0]
-
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=passing))
-    monkeypatch.setattr(group, "_LOOK", 0.1)
-    with pytest.raises(EngineDied, match=r"no sign of life for 0.5 s \(setting: patience\), in sleep"):
-        host.sleep()
-    with pytest.raises(EngineDied):
-        host.call("names")

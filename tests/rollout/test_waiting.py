@@ -4,7 +4,7 @@ from collections import Counter
 from itertools import count
 
 import attrs
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.key import Key
@@ -30,6 +30,7 @@ def dealt(waiting, places):
 ARRIVALS = st.lists(st.tuples(st.sampled_from("abcd"), st.booleans()), max_size=30)
 
 
+@settings(max_examples=60)
 @given(st.lists(st.tuples(ARRIVALS, st.integers(0, 5)), max_size=12))
 def test_nobody_waits_for_more_than_one_row_of_each_other_owner(rounds):
     """Whatever comes when: between two places of an owner that has rows waiting, others have at most one each. Rows of
@@ -56,6 +57,7 @@ def test_nobody_waits_for_more_than_one_row_of_each_other_owner(rounds):
                     assert others[owner][row.owner] <= 1
 
 
+@settings(max_examples=60)
 @given(ARRIVALS, st.data())
 def test_rows_that_are_put_back_or_taken_out(arrivals, data):
     waiting = WaitingRows()

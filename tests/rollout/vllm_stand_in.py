@@ -89,7 +89,7 @@ class StandInEngine:
     def __init__(self, processor, dice, *, max_rows, limit, cached=0):
         self.processor, self.dice, self.max_rows, self.cached = processor, dice, max_rows, cached
         self.version = 0
-        self.waiting, self.places, self.forgotten, self.adapters = [], [], 0, []
+        self.waiting, self.places, self.every, self.forgotten, self.adapters = [], [], [], 0, []
         self.model_config = SimpleNamespace(max_model_len=limit)
         self.engine_core = SimpleNamespace(
             engine_core=SimpleNamespace(model_executor=SimpleNamespace(is_failed=False)), shutdown=lambda: None
@@ -100,6 +100,7 @@ class StandInEngine:
         self.adapters.append(lora_request and lora_request.names)
         ids = list(prompt["prompt_token_ids"])
         self.waiting.append(_Row(name, ids, params, lora_request, self.dice.randint(0, 2)))
+        self.every.append(self.waiting[-1])
 
     def abort_request(self, names):
         assert not isinstance(names, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 
 import attrs
 import pytest
@@ -241,6 +242,17 @@ def test_a_player_gets_every_row_and_may_name_the_episodes_itself():
     rows = [6, row_number("mine-1"), 8, row_number("mine-3")]  # of ours by the row, of others by the name
     assert [request.row for request in parrot.requests] == [row_number("stranger"), *rows] * 2
     assert {request.sampling.max_tokens for request in parrot.requests} == {3, 4, 5, 6, 7}
+
+
+def test_an_agent_runs_as_it_was_told():
+    limits = {"time_limit": 2.5, "workers": 3, "concurrency": 5, "start_limit": 6.5}
+    runner = AgentRunner(players.counting, **limits)
+    assert (runner._time_limit, runner._workers, runner._concurrency, runner._retries) == (2.5, 3, 5, 0)
+    assert (runner._pool._count, runner._pool._start_limit, runner._pool._names) == (3, 6.5, "agent counting")
+    assert (runner._calls.asynchronous, runner._calls.inline, runner._calls.fn._concurrency) == (True, False, 5)
+    again = pickle.loads(pickle.dumps(runner._calls.fn))
+    assert (again._play, again._concurrency, again.__name__) == (players.counting, 5, "counting")
+    assert again._threads._max_workers == 5
 
 
 @pytest.mark.parametrize(("answer_tokens", "expected"), [(32, 32), (1024, 100)])

@@ -163,6 +163,22 @@ def check_draws(request, given, key, row, index):
     assert (request.key, request.row) == (key, row)
 
 
+def test_an_answer_that_nobody_reads_is_ended_once_and_leaves_nothing():
+    service = service_of()
+    one, other = asked_by(service, "ids", [], encoded("find"), {"n": 2})
+    assert service._open == 2
+    for _ in range(2):
+        one.cancel()
+    assert service.loop.cancelled == [one.plan.request.name]
+    assert service._open == 1
+    ended(other, encoded(" lamp"))
+    other.cancel()
+    assert (service._open, service.loop.cancelled) == (0, [one.plan.request.name])
+    assert [row.number for row in service.episodes.rows("7")] == [1]
+    again = asked_by(service, "ids", [], encoded("find"), {})[0]
+    assert again.plan.start.number == 0  # whose place is free
+
+
 ASKS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.booleans()), min_size=1, max_size=12)
 
 

@@ -84,6 +84,7 @@ def halves(faults):
     return 1 + halves(faults[:half]) + halves(faults[half:])
 
 
+@settings(max_examples=40)
 @given(FAULTS.filter(bool), st.booleans())
 def test_a_batch_is_halved_until_the_samples_at_fault_are_alone(faults, awaited):
     samples = [sample_of(number, what) for number, what in enumerate(faults)]
@@ -116,6 +117,7 @@ def test_a_batch_has_one_result_for_each_sample(results, text):
     assert [outcome.kind for outcome in made] == ["value", "bad"]
 
 
+@settings(max_examples=40)
 @given(st.integers(1, 12), st.integers(1, 4))
 def test_so_many_coroutines_run_at_a_time(count, concurrency):
     running, most = [], []
@@ -146,6 +148,7 @@ def test_coroutines_that_never_end_use_the_patience_of_their_batch_up(concurrenc
     assert all(text.startswith("not called: others of its batch") for text in texts[4 * concurrency + 1 :])
 
 
+@settings(max_examples=60)
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 40), st.integers(1, 100))
 def test_patience_is_used_up_by_what_is_late(late, time_limit, batch_limit):
     patience, lost = Patience(float(time_limit), float(batch_limit)), 0.0
@@ -192,6 +195,7 @@ def test_so_many_numbers_may_come_with_a_score():
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(100)}}).kind == "bad"
 
 
+@settings(max_examples=60)
 @given(st.integers(0, 200), st.integers(1, 5), st.sampled_from(["batch", "coroutines", "sample"]))
 def test_tasks_are_pieces_in_order_that_keep_all_workers_at_work(count, workers, how):
     mode = mode_of("batch" if how == "batch" else "sample", asynchronous=how == "coroutines")
@@ -301,6 +305,7 @@ class Scripted:
         return found
 
 
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 2), st.integers(1, 3))
 def test_what_fails_is_called_again_up_to_so_often(fails, retries, batches):
     source = Scripted(enumerate(fails), batches)
@@ -348,7 +353,18 @@ def test_a_runner_calls_as_it_was_told(kind):
     assert runner._mode(functions[2]) == Mode(kind, True, 2.0, 3.0, 5)
     assert runner._mode(functions[0]) == Mode("sample", False, 2.0, 3.0, 5)
     assert runner._numbers == {"first": 0, "second": 1}
-    pool = runner._pool
+    assert runner.patience() == Patience(2.0, 3.0 * 4)
+    fewer = {name: x for name, x in limits.items() if name != "batch_limit"}
+    for seconds, most in ((2.0, 60.0), (20.0, 120.0)):  # a minute, or six calls
+        other = FunctionRunner(functions, role="tool", **{**fewer, "time_limit": seconds})
+        assert other.patience() == Patience(seconds, most * 4)
+        assert other._mode(functions[0]).batch_limit == most
+    done = []
+    runner._pool = SimpleNamespace(**vars(pool := runner._pool), start=lambda: done.append("start"))
+    runner._pool.close = lambda: done.append("close")
+    with runner as entered:
+        assert (entered, done) == (runner, ["start"])
+    assert done == ["start", "close"]
     assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
 
 

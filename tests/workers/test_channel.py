@@ -11,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.rewards import RewardRunner
@@ -71,6 +71,7 @@ def _sent(*messages):
         return theirs.recv(1 << 20)
 
 
+@settings(max_examples=40)
 @given(st.lists(st.binary(max_size=40), max_size=4), st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_messages_come_whole_and_in_order_in_whatever_pieces(messages, sizes):
     data, received = _sent(*messages) if messages else b"", []
@@ -88,6 +89,7 @@ def test_messages_come_whole_and_in_order_in_whatever_pieces(messages, sizes):
     assert received == messages
 
 
+@settings(max_examples=60)
 @given(st.binary(min_size=1, max_size=30), st.data())
 def test_a_byte_that_is_changed_is_noticed_or_never_a_message(message, data):
     sent = bytearray(_sent(message))

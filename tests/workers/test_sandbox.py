@@ -2,12 +2,15 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
-from fppo.workers.sandbox import Sandbox, refusal
+from fppo.workers import sandbox
+from fppo.workers.sandbox import Sandbox, interpreter, refusal
 
 WHY = refusal()
 sandboxed = pytest.mark.skipif(WHY is not None, reason=f"no sandbox here: {WHY}")
@@ -245,3 +248,110 @@ def test_without_bubblewrap_programs_are_refused_by_name(monkeypatch, tmp_path):
 def test_limits_that_are_none(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         Sandbox(**bad)
+
+
+def unboxed(monkeypatch):
+    """Has programs run here as they are, without a sandbox; the commands that would have started one."""
+    commands = []
+
+    def started(command, source, given):
+        commands.append((command, source.fileno()))
+        program = [sys.executable, "-I", "-S", "-c", source.read().decode()]
+        pipes = {"stdin": given, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(program, **pipes, start_new_session=True)
+
+    monkeypatch.setattr(sandbox, "_started", started)
+    monkeypatch.setattr(sandbox.shutil, "which", {"bwrap": "/bin/bwrap"}.get)
+    monkeypatch.setattr(sandbox, "interpreter", lambda: "/py")
+    return commands
+
+
+def test_a_program_ends_by_itself_or_by_what_bounds_it(monkeypatch):
+    """A fault of bubblewrap's own is none of the program's."""
+    unboxed(monkeypatch)
+    ran = run("import sys; print(6 * 7, sys.stdin.read()); print('e', file=sys.stderr); sys.exit(3)", stdin="ab")
+    assert ran[:4] == ("exit", 3, "42 ab\n", "e\n")
+    assert 0 < ran.seconds < BOX.seconds
+    ran = run("import os; os.write(1, b'\\xff\\x00'); os.kill(os.getpid(), 9)")
+    assert ran[:4] == ("signal", -9, "\ufffd\x00", "")
+    assert run("raise SystemExit(137)")[:2] == ("signal", 137)
+    assert run("raise SystemExit(128)")[:2] == ("exit", 128)
+    text = "import sys; sys.stdout.write('a' * {}); sys.stdout.flush(); sys.stderr.write('b' * {})"
+    small = Sandbox(seconds=4.0, output=10)
+    assert run(text.format(4, 6), box=small)[:4] == ("exit", 0, "a" * 4, "b" * 6)
+    assert run(text.format(5, 6), box=small).why == "output"
+    ran = run(text.format(30, 0), box=small)
+    assert (ran.why, ran.out) == ("output", "a" * 10)
+    began = time.monotonic()
+    ran = run("import os, time; print('x', flush=True); time.sleep(60)", box=Sandbox(seconds=0.5))
+    assert (ran.why, ran.code, ran.out) == ("time", -9, "x\n")
+    assert time.monotonic() - began < 30
+    with pytest.raises(RuntimeError, match="untrusted programs are not run: bwrap: no"):
+        run("import sys; print('bwrap: no\\x1b', file=sys.stderr); sys.exit(1)")
+
+
+VIEW = (
+    "/bin/bwrap --unshare-all --unshare-user --disable-userns --die-with-parent --new-session --cap-drop ALL --clearenv "
+    "--setenv PATH /usr/bin --setenv HOME /tmp --setenv PYTHONDONTWRITEBYTECODE 1 --uid 65534 --gid 65534 "
+    "--hostname sandbox --ro-bind /usr /usr --symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin "
+    "--proc /proc --dev /dev --remount-ro /dev --size 16777216 --tmpfs /tmp"
+)
+
+
+def test_the_sandbox_has_no_more_than_it_needs(monkeypatch):
+    """Word by word, since on most machines nothing else would tell."""
+    commands = unboxed(monkeypatch)
+    Sandbox(seconds=2.5, memory=1 << 28, processes=7).run("")
+    ((command, source),) = commands
+    main = ["--ro-bind-data", f"{source}", "/box/main.py", "--chdir", "/tmp", "--remount-ro", "/"]
+    limits = [f"{1 << 28}", "3", "7", f"{16 << 20}"]
+    assert command == [*VIEW.split(), *main, "/py", "-I", "-S", "-c", sandbox._LAUNCH, *limits]
+    assert refusal() is None
+    assert commands[1][0] == [*VIEW.split(), *main[3:], "/py", "-I", "-S", "-c", ""]
+    monkeypatch.setattr(sandbox, "interpreter", lambda: None)
+    assert "there is no Python that any user can read" in refusal()
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_bubblewrap_starts_as_nobody_with_nothing_of_this_process(monkeypatch, root):
+    given, nobody = [], 65534 if root else None
+    monkeypatch.setattr(sandbox, "_is_root", lambda: root)
+    monkeypatch.setattr(sandbox.subprocess, "Popen", lambda command, **how: given.append((command, how)))
+    with sandbox._in_memory("text\ud800") as source, sandbox._in_memory("") as nothing:
+        assert source.read() == b"text?"
+        sandbox._started(["bwrap", "x"], source, nothing)
+        ((command, how),) = given
+        assert (command, how.pop("stdin"), how.pop("pass_fds")) == (["bwrap", "x"], nothing, (source.fileno(),))
+        assert how == {
+            "env": {},
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE,
+            "start_new_session": True,
+            "user": nobody,
+            "group": nobody,
+            "extra_groups": [] if root else None,
+        }
+
+        def fails(command, **how):
+            raise OSError(1, "not permitted")
+
+        monkeypatch.setattr(sandbox.subprocess, "Popen", fails)
+        with pytest.raises(RuntimeError, match=f"x does not start{' as the user 65534' if root else ''}: not permitted"):
+            sandbox._started(["x"], source, nothing)
+
+
+def test_a_program_is_bounded_before_it_begins():
+    names = ("AS", "CPU", "FSIZE", "CORE", "NOFILE", "NPROC")
+    shown = "import os, resource, sys\nos.execv = lambda path, words: print(path == sys.executable == words[0], words[1:], "
+    shown += f"[resource.getrlimit(getattr(resource, 'RLIMIT_' + x)) for x in {names}])\n"
+    command = [sys.executable, "-I", "-S", "-c", shown + sandbox._LAUNCH, f"{1 << 30}", "5", "32", f"{1 << 20}"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    limits = [(x, x) for x in (1 << 30, 5, 1 << 20, 0, 128, 32)]
+    assert said == f"True ['-I', '/box/main.py'] {limits}\n"
+
+
+def test_the_first_python_that_may_be_run_is_taken(monkeypatch):
+    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere", sys.executable, "/other"))
+    assert interpreter() == sys.executable
+    monkeypatch.setattr(sandbox, "PYTHONS", ("/nowhere", __file__))
+    assert interpreter() is None

@@ -1,5 +1,7 @@
 """Calls whose outcomes come one by one, while others are put."""
 
+import asyncio
+import contextvars
 import logging
 import threading
 
@@ -10,6 +12,7 @@ from fppo.workers.calls import Mode
 from fppo.workers.pool import WorkerPool
 from fppo.workers.runner import FunctionRunner
 from fppo.workers.sample import Sample
+from fppo.workers.streams import called_here
 from tests.workers.slow_functions import blocks, later, number
 
 LOG = logging.getLogger("tests")
@@ -43,6 +46,28 @@ def test_outcomes_come_one_by_one_while_others_are_put(fn, inline):
             found |= calls.taken(wait=True)
         assert {i: outcome.score for i, outcome in found.items()} == {i: float(i) for i in range(60)}
         assert calls.taken(wait=True) == []
+
+
+SEEN = contextvars.ContextVar("seen", default="nothing")
+
+
+def seen(sample):
+    return float(SEEN.get() == "here") + 2 * (threading.current_thread() is threading.main_thread())
+
+
+@pytest.mark.parametrize("loops", [True, False])
+def test_calls_in_this_process_see_the_callers_context(loops):
+    """Also where an event loop runs, beside which they have a thread of their own."""
+
+    def outcomes():
+        SEEN.set("here")
+        return called_here(seen, [sample_of(0)], Mode("sample", False, 1.0, 1.0, 1))
+
+    async def inside():
+        return outcomes()
+
+    found = asyncio.run(inside()) if loops else contextvars.copy_context().run(outcomes)
+    assert [x.score for x in found] == [1.0 if loops else 3.0]
 
 
 def test_a_coroutine_that_blocks_costs_itself_alone():

@@ -25,6 +25,7 @@ STEPS = st.lists(
 )
 
 
+@settings(max_examples=80)
 @given(STEPS)
 def test_futures_are_held_and_counted_until_their_time_is_over(steps):
     """7 seconds from when an outcome was first read, 20 from when it was set."""

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.serve.tinker.journal import Journal, JournalError, JournalRecord, packed, read, records_of
@@ -19,6 +19,7 @@ RECORDS = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(RECORDS, st.data())
 def test_a_log_cut_anywhere_has_the_records_before_the_cut_and_goes_on_behind_them(records, data):
     whole = b"".join(map(packed, records))
@@ -37,6 +38,7 @@ def test_a_log_cut_anywhere_has_the_records_before_the_cut_and_goes_on_behind_th
         assert read(path) == [*records[:kept], more]
 
 
+@settings(max_examples=40)
 @given(RECORDS.filter(bool), st.data())
 def test_a_changed_byte_is_noticed(records, data):
     whole = bytearray(b"".join(map(packed, records)))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fppo.serve.tinker.losses import LOSSES, Loss
+from fppo.serve.tinker.losses import LOSSES, Loss, first_problem
 
 # (p, q, a, w, low, high, config, s) -> the loss of one target; p is a leaf's entry, s the datum's ratio of gspo
 BY_HAND = {
@@ -126,6 +126,59 @@ def test_targets_that_do_not_count_have_no_effect_whatever_they_hold(name, seed)
     found = slope(lambda x: loss.per_token(x, spoiled, real).sum(), log_probs)
     torch.testing.assert_close(found, slope(lambda x: loss.per_token(x, columns, real).sum(), log_probs))
     assert (found[1][~counts] == 0).all()
+
+
+NUMBERS = st.sampled_from([0.0, 0.0, 1.0, 1.0, 0.5, -1.0, math.nan, math.inf])
+READ = {  # what each loss reads, in order, and what it may
+    "cross_entropy": (("weights",), ()),
+    "importance_sampling": (("logprobs", "advantages"), ()),
+    "ppo": (("logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold")),
+    "cispo": (("logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold")),
+    "dro": (("logprobs", "advantages"), ()),
+    "gspo": (("logprobs", "advantages"), ("clip_low_threshold", "clip_high_threshold", "sequence_ratio_mask")),
+    "stable_reinforce": (("logprobs", "advantages", "sampled"), ()),
+}
+
+
+def problems_of(name, kl, columns, real):
+    """The problems of single targets by hand, as (the place of what is wrong in the order of looks, target, text)."""
+    needs, may = READ[name]
+    for target, there in enumerate(real):
+        own = {key: x[target] for key, x in columns.items()}
+        ratio = own.get("sequence_ratio_mask", own["advantages"])
+        counts = {
+            "cross_entropy": own["weights"] != 0,
+            "dro": True,
+            "gspo": ratio != 0,
+            "stable_reinforce": (own["sampled"] if kl else own["advantages"]) != 0,
+        }.get(name, own["advantages"] != 0)
+        for place, key in enumerate((*needs, *may)):
+            always = key in ("weights", "advantages", "sequence_ratio_mask", "sampled")
+            if there and (always or counts) and key in own and not math.isfinite(own[key]):
+                yield 2 * place, target, f"{key} that is not finite"
+            if key.startswith("clip") and key in own and there and counts and own[key] < 0:
+                yield 2 * place + 1, target, f"{key} below 0"
+        inside = {"gspo": counts, "stable_reinforce": own["sampled"] != 0}
+        if name in inside and there and own["advantages"] != 0 and not inside[name]:
+            what = "sequence_ratio_mask" if name == "gspo" else "sampled tokens"
+            yield 99, target, f"an advantage outside its {what}"
+
+
+@settings(max_examples=200)
+@given(st.sampled_from(sorted(READ)), st.sampled_from([0.0, 0.5]), st.data())
+def test_numbers_that_a_loss_cannot_take_are_found(name, kl, data):
+    """Those without an effect may be anything, and inputs that the loss does not read."""
+    count, (needs, may) = data.draw(st.integers(1, 4)), READ[name]
+    chosen = data.draw(st.lists(NUMBERS, min_size=count * 8, max_size=count * 8))
+    names = [*READ["stable_reinforce"][0], "weights", *(key for key in READ["gspo"][1] if data.draw(st.booleans()))]
+    columns = {key: chosen[place * count : (place + 1) * count] for place, key in enumerate(names)}
+    real = data.draw(st.lists(st.sampled_from([True, True, False]), min_size=count, max_size=count))
+    loss = Loss(name, {"kl_coeff": kl} if name == "stable_reinforce" else {})
+    assert (loss.needs, loss.takes) == (needs, (*needs, *may))
+    tensors = {key: torch.tensor([x], dtype=torch.float64) for key, x in columns.items()}
+    found = first_problem(loss, tensors, torch.tensor([real]))
+    expected = sorted(problems_of(name, kl, columns, real))
+    assert found == (expected[0][1:] if expected else None)
 
 
 def test_without_a_config_the_documented_numbers_hold():

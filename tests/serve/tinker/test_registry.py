@@ -126,6 +126,7 @@ ENDS = st.lists(
 )
 
 
+@settings(max_examples=60)
 @given(ENDS)
 def test_ends_are_told_behind_a_cursor_and_once_passed_are_gone(steps):
     async def play():
@@ -170,6 +171,7 @@ def drawn(name, count, *, scored=False):
     )
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=8))
 def test_the_newest_samples_are_recorded_up_to_so_many_tokens(samples):
     records, held = SampleRecords(most=12), {}
