@@ -39,7 +39,8 @@ def test_texts_and_temperatures_have_their_forms():
 
 SMALLEST, LARGEST = 1.1754944e-38, 3.4028234e38  # sizes of the normal numbers of float32
 values = st.floats() | st.integers(-(2**66), 2**66) | st.booleans() | st.text(max_size=2) | st.none()
-edges = st.sampled_from([SMALLEST, -LARGEST, 1e-39, -1e-40, 1e39, -1e39, 2**64, 1 - 2**64, -(2**64), 0.0, math.inf])
+EDGES = [SMALLEST, -LARGEST, 1e-39, -1e-40, 5e-324, 0.0, math.inf, -math.inf, math.nan]
+EDGES += [2**64, 2**64 - 1, 1 - 2**64, -(2**64), True, "x", None]
 
 
 def expected(value, *, infinite):
@@ -57,13 +58,25 @@ def expected(value, *, infinite):
 SECTIONS = {x: attrs.make_class("Section", {"x": setting(None, unbounded=x)}, frozen=True) for x in (False, True)}
 
 
-@given(values | edges | st.lists(values | edges, max_size=3).map(tuple))
-def test_a_number_of_a_setting_is_one_that_computations_hold(value):
+def check_number(value):
     assert fields.number_problem(value) == expected(value, infinite=True)
     for unbounded in (False, True):
-        checked = SECTIONS[unbounded](value)
         words = expected(value, infinite=unbounded)
-        assert list(fields.wrong_values(checked)) == ([] if words is None else [Problem("x", value, words)])
+        found = list(fields.wrong_values(SECTIONS[unbounded](value)))
+        assert found == ([] if words is None else [Problem("x", value, words)])
+
+
+@pytest.mark.parametrize("value", EDGES, ids=repr)
+def test_a_number_at_an_edge_is_one_that_computations_hold(value):
+    """Alone, or among others."""
+    check_number(value)
+    for other in (1.5, 3, *EDGES):
+        check_number((value, other))
+
+
+@given(values | st.lists(values, max_size=3).map(tuple))
+def test_a_number_of_a_setting_is_one_that_computations_hold(value):
+    check_number(value)
 
 
 @attrs.frozen

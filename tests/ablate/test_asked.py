@@ -16,7 +16,7 @@ from fppo.laws._search import LawViolation
 from fppo_kernels import table as tables
 from fppo_kernels.operation import operation_of
 from fppo_kernels.table import Implementation
-from tests.ablate.test_rows import KERNELS, MACHINE, TOY, off, row, twice
+from tests.ablate.test_rows import KERNELS, MACHINE, TOY, a_group, off, row, twice
 
 CPU = torch.device("cpu")
 COPY = attrs.evolve(TOY, name="copies", dtypes=(torch.float64, torch.float32), shape={"N": 4, "M": 2})
@@ -199,7 +199,29 @@ def test_compiled_programs_of_the_laws_are_dropped(monkeypatch):
     assert dropped == [1, 1]
 
 
-# errors and rates
+# times, errors and rates
+
+
+def test_a_first_forward_pass_is_made_before_those_that_are_timed(monkeypatch):
+    """Without a backward pass to come some kernels compile anew."""
+    timed, log = [False], []
+
+    def seconds(fn, device):
+        timed[0] = True
+        fn()
+        timed[0] = False
+        return 1.0
+
+    def kernel(x, y, *, wide=True):
+        log.append((timed[0], x.requires_grad))
+        return twice(x, y, wide=wide)
+
+    monkeypatch.setattr(measure, "seconds", seconds)
+    monkeypatch.setattr(measure, "peak_bytes", lambda fn, device: 1)
+    own = {"mine": Implementation(kernel)}
+    group.measure_group(a_group(repeats=2), own, {"mine": ("kept", None)}, progress=lambda text: None)
+    assert [pair for pair in log if not pair[1]] == [(False, False), (True, False), (True, False)]
+    assert log[-5:] == [(False, False), *[(True, False), (True, True)] * 2]
 
 
 def test_an_error_is_the_largest_gap_and_nothing_hides_it():

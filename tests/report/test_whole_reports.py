@@ -276,7 +276,7 @@ def test_bars_are_line_by_line_processes_before_pools_and_ranks_by_number(tmp_pa
             "label": "values",
             "start": 9.0,
             "seconds": 0.2,
-            "ranks": [[1.0, 0.3]] * 11,
+            "ranks": [[20.0 - rank, 0.3] for rank in range(11)],
             "there": 1,
             "back": 2,
         }
@@ -330,6 +330,8 @@ def test_runs_of_a_page_share_its_bytes_and_have_an_index_for_each_few_steps(tmp
         assert [name for name in page.scripts if name.startswith(f"rows-{number}-")] == [
             f"rows-{number}-{step}" for step in range(1, 6)
         ]
+    assert "<" not in page.scripts["state"]  # nothing there begins a tag or a comment
+    assert json.loads(page.scripts["state"])[1]["title"] == "b<script>"
     size = max(path.stat().st_size for run in runs for path in (run / SAMPLES).iterdir())
     page = Scripts(view_page.export(runs, tmp_path / "page.html", most_bytes=6 * size).read_text())
     states = json.loads(page.scripts["state"])

@@ -44,7 +44,7 @@ def test_a_tracker_that_keeps_up_gets_everything_however_little_room_it_has(call
 
 def _await_room(queued: Queued, *, samples: bool) -> None:
     room = queued._tables if samples else queued._room
-    assert room.acquire(timeout=30), "a call that is over keeps its room"
+    assert room.acquire(timeout=10), "a call that is over keeps its room"
     room.release()
 
 
