@@ -150,6 +150,28 @@ def test_the_range_of_an_axis_is_as_wide_as_its_panel_says(values, least):
     assert figure.axes[0].get_ylim() == pytest.approx((low, high))
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "high"),
+    [([0.0, 1.0], 0.0, 1.06), ([0.03, 1.03], 0.0, 1.09), ([0.5, 1.5], 0.44, 1.56), ([-1.0, 0.0], -1.06, 0.06)],
+)
+def test_an_axis_of_what_is_never_negative_begins_at_0_or_above(values, low, high):
+    assert charts.axis_range(values) == (pytest.approx(low), pytest.approx(high))
+
+
+def test_a_chart_by_source_has_the_means_alone():
+    """Whatever else is measured of several responses, and in whatever order it is logged."""
+    numbers = {"reward/mean@4": 0.25, "reward/best@4/mean": 0.5, "reward/best@2/mean": 0.375, "reward/maj@4/mean": 0.75}
+    for sources, expected in (
+        (["a"], {"mean@4": 0.25, "best@4": 0.5, "maj@4": 0.75}),
+        (["a", "b"], {"a": 0.25, "b": 0.25}),
+    ):
+        for order in (1, -1):
+            levels = {name: "aux" if "@2" in name else "core" for name in numbers}
+            line = {f"val-{levels[x]}/{source}/{x}": y for source in sources for x, y in [*numbers.items()][::order]}
+            (panel,) = charts.panels([{"step": 3, **line}])
+            assert panel.lines == {label: [(3, value)] for label, value in expected.items()}
+
+
 def test_a_comparison_does_not_magnify_noise_either():
     """Its axis is as wide as that of the metric's own chart, or as what is drawn."""
     steps = [(0, 1e-6), (1, 2e-6)]

@@ -6,14 +6,14 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from fppo.runs import loggers
 from fppo.runs.guards import Failures, Queued, TrackerRun
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, phases=[Phase.generate])  # a failure takes seconds
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=12), st.integers(1, 2), st.integers(1, 2))
 def test_a_tracker_that_keeps_up_gets_everything_however_little_room_it_has(calls, room, tables):
     """Also after failures. `calls` are of samples or metrics, and fail or not; each begins once there is room."""
@@ -44,7 +44,7 @@ def test_a_tracker_that_keeps_up_gets_everything_however_little_room_it_has(call
 
 def _await_room(queued: Queued, *, samples: bool) -> None:
     room = queued._tables if samples else queued._room
-    assert room.acquire(timeout=10), "a call that is over keeps its room"
+    assert room.acquire(timeout=5), "a call that is over keeps its room"
     room.release()
 
 
