@@ -348,3 +348,53 @@ def test_inputs_differ_by_each_of_their_tensors():
     assert found[0] == inputs(1)
     plain = RowInputs({}, torch.tensor([3]), torch.zeros(3, 1, 1, 3, dtype=torch.uint8))
     assert (plain.video_places.tolist(), plain.shown_of.tolist()) == ([], [0, 1, 2])
+
+
+def test_records_of_other_dtypes_are_not_joined():
+    record = scored(2)
+    for name, dtype in (("scores", torch.float64), ("groups", torch.int32), ("response_mask", torch.uint8)):
+        other = tree.replace(record, **{name: getattr(record, name).to(dtype)})
+        with pytest.raises(ValueError, match=rf"\.{name} differs in dtype or width"):
+            batch.concat([record, other])
+    narrower = tree.replace(record, response_mask=record.response_mask[:, :1])
+    with pytest.raises(ValueError, match=r"\.response_mask differs in dtype or width"):
+        batch.concat([record, narrower])
+
+
+def test_many_inputs_come_back_to_their_own_rows(tmp_path):
+    record = batch.rows(prompts(30), list(range(29, -1, -1)) * 2)
+    batch.save(record, tmp_path / "x")
+    loaded = batch.load(Prompts, tmp_path / "x")
+    assert same(loaded, record)
+    assert loaded.inputs is not None
+    assert [len(x.places) if x else 0 for x in loaded.inputs[:3]] == [58, 56, 0]
+
+
+def test_inputs_some_of_whose_tensors_count_no_versions_have_a_digest():
+    own, plain = inputs(1), inputs(1)
+    with torch.inference_mode():
+        shown = own.shown.clone()
+    mixed = RowInputs.of({**own.named(), "shown": shown})
+    assert mixed == plain
+    mixed.places.add_(1)
+    assert mixed != plain
+
+
+def test_equal_inputs_of_two_rows_stay_two(tmp_path):
+    """Rows share inputs where they were given the same, not where they look alike."""
+    made = tree.replace(prompts(2), inputs=Column([inputs(1), inputs(1)]))
+    assert len(batch.Shared.of(made.inputs).inputs) == 2
+    batch.save(made, tmp_path / "x")
+    one, other = batch.load(Prompts, tmp_path / "x").inputs
+    assert one == other
+    assert one is not other
+
+
+def test_empty_indices_of_any_kind_select_nothing_and_unknown_values_are_refused():
+    record = scored(3)
+    for index in ([], torch.zeros(0), torch.zeros(0, dtype=torch.int64), torch.zeros(3, dtype=torch.bool)):
+        assert batch.num_rows(batch.rows(record, index)) == 0
+    for value in (0, "", torch.zeros(3), Column([])):
+        with pytest.raises(ValueError, match=r"unknown fields .*colour"):
+            batch.extend(Scored, record, colour=value)
+    assert same(batch.extend(Scored, record, colour=None), record)

@@ -364,3 +364,10 @@ def test_an_episode_begins_with_the_first_of_its_rows_that_is_there():
     assert whole.tokens[0][seen].tolist() == [60, 61, *rollout.tokens[0, begin:].tolist()]
     assert whole.response_mask[0].tolist() == [True, False, True, True, True]
     assert whole.row_ids.tolist() == [7, 8]
+
+
+def test_episodes_are_counted_whatever_their_numbers():
+    rows = cut_up(*build([(0, [(1, 2), (2, 1)]), (1, [(0, 3)]), (0, [(0, 1)])]))
+    for numbers in ([9, 9, -3, 100], [5, 5, 6, 7]):
+        assert num_episodes(replace(rows, episodes=torch.tensor(numbers))) == 3
+    assert num_episodes(replace(rows, episodes=None)) == 4

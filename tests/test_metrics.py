@@ -68,3 +68,15 @@ def test_numbers_have_no_gradient_and_are_float64():
     ):
         assert all(part.dtype == torch.float64 and not part.requires_grad for part in metric)
     assert metrics.spent().value == 0
+
+
+@given(
+    st.floats(-9, 9),
+    st.sampled_from([1, 2.0, 7, torch.tensor(3), torch.tensor(2.5), torch.tensor(4, dtype=torch.int32)]),
+)
+def test_a_mean_has_its_sum_and_its_count_in_float64(value, count):
+    for given_ in (value, torch.tensor(value, dtype=torch.float64)):
+        made = metrics.mean(given_, count)
+        assert [part.dtype for part in made] == [torch.float64] * 2
+        assert (made.total.item(), made.count.item()) == (pytest.approx(value), float(count))
+        assert metrics.report({"a": made})["a"] == pytest.approx(value / float(count))

@@ -97,10 +97,10 @@ def record(settings: TrainSettings, step: int) -> list[str]:
     """
     directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings)
     recorded = {int(match[1]): x for x in sorted(directory.glob("*.json")) if (match := _NAME.fullmatch(x.name))}
+    before = [_read(file) for file in recorded.values()]
     for start, file in recorded.items():
         if start > step:
             file.unlink()
-    before = [_read(file) for file in recorded.values()]
     kept = [origin for start, origin in zip(recorded, before, strict=True) if start <= step]
     if not kept or kept[-1] != now:
         text = json.dumps(attrs.asdict(now), indent=1) + "\n"

@@ -289,3 +289,43 @@ def test_an_audit_draws_alike_for_each_function_and_leaves_the_generator(monkeyp
         (AuditedFunction("a", "gae", (HOLDS, FAULT, NOTE)), AuditedFunction("b", "advantages", (HOLDS,))),
     )
     assert found.faults == 1
+
+
+def test_a_column_that_is_mapped_is_the_mapped_one(tmp_path):
+    """Before the name of a preset, and before ours."""
+    batch = written(Recipe(), 4)
+    other = {"mine": batch["scores"] + 1.0, "rewards": batch["scores"] + 2.0}
+    save_file(batch | other, tmp_path / "x.safetensors")
+    columns = load(tmp_path / "x.safetensors", dump.PRESETS["trl"] | {"mask": "mask"}, {"scores": "mine"})
+    assert torch.equal(columns["scores"], other["mine"])
+    assert torch.equal(load(tmp_path / "x.safetensors", {"scores": "rewards"})["scores"], other["rewards"])
+    assert torch.equal(load(tmp_path / "x.safetensors", {})["scores"], batch["scores"])
+
+
+def test_numbers_that_are_none_in_both_are_equal(tmp_path):
+    batch = written(Recipe(estimator="gae"), 5)
+    batch["token_rewards"][2, 0] = torch.nan
+    recipe = Recipe(estimator="gae")
+    found = advantages.gae(batch["token_rewards"], batch["values"], batch["mask"])
+    save_file(batch | {"advantages": found.advantages, "returns": found.returns}, tmp_path / "x.safetensors")
+    outcomes = {stage.stage: stage.outcome for stage in compare(load(tmp_path / "x.safetensors", {}), recipe)}
+    assert (outcomes["advantages"], outcomes["returns"]) == ("equal", "equal")
+    off = found.advantages.nan_to_num(0.0)
+    save_file(batch | {"advantages": off, "returns": found.returns}, tmp_path / "x.safetensors")
+    first, *_ = compare(load(tmp_path / "x.safetensors", {}), recipe)
+    assert (first.outcome, first.row) == ("differs", 2)
+
+
+def test_every_estimator_and_loss_of_a_recipe_has_its_keywords():
+    """Only what follows the columns is a setting."""
+    for kind, room, names in (("estimator", advantages, dump.ESTIMATORS), ("loss", losses, dump.POLICY_LOSSES)):
+        for name in names:
+            fn = getattr(room, name)
+            code = fn.__code__ if hasattr(fn, "__code__") else fn.__wrapped__.__code__
+            keywords = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
+            found = dump._function(room, kind, name, names, dict.fromkeys(keywords))
+            assert found is fn
+            for wrong in ("mask", "scores", "lamb"):
+                with pytest.raises(dump.UsageError, match=f"--{kind}-settings {wrong}"):
+                    dump._function(room, kind, name, names, {wrong: 1})
+    assert {*dump.GROUPED} < {*dump.ESTIMATORS}

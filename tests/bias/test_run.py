@@ -238,3 +238,8 @@ def test_medians_are_over_worlds():
     each = [attrs.evolve(x, scale=scale) for x, scale in zip(each, (3.0, 1.0, 2.0), strict=True)]
     found = study.medians(each)
     assert found == Typical(turned=sorted(x.turned for x in each)[1], scale=2.0, noise=sorted(x.noise for x in each)[1])
+
+
+def test_a_number_below_nothing_is_shown_as_itself():
+    assert [text.cell("size", x) for x in (-0.5, -12.0, -1e-10, -math.inf)] == ["-0.500", "-12.0", "0", "-"]
+    assert text.cell("turned", -0.25) == "-25.0 %"

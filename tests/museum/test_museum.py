@@ -10,7 +10,10 @@ from fppo import advantages, laws, losses
 
 from .__main__ import HEAD, ROOMS, row, written
 from .beside_the_loss import START, run
-from .normalisation import token_mean
+from .estimates import to_go
+from .exhibit import exhibit, raised
+from .normalisation import token_mean, value_mean
+from .terms import slope_of, value_of
 
 EXHIBITS = [exhibit for room in ROOMS.values() for exhibit in room]
 PAGE = Path(__file__).parents[2] / "docs" / "museum.md"
@@ -65,3 +68,54 @@ def test_tables_replace_those_of_a_page():
     assert written(page, ["## New", "", *HEAD, ""]) == "# The museum\n\nWords.\n\n" + "\n".join(
         ["## New", "", *HEAD, ""]
     )
+
+
+def test_what_an_exhibit_prints_is_its_mistake(monkeypatch):
+    """Neither a note, nor what another law sees; what is right shows nothing."""
+    asked = []
+
+    def found(*outcomes):
+        verdicts = tuple(laws.Verdict("law", "it holds", outcome, f"why {outcome}") for outcome in outcomes)
+        monkeypatch.setattr(laws, "verdicts", lambda fn, **how: asked.append((fn, how)) or verdicts)
+        return exhibit("a#1", "A story.", "a law", "a kind", reference=len, tokens=3)(token_mean).show()
+
+    assert (found("holds"), found("note", "holds"), found()) == (None, None, None)
+    assert found("note", "fault") == "why fault"
+    assert (
+        asked
+        == [
+            (
+                token_mean,
+                {"kind": "a kind", "only": ("a law",), "name": token_mean.__name__, "reference": len, "tokens": 3},
+            )
+        ]
+        * 4
+    )
+    monkeypatch.undo()
+    assert value_of("a#1", "It is right.", lambda a, b: losses.kl_estimate(a, b, "k1")).show() is None
+    assert slope_of("a#1", "It is right.", lambda a, b: losses.kl_estimate(a, b, "k2")).show() is None
+
+    def breaks(law):
+        raise laws.LawViolation("it breaks\n  so and so\nmore", law, {})
+
+    assert raised("a#1", "It is right.", "resume", lambda: None).show() is None
+    assert raised("a#1", "Another law sees it.", "resume", lambda: breaks("values")).show() is None
+    assert raised("a#1", "It is wrong.", "resume", lambda: breaks("resume of x")).show() == "so and so"
+
+
+def test_sources_link_to_what_they_name():
+    links = {each.source: each.link for each in EXHIBITS}
+    assert links["trl#6625"] == "[trl#6625](https://github.com/huggingface/trl/issues/6625)"
+    assert links["arXiv:2604.23747"] == "[arXiv:2604.23747](https://arxiv.org/abs/2604.23747)"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fn", "only"),
+    [
+        ("whole_value_loss", value_mean, ("micro-batches",)),
+        ("temporal", lambda rewards, values, mask: to_go(rewards, mask), ("masked steps", "masked garbage")),
+    ],
+)
+def test_kinds_that_no_other_law_needs_keep_theirs(kind, fn, only):
+    found = laws.verdicts(fn, kind=kind, only=only)
+    assert [verdict.outcome for verdict in found] == ["holds"] * len(only)

@@ -29,3 +29,29 @@ def test_an_evaluation_is_a_table_of_80_columns():
 def test_a_part_that_is_the_reward_is_not_shown_twice():
     report = {f"val-{kind}/mean@1": metrics.mean(3.0, 4) for kind in ("core/test/reward", "aux/test/exact_match")}
     assert evaluations.table(report) == ["source  prompts          mean@1", "test          4  reward  0.7500"]
+
+
+def test_a_table_has_the_terms_of_each_source_that_are_not_its_reward():
+    """One term may be the reward of one source and not of another; prompts are counted, not added up."""
+    report = {
+        "val-core/a/reward/mean@1": metrics.mean(300.0, 1200),
+        "val-aux/a/exact/mean@1": metrics.mean(300.0, 1200),
+        "val-core/b\x1b/reward/mean@1": metrics.mean(1.0, 2),
+        "val-aux/b\x1b/exact/mean@1": metrics.mean(1.0, 2),
+        "val-aux/b\x1b/chars/mean@1": metrics.mean(9.0, 2),
+        "val-core/c/reward/mean@1": metrics.mean(1.0, 4),
+        "val-aux/c/exact/mean@1": metrics.mean(3.0, 4),
+        "val-aux/errors": metrics.total(2),
+        "val-aux/timeouts": metrics.total(1),
+        "val-core/errors": metrics.total(9),
+    }
+    assert evaluations.table(report) == [
+        "source  prompts          mean@1",
+        "a         1,200  reward  0.2500",
+        "b\\x1b         2  reward  0.5000",
+        "                 exact   0.5000",
+        "                 chars   4.5000",
+        "c             4  reward  0.2500",
+        "                 exact   0.7500",
+        "responses without a score: 2 errors, 1 timeouts",
+    ]

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo.runs import held_out, loggers
@@ -80,3 +80,74 @@ def test_metrics_of_ones_own_evaluation_are_held_out_too():
 def test_a_number_of_several_sources_is_their_mean():
     found = held_out.shown({"val-core/a/reward/mean@1": 0.2, "val-core/b/reward/mean@1": 0.6})
     assert found == [("reward", pytest.approx(0.4))]
+
+
+def by_hand(metrics, sources, measures, n):
+    """What is shown: means over the sources of the reward, of its terms, of its best of all, and the rest."""
+    logged_, shown = dict(metrics), {}
+    for measure in ["reward", *measures]:
+        values = [
+            logged_.get(f"val-{'core' if measure == 'reward' else 'aux'}/{s}/{measure}/mean@{n}") for s in sources
+        ]
+        shown[measure] = [x for x in values if x is not None]
+        if measure == "reward":
+            best = [logged_.get(f"val-core/{s}/reward/best@{n}/mean") for s in sources]
+            shown[f"best@{n}"] = [x for x in best if x is not None]
+    terms = [name for name in measures if "/" not in name]
+    further = [name for name in measures if "/" in name]
+    first = [name for name in (*terms, *further) if shown[name]][:1]
+    if first and shown[first[0]] == shown["reward"]:
+        del shown[first[0]]
+    order = ["reward", *terms, f"best@{n}", *further]
+    return [(name, sum(shown[name]) / len(shown[name])) for name in order if shown.get(name)]
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from([["a"], ["a", "b/c"], ["b", "a", "c"]]),
+    st.lists(st.sampled_from(["exact", "mine", "exact/chars", "mine/words", "zeal"]), max_size=4, unique=True),
+    st.sampled_from([1, 2, 8]),
+    st.data(),
+)
+def test_an_evaluation_is_shown_as_its_definition_says(sources, measures, n, data):
+    """Some numbers may be missing, as where every score failed, and terms may be what the reward is."""
+    numbers = st.sampled_from([None, 0.0, 0.25, 0.5, 1.0])
+    metrics = {}
+    for measure in ["reward", *measures]:
+        copies = measure != "reward" and data.draw(st.booleans())
+        for source in sources:
+            core = measure == "reward"
+            name = f"val-{'core' if core else 'aux'}/{source}/{measure}/mean@{n}"
+            own = data.draw(numbers) if not copies else metrics[f"val-core/{source}/reward/mean@{n}"]
+            metrics[name] = own if own is not None or not core else 0.5
+            if n > 1:
+                for kind in ("best@2/mean", f"best@{n}/mean", f"maj@{n}/mean")[: 2 + (not core)]:
+                    level = "core" if core and f"@{n}" in kind else "aux"
+                    metrics[f"val-{level}/{source}/{measure}/{kind}"] = data.draw(numbers)
+    expected = by_hand(metrics, sources, measures, n)
+    assert held_out.shown(metrics) == [(name, pytest.approx(value)) for name, value in expected]
+    found = held_out.held_out(metrics)
+    assert {each.metric for each in found} == {*metrics}
+    assert [(x.source, x.measure, x.kind, x.responses) for x in found if x.is_mean] == [
+        (source, measure, f"mean@{n}", n)
+        for measure in ["reward", *(m for m in measures if "/" not in m), *(m for m in measures if "/" in m)]
+        for source in sources
+    ]
+    assert held_out.sources(metrics) == sources
+    assert [each.metric for each in held_out.rewards(metrics)] == [f"val-core/{s}/reward/mean@{n}" for s in sources]
+
+
+def test_a_term_that_is_the_reward_is_the_first_alone():
+    same = {"reward": [0.5], "best@4": [0.5], "mine": [0.5], "other": [0.5]}
+    assert held_out.repeated(same) == ["mine"]
+    assert held_out.repeated({"reward": [0.5], "mine": [0.25], "other": [0.5]}) == []
+    assert held_out.repeated({"best@4": [0.5], "reward": [0.5]}) == []
+
+
+def test_numbers_without_a_reward_belong_to_what_stands_before_the_last_slash():
+    (found,) = held_out.held_out(["val-aux/a/b/c/mean@4"])
+    assert (found.source, found.measure, found.kind) == ("a/b", "c", "mean@4")
+    assert [(x.source, x.measure) for x in held_out.held_out(["val-aux/c/mean@1", "val-aux/a/c/best@2/mean"])] == [
+        ("", "c"),
+        ("a", "c"),
+    ]

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from fppo._errors import printable
+from fppo._errors import MOST, printable
 from fppo.runs import markdown
 
 NASTY = "# a\n- *b* _c_ `d` [e](http://f) ![g](h) <img src=x onerror=alert(1)> | &lt; \\* www.x.org ~~i~~ $j$ 1. k\n---"
@@ -56,3 +56,27 @@ def test_a_block_of_code_ends_where_the_text_does(text):
 
 def test_numbers_and_missing_cells_are_short():
     assert markdown.table(("a", "b"), [(1 / 3, None)]).splitlines()[-1] == "| 0.333333 |  |"
+
+
+@given(
+    st.lists(st.text(max_size=30) | st.integers(0, 10**12) | st.floats(0, 9), min_size=1, max_size=3),
+    st.integers(2, 20),
+)
+def test_a_cell_is_as_long_as_it_may_be(row, most):
+    """Numbers have six digits, and what is longer than it may be loses its middle."""
+    (line,) = markdown.table(["a"] * len(row), [row], most).splitlines()[2:]
+    cells = [f"{x:.6g}" if isinstance(x, float) else markdown.escaped(str(x), most) for x in row]
+    assert line == f"| {' | '.join(cells)} |"
+    whole = markdown.table(["a"] * len(row), [row]).splitlines()[2]
+    assert whole == f"| {' | '.join(markdown._cell(x, MOST) for x in row)} |"
+
+
+def test_code_is_shown_whole_however_long():
+    text = "\n".join(f"line {i}" for i in range(2 * MOST))
+    assert markdown.fenced(text) == f"```\n{text}\n```"
+    assert markdown.fenced("a````b", "x") == "`````x\na````b\n`````"
+
+
+def test_the_number_of_an_item_stays_a_number():
+    shown = [markdown.escaped(text) for text in ("1. a", "  12. b", "3.", "1.5", "a 1. b")]
+    assert shown == ["1&#46; a", "  12&#46; b", "3&#46;", "1.5", "a 1. b"]

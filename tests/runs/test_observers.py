@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fppo.commands import actions
-from fppo.runs import jsonl
+from fppo.runs import jsonl, observers
 from fppo.runs.observers import FAILURES, OwnObserver, traffic_since
 from fppo.runtime.watch import Traffic
 from fppo.settings import files
@@ -103,3 +106,62 @@ def test_traffic_is_that_since_the_last_call():
         watch.total = Traffic(calls=watch.total.calls + 1, bytes=watch.total.bytes + more)
         found.append(since()["shard"].bytes)
     assert (found, watch.step) == ([3, 5, 0], 7)
+
+
+def test_traffic_of_each_axis_is_its_own():
+    watch = types.SimpleNamespace(step=None, totals={"shard": Traffic(), "replicate": Traffic()})
+    watch.traffic = lambda: dict(watch.totals)
+    since = traffic_since(watch, 0)
+    assert watch.step == 0
+    for step, (a, b) in enumerate(((1, 10), (0, 3), (5, 0)), start=1):
+        before = watch.totals
+        watch.totals = {
+            axis: Traffic(calls=before[axis].calls + 1, bytes=before[axis].bytes + more)
+            for axis, more in (("shard", a), ("replicate", b))
+        }
+        found = since()
+        assert {axis: (x.calls, x.bytes) for axis, x in found.items()} == {"shard": (1, a), "replicate": (1, b)}
+        assert watch.step == step
+    assert traffic_since(None, 3)() == {}
+
+
+def test_a_profile_counts_what_its_own_step_compiled(tmp_path, monkeypatch):
+    """And is of the steps that were asked for, from one to the next: none of an evaluation."""
+    compiled, started = [3], []
+    monkeypatch.setattr(observers, "_compiled", lambda: compiled[0])
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            del activities
+            self.state = "made"
+
+        def start(self) -> None:
+            self.state = "started"
+            started.append(self)
+
+        def stop(self) -> None:
+            self.state = "stopped"
+
+        def export_chrome_trace(self, path: str) -> None:
+            assert self.state == "stopped"
+            events = [{"cat": "gpu_memcpy", "name": "Memcpy DtoH (x)", "args": {"bytes": observers.GIB // 2}}]
+            Path(path).write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+
+        def events(self) -> list[Any]:
+            return [types.SimpleNamespace(name=name) for name in ("cudaLaunchKernel", "cudaMemcpy", "x")]
+
+    monkeypatch.setattr(observers, "profile", Profile)
+    simple = types.SimpleNamespace
+    profiles = observers.Profiles(directory=tmp_path, steps=(1, 3))
+    profiles.begin(1)
+    found = []
+    for step in range(5):
+        compiled[0] += 2
+        record = simple(run=simple(step=step), experience="rows" if step else None)
+        found.append(profiles(record))  # type: ignore[arg-type]
+    gpu = {"perf/launches": 1.0, "perf/host_syncs": 1.0, "perf/to_device_gb": 0.0, "perf/to_host_gb": 0.5}
+    assert found == [{}, gpu | {"perf/recompiles": 2.0}, {}, gpu | {"perf/recompiles": 2.0}, {}]
+    assert sorted(path.name for path in (tmp_path / "profiles").iterdir()) == [
+        *("step_00000001.json.gz", "step_00000003.json.gz")
+    ]
+    assert [each.state for each in started] == ["stopped"] * len(started)

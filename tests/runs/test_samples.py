@@ -247,3 +247,55 @@ def test_a_record_is_opened_whole_or_by_column(tokenizer, tmp_path):
 )
 def test_some_rows_lie_all_over_the_batch(count, chosen):
     assert samples.spread(tiny.experience(0, 6), count).row_ids.tolist() == chosen
+
+
+def every_list(tokenizer: Any) -> Experience:
+    """A batch with a value of its own in every column of lists, and in all that files leave out."""
+    whole = experience(tokenizer)
+    width = whole.response_mask.shape[1]
+    numbers = {name: torch.arange(2.0 * width).reshape(2, width) + i for i, name in enumerate(samples.LISTS)}
+    columns = {name: x.to(torch.int32) if "ids" in name or "versions" in name else x for name, x in numbers.items()}
+    large = {"routed": torch.ones(2, 6, 1, 1, dtype=torch.uint8), "hidden": torch.ones(2, width, 4)}
+    large |= {"truth_signs": torch.ones(2, width, 2), "sum_squared_probs": numbers["values"]}
+    return attrs.evolve(whole, **columns, **large, disagreement=numbers["values"], episodes=torch.tensor([3, 4]))
+
+
+def test_what_is_copied_to_the_host_has_all_that_a_file_holds(tokenizer):
+    whole = every_list(tokenizer)
+    table = samples.table_of(whole, tokenizer, 3)
+    assert {*samples.LISTS} <= {*table.column_names}
+    assert samples.table_of(samples.on_host(whole), tokenizer, 3).equals(table)
+    columns = table.to_pydict()
+    for name, kind in samples.LISTS.items():
+        kept = getattr(whole, name)
+        assert columns[name] == [kept[0, :3].tolist(), kept[1, :2].tolist()], name
+        assert table.schema.field(name).type.value_type == pa.from_numpy_dtype(kind)
+    host = samples.on_host(whole)
+    for name in ("routed", "hidden", "truth_signs", "sum_squared_probs", "disagreement"):
+        assert getattr(host, name) is None
+    assert len(samples.scored_lines(host, tokenizer, 3)) == 2
+
+
+def test_prompts_with_images_and_videos_have_one_mark_for_each(tokenizer):
+    """And one list of pictures for each, in the first row of a group that has any."""
+    ids = tokenizer.encode("abcdefgh")[:8]
+    tokens = torch.tensor([[ids[0], ids[1], ids[1], ids[2], ids[3], ids[3], *ids[4:6]]] * 3)
+    shown = torch.arange(3 * 12, dtype=torch.uint8).reshape(3, 2, 2, 3)
+    pictured = RowInputs(
+        {}, torch.tensor([1, 2]), shown, video_places=torch.tensor([4, 5]), shown_of=torch.tensor([0, 1, 1])
+    )
+    plain = attrs.evolve(
+        tiny.experience(0, 3, prompt=6, response=2),
+        tokens=tokens,
+        attention_mask=torch.ones(3, 8, dtype=torch.bool),
+        response_mask=torch.ones(3, 2, dtype=torch.bool),
+        groups=torch.tensor([1, 2, 2]),
+        named_scores={},
+    )
+    lists = {name: torch.zeros(3, 2) for name in samples.LISTS if getattr(plain, name) is not None}
+    whole = attrs.evolve(plain, **lists, inputs=Column([None, pictured, pictured]))
+    columns = samples.table_of(whole, tokenizer, 1).to_pydict()
+    assert columns["prompt"] == ["abbcdd", "abcd", "abcd"]
+    assert columns["response"] == ["ef"] * 3
+    assert [x and [len(frames) for frames in x] for x in columns["images"]] == [None, [1, 2], None]
+    assert "images" not in samples.table_of(attrs.evolve(whole, inputs=None), tokenizer, 1).column_names
