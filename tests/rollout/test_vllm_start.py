@@ -116,7 +116,7 @@ def test_vllm_is_started_with_what_the_options_say(config, monkeypatch):
 
 
 def test_what_keeps_vllm_from_starting_is_said_and_leaves_nothing(config, monkeypatch):
-    with pytest.raises(EngineFailure, match="vLLM did not start: no KV cache .*max_rows = 256"):
+    with pytest.raises(EngineFailure, match=r"vLLM did not start: no KV cache .*max_rows = 256"):
         started(VllmOptions(), config, monkeypatch, raises=ValueError("no KV cache"))
     with pytest.raises(KeyboardInterrupt):
         started(VllmOptions(), config, monkeypatch, raises=KeyboardInterrupt())
@@ -161,7 +161,7 @@ def test_a_host_here_starts_sleeps_wakes_and_ends_once(monkeypatch):
         host.close()
     assert llm.log == [("sleep", 2), ("wake", ["weights"]), "shut down", "cleaned"]
     monkeypatch.setattr(local.dist, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="this process is in a torch.distributed group"):
+    with pytest.raises(ValueError, match=r"this process is in a torch.distributed group"):
         local.LocalHost("path", options, dtype="float16", trust_remote_code=True)
 
 
@@ -332,7 +332,7 @@ def test_log_probs_that_lie_apart_on_average_are_no_sync():
     compare_log_probs(ours, ours + torch.tensor([0.0015, 0.0]), "float32")
     compare_log_probs(ours, ours + torch.tensor([0.5, 0.0]), "bfloat16")
     for far in ([0.0025, 0.0], [1.0, -1.0], [torch.nan, 0.0]):
-        with pytest.raises(SyncError, match="vLLM's log-probs of 2 tokens lie .* 0.001 is allowed"):
+        with pytest.raises(SyncError, match=r"vLLM's log-probs of 2 tokens lie .* 0.001 is allowed"):
             compare_log_probs(ours, ours + torch.tensor(far), "float32")
 
 

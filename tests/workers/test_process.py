@@ -113,7 +113,9 @@ def test_tasks_are_answered_one_after_the_other(tasks):
         check(faults, [Outcome(*found[100 * place + 7 * each]) for each in range(len(faults))])
 
 
-@pytest.mark.parametrize(("how", "text"), [("fine", None), ("raise", "KeyError: 'not there'"), ("exit", r"sys.exit\(3\)")])
+@pytest.mark.parametrize(
+    ("how", "text"), [("fine", None), ("raise", "KeyError: 'not there'"), ("exit", r"sys.exit\(3\)")]
+)
 def test_functions_are_prepared_before_it_is_ready(how, text, monkeypatch):
     monkeypatch.setattr(Prepared, "made", 0)
     with started(one, Prepared(how)) as pool:

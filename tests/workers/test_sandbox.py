@@ -336,13 +336,17 @@ def test_bubblewrap_starts_as_nobody_with_nothing_of_this_process(monkeypatch, r
             raise OSError(1, "not permitted")
 
         monkeypatch.setattr(sandbox.subprocess, "Popen", fails)
-        with pytest.raises(RuntimeError, match=f"x does not start{' as the user 65534' if root else ''}: not permitted"):
+        with pytest.raises(
+            RuntimeError, match=f"x does not start{' as the user 65534' if root else ''}: not permitted"
+        ):
             sandbox._started(["x"], source, nothing)
 
 
 def test_a_program_is_bounded_before_it_begins():
     names = ("AS", "CPU", "FSIZE", "CORE", "NOFILE", "NPROC")
-    shown = "import os, resource, sys\nos.execv = lambda path, words: print(path == sys.executable == words[0], words[1:], "
+    shown = (
+        "import os, resource, sys\nos.execv = lambda path, words: print(path == sys.executable == words[0], words[1:], "
+    )
     shown += f"[resource.getrlimit(getattr(resource, 'RLIMIT_' + x)) for x in {names}])\n"
     command = [sys.executable, "-I", "-S", "-c", shown + sandbox._LAUNCH, f"{1 << 30}", "5", "32", f"{1 << 20}"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
