@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from fppo.workers import calls
 from fppo.workers.calls import CoroutineCalls, Mode
 from fppo.workers.sample import Sample
 
@@ -124,3 +125,32 @@ def test_an_error_of_who_hears_of_outcomes_ends_the_wait_at_once():
         await calls.cancel()
 
     asyncio.run(run())
+
+
+def test_a_call_with_a_shorter_limit_is_looked_after_before_one_that_has_longer(monkeypatch):
+    """The timer waits for the longer one's end, 400 seconds off, until the shorter one comes."""
+    monkeypatch.setattr(calls, "_LOOK", 1000.0)
+    outcomes: dict[int, str] = {}
+
+    async def main():
+        end = asyncio.Event()
+
+        async def waits(sample):
+            await end.wait()
+            return 1.0
+
+        mode = Mode("sample", True, 400.0, 600.0, 2)
+        open_calls = CoroutineCalls(waits, mode, lambda number, outcome: outcomes.update({number: outcome.kind}))
+        open_calls.add(0, Sample("", "", None, "", {}, (), (), "stop"))
+        await asyncio.sleep(0)
+        open_calls._patience.time_limit = 0.01
+        open_calls.add(1, Sample("", "", None, "", {}, (), (), "stop"))
+        for _ in range(3000):
+            if outcomes:
+                break
+            await asyncio.sleep(0.01)
+        end.set()
+        await open_calls.done()
+
+    asyncio.run(main())
+    assert list(outcomes.items()) == [(1, "timeout"), (0, "value")]
