@@ -17,7 +17,8 @@ from fppo.assembly import run as run_module
 from fppo.assembly.functions import policy_loss
 from fppo.assembly.learning import learning_of
 from fppo.assembly.parts import Tools
-from fppo.assembly.program import pretrain_of, program_of
+from fppo.assembly.pools import RolePlaces
+from fppo.assembly.program import ScoredEngine, pretrain_of, program_of
 from fppo.assembly.roles import PassOptions, make_actor, make_critic, make_reference
 from fppo.fleet import Here, LocalGroup
 from fppo.key import Key
@@ -76,7 +77,8 @@ def wired(tmp_path: Any, monkeypatch: Any, *, first: bool = True, pool: bool = F
     monkeypatch.setattr(program, "is_first", lambda mesh: first and mesh == "mesh")
     alone = object.__new__(EnginePool) if pool else "alone"
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=77))
-    made = program_of(settings, own, inputs, "passes", scores, alone, "engine", model, "mesh", GPU)  # pyright: ignore
+    scored: Any = ScoredEngine("engine", alone, scores)  # pyright: ignore
+    made = program_of(settings, own, inputs, "passes", scored, model, "mesh", GPU)  # pyright: ignore
     assert weights == [{"a": 0.5, "b": 2.0}]
     return settings, made, estimator, alone
 
@@ -221,19 +223,21 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         critic=SimpleNamespace(model=VALUES),
         others=["critic", "reference"],
         passes=lambda *args: ("passes", *args),
+        begin="begin",
     )
     results: dict[str, Any] = {"read_inputs": inputs, "home_of": CPU, "make_roles": own, "engine_options": None}
     names = ("input_lines", "model_lines", "sharing_lines", "_fresh", "program_of", "_draw", "_truth", "_evaluation")
     for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs"):
         log.stub(name, results.get(name, [name] if name.endswith("lines") else None))
-    for name in ("scoring", "answering", "_engine", "_engine_pool"):
+    for name in ("scoring", "answering", "_engine_pool" if engines else "_engine"):
         log.stub(name, enters=True)
     of_placed = SimpleNamespace(of=lambda *args: ("placed", *args))
     monkeypatch.setattr(RUN, "Placed", of_placed)
     said: list[Any] = []
     groups: Any = {"actor": "group"}
     mesh, sampling = attrs.evolve(LOCAL), attrs.evolve(LOCAL)
-    how: dict[str, Any] = {"mesh": mesh, "sampling_mesh": sampling, "device": GPU, "groups": groups, "engines": engines}
+    places = RolePlaces(groups, engines)
+    how: dict[str, Any] = {"mesh": mesh, "sampling_mesh": sampling, "device": GPU, "places": places}
     with RUN.assemble(settings, kernels="own kernels", announce=said.append, **how) as made:
         pass
     section, rollout, key = settings.model, settings.rollout, Key(6)
@@ -246,11 +250,9 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "keep"),
         {"rows": rows},
     )
-    (given, tools, begin, local, at), named = log.of("make_roles")
+    (given, kernels, local, at), named = log.of("make_roles")
     assert (given, local, at, named) == (settings, LocalGroup(Here(mesh, CPU)), groups, {})
-    assert tools.kernels is inputs.kernels
-    assert begin.func is RUN.make_tools
-    assert begin.keywords == {"names": RUN.kernels_named(settings), "module_dirs": settings.module_dirs}
+    assert kernels is inputs.kernels
     hindrances = "<sharing_hindrances>"
     assert log.of("sharing_lines") == ((section, 4, hindrances, MODEL, inputs.kernels), {})
     assert log.of("model_lines") == ((MODEL, "p", ["critic", "reference"]), {})
@@ -264,10 +266,12 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         assert (extents, pad, named) == (MODEL.extents, 13, {})
         load = make.keywords.pop("load")
         assert (make.func, make.args) == (RUN.make_engine_of_pool, ())
-        assert make.keywords == {"begin": begin, "options": "<engine_options>", "pad_token_id": 13}
-        assert (load.func, load.args) == (RUN.policy_model, (section, settings.critic, key))
+        assert make.keywords == {"begin": "begin", "options": "<engine_options>", "pad_token_id": 13}
     else:
-        assert log.of("_engine") == (("<engine_options>", own, tools, begin, 13, sampling), {})
+        (given, of, chosen, roles_, load, *last), named = log.of("_engine")
+        assert (given, of, chosen, roles_) == (engines, settings.placement.engines, "<engine_options>", own)
+        assert (last, named) == ([MODEL.extents, 13, sampling], {})
+    assert (load.func, load.args, load.keywords) == (RUN.policy_model, (section, settings.critic, key), {})
     alone = "<_engine_pool>" if engines else "<_engine>"
     assert log.of("scoring") == ((settings, "words", sampling, CPU, groups), {})
     answers = (section, rollout, settings.data, alone, "words", 13, sampling)
@@ -275,14 +279,14 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
     passes = "passes", settings.critic, "words"
     truth = (settings.eval, settings.algorithm.advantage, rollout.turns, inputs, "<answering>", passes)
     assert log.of("_truth") == (truth, {})
-    parts = (settings, own, inputs, passes, "<scoring>", alone, "<answering>", MODEL, mesh, CPU)
+    scored = ScoredEngine("<answering>", alone, "<scoring>")  # pyright: ignore
+    parts = (settings, own, inputs, passes, scored, MODEL, mesh, CPU)
     assert log.of("program_of") == (parts, {})
     assert log.of("_draw") == ((inputs, key.fold("data"), rollout, settings.data), {})
-    assert log.of("_evaluation") == ((evaluation, "<answering>", "<scoring>", 8, "<_truth>"), {})
+    assert log.of("_evaluation") == ((evaluation, scored, 8, "<_truth>"), {})
     assert log.of("_drawn") == ((inputs,), {"saved": False, "may_change": True})
     assert log.of("_shapes") == (("<_fresh>", own), {})
-    calls = made.calls
-    assert (calls.func, calls.args) == (RUN._calls, (["group", *engines],))
+    assert made.calls == places.calls
     whole = {x.name: getattr(made, x.name) for x in attrs.fields(RUN.Assembly) if x.name != "calls"}
     assert whole == {
         "run": "<_fresh>",
@@ -327,7 +331,8 @@ def test_an_evaluation_by_itself_is_built_of_its_parts(tmp_path, monkeypatch, lo
     assert log.of("engine_of") == ((options, MODEL, 13, mesh, tools), {})
     assert log.of("scoring") == ((settings, "words", mesh, GPU), {})
     assert log.of("answering") == ((section, rollout, settings.data, "<engine_of>", "words", 13, mesh), {})
-    assert log.of("_evaluation") == ((inputs, "<answering>", "<scoring>", 8), {})
+    scored = ScoredEngine("<answering>", "<engine_of>", "<scoring>")  # pyright: ignore
+    assert log.of("_evaluation") == ((inputs, scored, 8), {})
     assert log.of("base_of_role") == ((section, "actor", MODEL), {})
     assert log.of("bases_of") == (({"actor": "<base_of_role>"},), {})
     assert (made.evaluate, made.tokenizer, made.model, made.bases) == ("<_evaluation>", "words", MODEL, "<bases_of>")
