@@ -464,6 +464,29 @@ def test_shared_pieces_are_held_to_their_tolerance_in_values_and_every_gradient(
             assert ("the result" if part == "result" else f"the gradient by {part}") in "".join(filter(None, found))
 
 
+@pytest.mark.parametrize("cut", [{"size": 1}, {"size": 3}, {"token_budget": 40}])
+def test_passes_of_every_cut_are_held_against_an_exact_engine(cut, monkeypatch):
+    """Rows whose log-probs are right but in passes of one cut."""
+    count = 7
+    mask = torch.ones(count, 2, dtype=torch.bool)
+    rows = SimpleNamespace(tokens=torch.zeros(count, 4), response_mask=mask, rollout_log_probs=torch.zeros(count, 2))
+    engine = SimpleNamespace(generate=lambda params, ask: rows, model=None, kernels=None, mesh=None)
+    monkeypatch.setattr(exact_laws, "_ask", lambda example: SimpleNamespace(sampling=SimpleNamespace(temperature=0.5)))
+    monkeypatch.setattr("fppo.batch.rows", lambda rollout, order: rollout)
+    monkeypatch.setattr("fppo.steps.Forward", lambda *args, **how: None)
+
+    def passes(params, given, *, forward, micro_batching, temperature):
+        wrong = {name for name in ("size", "token_budget") if getattr(micro_batching, name) == cut.get(name, -1)}
+        return torch.full((count, 2), 1e-6 if wrong else 0.0)
+
+    monkeypatch.setattr("fppo.steps.compute_log_probs", passes)
+    one, every = exact_laws._LAWS[:2]
+    case, example, draw = exact_laws.ExactCase(engine, {}), None, torch.Generator()  # pyright: ignore
+    assert one.breach(case, example, draw) is None  # pyright: ignore
+    words = "40 tokens" if "token_budget" in cut else f"{cut['size']} rows"
+    assert f"in passes of {words}, in the order" in (every.breach(case, example, draw) or "")  # pyright: ignore
+
+
 def test_a_check_of_exact_engines_has_prompts_as_long_as_the_model_takes(monkeypatch):
     seen = []
     monkeypatch.setattr(

@@ -124,6 +124,7 @@ def test_a_pass_has_as_many_rows_as_its_distinct_tokens_allow(length, response, 
     assert all(what.distinct(rows) == distinct(rows) for rows in range(1, 12))
     assert what.most_rows(budget) == max(rows for rows in range(budget + 1) if not rows or distinct(rows) <= budget)
     asked = attrs.evolve(what, budget=budget)
+    assert what.rows == 900 // length
     assert asked.most_rows() == (900 // length if together == 1 else what.most_rows(budget))
 
 

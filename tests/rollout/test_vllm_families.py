@@ -15,7 +15,7 @@ from fppo.key import Key
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.host import HostBatch
-from fppo.rollout.vllm.vision import check_videos, inputs_of, placed_images, probe_row, weight_names
+from fppo.rollout.vllm.vision import check_inputs, check_videos, inputs_of, placed_images, probe_row, weight_names
 from tests.models.hybrids import HYBRIDS
 from tests.models.vision import CONFIGS, END, GEMMA, IMAGE, START, VIDEO, prompt
 from tests.modules import imported_anew
@@ -97,6 +97,17 @@ def test_videos_stand_where_their_tokens_do(name):
     found = [x.start + i for x, features in zip(videos, within) for i, one in enumerate(features) if one]
     assert found == inputs.video_places.tolist()
     assert all(tokens[x.start - (x.features is None)] == START for x in videos)
+
+
+@pytest.mark.parametrize("order", ["iv", "iiv", "ivi"])
+def test_a_row_with_images_before_a_short_video_is_taken(order):
+    """What follows an image has positions behind the longest of its sides."""
+    model = models.build(CONFIGS["qwen2_vl"])
+    tokens, inputs = prompt("qwen2_vl", order, torch.Generator().manual_seed(4))
+    assert model.vision is not None
+    placed = placed_images(CONFIGS["qwen2_vl"], tokens, inputs)
+    assert sorted(x.kind[0] for x in placed) == sorted(order)
+    check_inputs(model, tokens, inputs)
 
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])

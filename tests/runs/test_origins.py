@@ -78,6 +78,20 @@ def test_steps_that_are_made_again_lose_the_record_of_their_start(tmp_path, monk
     assert kept == {"step_00000000.json": "1", "step_00000002.json": "3"}
 
 
+def test_steps_that_are_made_again_as_a_later_start_made_them_have_an_origin_of_their_own(tmp_path, monkeypatch):
+    settings = tiny_run.settings(tmp_path)
+    (tmp_path / "run" / "starts").mkdir(parents=True)
+    for step, version in ((0, "1"), (4, "2"), (2, "2"), (3, "2")):
+        monkeypatch.setattr(origins.platform, "python_version", lambda version=version: version)
+        origins.record(settings, step)
+    found = {step: origins.load(tmp_path / "run", step) for step in (1, 2, 3, 4, 9)}
+    assert {step: x and x.versions["python"] for step, x in found.items()} == {1: "1", 2: "1", 3: "2", 4: "2", 9: "2"}
+    assert sorted(x.name for x in (tmp_path / "run" / "starts").iterdir()) == [
+        "step_00000000.json",
+        "step_00000002.json",
+    ]
+
+
 def test_commits_are_those_that_git_names(tmp_path):
     def git(*words, where=tmp_path / "a"):
         own = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main"]
