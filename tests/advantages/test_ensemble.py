@@ -57,6 +57,17 @@ def test_tokens_in_which_critics_agree_most_go(members, rows, width, share, seed
     assert torch.equal(decisive(apart[order], mask[order], share=share), kept[order])
 
 
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize("apart", [torch.zeros(2, 1), torch.zeros(3), torch.zeros(2, 3, dtype=torch.int64)])
+@pytest.mark.parametrize("fn", [decisive, undisputed])
+def test_what_would_be_spread_over_the_tokens_is_refused(fn, apart):
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"^disagreement must be floating \[B, T\] = \[2, 3\] as the mask, got"):
+        fn(apart, mask, share=0.4)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        fn(torch.zeros(2, 3), mask.long(), share=0.4)
+
+
 def test_critics_that_are_all_equal_leave_all_tokens():
     mask = torch.tensor([[True, True, False], [True, False, False]])
     assert torch.equal(decisive(torch.zeros(2, 3), mask, share=0.9), mask)

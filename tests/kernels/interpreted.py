@@ -11,11 +11,12 @@ import attrs
 import pytest
 import torch
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from fppo.laws import LawViolation, check_func
-from fppo.laws._kernels import bound, example_of
+from fppo.laws._kernels import bound, carry, example_of, settings
 from fppo.laws._search import check
 from fppo.laws.kernels import laws_of
 from fppo.laws.log_probs import LARGE_LAWS, SUM_LAWS, large_example, sums_example
@@ -114,6 +115,40 @@ def layers_of_other_layouts():
         torch.testing.assert_close(normed(norms), normed(plain_norms))
         torch.testing.assert_close(added(norms.add_triton), added(plain_norms.add_eager))
         torch.testing.assert_close(activated(glus), activated(plain_glus))
+
+
+class Fenced(TorchDispatchMode):
+    """New tensors are the middles of larger ones, whose other numbers nobody may change."""
+
+    fence = 4096  # numbers before and after
+    makers = tuple(getattr(torch.ops.aten, name) for name in ("empty_like", "zeros_like", "new_empty", "new_zeros"))
+
+    def __init__(self):
+        super().__init__()
+        self.fences = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in self.makers:
+            return out
+        whole = torch.full((out.numel() + 2 * self.fence,), 3, dtype=out.dtype)
+        self.fences += [whole[: self.fence], whole[len(whole) - self.fence :]]
+        return whole[self.fence :][: out.numel()].view(out.shape).copy_(out)
+
+
+def writes_within_tensors():
+    """Forward and backward, in widths that are no power of two, the rows' programs write nothing beside their
+    results."""
+    for name in ("rms_norm", "add_rms_norm", "glu", "rotary", "log_probs"):
+        op, kernel = operation_of(name), table.get(name, "triton")
+        for rows, width in ((3, 5), (5, 7)):
+            drawn = example_of(op, (0,), (torch.float32,), "cpu", None, rows, width, 0)
+            example, leaves = carry(drawn, [x for x in op.leaves if x in drawn.inputs])
+            with Fenced() as fenced:
+                out = op.call(kernel, example.inputs, settings(example), op.outputs)
+                torch.autograd.grad(sum(out[x].square().sum() for x in op.sloped), list(leaves.values()))
+            assert len(fenced.fences) >= 4, name
+            assert all((fence == 3).all() for fence in fenced.fences), f"{name} of {rows} rows, {width} wide"
 
 
 def layer_refusals():
@@ -300,6 +335,7 @@ CHECKS = {
         transforms_of_layers,
         layers_in_bfloat16,
         layers_of_other_layouts,
+        writes_within_tensors,
         layer_refusals,
     )
 }

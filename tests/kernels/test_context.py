@@ -140,6 +140,24 @@ def test_the_laws_see_mistakes(home, name, wrong, law, monkeypatch):
     assert caught.value.law == law
 
 
+def two_runs(dealt, axis):
+    """Attention of the tokens in the first two runs of a rank, where a rank has more."""
+    attend, kept = gathered_attention(KERNELS["sdpa"], dealt, axis), dealt.runs[axis.rank][:2]
+    known = sum(piece.size for run in kept for piece in run)
+
+    def attend_to_two(*args, **settings):
+        out = attend(*args, **settings)
+        return torch.cat([out[:known], out[known:].detach() * 0.0])
+
+    return attend_to_two
+
+
+def test_the_laws_see_a_mistake_in_late_blocks():
+    with pytest.raises(LawViolation) as caught:
+        check_context(two_runs, ranks=(2,))
+    assert caught.value.law == "values"
+
+
 def test_the_laws_see_a_wrong_mask_of_a_block():
     with pytest.raises(LawViolation) as caught:
         check_context(partial(gathered_attention, of_first_tokens))

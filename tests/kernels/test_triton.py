@@ -17,7 +17,7 @@ INSTALLED = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INSTALLED, reason="triton is not installed")
 CHECKS = (
     *("laws_in_float32", "layers_in_float32", "tile_boundaries", "tensor_descriptors", "split_vocabulary"),
-    *("masked_words", "refusals", "mistakes", "layer_refusals", "transforms_of_layers"),
+    *("masked_words", "refusals", "mistakes", "layer_refusals", "transforms_of_layers", "writes_within_tensors"),
     *("laws_in_bfloat16", "layers_in_bfloat16"),  # these mend how the interpreter rounds, for good
     "layers_of_other_layouts",  # this changes how many instances there are
 )

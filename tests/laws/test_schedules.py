@@ -43,10 +43,15 @@ def moved(actions, place, to):
     return actions
 
 
-PLAIN, MIXED = one_f_one_b(2, 3), one_f_one_b(2, 4, 2)
+PLAIN, MIXED, PASSES = one_f_one_b(2, 3), one_f_one_b(2, 4, 2), all_forward(6, 2).actions
 MISTAKES = {
     "another's stage": (changed(PLAIN, 0, lambda x: [*x, Action("forward", 1, 0)]), "stages", "rank 0 runs stage 1"),
     "no stages": (Schedule(((), ())), "stages", "it has 0 stages"),
+    "uneven stages": (
+        Schedule((PASSES[0] + PASSES[4], PASSES[1] + PASSES[5], *PASSES[2:4])),
+        "stages",
+        "it has 6 stages, which is no multiple of its 4 ranks",
+    ),
     "too few stages": (Schedule((*one_f_one_b(2, 1).actions, ())), "stages", "no multiple of its 3 ranks"),
     "no action": (changed(PLAIN, 0, lambda x: [*x, Action("both", 0, 0)]), "stages", "which is no action"),
     "left out": (

@@ -70,7 +70,17 @@ def of_scores_by_name(rows, rewards):
     return advantages.grpo(rows.named_scores["format"], rows.response_mask, rows.groups)
 
 
-@pytest.mark.parametrize("fn", [by_group, of_ones_data, of_scores_by_name])
+def by_surprise(rows, rewards, mask):
+    """Rewards over the tokens' log-probs, which are 0 where the policy chose no token."""
+    rate = (rewards / rows.sampling_log_probs).where(mask, 0.0).sum(1, keepdim=True)
+    return Advantages(rate.expand(rewards.shape), rewards)
+
+
+def of_chosen_tokens(rows, rewards):
+    return by_surprise(rows, rewards, rows.response_mask)
+
+
+@pytest.mark.parametrize("fn", [by_group, of_ones_data, of_scores_by_name, of_chosen_tokens])
 def test_estimators_that_read_what_is_theirs_pass(fn):
     laws.screen_estimator(fn, group=4)
 
@@ -89,6 +99,11 @@ def alone(rows, rewards):
     return rewards
 
 
+def of_seen_tokens(rows, rewards):
+    """Among them are those of tools, which the policy did not choose."""
+    return by_surprise(rows, rewards, rows.attention_mask[:, -rewards.shape[1] :])
+
+
 def rows_alone(rows):
     return Advantages(rows.scores, rows.scores)
 
@@ -99,6 +114,7 @@ def rows_alone(rows):
         (no_deviation, r"advantages are not finite in row \d: \[nan"),
         (one_column, r"advantages are torch.float32 \[12, 1\], expected floating \[B, T\] = \[12, 3\]"),
         (alone, r"it returned a Tensor, expected an Advantages"),
+        (of_seen_tokens, r"advantages are not finite in row \d: \[nan"),
         (rows_alone, "it raised TypeError: rows_alone"),
     ],
 )

@@ -66,6 +66,10 @@ def raises_on_empty(log_probs, old, advantages, mask, *, pieces, whole):
     return reinforce(log_probs, old, advantages, mask, pieces=pieces, whole=whole)
 
 
+def all_tokens_of_none(log_probs, old, advantages, mask, *, pieces, whole):
+    return reinforce(log_probs, old, advantages, mask if mask.any() else ~mask, pieces=pieces, whole=whole)
+
+
 MISTAKES = {
     "number": (per_token, "fault"),
     "purity": (draws, "fault"),
@@ -93,6 +97,12 @@ def test_every_law_notices_its_mistake(law):
     found = found_in(mistake)
     assert found[law].outcome == outcome
     assert found[law].example.keys() == {"log_probs", "old_log_probs", "advantages", "mask"}
+
+
+def test_an_empty_micro_batch_holds_numbers_that_a_loss_could_fall_back_to():
+    """So padding may: a loss of all tokens, where none is in the mask, is no 0."""
+    found = found_in(all_tokens_of_none)
+    assert {law for law, verdict in found.items() if verdict.outcome == "fault"} == {"empty micro-batch"}
 
 
 def test_the_first_fault_is_raised():

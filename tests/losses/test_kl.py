@@ -137,6 +137,11 @@ def test_shapes_that_would_broadcast_are_named():
         losses.kl_estimate(x, x[:, :1], "k3", mask=mask)
     with pytest.raises(ValueError, match="mask must be bool"):
         losses.kl_estimate(x, x, "k3", mask=x)
+    for name in ("old_log_probs", "ref_log_probs", "correction"):
+        for other in (x[:, :1], x[0], x.long()):
+            given = {"old_log_probs": x, "ref_log_probs": x, "correction": x} | {name: other}
+            with pytest.raises(ValueError, match=rf"^{name} must be floating .* \[2, 3\] as the mask, got"):
+                losses.kl_term(x, **given, kind="k3", mask=mask)
     with pytest.raises(ValueError, match=r"^kl must be floating"):
         losses.sequence_kl(x[:1], mask)
 

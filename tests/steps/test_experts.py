@@ -13,7 +13,7 @@ from fppo.grad import value_and_grad
 from fppo.laws.updates import _outcomes_differ, _UpdateOutcome
 from fppo.metrics import mean, report
 from fppo.models.routing import Routes
-from fppo.runtime.mesh import LOCAL, Sharding
+from fppo.runtime.mesh import LOCAL, Sharding, gradient_sum
 from fppo.runtime.simulate import simulate
 from fppo.steps import experts
 from fppo.steps.actor import PolicyTerms, UpdateActor
@@ -295,3 +295,26 @@ def test_losses_are_reported_of_all_tokens_where_ranks_cut_rows():
 
 def sequenced(mesh):
     return outcome(mesh, "qwen3_moe")
+
+
+@pytest.mark.parametrize("axes", [{"expert": 2}, {"shard": 2, "expert": 2}])
+def test_passes_have_the_numbers_of_whole_parameters_also_sharded_over_the_expert_axis(axes):
+    """Ranks with the same rows: as many times the gradient. Nothing has gathered parameters before these passes."""
+    model, params = make("qwen3_moe")
+
+    def loss(own, placed, mesh):
+        return forward_micro_batch(own, BATCH, forward=Forward(placed, mesh=mesh)).log_probs.square().sum()
+
+    def run(mesh, stage):
+        placed = models.place(model, mesh)
+        mesh = attrs.evolve(mesh, sharding=Sharding(stage=stage), layout=placed.layout)
+        value, grads = value_and_grad(loss)(models.own_params(placed, params, mesh), placed, mesh)
+        return value, models.whole_params(placed, gradient_sum(grads, mesh), mesh)
+
+    value, expected = value_and_grad(loss)(params, model, LOCAL)
+    for stage in (2, 3):
+        ranks = simulate(axes, partial(run, stage=stage))
+        for one, grads in ranks:
+            torch.testing.assert_close(one, value, rtol=1e-12, atol=1e-12)
+            for name, grad in expected.items():
+                torch.testing.assert_close(grads[name], len(ranks) * grad, rtol=1e-9, atol=1e-11)

@@ -258,6 +258,23 @@ def test_muons_updates_have_singular_values_near_1(dtype):
         assert 0.65 < values.min() < values.max() < 1.3
 
 
+def test_muons_matrices_are_the_linear_layers_of_the_blocks():
+    """Neither embeddings nor heads, tied or not."""
+    for head in ("lm", "value"):
+        model, params = tiny.model_and_params(head)
+        blocks = [(f"{model.prefix}{name}", model.skeleton.get_submodule(name)) for name in model.layers]
+        expected = {
+            f"{block}.{name}.weight"
+            for block, layer in blocks
+            for name, module in layer.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        assert len(expected) == 2 * 7
+        assert muon(rate).init(params).momentum.keys() == expected
+    outside = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wpe.weight")
+    assert not any(is_hidden_matrix(name, torch.ones(3, 2)) for name in outside)
+
+
 def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
     """torch.optim.Muon (2.9 and later) is the authors' own, in bfloat16, without clipping."""
     ours = muon(rate, weight_decay=0.1, max_grad_norm=None)
