@@ -118,7 +118,7 @@ def test_a_large_tensor_is_put_once_and_a_request_once_for_all_ranks(ray):
 
 
 def test_items_come_one_by_one_and_replies_that_end_early_are_a_loss(ray, tmp_path):
-    with cluster("local") as here, Group("one", here.ranks()) as one:
+    with cluster("local") as here, Group("one", here.ranks(), patience=60.0) as one:
         check_stream(one, tmp_path)
 
     def lost(actor):

@@ -33,7 +33,7 @@ def failing(record: Any) -> None:
 
 
 def after(record: Any) -> dict[str, float]:
-    """The numbers of an observer that is named before this one; its own take their place."""
+    """Negated numbers of an earlier observer, which they replace."""
     return {name: -x for name, x in record.metrics.items() if name == "own/updates"}
 
 
