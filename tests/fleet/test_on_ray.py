@@ -118,7 +118,7 @@ def test_a_large_tensor_is_put_once_and_a_request_once_for_all_ranks(ray):
 
 
 def test_items_come_one_by_one_and_replies_that_end_early_are_a_loss(ray, tmp_path):
-    with cluster("local") as here, Group("one", here.ranks()) as one:
+    with cluster("local") as here, Group("one", here.ranks(), patience=60.0) as one:
         check_stream(one, tmp_path)
 
     def lost(actor):
@@ -138,9 +138,11 @@ def test_a_stream_without_its_last_reply_is_a_loss(ray, monkeypatch):
             one.call(range, 3, on_item=print)
 
 
-def test_a_rank_that_is_lost_ends_the_group_which_starts_anew_with_a_new_room(ray):
+@pytest.mark.parametrize("kind", [RayActorError, RayError])
+def test_a_rank_that_is_lost_ends_the_group_which_starts_anew_with_a_new_room(ray, kind):
+    """Whether its actor has ended, or Ray says otherwise that there is no answer, as of an object on a lost node."""
     with cluster("local") as here, Group("actor", here.ranks(RankSpec(count=2))) as group:
-        group._ranks._actors[1].lost = RayActorError("\n the actor died \nwith a trace")
+        group._ranks._actors[1].lost = kind("\n the actor died \nwith a trace")
         with pytest.raises(GroupDied, match=r"rank 1 of 2 \(process .*\) was lost in itself: the actor died$"):
             group.call(itself, 3)
         group.start()

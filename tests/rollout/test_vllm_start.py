@@ -197,8 +197,18 @@ def test_a_worker_that_is_gone_is_a_death_in_any_call(monkeypatch):
         executor.is_failed = failed
         with pytest.raises(kind):
             host.call("x")
-    with pytest.raises(SyncError, match="vLLM could not load the weights: RuntimeError: gone"):
-        host.begin_load("bytes")
+    for load, given in (
+        (host.begin_load, ("bytes",)),
+        (host.take_in, ({"a": torch.ones(1)},)),
+        (host.take_in_from, ("memory", "packed", [(0, 4)])),
+        (host.end_load, ()),
+    ):
+        executor.is_failed = False
+        with pytest.raises(SyncError, match=r"^vLLM could not load the weights: RuntimeError: gone$"):
+            load(*given)
+        executor.is_failed = True
+        with pytest.raises(local.EngineDied, match=r"^a worker of vLLM ended"):
+            load(*given)
 
 
 class AdapterHost:

@@ -32,6 +32,11 @@ def failing(record: Any) -> None:
         raise RuntimeError(f"no such thing at {record.run.step} \x1b[2J")
 
 
+def after(record: Any) -> dict[str, float]:
+    """Negated numbers of an earlier observer, which they replace."""
+    return {name: -x for name, x in record.metrics.items() if name == "own/updates"}
+
+
 def wrong(record: Any) -> list[float]:
     del record
     return [1.0]
@@ -39,13 +44,13 @@ def wrong(record: Any) -> list[float]:
 
 def test_a_run_logs_their_numbers_and_outlives_their_errors(tmp_path, capsys):
     tiny_run.write_task(tmp_path)
-    names = [f"{__name__}:{fn.__name__}" for fn in (lengths, failing, wrong)]
+    names = [f"{__name__}:{fn.__name__}" for fn in (lengths, failing, wrong, after)]
     assert actions.train(tiny_run.settings(tmp_path, log__observers=names)) == 0
     lines = list(jsonl.read(tmp_path / "run" / "metrics.jsonl"))
     assert "own/tokens" not in lines[0]
     for line in lines[1:]:
         assert line["own/mean"] == line["response_length/mean"]
-        assert line["own/updates"] == 4 * line["step"]  # two mini-batches, two epochs
+        assert line["own/updates"] == -4 * line["step"]  # two mini-batches, two epochs
     assert [line.get(FAILURES) for line in lines] == [1.0, 2.0, 4.0, 6.0, 7.0]
     said = capsys.readouterr().err
     assert said.count(f"log.observers: {names[1]} failed at step 2, and the run goes on: RuntimeError: no such") == 1

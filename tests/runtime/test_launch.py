@@ -4,6 +4,7 @@ import contextlib
 from datetime import timedelta
 from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 
@@ -42,12 +43,13 @@ def asked(monkeypatch):
     monkeypatch.setattr(launch, "own_keys", lambda store, attempt: asked.keys.append((store, attempt)))
     monkeypatch.setattr(launch, "PrefixStore", lambda name, store: name)
     monkeypatch.setenv(launch.RESTARTS, "2")
-    asked.monitors, asked.watches = [], []
+    asked.monitors, asked.watches, asked.meshes = [], [], []
     monkeypatch.setattr(launch, "Monitor", lambda *of: asked.monitors.append(of) or contextlib.nullcontext())
 
     def watched(mesh):
         asked.watches.append(object())
-        return mesh, asked.watches[-1]
+        asked.meshes.append(attrs.evolve(mesh))  # another than the one that is not watched
+        return asked.meshes[-1], asked.watches[-1]
 
     monkeypatch.setattr(launch, "watched", watched)
     return asked
@@ -57,13 +59,16 @@ def asked(monkeypatch):
 def test_every_group_waits_as_long_as_the_settings_say(asked, device, bound):
     sizes = {"replicate": 2, "shard": 2, "sequence": 1}
     place, limit = Place(rank=2, world=4), timedelta(seconds=20)
-    with joined(sizes, place, torch.device(device), timeout=10.0, sharding=Sharding(), twin=True) as (mesh, _, second):
+    with joined(sizes, place, torch.device(device), timeout=10.0, sharding=Sharding(), twin=True) as joint:
+        mesh, watch, second = joint
         axes = {name: (axis.size, axis.rank, axis.group) for name, axis in mesh.axes.items()}
         assert axes == {"replicate": (2, 1, (0, 2)), "shard": (2, 0, (2, 3))}
         assert second.axes == mesh.axes
     assert (asked.start["timeout"], asked.start["device_id"]) == (limit, bound)
     assert (asked.met, asked.keys) == ([("env://", ("rank", 2), ("world_size", 4))], [("store", "2")])
     first, twin = asked.watches
+    assert watch is first
+    assert [x is y for x, y in zip((mesh, second), asked.meshes, strict=True)] == [True, True]
     assert asked.monitors == [("monitor", 2, 4, first, Limits(timeout=10.0), twin)]
     assert (asked.start["rank"], asked.start["world_size"], asked.start["store"]) == (2, 4, "groups")
     assert asked.start["backend"] == ("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl")

@@ -125,6 +125,29 @@ def test_ranks_that_do_not_meet_fail_and_do_not_hang(run, message):
         simulate({"replicate": 2, "shard": 2}, lambda mesh: run(mesh["shard"], mesh["replicate"]))
 
 
+OTHER = {"dtype": lambda x: x.double(), "shape": lambda x: torch.cat([x, x])}
+ALIKE = {
+    **{name: REFUSED[name] for name in ("all_reduce", "all_gather", "reduce_scatter")},
+    "reduce": lambda x, axis: dist.reduce(x, group=axis.group, group_dst=0),
+    "broadcast": lambda x, axis: dist.broadcast(x, group=axis.group, group_src=0),
+}
+
+
+@pytest.mark.parametrize("other", OTHER)
+@pytest.mark.parametrize("name", ALIKE)
+def test_tensors_of_one_collective_must_be_alike_on_all_ranks(name, other):
+    def run(mesh):
+        x, axis = torch.ones(4), mesh["shard"]
+        return ALIKE[name](OTHER[other](x) if axis.rank else x, axis)
+
+    with pytest.raises(RuntimeError) as raised:
+        simulate({"shard": 2}, run)
+    sizes = [2, 4] if name == "reduce_scatter" else [4, 8]
+    one, two = ("float32", sizes[0]), ("float64", sizes[0]) if other == "dtype" else ("float32", sizes[1])
+    calls = [f"rank {i} called {name} of torch.{dtype} [{size}]" for i, (dtype, size) in enumerate((one, two))]
+    assert str(raised.value) == f"the ranks of 'shard' call different collectives: {'; '.join(calls)}"
+
+
 def test_one_rank_runs_at_a_time_between_collectives(monkeypatch):
     monkeypatch.setattr(_thread_group, "PATIENCE", 30.0)
     running, most = [], []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from fppo.fleet.rank import Rank
-from fppo.runtime import launch
+from fppo.runtime import launch, stores
 from fppo.runtime.failure import MONITOR, Limits, Monitor, not_done
 from fppo.runtime.stores import listening, new_token, own_keys
 from fppo.runtime.watch import Watch
@@ -46,6 +46,19 @@ def test_keys_of_a_start_are_its_own(monkeypatch):
     assert not PrefixStore("attempt_1", store).check(["error"])
     monkeypatch.setenv("FPPO_STORE_TOKEN", tokens[0])
     assert own_keys(store, attempt="1").get("error") == b"mine"
+
+
+@pytest.mark.parametrize("chosen", [None, "", "eth7"])
+@pytest.mark.parametrize("names", [["lo", "eth7"], ["eth7"]])
+def test_ranks_of_one_machine_meet_on_its_loopback_unless_the_user_has_chosen(chosen, names, monkeypatch):
+    monkeypatch.setattr(stores.socket, "if_nameindex", lambda: [*enumerate(names, 1)])
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", chosen)
+    expected = {"GLOO_SOCKET_IFNAME": "lo"} if "lo" in names and not chosen else {}
+    assert stores.loopback_only() == expected
+    assert expected.items() <= launch._environment(0, 2, 1234, 0).items()
+    assert expected or "GLOO_SOCKET_IFNAME" not in launch._environment(0, 2, 1234, 0)
 
 
 def _monitors(store=None):

@@ -2,6 +2,7 @@
 
 import time
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -292,3 +293,19 @@ def test_a_message_is_counted_at_both_of_its_ends():
         ((0, 0), {"pipeline": 0}, "pipeline 1"),
         ((2, 0), {"pipeline": 2} | line, "pipeline 2"),
     ]
+
+
+def test_a_message_over_a_lane_is_counted_like_one_over_its_axis():
+    def run(mesh):
+        axis = mesh["pipeline"]
+        lanes = dict.fromkeys([(0, 1), (1, 0)], axis.group)
+        seen, watch = watched(Mesh({**mesh.axes, "pipeline": attrs.evolve(axis, lanes=lanes)}))
+        axis, x = seen["pipeline"], torch.full((5,), float(axis.rank))
+        assert all(lane.group is lanes[pair] for pair, lane in axis.lanes.items())
+        message = collectives.receive(torch.empty(5), axis, source=1 - axis.rank)
+        collectives.send(x, axis, target=1 - axis.rank).wait()
+        assert torch.equal(message.wait(), 1 - x)
+        return watch.traffic()["pipeline"][:2], watch.begun()
+
+    lines = {"pipeline from rank 0 to rank 1": 1, "pipeline from rank 1 to rank 0": 1}
+    assert simulate({"pipeline": 2}, run) == [((2, 20), {"pipeline": 2} | lines)] * 2

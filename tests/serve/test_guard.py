@@ -17,7 +17,7 @@ BODY = json.dumps(chat("find")).encode()
 RIGHT = (b"authorization", f"Bearer {KEY}".encode())
 
 
-def called(app, path=CHAT, *, headers=(RIGHT,), parts=(BODY,), kind="http"):
+def called(app, path=CHAT, *, headers=(RIGHT,), parts=(BODY,), kind="http", method="POST"):
     """Messages of an application for a body in parts."""
     left, sent = [*parts], []
 
@@ -27,7 +27,7 @@ def called(app, path=CHAT, *, headers=(RIGHT,), parts=(BODY,), kind="http"):
     async def send(message):
         sent.append(message)
 
-    scope = {"type": kind, "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope = {"type": kind, "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
     scope |= {"headers": [*headers], "http_version": "1.1", "scheme": "http", "root_path": ""}
     asyncio.run(app(scope, receive, send))
     return sent
@@ -50,7 +50,10 @@ def test_a_body_may_have_as_many_bytes_as_its_bound_and_no_more(told, parts):
 
 def test_only_the_path_of_health_is_open():
     with parrot_world("lamp") as world:
-        assert called(world.app, "/health", headers=())[0]["status"] in (200, 405)
+        for headers in ((), (RIGHT,)):
+            health = called(world.app, "/health", headers=headers, method="GET")
+            assert [message["type"] for message in health] == ["http.response.start", "http.response.body"]
+            assert (health[0]["status"], json.loads(health[1]["body"])) == (200, {"status": "ok"})
         for path in ("/healthy", "/health/v1/models", "/v1/health"):
             assert called(world.app, path, headers=())[0]["status"] == 401
         assert called(world.app, kind="websocket") == [{"type": "websocket.close", "code": 1008}]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 
+import attrs
 import pytest
 
 from fppo.workers import sandbox
@@ -288,6 +289,15 @@ def test_a_program_ends_by_itself_or_by_what_bounds_it(monkeypatch):
     assert time.monotonic() - began < 30
     with pytest.raises(RuntimeError, match="untrusted programs are not run: bwrap: no"):
         run("import sys; print('bwrap: no\\x1b', file=sys.stderr); sys.exit(1)")
+
+
+@pytest.mark.parametrize(("closed", "other"), [(1, 2), (2, 1)])
+def test_all_of_one_pipe_is_read_once_a_program_has_closed_the_other(monkeypatch, closed, other):
+    unboxed(monkeypatch)
+    many = 200_000  # more than a pipe holds, so that the other has ended before all of it is read
+    program = f"import os; os.close({closed}); os.fdopen({other}, 'w', closefd=False).write('a' * {many})"
+    ran = run(program, box=attrs.evolve(BOX, output=many))
+    assert (ran.why, ran.code, len(ran.out), len(ran.err)) == ("exit", 0, *((0, many) if closed == 1 else (many, 0)))
 
 
 VIEW = (

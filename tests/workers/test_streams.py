@@ -102,4 +102,9 @@ def test_threads_share_the_processes():
             assert [(i, x.score) for i, x in calls.taken(wait=True)] == [(7, 7.0)]
             for thread in threads:
                 thread.join()
+            calls.put(8, sample_of(8))
+            with ready.stream(function, "others", LOG) as others:
+                others.put(9, sample_of(9))
+                assert [(i, x.score) for i, x in others.taken(wait=True)] == [(9, 9.0)]
+            assert [(i, x.score) for i, x in calls.taken(wait=True)] == [(8, 8.0)]  # the end of others is not its own
     assert found == {name: [float(i) for i in range(name, name + 30)] for name in (0, 100)}
