@@ -84,9 +84,11 @@ def test_it_is_what_a_script_wires_by_hand(task, name):
     after = train(wired.run, program=wired.program, draw=wired.draw, steps=2)
     run, how = _by_hand(task, name)
     assert tree.digest(after) == tree.digest(train(run, **how, steps=2))
-    (_, rows, _), (_, expected, _) = (
-        ppo_step(after, **each) for each in ({"program": wired.program, "draw": wired.draw}, how)
-    )
+    prompts, more = wired.draw(after.cursor)[0], {"n": 9, "max_tokens": 9, "temperature": 3.0}
+    both = (each.rollout for each in (wired.program, how["program"]))
+    longer = (attrs.evolve(stage, sampling=attrs.evolve(stage.sampling, **more)) for stage in both)
+    rows, expected = (stage(prompts, after.actor.params, key=Key(5), version=2)[0] for stage in longer)
+    assert len(set(rows.attention_mask.sum(1).tolist())) > 2
     assert tree.digest(rows) == tree.digest(expected)  # what stands behind responses too
     assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
 
