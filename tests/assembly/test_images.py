@@ -12,6 +12,7 @@ from PIL import Image
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
+    AutoTokenizer,
     CLIPVisionConfig,
     Idefics3Config,
     LlamaConfig,
@@ -20,6 +21,7 @@ from transformers import (
 
 import fppo
 from fppo import models
+from fppo.assembly import texts
 from fppo.assembly.inputs import read_inputs
 from fppo.commands import cli
 from fppo.key import Key
@@ -109,6 +111,20 @@ REFUSED = {
     "reward.model.path": "rm",
     "reward.judge.path": "judge",
 }
+
+
+def test_a_model_of_images_without_a_processor_of_them_is_refused(tmp_path, monkeypatch):
+    """Where the files of one are missing, and where transformers gives the tokenizer in its place, as of types for
+    which it knows no processor."""
+    write_task(tmp_path, "llava")
+    settings = tiny_run.settings(tmp_path, data__images="images", data__chat=True)
+    assert texts.open_processor(settings.model, settings.data)[0].image_processor is not None
+    (tmp_path / "start" / "processor_config.json").unlink()
+    with pytest.raises(ValueError, match=r"data\.images = 'images': no processor of images came from .*start: OSError"):
+        texts.open_processor(settings.model, settings.data)
+    monkeypatch.setattr(texts.AutoProcessor, "from_pretrained", AutoTokenizer.from_pretrained)
+    with pytest.raises(ValueError, match=r"data\.images = 'images': .*start has no processor of images \(processor_c"):
+        texts.open_processor(settings.model, settings.data)
 
 
 def test_what_images_do_not_go_with_is_refused_by_name(tmp_path):

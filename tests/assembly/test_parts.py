@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 
-from fppo import tree
+from fppo import models, tree
 from fppo.assembly import adapters, engines, learning, machine, parts, rewards, supervised
 from fppo.data.privileged import TRUTH_SIGNS
 from fppo.fleet import HERE, LOCAL_GROUP
@@ -27,6 +27,7 @@ from fppo.settings.train import DataSettings, EvalSettings
 from fppo.steps.confidence import init_confidence
 from fppo.steps.hidden import init_hidden
 from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels import table as tables
 from fppo_kernels.collectives import Axis
 from tests import tiny_run
 
@@ -93,6 +94,42 @@ def test_the_device_is_a_gpu_where_the_ranks_of_pools_have_theirs(monkeypatch, g
     assert parts.device_of("auto", placement).type == kind
     assert parts.device_of("auto", PlacementSettings()).type == "cuda"
     assert parts.device_of("cpu", PlacementSettings()).type == "cpu"
+
+
+@pytest.mark.parametrize("lora", [LoraSettings(), LORA, attrs.evolve(LORA, critic_rank=0)])
+def test_a_critic_has_the_shapes_of_its_own_config_whether_it_is_adapted_or_not(tmp_path, lora):
+    small, large = (small_model(15, width=width, layers=1) for width in (16, 32))
+    for name, model in (("small", small), ("large", large)):
+        model.config.save_pretrained(tmp_path / name)
+    section = ModelSettings(path=str(tmp_path / "small"), compute_dtype="float32", lora=lora)
+    elsewhere = attrs.evolve(section, critic_path=str(tmp_path / "large"))
+    assert parts.bare_model(elsewhere).shapes == small.shapes
+    for own, like in ((section, small), (elsewhere, large)):
+        assert parts.bare_model(own, CriticSettings()).shapes == models.build(like.config, "value").shapes
+
+
+def kernel_one(*args, **kwargs):
+    """A kernel of a test's own."""
+
+
+def kernel_two(*args, **kwargs):
+    """Another one."""
+
+
+def test_every_kernel_of_ones_own_is_in_the_table():
+    """Beside those that are built in, for one operation or several."""
+    names = {f"model.{op}": "auto" for op in tables.DEFAULTS}
+    assert parts.kernel_table(names) == tables.BUILTIN
+    own = {"model.attention": "kernel_one", "model.decode_attention": "kernel_two", "model.log_probs": "kernel_one"}
+    own = {setting: f"{__name__}:{name}" for setting, name in own.items()}
+    table = parts.kernel_table(names | own)
+    assert {op: {*found} - {*tables.BUILTIN[op]} for op, found in table.items()} == {
+        op: {own[f"model.{op}"]} if f"model.{op}" in own else set() for op in tables.BUILTIN
+    }
+    assert {setting: table[setting[6:]][name].fn.__name__ for setting, name in own.items()} == {
+        setting: name.partition(":")[2] for setting, name in own.items()
+    }
+    assert all(table[op][name] is kernel for op, each in tables.BUILTIN.items() for name, kernel in each.items())
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,20 @@ def test_the_chat_template_gets_its_arguments_and_tools(task):
         prompt(data__chat_arguments={"enable_thinkin": True})
 
 
+def test_a_model_by_its_name_on_the_hub_has_what_its_files_say(task, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(task / name.partition("/")[2]))
+    found = []
+    for path in (str(task / "start"), "someone/start"):
+        settings = tiny_run.settings(task, data__chat=True, model__path=path)
+        words = texts.load_tokenizer(settings.model, settings.data)
+        generation = texts.policy_generation(settings.model, settings.data, words)
+        sampling = texts.sampling_of(settings.rollout, words, generation)
+        size = texts.vocabulary_size_of(settings.model)
+        found.append((words.get_vocab(), words.chat_template, generation.to_dict(), sampling, size))
+    assert found[0] == found[1]
+    assert found[0][2]["top_p"] == 0.8
+
+
 def test_a_tokenizer_from_elsewhere_and_a_config_that_differs(task):
     other = AutoTokenizer.from_pretrained(task / "start")
     other.save_pretrained(task / "words")

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.data import Fields, Imitated, Problems, Row, encode_demonstrations, imitated_conversation
+from fppo.data import Fields, Imitated, Problems, Row, encode_demonstrations, imitated_conversation, prompt_set
 from fppo.data.chat import ChatOptions, end_of_turn, render_chat
 from fppo.data.conversations import Answers, digest_of_demonstrations
 from tests.data import rows as chats
-from tests.data.test_foreign_rows import tooled
+from tests.data.test_foreign_rows import tooled, with_bos
 from tests.rollout import templates
 
 TALKS = Answers(messages="talk")
@@ -44,6 +44,15 @@ def test_a_response_ends_with_the_end_token():
     )
     assert found.ids == ("train.jsonl:1", "train.jsonl:2")
     assert found.sources == ("train.jsonl", "train.jsonl")
+
+
+def test_a_prompt_begins_as_that_of_a_rollout_does():
+    """With the tokenizer's first token, once, and its response without."""
+    rows = [{"prompt": text, "response": "3 4"} for text in ("1 2", "x 1 2", "1 x 2")]
+    found = encoded(rows, with_bos())
+    assert tuple(row.prompt for row in found.rows) == prompt_set([row["prompt"] for row in rows], with_bos()).tokens
+    assert [row.prompt[0] for row in found.rows] == [9, 9, 9]
+    assert {row.response for row in found.rows} == {(13, 14, 1)}
 
 
 def test_prompts_and_responses_are_fields_or_templates():

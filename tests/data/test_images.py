@@ -4,6 +4,7 @@ import io
 import itertools
 from types import SimpleNamespace
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -30,9 +31,9 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def encoded(values, reader=READER, **keywords):
+def encoded(values, reader=READER, *, fields=FIELDS, **keywords):
     named = data.rows_of([{"answer": "1", **value} for value in values], "mine:rows")
-    return data.encode_rows(named, reader.processor.tokenizer, fields=FIELDS, images=reader, **keywords)
+    return data.encode_rows(named, reader.processor.tokenizer, fields=fields, images=reader, **keywords)
 
 
 def test_paths_bytes_and_images_give_the_same(tmp_path):
@@ -89,6 +90,24 @@ def test_several_images_stand_where_the_prompt_has_them(name):
     assert chosen.inputs is not None
     assert chosen.inputs[0] == prompts.inputs[2]
     assert chosen.inputs[1] is None
+
+
+def test_images_in_a_field_of_a_field_are_those_of_a_plain_one():
+    """As the prompt and the answer may be."""
+    several = [[picture(1)], None, [picture(2), picture(3)]]
+    plain = encoded([{"prompt": "ab", "images": images} for images in several])
+    rows = [{"prompt": "ab", "more": {"images": images}} for images in several]
+    nested = encoded(rows, fields=attrs.evolve(FIELDS, images="more.images"))
+    listed = encoded(
+        [{"prompt": "ab", "images": [[], images]} for images in several],
+        fields=attrs.evolve(FIELDS, images="images.-1"),
+    )
+    assert plain.inputs is not None
+    for found in (nested, listed):
+        assert found.tokens == plain.tokens
+        assert found.inputs is not None
+        assert [*found.inputs] == [*plain.inputs]
+    assert [x is None for x in plain.inputs] == [False, True, False]
 
 
 def test_bad_images_are_named_with_row_and_field(tmp_path):

@@ -100,3 +100,23 @@ def test_the_limit_of_fields_of_other_readers_is_left_as_it_was(tmp_path, text):
         assert csv.field_size_limit() == 1000
     finally:
         csv.field_size_limit(before)
+
+
+def test_a_directory_of_images_with_their_lines_is_read_by_the_library_that_pairs_them(tmp_path, monkeypatch):
+    import datasets
+    from PIL import Image
+
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    for number in range(2):
+        Image.new("RGB", (3, 2), (number, 0, 0)).save(folder / f"{number}.png")
+    lines = [json.dumps({"file_name": f"{number}.png", "prompt": f"{number}?"}) for number in range(2)]
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: load(name, cache_dir=str(tmp_path / "cache")))
+    rows = read_rows(folder)
+    assert [(row.place, row.source, row.filled) for row in rows] == [
+        (f"{folder}[train]:{number}", "seen", True) for number in (1, 2)
+    ]
+    assert [row.fields["prompt"] for row in rows] == ["0?", "1?"]
+    assert [row.fields["image"].getpixel((0, 0)) for row in rows] == [(0, 0, 0), (1, 0, 0)]

@@ -36,6 +36,15 @@ def test_rows_packed_and_padded_are_transformers_rows_alone(name):
     assert_grads_close({n: g / scale for n, g in grads.items() if n in named}, {n: g / scale for n, g in named.items()})
 
 
+@pytest.mark.parametrize("kinds", [["full_attention", "conv"], ["full_attention", "conv", "full_attention", "conv"]])
+def test_layers_with_states_are_found_behind_others(kinds):
+    """Where the first layers have attention."""
+    sizes = {"layer_types": kinds, "num_hidden_layers": len(kinds)}
+    model, params = make("lfm2", config=type(HYBRIDS["lfm2"])(**HYBRIDS["lfm2"].to_dict() | sizes))
+    assert model.stateful == tuple(number for number, kind in enumerate(kinds) if kind == "conv")
+    torch.testing.assert_close(packed_logits(model, params), plain_logits(plain(model, params)), rtol=1e-10, atol=1e-12)
+
+
 class Renamed(modeling_lfm2.Lfm2ShortConv):
     """A short convolution as another release may have it: its cache is an argument of another name, behind another."""
 

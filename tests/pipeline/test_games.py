@@ -159,7 +159,7 @@ def every_response(game, opening, tokenizer, policy, sampling, turn_tokens, gamm
 
 
 CASES = {
-    "hidden": (Game(say_or_stop, draws=2), "x", "abcx", None, {"turn_tokens": 3}),
+    "hidden": (Game(say_or_stop, draws=2), "x", "abcx", None, {"turn_tokens": 3, "max_turns": 2}),
     "poker": (games.poker(1), "Q?", "JQKbc?", "bc", {"turn_tokens": 1}),
     "two hands": (games.poker(2), "Q?", "JQKbc?", "bc", {"turn_tokens": 1}),
     "ice": (games.ICE, "0021", "012LRUD", "LRUD", {"turn_tokens": 1}),
@@ -271,6 +271,27 @@ def test_games_that_cannot_be_played_are_refused(node, changes, text):
     ways = Ways(played(Game(node), tokenizer, Sampling(max_tokens=14, stop_token_ids=(END,)), **changes))
     with pytest.raises(ValueError, match=text):
         ways.add((2,), "x")
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_a_game_can_be_played_where_all_its_turns_fit_in_a_response(turns):
+    """Each says "bb" and its end, and one token is shown before the next."""
+    tokenizer = character_tokenizer("xbc")
+
+    def node(said):
+        return End(1.0) if said == turns else Turn("c" if said else "", {"bb": said + 1})
+
+    game = Game(lambda state: node(0 if state == "x" else state))
+    for most in range(3, 14):
+        sampling = Sampling(max_tokens=most, stop_token_ids=(END,))
+        ways = Ways(played(game, tokenizer, sampling, max_turns=turns))
+        if most >= 4 * turns - 1:
+            ways.add((2,), "x")
+            assert (len(ways.row), ways.rows(torch.device("cpu")).response_mask.sum()) == (3 * turns, 3 * turns)
+            continue
+        number = next(n for n in itertools.count(1) if 4 * n - 1 > most)
+        with pytest.raises(ValueError, match=f"in turn {number} of the game 'bb' cannot be said in "):
+            ways.add((2,), "x")
 
 
 def test_a_response_that_is_cut_scores_nothing():

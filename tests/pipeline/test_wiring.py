@@ -73,7 +73,7 @@ def _by_hand(task, name):
         update_critic=value and UpdateCritic(forward=value, **shared),
     )
     run = RunState(actor=init_state(params, OPTIMIZER), critic=critic, key=Key(3))
-    return train(run, program=program, draw=partial(data.next_batch, prompts, size=4, key=Key(3).fold("data")), steps=2)
+    return run, {"program": program, "draw": partial(data.next_batch, prompts, size=4, key=Key(3).fold("data"))}
 
 
 @pytest.mark.parametrize("name", ["gae", "grpo"])
@@ -82,7 +82,14 @@ def test_it_is_what_a_script_wires_by_hand(task, name):
     parts = ("rollout", "annotate", "estimate", "update_actor")
     assert disagreements(**{name: getattr(wired.program, name) for name in parts}) == []
     after = train(wired.run, program=wired.program, draw=wired.draw, steps=2)
-    assert tree.digest(after) == tree.digest(_by_hand(task, name))
+    run, how = _by_hand(task, name)
+    assert tree.digest(after) == tree.digest(train(run, **how, steps=2))
+    prompts, more = wired.draw(after.cursor)[0], {"n": 9, "max_tokens": 9, "temperature": 3.0}
+    both = (each.rollout for each in (wired.program, how["program"]))
+    longer = (attrs.evolve(stage, sampling=attrs.evolve(stage.sampling, **more)) for stage in both)
+    rows, expected = (stage(prompts, after.actor.params, key=Key(5), version=2)[0] for stage in longer)
+    assert len(set(rows.attention_mask.sum(1).tolist())) > 2
+    assert tree.digest(rows) == tree.digest(expected)  # what stands behind responses too
     assert tree.digest(after.actor.params) != tree.digest(wired.run.actor.params)
 
 

@@ -161,10 +161,22 @@ def test_one_of_several_labels(tmp_path):
     for label in ("good", "1"):
         actual = reward(load_reward_model(tmp_path, label=label))(rollout)
         torch.testing.assert_close(actual, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+    config["id2label"] = {"2": "bad", "1": "odd", "0": "good"}  # a label is that of its number, in whatever order
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    actual = reward(load_reward_model(tmp_path, label="bad"))(rollout)
+    torch.testing.assert_close(actual, expected_scores(module, "sequence", rollout, 2), rtol=1e-5, atol=1e-5)
     config["id2label"], config["label2id"] = {"0": "1", "1": "0", "2": "odd"}, {"1": 0, "0": 1, "odd": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
     actual = reward(load_reward_model(tmp_path, label="0"))(rollout)  # a name comes before a number
     torch.testing.assert_close(actual, expected_scores(module, "sequence", rollout, 1), rtol=1e-5, atol=1e-5)
+
+
+@given(st.permutations([*enumerate("abcd")]), st.integers(0, 4))
+def test_a_label_has_the_row_of_its_number_where_names_are_missing_or_in_another_order(names, count):
+    named = dict(names[:count])
+    labels = {named.get(row, str(row)): row for row in range(4)}
+    found = {label: reward_models._label_row("m", named, label, 4) for label in labels}
+    assert found == labels
 
 
 def test_a_policy_is_no_reward_model(tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
+from statistics import fmean
 
 import attrs
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from fppo import batch, metrics, rewards
 from fppo.rewards import RewardRunner, Sample
+from fppo.rewards.scoring import EXTRACTED
 from tests.rewards import functions
 from tests.rewards.samples import NONE, Letters, rollout
 
@@ -291,6 +294,35 @@ def test_summary_by_source():
     assert actual["val-aux/two/exact_match/mean@4"] == 0.75
     with pytest.raises(ValueError, match="prompt 0 has 4 responses, not n = 2"):
         rewards.summarize([scored], n=2)
+
+
+answered = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -2.0, math.nan]), st.sampled_from(["a", "b", None]))
+
+
+@given(
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=3))
+)
+def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts):
+    n, every = len(prompts[0]), [each for prompt in prompts for each in prompt]
+    rows = rollout(["q"] * len(every), ["a"] * len(every), ["a"] * len(every), n=n)
+    extras = batch.Column({EXTRACTED: answer} for _, answer in every)
+    scores = torch.tensor([score for score, _ in every])
+    scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={}, extras=extras)
+    kept = [[(score, answer) for score, answer in prompt if score == score] for prompt in prompts]
+    kept = [([score for score, _ in own], [answer for _, answer in own]) for own in kept]
+    found = {f"mean@{n}": [fmean(own) for own, _ in kept if own]}
+    for k in {k for k in (2, 4, n) if 1 < k <= n}:
+        enough = [(own, said, k) for own, said in kept if k <= len(own)]
+        found[f"best@{k}/mean"] = [rewards.best_at_k(own, k) for own, _, k in enough]
+        found[f"maj@{k}/mean"] = [rewards.majority_at_k(*each) for each in enough]
+    expected = {
+        f"val-{'core' if f'@{n}' in name else 'aux'}/letters/reward/{name}": fmean(values) if values else math.nan
+        for name, values in found.items()
+    }
+    missing = len(every) - sum(len(own) for own, _ in kept)
+    expected |= {"val-aux/unscored": float(missing)} if missing else {}
+    actual = metrics.report(rewards.summarize([scored], n=n))
+    assert actual == {name: pytest.approx(x, nan_ok=True) for name, x in expected.items()}
 
 
 def test_summary_of_single_responses():

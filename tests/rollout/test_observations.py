@@ -3,8 +3,10 @@
 import pytest
 
 from fppo.data import ChatOptions
+from fppo.data.chat import render_chat
 from fppo.rollout.turns.observations import PlainText, chat_template
 from tests.data import rows as chats
+from tests.rollout import templates
 
 CHATML = (
     "{% for m in messages %}{{ '<s> ' + m.role + ' : ' + m.content + ' <eos> . ' }}{% endfor %}"
@@ -36,6 +38,21 @@ def test_a_chat_goes_on_as_its_template_has_it(token):
     whole = words.apply_chat_template([*start, {"role": "assistant", "content": content}, *tool_message], **chat)
     assert [*prompt, *sampled, *encode(tool_message, end)] == whole
     assert encode([], end) == []
+
+
+@pytest.mark.parametrize("gap", ["", " ", "\n", "\n\n  ", "\t."])
+def test_what_stands_between_turns_is_read_as_the_template_writes_it(gap):
+    """Behind words that no token of the template ends, white space and all."""
+    opened = "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    turns = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ '" + repr(gap)[1:-1] + "' }}{% endfor %}"
+    words = templates.tokenizer_of(turns + opened)
+    messages = [{"role": "tool", "content": " The answer is 12 "}, {"role": "user", "content": "What?"}]
+    start = [{"role": "user", "content": "What is 3 x 4?"}, {"role": "assistant", "content": "Let me call"}]
+    (end,) = words.encode("=", add_special_tokens=False)
+    whole = render_chat(words, [*start, *messages], generation=True)
+    found = chat_template(words, roles=("tool",))(messages, end)
+    assert words.decode(found) == whole.partition("Let me call")[2]
+    assert words.decode(found).startswith(f"{gap}<|tool|>\n The answer is 12 {gap}<|user|>")
 
 
 def test_chat_templates_that_cannot_go_on_are_refused():

@@ -459,9 +459,10 @@ def test_ranks_that_cut_the_model_answer_as_one(axes):
         same(found, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "idefics3"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl", "idefics3"])
 def test_images_stay_with_their_rows(name):
-    """Positions of three axes go on behind them, also where a row comes back at another column."""
+    """Positions of three axes go on behind them, also where a row comes back at another column, and what is added
+    behind the first layers is there."""
     _, model, params = vision.make(name)
     g = torch.Generator().manual_seed(5)
     plain = talks(4, 3, longest=20, seed=18, size=20)

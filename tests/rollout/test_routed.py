@@ -101,7 +101,9 @@ def test_a_mutated_choice_is_noticed():
         assert shares["training/rerouted/tokens"] >= 1 / count
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"shard": 2}, {"expert": 2, "pipeline": 2}])
+@pytest.mark.parametrize(
+    "axes", [{"tensor": 2}, {"shard": 2}, {"expert": 2, "pipeline": 2}, {"expert": 2, "tensor": 2}]
+)
 def test_ranks_tell_what_one_process_tells(axes):
     model, params, expected = sampled("qwen3_moe")
 
@@ -150,6 +152,28 @@ def test_a_token_of_several_turns_has_the_experts_of_the_turn_that_first_ran_it(
         turns.add(expected[-1])
     assert len(turns) > 2
     assert not numbered.routed[~rows.attention_mask].any()
+
+
+@pytest.mark.parametrize(("axes", "anew"), [({"shard": 3}, False), ({"replicate": 2}, True)])
+def test_ranks_that_play_no_episode_tell_the_experts_of_the_others(axes, anew):
+    """The first prompt alone, of several turns."""
+    model, params = make("qwen3_moe")
+    asked = make_prompts((4,))
+    ask = attrs.evolve(ASK, prompts=asked, sampling=test_turns.SAMPLING, limits=None)
+
+    def on_rank(mesh):
+        how = {"max_turns": 3, "mesh": mesh}
+        how |= {"thinking": "drop", "prompt": lambda talk: [3 + len(talk)] * 5} if anew else {}
+        inner = engine_of(model, mesh=mesh, routed=True)
+        return test_turns.engine_of(inner, lambda talk: [{"role": "tool", "content": "h5"}], **how).generate(
+            params, ask
+        )
+
+    (expected,) = simulate({"shard": 1}, on_rank)
+    assert expected.routed is not None
+    assert int(expected.turn_ids.max()) > 0 or anew
+    for found in simulate(axes, on_rank):
+        assert tree.digest(found) == tree.digest(expected)
 
 
 def test_what_cannot_be_told_is_named():
