@@ -347,6 +347,9 @@ def test_weights_that_are_cut_off_are_told_from_whole_ones(task):
 def test_a_model_without_a_tokenizer(task, capsys):
     for name in places.TOKENIZER_FILES:
         (task / "start" / name).unlink(missing_ok=True)
+    (problem,) = [x for x in places.place_problems(tiny_run.settings(task)) if "holds no tokenizer, none of" in str(x)]
+    assert problem.path == "model.path"
+    assert "give one with model.tokenizer" in str(problem)
     assert "holds no tokenizer, none of" in _fails(task, capsys)
     (task / "start" / "tokenizer.json").write_text("{")
     assert "tokenizer.json is not JSON" in _fails(task, capsys)
