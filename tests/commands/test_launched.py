@@ -219,6 +219,10 @@ def test_every_kind_of_problem_is_found_in_one_look(tmp_path, monkeypatch):
     for name in ("place_problems", "module_problems", "target_problem", "machine_problems", "mesh_problems"):
         assert look(cli._look_sft, **{name: "model.path", "row_problems": "data.x"}) == [name]
     assert look(cli._look_sft, token_problems="data.x", row_problems="data.x") == []
+    settings = files.replace(settings, {"sft.optimizer.eps": 0.0, "actor.optimizer.eps": 0.0})
+    for look_at, roles in ((of_training, ("actor", "sft")), (cli._look_sft, ("sft",))):
+        places_first = ["place_problems", *(f"eps must be > 0, got 0.0 ({role})" for role in roles)]
+        assert look(look_at, place_problems="data.path") == places_first
 
 
 # fppo check
