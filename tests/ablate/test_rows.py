@@ -297,6 +297,9 @@ def test_the_table_word_by_word():
     assert "* what" not in shown
     bare = attrs.evolve(MACHINE, threads=1, matmul={}, copy=math.nan)
     assert text.table(attrs.evolve(ABLATION, rows=(), machine=bare)) == "a machine, 1 thread, torch 0;"
+    before_any = attrs.evolve(ABLATION, rows=(), machine=bare, interrupted=True)
+    ends = ["a machine, 1 thread, torch 0;", "", "interrupted: what is above was measured before"]
+    assert text.table(before_any).splitlines() == ends
 
 
 def test_columns_stand_under_their_headings():

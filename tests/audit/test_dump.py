@@ -139,6 +139,22 @@ def test_the_command_compares_and_writes(file, tmp_path, capsys):
     assert cli.main(["audit", "--dump", str(file), "--estimator", "rloo"]) == 1
 
 
+def test_keywords_of_a_recipe_are_numbers_switches_and_texts(tmp_path, capsys):
+    """None where a number would stand; of the estimator's scale it is a text."""
+    x = batch()
+    x["advantages"] = advantages.grpo(x["scores"], x["mask"], x["groups"], scale="none").advantages
+    new = x["log_probs"].requires_grad_()
+    weights = losses.loss_weights(x["mask"], "token-mean", totals=losses.count_totals(x["mask"]))
+    tokens = losses.ppo_clip(new, x["old_log_probs"], x["advantages"], x["mask"], clip_low=0.1, dual_clip=None)[0]
+    x["loss"] = (weights * tokens).sum()
+    (x["gradient"],) = torch.autograd.grad(x["loss"], new)
+    save_file({name: column.detach() for name, column in x.items()}, tmp_path / "x.safetensors")
+    own = ["audit", "--dump", str(tmp_path / "x.safetensors"), "--loss-settings", "clip_low=0.1,dual_clip=none"]
+    for word, status in (("none", 0), ("None", 0), ("std", 1)):
+        assert cli.main([*own, "--estimator-settings", f"scale={word}"]) == status
+    capsys.readouterr()
+
+
 def test_a_file_without_a_mask_lists_what_it_has(tmp_path, capsys):
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     assert cli.main(["audit", "--dump", str(tmp_path / "x.safetensors")]) == 2

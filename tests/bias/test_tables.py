@@ -217,6 +217,7 @@ def test_values_are_compared_with_the_mean_return(monkeypatch):
         "quantile": losses.quantile_head(),
         "quantile, delta 0.1": losses.quantile_head(delta=0.1),
     }
+    assert [*study.HEADS] == [*heads]
     for name, head in study.HEADS.items():
         own = heads[name]
         assert (head.outputs, described(head.read)) == (own.outputs, described(own.read))
@@ -226,4 +227,13 @@ def test_values_are_compared_with_the_mean_return(monkeypatch):
     table = study.values(SIZES, {})
     assert table.heads == (*means,)
     wanted = [1.0 + (3 if name == "0, 0.1, 1" else 2) - mean for name, mean in means.items()]
-    assert dict(table.rows) == {name: tuple(pytest.approx(x) for x in wanted) for name in heads}
+    assert [*table.rows] == [(name, tuple(pytest.approx(x) for x in wanted)) for name in heads]
+
+
+@pytest.mark.usefixtures("noted")
+def test_a_table_is_called_what_it_is_asked_for_by(monkeypatch):
+    monkeypatch.setattr(study, "step_bias", lambda step, own: None)
+    found = "none", Typical(turned=0.0, scale=1.0, noise=1.0)
+    monkeypatch.setattr(study, "nearest", lambda each, worlds, coef: found)
+    monkeypatch.setattr(study, "fixed_point", lambda head, returns, chances: 0.0)
+    assert [table.name for table in study.study([*study.TABLES], SIZES, {})] == [*study.TABLES]

@@ -66,15 +66,24 @@ def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_anot
     assert all(stage["leaf"] is None for stage in found["reference"]["stages"])
 
 
+def strict(path):
+    """A file of JSON without what only Python takes for numbers."""
+    return json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
 def test_a_kernel_that_breaks_is_told_from_one_that_rounds(run, tmp_path):
-    """Log-probs that are 1 off part in the rollout, by 1, and the gradients by far more than rounding."""
+    """Log-probs that are 1 off part in the rollout, by 1, and the gradients by far more than rounding; those that are
+    no numbers are infinitely far, in words."""
     given = ["--replay", str(run), "--step", "2", "--json", str(tmp_path / "r.json"), "--implementations", "reference"]
-    own = ["--with", "tests.commands.test_ablate:doubled"]
+    own = ["--with", *(f"tests.commands.test_ablate:{name}" for name in ("doubled", "nowhere"))]
     assert cli.main(["ablate", *own, *given]) == 0
-    choice = json.loads((tmp_path / "r.json").read_text())["choices"][1]
-    first = next(stage for stage in choice["stages"] if stage["leaf"] is not None)
+    choices = {choice["implementation"]: choice for choice in strict(tmp_path / "r.json")["choices"]}
+    first, lost = (
+        next(stage for stage in choices[name]["stages"] if stage["leaf"] is not None) for name in ("doubled", "nowhere")
+    )
     assert first["stage"] in ("rollout", "old_log_probs")
     assert first["max_abs"] > 0.1
+    assert (lost["stage"], lost["max_abs"], lost["relative"]) == (first["stage"], "inf", "inf")
 
 
 @pytest.mark.parametrize(
@@ -109,6 +118,11 @@ def doubled(*args, **keywords):
 
     out = reference(*args, **keywords)
     return out._replace(log_probs=2 * out.log_probs)
+
+
+def nowhere(*args, **keywords):
+    out = doubled(*args, **keywords)
+    return out._replace(log_probs=out.log_probs * float("nan"))
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,10 @@ def test_every_kind_of_problem_is_found_in_one_look(tmp_path, monkeypatch):
     for name in ("place_problems", "module_problems", "target_problem", "machine_problems", "mesh_problems"):
         assert look(cli._look_sft, **{name: "model.path", "row_problems": "data.x"}) == [name]
     assert look(cli._look_sft, token_problems="data.x", row_problems="data.x") == []
+    settings = files.replace(settings, {"actor.optimizer.eps": 0.0, "sft.optimizer.eps": -1.0})
+    told, of_sft = (f"eps must be > 0, got {value}" for value in (0.0, -1.0))
+    assert look(place_problems="data.path") == ["place_problems", told, of_sft]
+    assert look(cli._look_sft, place_problems="data.path") == ["place_problems", of_sft]
 
 
 # fppo check

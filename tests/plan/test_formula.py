@@ -127,6 +127,18 @@ def test_temporary_bytes_are_gathered_weights_gradients_and_activations(stage, a
     assert estimate._moving(away, "update actor", each) == pytest.approx(gathered + grads + least + 2 * 256 * inside)
 
 
+@pytest.mark.parametrize("chosen", [1, 2, 8])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_mixture_keeps_the_rows_of_every_chosen_expert(chosen, tensor):
+    """Four of a token's width for each expert beyond what it computes inside; the tensor axis cuts them."""
+    what = case(hardware=GPU, config=mixture(chosen=chosen), mesh={"tensor": tensor}, compute_dtype=torch.bfloat16)
+    facts = facts_of(what, model_of(case(config=mixture(chosen=chosen)), "actor"))
+    own = estimate._own(what, facts)
+    inside = 10 * 128 + 4 * chosen * 64 + 4 * chosen * 128
+    kept = 2 * (2 * 128 + inside / tensor)  # of two layers
+    assert estimate._moving(what, "update actor", facts) == pytest.approx((2 + 4) * own + 2 * 256 * kept)
+
+
 def test_a_rank_needs_the_state_of_its_models_and_the_largest_stage():
     what, facts = of(mesh={"shard": 2}, compute_dtype=torch.bfloat16, roles={"reference": Role(dtype=torch.bfloat16)})
     rest = sum(12 * estimate._own(what, each) for each in facts.values()) + 2 * estimate._own(what, facts["actor"])
