@@ -76,6 +76,22 @@ def test_a_right_trl_agrees_with_every_reference(monkeypatch):
     assert [name for name in own if not agrees(found[name])] == []
 
 
+def test_the_losses_of_trl_by_sequence_are_run_so(monkeypatch):
+    class Seen:
+        def _compute_loss(self, model, inputs):
+            seen.append((self.loss_type, self.importance_sampling_level))
+            return torch.zeros(())
+
+    seen: list[tuple[str, str]] = []
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace(GRPOTrainer=Seen))
+    (leaf, *others), more = batch(0)
+    of_rows = [audited for audited in trl.adapters() if "sequence" in audited.name]
+    for audited in of_rows:
+        audited.fn(leaf, *others, **more)
+    assert [audited.name for audited in of_rows] == ["grpo, sequence (GSPO)", "luspo, sequence"]
+    assert seen == [("grpo", "sequence"), ("luspo", "sequence")]
+
+
 # verl
 
 TOKEN_LOSSES = {
