@@ -261,7 +261,8 @@ def _errors(case: Operation, fn: Callable, drawn: Drawn, known: Exact, outputs: 
 def _error(output: str, by: str | None, expected: Tensor, actual: Tensor) -> Error:
     if expected.shape != actual.shape:
         raise ValueError(f"{output} has the shape {list(actual.shape)}, expected {list(expected.shape)}")
-    gap = (actual.double() - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    largest = expected.abs().max().item() if expected.numel() else 0.0
+    wide = actual.double()
+    gap = (wide - expected).abs().where(wide != expected, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    largest = expected.abs().where(expected.isfinite(), 0.0).max().item() if expected.numel() else 0.0
     worst = gap.max().item() if gap.numel() else 0.0
     return Error(output=output, by=by, max_abs=worst, relative=worst / largest if largest else worst)

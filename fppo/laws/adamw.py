@@ -60,6 +60,10 @@ def _start(example: LawExample) -> _State:
     return _State(params, moments, [m.square() for m in moments], steps).copy()
 
 
+def _wide_copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [x.to(torch.float64, copy=True) for x in tensors]
+
+
 def _grads(example: LawExample, step: int) -> list[Tensor]:
     return [x[step].clone() for x in example.extras.values()]
 
@@ -86,11 +90,11 @@ def _step(kernel: Callable, state: _State, grads: list[Tensor], case: AdamWScala
 def is_textbook(kernel: Callable, example: LawExample, generator: torch.Generator, *, case: AdamWScalars) -> str | None:
     """Describe the first difference from the textbook's numbers over some steps; None if there is none."""
     state, names = _start(example), list(example.inputs)
-    expected = _State(*([x.double() for x in part] for part in state.copy()))  # float64 would be the same tensors
+    expected = _State(*(_wide_copies(part) for part in state))
     for step in range(STEPS):
         grads = _grads(example, step)
         count = int(state.steps[0]) + 1
-        _step(reference_, expected, [g.double() for g in _grads(example, step)], case)
+        _step(reference_, expected, _wide_copies(grads), case)
         _step(kernel, state, grads, case)
         if any(int(x) != count for x in state.steps):
             return f"after step {step + 1}, steps are {[x.item() for x in state.steps]}, expected {count}.0 of each"

@@ -180,6 +180,7 @@ def _gap(expected: Any, actual: Any) -> tuple[float, float] | None:
     if tree.digest(expected) == tree.digest(actual):
         return None
     a, b = expected.double(), actual.double()
-    gap = (a - b).abs().where(~(a.isnan() & b.isnan()), 0.0).nan_to_num(nan=torch.inf).max().item()
-    largest = a.abs().nan_to_num(nan=0.0).max().item()
+    apart = (a != b) & ~(a.isnan() & b.isnan())
+    gap = (a - b).abs().where(apart, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf).max().item()
+    largest = a.abs().where(a.isfinite(), 0.0).max().item()
     return gap, gap / largest if largest else gap

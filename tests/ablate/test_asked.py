@@ -231,6 +231,8 @@ def test_an_error_is_the_largest_gap_and_nothing_hides_it():
         ([0.0, 0.0], [0.0, 0.25], 0.25, 0.25),
         ([1.0, 2.0], [nan, 2.0], inf, inf),
         ([1.0, 2.0], [1.0, inf], inf, inf),
+        ([-inf, 2.0], [-inf, 1.0], 1.0, 0.5),
+        ([-inf, 2.0], [inf, 2.0], inf, inf),
         ([], [], 0.0, 0.0),
     ):
         one, other = (torch.tensor(x, dtype=torch.float64) for x in (expected, actual))

@@ -112,14 +112,25 @@ def test_gradients_and_states_part_by_role():
         (WHOLE.values.float(), math.inf),
         (None, math.inf),
         (WHOLE.values.where(WHOLE.values < 1.5, torch.nan), math.inf),
+        (WHOLE.values.where(WHOLE.values < 1.5, torch.inf), math.inf),
         (WHOLE.values, 0.0),
     ],
-    ids=["another shape", "another dtype", "gone", "no number", "equal"],
+    ids=["another shape", "another dtype", "gone", "no number", "infinite", "equal"],
 )
 def test_what_cannot_be_compared_is_infinitely_far(other, gap):
     found = {x.stage: x for x in partings(step_of(), step_of(attrs.evolve(WHOLE, values=other)))}["values"]
     assert (found.max_abs, found.relative) == (gap, gap)
     assert (found.leaf is None) == (gap == 0)
+
+
+def test_infinities_in_both_are_equal_and_large_is_what_is_finite():
+    here, there = WHOLE.values.clone(), WHOLE.values.clone()
+    here[0, :2] = there[0, :2] = torch.tensor([torch.inf, -torch.inf])
+    there[1, 2] -= 0.25
+    steps = [step_of(attrs.evolve(WHOLE, values=x)) for x in (here, there)]
+    (found,) = [x for x in partings(*steps) if x.stage == "values"]
+    assert found.max_abs == pytest.approx(0.25)
+    assert found.relative == pytest.approx(0.25 / here[here.isfinite()].abs().max().item())
 
 
 def test_numbers_that_are_none_in_both_are_equal_and_zeros_are_far_by_their_difference():
