@@ -36,14 +36,15 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
     kind, section = torch.device("cpu"), settings.model
     with contextlib.suppress(ValueError):
         kind = device or device_of(settings.device, settings.placement)
-    paths = {"model.path": section.path, "reward.model.path": settings.reward.model.path}
+    paths = {"reward.model.path": settings.reward.model.path}
     paths["model.critic_path"] = section.critic_path if settings.algorithm.uses_critic else None
     paths["model.ref_path"] = section.ref_path if settings.uses_reference else None
     paths["model.teacher_path"] = section.teacher_path if settings.uses_teacher else None
+    policies = [*_built(section, {"model.path": section.path})]  # one, or none where there is no model
     if kind.type == "cuda":
         capability = torch.cuda.get_device_capability(kind)
-        return resolve.resolved(settings, machine_of([*_built(section, paths)], capability))
-    policy = next(_built(section, {"model.path": section.path}), None)
+        return resolve.resolved(settings, machine_of([*policies, *_built(section, paths)], capability))
+    policy = policies[0] if policies else None
     onednn = policy is not None and _width(policy) >= _WIDE and fast_on_this_processor()
     wants = settings.rollout.exact or section.cpp
     if wants == resolve.AUTO:
@@ -51,7 +52,7 @@ def resolved(settings: TrainSettings, device: torch.device | None = None) -> tup
         wants = policy is not None and work_of(policy, settings.steps, *sections) >= _ENOUGH
     if not wants:
         return resolve.resolved(settings, attrs.evolve(resolve.CPU, onednn=onednn))
-    machine, why = machine_of([*_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
+    machine, why = machine_of([*policies, *_built(section, paths)], None), tables.needs_cpp() or _cpp.failure()
     if why is not None:
         machine = attrs.evolve(machine, refusals={**machine.refusals, **_without_cpp(why)})
     return resolve.resolved(settings, attrs.evolve(machine, compiles=True, no_compiler=why, onednn=onednn))

@@ -70,7 +70,7 @@ def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
         compute_dtype=None if model.compute_dtype == "float32" else getattr(torch, model.compute_dtype),
         checkpoint_layers=model.checkpoint_layers,
         log_probs=model.log_probs if model.log_probs in LOG_PROBS else "chunked",
-        packs=not hardware.on_gpu and model.linear == "onednn",
+        packs=not (hardware.on_gpu or of.rollout.exact) and model.linear == "onednn",
         graphs=model.graphs is True,
         offload=model.offload,
         offload_activations=model.offload_activations,

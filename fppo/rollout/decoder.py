@@ -22,7 +22,7 @@ from fppo.models.quantised import Quantised
 from fppo.models.regions import BlockSeam, EmbeddingSeam
 from fppo.models.seams import Attend, AttentionLayer, LayerSeam
 from fppo_kernels.collectives import Axis, all_reduce
-from fppo_kernels.linear.onednn import onednn, packed
+from fppo_kernels.linear.onednn import packed
 from fppo_kernels.linear.plain import plain
 from fppo_kernels.rotary.eager import eager
 
@@ -30,6 +30,7 @@ JOINED = 1 << 28  # bytes of weights up to which those of one input are laid sid
 PACKED = 1 << 30  # bytes of weights up to which all are copied, packed for oneDNN's products
 
 _Product = tuple[Tensor, Tensor | None]  # weight [O, I] and bias [O]
+_Copied = Callable[[Tensor], Tensor]  # lays a weight out for products
 
 
 class Rotation(NamedTuple):
@@ -221,20 +222,23 @@ def _side_by_side(shapes: Mapping[str, torch.Size], names: Sequence[str], factor
     return Factors(torch.cat([factors[name].a for name in names if name in factors]), b, some.scale)
 
 
-def decoder_of(skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain) -> Decoder | None:
+def decoder_of(
+    skeleton: PreTrainedModel, linear: Callable[..., Tensor] = plain, *, packs: bool = False
+) -> Decoder | None:
     """The decoder of a skeleton, from inside `bind`, by a kernel for linear layers; None if its class, or that of any
-    module of it, is another."""
+    module of it, is another. If it `packs`, weights are copied into the layout of oneDNN's products."""
     base: Any = skeleton
     kind = type(base).__module__
     if kind not in KINDS or not all(_known(module, kind) for module in base.modules()):
         return None
     size = sum(x.numel() * x.element_size() for x in base.layers.parameters())
     attention, embedding = base.layers[0].self_attn, base.embed_tokens
-    width, pack = attention.head_dim, linear is onednn
+    width = attention.head_dim
+    copied = (packed if packs else _as_it_is) if size <= (PACKED if packs else JOINED) else None
     return Decoder(
         embedding=_Embedding(embedding.weight) if type(embedding) is nn.Embedding else embedding,
         axis=embedding.region.axis if isinstance(embedding, EmbeddingSeam) else Axis(),
-        layers=[_layer(layer, joined=size <= (PACKED if pack else JOINED), pack=pack) for layer in base.layers],
+        layers=[_layer(layer, copied) for layer in base.layers],
         norm=_norm(base.norm),
         heads=(attention.q_proj.out_features // width, attention.k_proj.out_features // width, width),
         rotary=base.rotary_emb,
@@ -260,19 +264,19 @@ def _turn(layer: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return known._rotary if isinstance(known, KnownLayer) and known._rotary is not eager else None
 
 
-def _layer(layer: Any, *, joined: bool, pack: bool) -> _Layer:
-    """A layer's parameters, of which copies are made only if `joined`; then oneDNN's kernel has them packed."""
+def _layer(layer: Any, copied: _Copied | None) -> _Layer:
+    """A layer's parameters. With `copied`, by which weights are laid out, those of one input stand side by side."""
     attention, mlp = _inside(layer.self_attn), _inside(layer.mlp)
     own = getattr(attention, "q_norm", None)
     return _Layer(
         before=_norm(layer.input_layernorm),
-        qkv=_products((attention.q_proj, attention.k_proj, attention.v_proj), joined, pack),
+        qkv=_products((attention.q_proj, attention.k_proj, attention.v_proj), copied),
         head_norms=None if own is None else (_norm(own), _norm(attention.k_norm)),
-        out=_product(attention.o_proj, joined and pack),
+        out=_product(attention.o_proj, copied),
         after=_norm(layer.post_attention_layernorm),
-        gate_up=_products((mlp.gate_proj, mlp.up_proj), joined, pack),
+        gate_up=_products((mlp.gate_proj, mlp.up_proj), copied),
         glu=_glu(mlp),
-        down=_product(mlp.down_proj, joined and pack),
+        down=_product(mlp.down_proj, copied),
     )
 
 
@@ -289,16 +293,19 @@ def _glu(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda gate, up: act(gate).mul_(up)
 
 
-def _product(module: nn.Linear, pack: bool) -> _Product:
-    return packed(module.weight) if pack else module.weight, module.bias
+def _as_it_is(weight: Tensor) -> Tensor:
+    return weight
 
 
-def _products(modules: Sequence[nn.Linear], joined: bool, pack: bool) -> list[_Product]:
+def _product(module: nn.Linear, copied: _Copied | None) -> _Product:
+    return module.weight if copied is None else copied(module.weight), module.bias
+
+
+def _products(modules: Sequence[nn.Linear], copied: _Copied | None) -> list[_Product]:
     """The products of modules with one input, side by side."""
     weights: list[Tensor] = [module.weight for module in modules]
-    if not joined or any(isinstance(weight, Adapted | Quantised) for weight in weights):
-        return [_product(module, joined and pack) for module in modules]
+    if copied is None or any(isinstance(weight, Adapted | Quantised) for weight in weights):
+        return [_product(module, copied) for module in modules]
     biases: list[Tensor] = [module.bias for module in modules if module.bias is not None]
     assert len(biases) in (0, len(modules))
-    together = torch.cat(weights)
-    return [(packed(together) if pack else together, torch.cat(biases) if biases else None)]
+    return [(copied(torch.cat(weights)), torch.cat(biases) if biases else None)]

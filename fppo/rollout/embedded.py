@@ -204,7 +204,8 @@ class EmbeddedEngine:
         """The policy of these parameters, inside `bind`."""
         own = models.output_head(model, params)
         head, product = (own, rounded_product(self.kernels.linear)) if self.exact else _wide(own, self.kernels.linear)
-        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear)
+        packs = self.kernels.linear is onednn and not self.exact
+        decoder = decoder_of(model.text_of(skeleton), self.kernels.linear, packs=packs)
         columns = self._columns(model, head)
         record = self._record(head.weight.device, decoder, columns.axis)
         routers, budget = model.routers if self.routed else (), self.prefill_tokens

@@ -22,8 +22,7 @@ from fppo.settings.train import TrainSettings
 from fppo_kernels.table import BUILTIN, DEFAULTS, EXACT, INSIDE
 
 AUTO = "auto"
-# operations inside the layers whose setting may say auto
-LAYERS = tuple(op for op in INSIDE if op != "linear" and getattr(attrs.fields(ModelSettings), op).default == AUTO)
+LAYERS = tuple(op for op in INSIDE if "eager" in BUILTIN[op])  # operations that the model's own code may compute
 _PLAIN = {"attention": "sdpa", "decode_attention": "sdpa", "log_probs": "chunked"}  # run everywhere
 _FAST = {"attention": "varlen", "decode_attention": "sdpa", "log_probs": "triton"}  # on a GPU
 BY_DEVICE = ("varlen", "flash")  # attention that reads the lengths of rows on the device

@@ -113,6 +113,20 @@ def test_a_case_without_what_settings_leave_out(tmp_path):
     assert (found.lora, found.critic_lora, found.lora_base) == (None, None, None)
 
 
+@pytest.mark.parametrize(
+    ("changes", "gpu", "packs"),
+    [
+        ({"model__linear": "onednn"}, "cpu", True),
+        ({"model__linear": "onednn"}, "h100", False),
+        ({"model__linear": "torch"}, "cpu", False),
+        ({"rollout__exact": True}, "cpu", False),
+    ],
+)
+def test_weights_are_packed_for_onednn_on_a_cpu_but_for_exact_rollouts(tmp_path, changes, gpu, packs):
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", **changes)
+    assert budgeted(settings, PlanSettings(gpu=gpu)).packs is packs
+
+
 def test_axes_and_adapters_of_a_case_are_the_settings_own(tmp_path):
     changes = {
         "model__path": "quickstart",

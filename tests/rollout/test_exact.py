@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from fppo import laws, models
 from fppo.key import Key
 from fppo.models.lora import Lora, adapt
-from fppo.rollout import exact, records
+from fppo.rollout import decoder, embedded, exact, records
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.exact_probe import probe_exact
@@ -54,6 +54,19 @@ def engine_of(name, dtype=torch.float32, **changes):
 )
 def test_engines_are_exact(name, dtype):
     laws.check_exact(*engine_of(name, dtype), **FEW)
+
+
+def test_an_exact_engine_packs_no_weights(monkeypatch):
+    engine, params = engine_of("qwen3")
+    packs, made = [], decoder.decoder_of
+    for module in (decoder, embedded):
+        monkeypatch.setattr(module, "packed", lambda weight: packs.append(weight) or weight)
+    monkeypatch.setattr(embedded, "decoder_of", lambda *args, **how: packs.append(how) or made(*args, **how))
+    ask = Ask(make_prompts(), Sampling(max_tokens=2), Key(0))
+    engine.generate(params, ask)
+    assert packs == [{"packs": False}]
+    attrs.evolve(engine, exact=False).generate(params, ask)
+    assert len(packs) > 2
 
 
 @pytest.mark.slow

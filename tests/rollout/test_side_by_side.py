@@ -140,7 +140,7 @@ def test_a_decoder_adds_what_modules_add():
     asked = [request(row, own) for row, own in enumerate([None, *SPECS, *SPECS])]
     found = together(engine_of(model), params, adapters, asked)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fppo.rollout.embedded.decoder_of", lambda *args: None)
+        patch.setattr("fppo.rollout.embedded.decoder_of", lambda *args, **how: None)
         expected = together(engine_of(model), params, adapters, asked)
     for name, one in found.items():
         same(one, expected[name])

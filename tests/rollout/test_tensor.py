@@ -79,7 +79,9 @@ def test_ranks_of_a_tensor_axis_draw_together_what_one_process_draws(name, axes,
         return cache
 
     monkeypatch.setattr(caches, "allocate", watched)
-    monkeypatch.setattr(embedded, "decoder_of", lambda *args: made.append(decoder.decoder_of(*args)) or made[-1])
+    monkeypatch.setattr(
+        embedded, "decoder_of", lambda *args, **how: made.append(decoder.decoder_of(*args, **how)) or made[-1]
+    )
     monkeypatch.setattr(Cut, "join", lambda *args: joined.append(args) or join(*args))
     ranks = on_ranks(model, params, axes, ask)
     assert {found is not None for found in made} == {fast}

@@ -94,7 +94,8 @@ def onednn(
 def packed(weight: Tensor) -> Tensor:
     """Copy a weight [M, H] into the layout in which oneDNN multiplies by it fastest, for products without gradients.
 
-    `onednn` gives the same bits with it. A weight that oneDNN does not multiply is returned as it is.
+    `onednn` takes it as a weight. On some processors it rounds otherwise with it, so exact rollouts pack none. A weight
+    that oneDNN does not multiply is returned as it is.
     """
     if not (_is_plain(weight) and weight.numel() and _multiplies(weight.dtype)):
         return weight
@@ -102,8 +103,8 @@ def packed(weight: Tensor) -> Tensor:
 
 
 def fast_on_this_processor() -> bool:
-    """Whether oneDNN's float32 products are faster than torch's on this machine: on AMD's processors, for which MKL has
-    no kernels of its own. Both are found by what the machine says of itself, so that every start finds the same."""
+    """Whether oneDNN's float32 products are faster than torch's on this machine: on AMD's processors, where torch has
+    MKL's. Nothing is timed, so that every start finds the same."""
     return torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available() and _made_by_amd()
 
 
