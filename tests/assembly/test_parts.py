@@ -311,16 +311,18 @@ def test_tokens_that_a_model_does_not_have_are_named_by_their_rows():
 
 
 def test_a_machine_is_asked_about_every_model_that_a_run_has(tmp_path, monkeypatch):
-    """Kernels must fit all of them."""
+    """Kernels must fit all of them, and each is built once."""
     seen = []
-    monkeypatch.setattr(machine, "_built", lambda section, paths: seen.append(dict(paths)) or [])
+    monkeypatch.setattr(machine, "_built", lambda section, paths: seen.extend(paths.items()) or [])
     monkeypatch.setattr(machine.torch.cuda, "get_device_capability", lambda kind: (8, 0))
     paths = {"model__path": "p", "model__critic_path": "c", "model__ref_path": "r", "reward__model__path": "w"}
     whole = tiny_run.settings(tmp_path, **paths)
     machine.resolved(whole, torch.device("cuda"))
     names = {"model.path": "p", "reward.model.path": "w", "model.critic_path": "c", "model.ref_path": "r"}
-    assert seen.pop() == names | {"model.teacher_path": None}
+    assert sorted(seen) == sorted((names | {"model.teacher_path": None}).items())
+    seen.clear()
     no_kl = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
     taught = {"algorithm__advantage": "distill", "model__teacher_path": "t", "model__path": "p"}
     machine.resolved(tiny_run.settings(tmp_path, **taught, **no_kl), torch.device("cuda"))
-    assert seen.pop() == dict.fromkeys(names) | {"model.path": "p", "model.teacher_path": "t"}
+    wanted = dict.fromkeys(names) | {"model.path": "p", "model.teacher_path": "t"}
+    assert sorted(seen) == sorted(wanted.items())
