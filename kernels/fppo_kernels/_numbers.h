@@ -54,4 +54,11 @@ inline float exponential(float x) {
 }
 inline double exponential(double x) { return std::exp(x); }
 
+// tanh(x), to within the rounding of 1.
+inline float tangent(float x) {
+  const float small = exponential(x < 0 ? 2 * x : -2 * x), size = (1 - small) / (1 + small);
+  return x < 0 ? -size : size;
+}
+inline double tangent(double x) { return std::tanh(x); }
+
 }  // namespace

@@ -127,7 +127,8 @@ template <typename T>
 void finish(T* scores, const Rule<T>& rule, const Span<T>& span, int64_t query, int64_t low, int64_t high) {
   for (int64_t c = low; c < high; c += Vector<T>::lanes) store(load<T>(scores + c) * rule.scale, scores + c);
   if (rule.softcap != T(0))
-    for (int64_t c = low; c < high; ++c) scores[c] = rule.softcap * std::tanh(scores[c] / rule.softcap);
+#pragma omp simd
+    for (int64_t c = low; c < high; ++c) scores[c] = rule.softcap * tangent(scores[c] / rule.softcap);
   const T nothing = -std::numeric_limits<T>::infinity();
   for (int64_t c = low; c < span.first(query); ++c) scores[c] = nothing;
   for (int64_t c = span.place(query) + 1; c < high; ++c) scores[c] = nothing;

@@ -38,7 +38,8 @@ template <typename T, typename Raw>
 T weigh(T* scores, int64_t seen, int64_t room, const Raw* bias, const T* sink, T scale, T softcap) {
   for (int64_t c = 0; c < room; c += Vector<T>::lanes) store(load<T>(scores + c) * scale, scores + c);
   if (softcap != T(0))
-    for (int64_t c = 0; c < seen; ++c) scores[c] = softcap * std::tanh(scores[c] / softcap);
+#pragma omp simd
+    for (int64_t c = 0; c < seen; ++c) scores[c] = softcap * tangent(scores[c] / softcap);
   if (bias != nullptr)
 #pragma omp simd
     for (int64_t c = 0; c < seen; ++c) scores[c] += widen(bias[c]);

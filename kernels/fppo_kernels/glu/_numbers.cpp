@@ -18,7 +18,7 @@ inline Slope<T> silu(T x) {
 template <typename T>
 inline Slope<T> gelu_tanh(T x) {  // 0.5 x (1 + tanh(u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
   const T factor = T(0.7978845608028654), cubic = T(0.044715), u = factor * (x + cubic * x * x * x);
-  const T small = exponential(u < 0 ? 2 * u : -2 * u), size = (1 - small) / (1 + small), t = u < 0 ? -size : size;
+  const T t = tangent(u);
   return {T(0.5) * x * (1 + t), T(0.5) * (1 + t + x * (1 - t * t) * factor * (1 + 3 * cubic * x * x))};
 }
 

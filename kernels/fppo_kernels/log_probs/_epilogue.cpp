@@ -30,8 +30,9 @@ inline T finish(const Raw* raw, int64_t count, const Rule<T>& rule, const T* bia
 #pragma omp simd
     for (int64_t j = 0; j < count; ++j) z[j] *= rule.scale;
   if (rule.softcap != T(0))
+#pragma omp simd
     for (int64_t j = 0; j < count; ++j) {
-      const T bent = std::tanh(z[j] / rule.softcap);
+      const T bent = tangent(z[j] / rule.softcap);
       bend[j] = 1 - bent * bent;
       z[j] = bent * rule.softcap;
     }
@@ -74,16 +75,18 @@ void measure(const Raw* raw, int64_t rows, int64_t width, const Rule<T>& rule, c
         squares *= down * down;
         largest = here;
       }
+      T* x = bend;  // the softcap's slope is not needed here
+#pragma omp simd  // with the exponential in one loop GCC threads the two comparisons, and vectorises neither
+      for (int64_t j = 0; j < count; ++j) x[j] = below(z[j], largest);
+#pragma omp simd
+      for (int64_t j = 0; j < count; ++j) z[j] = exponential(x[j]);
       T part_sum = 0, part_dot = 0, part_squares = 0;
-#pragma omp simd reduction(+ : part_sum, part_dot)
+#pragma omp simd reduction(+ : part_sum, part_dot, part_squares)
       for (int64_t j = 0; j < count; ++j) {
-        const T x = below(z[j], largest);
-        z[j] = exponential(x);
         part_sum += z[j];
-        part_dot += z[j] * x;
+        part_dot += z[j] * x[j];
+        part_squares += z[j] * z[j];
       }
-#pragma omp simd reduction(+ : part_squares)
-      for (int64_t j = 0; j < count; ++j) part_squares += z[j] * z[j];
       sum += part_sum;
       dot += part_dot;
       squares += part_squares;
