@@ -180,7 +180,7 @@ class Ways:
             text = f"rollout.turns.max_turns = {self._engine.max_turns}" if first.actions else "it allows nothing"
             raise ValueError(f"the game has a turn {number}, which shows {first.shown!r}: {text}")
         options: list[tuple[Ids, States]] = []
-        room = min(self._turn_tokens, self._most - len(path.said))
+        room = max(0, min(self._turn_tokens, self._most - len(path.said)))
         for text in first.actions:
             ways = [ids for ids in self._spell(text) if len(ids) <= room]
             if not ways:
