@@ -142,13 +142,18 @@ def test_the_bench_of_micro_batching_prints_ratios(capsys):
     assert float(row[7]) <= 1.0001  # the heaviest of 64 parts over the mean
 
 
-def test_the_bench_of_engines_asks_prompts_of_many_lengths():
+def test_the_bench_of_engines_asks_prompts_of_many_lengths_and_counts_products(monkeypatch):
     rollout = _load("bench/rollout")
     for shortest in (8, rollout.PROMPT):
         mask = rollout.prompts_of("1M", shortest).attention_mask
         lengths = mask.sum(1)
         assert (lengths.min(), lengths.max()) == (shortest, rollout.PROMPT)
         assert (mask.int().diff(dim=1) >= 0).all()  # padding stands on the left
+    # the products alone
+    model, params = rollout.make("1M")
+    monkeypatch.setattr(rollout, "_product", lambda rows, weights: rows * sum(x.numel() for x in weights))
+    head, matrices = 2048 * 128, sum(x.numel() for x in params.values() if x.dim() == 2)  # the head is the embedding
+    assert rollout.products(model, params) == 64 * (127 * (matrices - head) + 64 * head)  # the last token goes nowhere
 
 
 def test_the_bench_of_shared_prompts_says_what_is_computed():

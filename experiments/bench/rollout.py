@@ -1,8 +1,9 @@
 """Rollout engines side by side: tokens per second, what fppo adds to vLLM, and what a sync of weights costs.
 
     python experiments/bench/rollout.py engines 1M     # model.generate, the embedded engine (as it is, with
-                                                       # attention in C++, and with oneDNN's products besides), vLLM;
-                                                       # 1M, 15M or 110M
+                                                       # attention in C++, with oneDNN's products besides, and with
+                                                       # all kernels of the layers in C++ as runs on AMD's processors
+                                                       # have them), vLLM, and the products alone; 1M, 15M or 110M
     python experiments/bench/rollout.py engines 1M 8   # the same with prompts of 8 to 64 tokens instead of 64 each
     taskset -c 0 python experiments/bench/rollout.py engines 1M 8 processor   # by the time of a core that others use
     python experiments/bench/rollout.py overhead 15M   # VllmEngine against vLLM called directly, same model and prompts
@@ -17,13 +18,15 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from fppo import models
@@ -33,6 +36,7 @@ from fppo.models.model import Model
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.vllm.engine import VllmEngine, VllmOptions
+from fppo_kernels.linear.onednn import onednn, packed
 from fppo_kernels.table import Kernels
 
 SIZES = {  # vocabulary, hidden, intermediate, layers, heads, key-value heads
@@ -105,11 +109,14 @@ def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time
     embedded = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
     in_cpp = attrs.evolve(embedded, kernels=Kernels.named(decode_attention="cpp"))
     by_onednn = attrs.evolve(embedded, kernels=Kernels.named(decode_attention="cpp", linear="onednn"))
+    layers = dict.fromkeys(("rms_norm", "add_rms_norm", "rotary", "glu"), "cpp")
+    as_in_runs = attrs.evolve(embedded, kernels=Kernels.named(**layers, decode_attention="cpp", linear="onednn"))
     fns: dict[str, Callable[[], Any]] = {
         "model.generate": lambda: module.generate(prompts.tokens, attention_mask=prompts.attention_mask, **asked),
         "embedded": lambda: embedded.generate(params, Ask(prompts, sampling, Key(1))),
         "embedded, cpp": lambda: in_cpp.generate(params, Ask(prompts, sampling, Key(1))),
         "the same, onednn": lambda: by_onednn.generate(params, Ask(prompts, sampling, Key(1))),
+        "all layers, too": lambda: as_in_runs.generate(params, Ask(prompts, sampling, Key(1))),
     }
     times = seconds(fns, repeats, clock)
     with VllmEngine(model, pad_token_id=0) as engine:
@@ -119,6 +126,32 @@ def engines(size: str, shortest: int = PROMPT, clock: Callable[[], float] = time
     print(f"{count / 1e6:.1f} M parameters, {asked_of}; tokens/s (median)")
     for name, values in times.items():
         print(f"{name:16s} {ROWS * NEW / statistics.median(values):8.0f}")
+    if shortest == PROMPT and clock is time.perf_counter:
+        with torch.no_grad():
+            print(f"products alone   {ROWS * NEW / products(model, params):8.0f}")
+
+
+def products(model: Model, params: Mapping[str, Tensor]) -> float:
+    """Seconds of the products of the linear layers of `engines`: all prompts in one pass, then a token of each row at a
+    time; each by the fastest of torch, oneDNN and oneDNN with packed weights, with weights as far from the cores as in
+    a model."""
+    weights = [x for name, x in params.items() if x.dim() == 2 and model.layer_of(name) is not None]
+    head = params["model.embed_tokens.weight"]
+    prefill = _product(ROWS * PROMPT, weights) + _product(ROWS, [head])
+    return prefill + (NEW - 1) * _product(ROWS, [*weights, head])
+
+
+def _product(rows: int, weights: Sequence[Tensor]) -> float:
+    """Seconds of multiplying so many rows by each of the weights in turn, by the fastest way."""
+    xs = {width: torch.randn(rows, width) for width in {x.shape[1] for x in weights}}
+    ways = {"torch": (F.linear, weights), "onednn": (onednn, weights), "packed": (onednn, [*map(packed, weights)])}
+
+    def every(linear: Callable[[Tensor, Tensor], Tensor], by: Sequence[Tensor]) -> None:
+        for weight in by:
+            linear(xs[weight.shape[1]], weight)
+
+    times = seconds({name: partial(every, *way) for name, way in ways.items()}, 3)
+    return min(statistics.median(each) for each in times.values())
 
 
 def overhead(size: str) -> None:
