@@ -9,7 +9,7 @@ import time
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import rewards
@@ -22,6 +22,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.simulate import simulate
+from fppo.workers.sample import Outcome
 from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.rewards import functions
@@ -250,6 +251,74 @@ def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
         (tmp_path / "go").touch()
         assert in_time(early, samples).scores == {"numbered": [2.0]}
         assert runner.late == 0
+
+
+class Counted(rewards.RewardRunner):
+    """Scores by the number of the rollout, without processes, and notes its calls with their patience."""
+
+    rollout, faulty = 0, False
+
+    def outcomes_of(self, term, samples, patience=None):
+        early = threading.current_thread().name == "early rewards"
+        self.calls.append((term.name, early, len(samples), patience))
+        if early and self.faulty:
+            raise RuntimeError(f"fault of rollout {self.rollout}")
+        return [Outcome("value", 100.0 * self.rollout + len(sample.response)) for sample in samples]
+
+
+def settled(early):
+    """Waits until every row that finished has its outcomes."""
+    with early._changed:
+        assert early._changed.wait_for(lambda: early._error is not None or not any(early._open.values()), 60)
+
+
+ROLLOUTS = st.lists(
+    st.tuples(
+        st.permutations(range(4)), st.integers(0, 4), st.sampled_from(["scored", "scored", "given up", "faulty"])
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=40)
+@given(ROLLOUTS, st.lists(st.sampled_from(["", "a", "bb"]), min_size=4, max_size=4), st.booleans())
+def test_every_rollout_is_scored_by_its_own_calls_alone(rollouts, responses, alike):
+    """Of the same prompts, with rows that are alike: each row is scored once, those of a rollout with one patience for
+    each function, and what an earlier rollout left is none of it, nor is its fault."""
+    sampled, asked = words(["p", "p" if alike else "q"], responses)
+    samples, known = rewards.samples_of(sampled, Letters()), []
+    runner = Counted(MANY)
+    with EarlyRewardRunner(runner, Letters()) as early:
+        for runner.rollout, (order, count, end) in enumerate(rollouts):
+            runner.calls, runner.faulty = [], end == "faulty" and count > 0
+            report(early.make_on_finished(asked, N), sampled, order[:count])
+            settled(early)
+            if end == "given up":
+                continue
+            if runner.faulty:
+                with pytest.raises(RuntimeError, match=f"fault of rollout {runner.rollout}$"):
+                    early.run(samples)
+                runner.calls, count = [], 0  # all are scored again
+            expected = [100.0 * runner.rollout + len(response) for response in responses]
+            assert in_time(early, samples).scores == dict.fromkeys(
+                ("length", "odd", "batch", "later", "here"), expected
+            )
+            for name in ("length", "odd", "later"):
+                own = [(begun, size, patience) for term, begun, size, patience in runner.calls if term == name]
+                assert sum(size for begun, size, _ in own if begun) == count
+                assert [size for begun, size, _ in own if not begun] == [4 - count]
+                ((first, *others),) = [[patience for _, _, patience in own]]
+                assert all(patience is first for patience in others)
+                assert not any(first is patience for patience in known)
+                assert (first is None) == (count == 0)  # a batch of their own
+                known += [first] * (first is not None)
+            assert [call for call in runner.calls if call[0] in ("batch", "here")] == [
+                *(("batch", False, 4, None), ("here", False, 4, None))
+            ]
+            runner.calls = []
+            assert early.run(samples).scores["odd"] == expected  # as an evaluation of the same samples
+            assert [call[1:] for call in runner.calls] == [(False, 4, None)] * 5
 
 
 def test_threads_judge_at_the_same_time():

@@ -9,11 +9,12 @@ from statistics import fmean
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import batch, metrics, rewards
 from fppo.rewards import RewardRunner, Sample
+from fppo.rewards.environment import environment_reward
 from fppo.rewards.scoring import EXTRACTED
 from tests.rewards import functions
 from tests.rewards.samples import NONE, Letters, rollout
@@ -195,6 +196,27 @@ def test_every_row_of_an_episode_has_the_numbers_of_the_whole():
     assert report["critic/score/mean"].count == 2
 
 
+@given(
+    st.lists(st.lists(st.sampled_from([0.0, 0.5, -1.0, math.nan]), min_size=2, max_size=2), min_size=1, max_size=3),
+    st.sampled_from([0, 2]),
+)
+def test_an_environments_score_is_the_sum_of_its_turns_unless_it_failed(turns, version):
+    """A failure in any turn is one of the row; of all rows of the first policy it is an error."""
+    rows = rollout(["q"] * len(turns), ["a"] * len(turns), [None] * len(turns))
+    rows = attrs.evolve(rows, turn_rewards=torch.tensor(turns), versions=torch.full((len(turns),), version))
+    failed = [any(math.isnan(x) for x in row) for row in turns]
+    if all(failed) and not version:
+        with pytest.raises(ValueError, match=f"failed on every one of the first {len(turns)} episodes"):
+            environment_reward(rows)
+        return
+    scored, report = score(rows, environment_reward)
+    assert scored.scores.tolist() == [NONE if gone else sum(row) for row, gone in zip(turns, failed, strict=True)]
+    assert metrics.report(report)["reward/unscored"] == sum(failed)
+    assert scored.outcome is scored.scores
+    with pytest.raises(ValueError, match="no turn_rewards"):
+        environment_reward(attrs.evolve(rows, turn_rewards=None))
+
+
 def test_the_weight_of_a_sum_is_a_factor_of_its_terms():
     rows = rollout(["q"] * 2, ["aeb", "e"], ["aeb", "x"])
     inner = rewards.weighted_sum({"vowels": vowels, "exact": rewards.exact_match}, {"vowels": 0.5})
@@ -299,29 +321,41 @@ def test_summary_by_source():
 answered = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -2.0, math.nan]), st.sampled_from(["a", "b", None]))
 
 
+@settings(max_examples=25)
 @given(
-    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=3))
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=4)),
+    st.data(),
 )
-def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts):
+def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts, data):
+    """By the prompts' sources, over batches whose rows stand in any order."""
     n, every = len(prompts[0]), [each for prompt in prompts for each in prompt]
     rows = rollout(["q"] * len(every), ["a"] * len(every), ["a"] * len(every), n=n)
-    extras = batch.Column({EXTRACTED: answer} for _, answer in every)
+    columns = {"extras": batch.Column({EXTRACTED: answer} for _, answer in every)}
+    columns["source"] = batch.Column(f"s{row // n % 2}" for row in range(len(every)))
     scores = torch.tensor([score for score, _ in every])
-    scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={}, extras=extras)
-    kept = [[(score, answer) for score, answer in prompt if score == score] for prompt in prompts]
-    kept = [([score for score, _ in own], [answer for _, answer in own]) for own in kept]
-    found = {f"mean@{n}": [fmean(own) for own, _ in kept if own]}
-    for k in {k for k in (2, 4, n) if 1 < k <= n}:
-        enough = [(own, said, k) for own, said in kept if k <= len(own)]
-        found[f"best@{k}/mean"] = [rewards.best_at_k(own, k) for own, _, k in enough]
-        found[f"maj@{k}/mean"] = [rewards.majority_at_k(*each) for each in enough]
-    expected = {
-        f"val-{'core' if f'@{n}' in name else 'aux'}/letters/reward/{name}": fmean(values) if values else math.nan
-        for name, values in found.items()
-    }
-    missing = len(every) - sum(len(own) for own, _ in kept)
+    scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={"own": 2.0 * scores}, **columns)
+    found: dict[str, list[float]] = {}
+    for number, prompt in enumerate(prompts):
+        kept = [(score, answer) for score, answer in prompt if score == score]
+        own, said = [score for score, _ in kept], [answer for _, answer in kept]
+        numbers = {f"mean@{n}": fmean(own)} if own else {}
+        for k in {k for k in (2, 4, n) if 1 < k <= len(own)}:
+            numbers |= {
+                f"best@{k}/mean": rewards.best_at_k(own, k),
+                f"maj@{k}/mean": rewards.majority_at_k(own, said, k),
+            }
+        for name in (f"mean@{n}", *(f"{what}@{k}/mean" for what in ("best", "maj") for k in {2, 4, n} if 1 < k <= n)):
+            level = "core" if f"@{n}" in name else "aux"
+            value = [numbers[name]] if name in numbers else []
+            found.setdefault(f"val-{level}/s{number % 2}/reward/{name}", []).extend(value)
+            found.setdefault(f"val-aux/s{number % 2}/own/{name}", []).extend(2.0 * x for x in value)
+    expected = {name: fmean(values) if values else math.nan for name, values in found.items()}
+    missing = sum(score != score for score, _ in every)
     expected |= {"val-aux/unscored": float(missing)} if missing else {}
-    actual = metrics.report(rewards.summarize([scored], n=n))
+    cut = n * data.draw(st.integers(0, len(prompts)))
+    parts = [part for part in (range(cut), range(cut, len(every))) if part]
+    batches = [batch.rows(scored, data.draw(st.permutations(part))) for part in parts]
+    actual = metrics.report(rewards.summarize(batches, n=n))
     assert actual == {name: pytest.approx(x, nan_ok=True) for name, x in expected.items()}
 
 

@@ -368,6 +368,22 @@ def test_a_runner_calls_as_it_was_told(kind):
     assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
 
 
+def test_a_batch_in_a_pool_has_the_patience_that_is_left_or_one_of_its_own():
+    functions = [_Named("first", one, False, False), _Named("second", later, True, False)]
+    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
+    runner, asked, samples, left = FunctionRunner(functions, role="tool", **limits), [], [sample_of(0)], Patience(1, 1)
+    runner._pool = SimpleNamespace(run=lambda *args: asked.append(args) or ["outcome"])  # pyright: ignore
+    assert runner.outcomes_of(functions[1], samples, left) == ["outcome"]
+    assert runner.outcomes_of(functions[0], [], left) == []
+    for _ in range(2):
+        assert runner.outcomes_of(functions[0], samples) == ["outcome"]
+    given_left, *own = asked
+    assert given_left == (1, runner._mode(functions[1]), samples, left)
+    assert given_left[-1] is left
+    assert own == [(0, runner._mode(functions[0]), samples, Patience(2.0, 12.0))] * 2
+    assert own[0][-1] is not own[1][-1]
+
+
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(0, 2), st.sampled_from(["at once", "stream"]))
 def test_a_runner_calls_again_and_logs_what_failed_in_the_end(fails, retries, how):
