@@ -130,6 +130,24 @@ def test_keywords_are_bound_to_a_function_of_ones_own():
     assert terms.terms[0].fn(said) == 6.0
 
 
+@rewards.shaping_reward
+@rewards.inline_reward
+def marked(sample, *, factor=1.0):
+    return factor
+
+
+marked.reward_name, marked.reward_prepare = "known as", len  # type: ignore[attr-defined]
+
+
+def test_a_function_with_keywords_says_of_itself_what_it_said_without():
+    plain, bound = (rewards.resolve("tests.rewards.test_builtin:marked", how) for how in (None, {"factor": 2.0}))
+    assert (plain(sample()), bound(sample())) == (1.0, 2.0)
+    for fn in (plain, bound):
+        term = rewards.combine(["tests.rewards.test_builtin:marked"]).terms[0]._replace(fn=fn)
+        assert (name_of(fn), fn.reward_prepare) == ("known as", len)
+        assert (term.kind, term.inline, term.shaping) == ("sample", True, True)
+
+
 def test_combining_by_name():
     reward = rewards.combine(
         ["exact_match", "regular_expression", "tests.rewards.functions:length"],

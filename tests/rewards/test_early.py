@@ -91,6 +91,11 @@ MANY = rewards.weighted_sum(
 )
 
 
+@rewards.inline_reward
+async def awaited(sample) -> float:
+    return float(len(sample.response))
+
+
 @st.composite
 def finished(draw):
     count = draw(st.integers(1, 4))
@@ -117,15 +122,35 @@ def test_any_order_gives_the_plain_judgement():
         check()
 
 
-def test_rows_that_differ_in_their_finish_or_their_prompts_extras_alone_are_told_apart():
-    sampled, asked = words(["p", "p"], ["a", "a", "a", "a"])
-    asked = attrs.evolve(asked, ground_truth=Column(["t", "t"]), extras=Column([{"mark": 1}, {"mark": 2}]))
-    columns = {name: Column(x for x in getattr(asked, name) for _ in range(N)) for name in ("ground_truth", "extras")}
-    sampled = attrs.evolve(sampled, finish=Column(["stop", "length"] * 2), **columns)
-    with rewards.RewardRunner(functions.marked) as runner:
-        expected, actual = both(runner, sampled, asked, [0, 1, 2, 3])
+class Telling(rewards.RewardRunner):
+    """Scores by all that a sample holds, without processes."""
+
+    def outcomes_of(self, term, samples, patience=None):
+        self.known = getattr(self, "known", {})
+        held = [(*sample[:4], *sample.extras.values(), *sample[5:]) for sample in samples]
+        return [Outcome("value", float(self.known.setdefault(each, len(self.known)))) for each in held]
+
+
+TRUTHS, EXTRAS = ("7", "8"), ({"mark": 1}, {"mark": 2})
+OBJECTS = st.tuples(st.sampled_from(["p", "q"]), st.sampled_from(TRUTHS), st.sampled_from(EXTRAS))
+SAID = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["stop", "length"]))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(OBJECTS, SAID, SAID), min_size=1, max_size=3), st.data())
+def test_rows_that_differ_in_anything_are_told_apart(prompts, data):
+    """In their prompt, response or finish, or in the ground truth or the extras alone, which prompts may share."""
+    asks, *said = zip(*prompts, strict=True)
+    responses = [said[i][number] for number in range(len(prompts)) for i in range(N)]
+    sampled, asked = words([prompt for prompt, _, _ in asks], [response for response, _ in responses])
+    own = {"ground_truth": [truth for _, truth, _ in asks], "extras": [extra for _, _, extra in asks]}
+    asked = attrs.evolve(asked, **{name: Column(column) for name, column in own.items()})
+    columns = {name: Column(x for x in column for _ in range(N)) for name, column in own.items()}
+    sampled = attrs.evolve(sampled, finish=Column(finish for _, finish in responses), **columns)
+    rows = data.draw(st.permutations(range(len(responses))))[: data.draw(st.integers(0, len(responses)))]
+    runner = Telling(functions.length)
+    expected, actual = both(runner, sampled, asked, rows)
     assert actual == expected
-    assert actual.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
 
 
 @pytest.mark.slow
@@ -319,6 +344,31 @@ def test_every_rollout_is_scored_by_its_own_calls_alone(rollouts, responses, ali
             runner.calls = []
             assert early.run(samples).scores["odd"] == expected  # as an evaluation of the same samples
             assert [call[1:] for call in runner.calls] == [(False, 4, None)] * 5
+
+
+class Watching(Letters):
+    """Notes the threads that decode with it."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def decode(self, ids, **how):
+        self.threads.add(threading.current_thread().name)
+        return super().decode(ids, **how)
+
+
+def test_what_is_scored_early_has_a_tokenizer_of_its_own():
+    """One that is in use may not encode in another thread. Coroutines begin early too, for which a thread waits."""
+    sampled, asked = words(["p"], ["a", "bb"])
+    tokenizer, runner = Watching(), Counted(rewards.weighted_sum({"many": MANY, "awaited": awaited}))
+    runner.calls = []
+    with EarlyRewardRunner(runner, tokenizer) as early:
+        report(early.make_on_finished(asked, N), sampled, [0, 1])
+        settled(early)
+    assert {name for name, begun, _, _ in runner.calls if begun} == {
+        *("many/length", "many/odd", "many/later", "awaited")
+    }
+    assert tokenizer.threads == set()
 
 
 def test_threads_judge_at_the_same_time():

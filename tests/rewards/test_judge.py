@@ -140,10 +140,12 @@ def test_a_question_has_tokens_of_the_models_own_alone_before_it_is_cut():
 
 
 def test_an_answer_is_read_as_it_was_written_but_for_special_tokens():
-    engine = Answering(lambda text: "really ? Score: 3")
+    """A score of 0 is one."""
+    engine = Answering(lambda text: {"b": "really ? Score: 3", "c": "really ? Score: 0"}[text[2]])
     rewarded = judge(engine, pattern=r"really \? Score: (\d+)$")
-    scores, report, _ = rewarded(rollout(["a", "a"], ["b", "c"], [0, 0]))
-    assert scores.tolist() == [3.0, 3.0]
+    scores, report, known = rewarded(rollout(["a", "a"], ["b", "c"], [0, 0]))
+    assert scores.tolist() == [3.0, 0.0]
+    assert known.tolist() == [True, True]
     assert metrics.report(report)["reward/judge_unparsed"] == 0.0
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import batch, metrics, rewards
+from fppo.episodes import joined
 from fppo.rewards import RewardRunner, Sample
 from fppo.rewards.environment import environment_reward
 from fppo.rewards.scoring import EXTRACTED
@@ -81,6 +82,48 @@ def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
     assert scored.scores.tolist() == [NONE] * 3
     assert scored.named_scores["v"].tolist() == [2.0, 0.0, 1.0]
     assert (metrics.report(report)["reward/errors"], metrics.report(report)["reward/unscored"]) == (3, 3)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from([[0], [0, 1], [2]]),
+)
+def test_a_first_policy_is_at_fault_for_all_rows_of_one_function(fails, versions):
+    """Not for as many failures of several functions; and a row of a later policy shows that it can score."""
+
+    def failing(number):
+        return rewards.inline_reward(lambda sample: 1.0 / (not fails[sample.extras["row"]][number]))
+
+    rows = rollout(["q"] * len(fails), ["a"] * len(fails), [None] * len(fails))
+    versions = torch.tensor([versions[row % len(versions)] for row in range(len(fails))])
+    reward = rewards.weighted_sum({f"f{number}": failing(number) for number in range(3)})
+    every = [number for number in range(3) if all(each[number] for each in fails)]
+    if every and not versions.any():
+        text = f"the reward 'f{every[0]}' failed on every one of the first {len(fails)} responses.*division by zero"
+        with pytest.raises(ValueError, match=text):
+            score(attrs.evolve(rows, versions=versions), reward)
+        return
+    scored, report = score(attrs.evolve(rows, versions=versions), reward)
+    assert scored.scores.tolist() == [NONE if any(each) else 3.0 for each in fails]
+    assert metrics.report(report)["reward/errors"] == sum(map(any, fails))
+
+
+def test_a_runner_is_told_which_samples_answer_one_prompt():
+    """Of episodes these are the whole ones."""
+    asked = []
+
+    class Told(RewardRunner):
+        def run(self, samples, groups=()):
+            asked.append(([sample.response for sample in samples], [*groups]))
+            return super().run(samples, groups)
+
+    rows = rollout(["q"] * 4, ["a", "b", "c", "d"], [None] * 4)
+    rows = attrs.evolve(rows, groups=torch.tensor([7, 7, 3, 3]))
+    with Told(vowels) as runner:
+        rewards.score(rows, reward=runner, tokenizer=Letters())
+        several = attrs.evolve(rows, episodes=torch.tensor([5, 5, 2, 2]), observed=batch.Column([[], [], [], []]))
+        rewards.score(several, reward=runner, tokenizer=Letters())
+    assert asked == [(["a", "b", "c", "d"], [7, 7, 3, 3]), (["ab", "cd"], [7, 3])]
 
 
 @rewards.inline_reward
@@ -183,14 +226,20 @@ def test_every_row_of_an_episode_has_the_numbers_of_the_whole():
         return -float(len(sample.response_tokens)) / 10
 
     rows = rollout(["q"] * 4, ["ae", "b", "i", "c"], ["aei", "bc", "aei", "bc"])
-    rows = attrs.evolve(rows, episodes=torch.tensor([8, 3, 8, 3]), observed=batch.Column([[], [], [], []]))
+    extras = batch.Column({f"of row {row}": row} for row in range(4))
+    rows = attrs.evolve(
+        rows, episodes=torch.tensor([8, 3, 8, 3]), observed=batch.Column([[], [], [], []]), extras=extras
+    )
     scored, report = score(rows, rewards.weighted_sum({"exact": rewards.exact_match, "v": vowels, "s": shorter}))
     whole = [(1.0, 3.0, -0.5), (1.0, 0.0, -0.4)]  # with the tokens that end responses
     assert scored.scores.tolist() == pytest.approx([sum(whole[i]) for i in (0, 1, 0, 1)])
     assert scored.outcome.tolist() == [whole[i][0] + whole[i][1] for i in (0, 1, 0, 1)]
     for place, name in enumerate(("exact", "v", "s")):
         assert scored.named_scores[name].tolist() == pytest.approx([whole[i][place] for i in (0, 1, 0, 1)])
-    assert [extra["extracted_answer"] for extra in scored.extras] == ["aei", "bc", "aei", "bc"]
+    whole_extras = [
+        {**extra, "extracted_answer": x} for extra, x in zip(joined(rows).extras, ("aei", "bc"), strict=True)
+    ]
+    assert [*scored.extras] == [whole_extras[i] for i in (0, 1, 0, 1)]
     assert torch.equal(scored.tokens, rows.tokens)
     assert metrics.report(report)["critic/score/mean"] == pytest.approx((sum(whole[0]) + sum(whole[1])) / 2)
     assert report["critic/score/mean"].count == 2
@@ -327,10 +376,13 @@ answered = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -2.0, math.nan]), st.sampl
     st.data(),
 )
 def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts, data):
-    """By the prompts' sources, over batches whose rows stand in any order."""
+    """By the prompts' sources, over batches whose rows stand in any order; of a prompt without any answer nothing is
+    voted on."""
     n, every = len(prompts[0]), [each for prompt in prompts for each in prompt]
     rows = rollout(["q"] * len(every), ["a"] * len(every), ["a"] * len(every), n=n)
-    columns = {"extras": batch.Column({EXTRACTED: answer} for _, answer in every)}
+    bare = data.draw(st.booleans())  # rows without an answer say nothing of it
+    said_of = [{} if bare and answer is None else {EXTRACTED: answer} for _, answer in every]
+    columns = {"extras": batch.Column(said_of)}
     columns["source"] = batch.Column(f"s{row // n % 2}" for row in range(len(every)))
     scores = torch.tensor([score for score, _ in every])
     scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={"own": 2.0 * scores}, **columns)
@@ -344,7 +396,8 @@ def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(pro
                 f"best@{k}/mean": rewards.best_at_k(own, k),
                 f"maj@{k}/mean": rewards.majority_at_k(own, said, k),
             }
-        for name in (f"mean@{n}", *(f"{what}@{k}/mean" for what in ("best", "maj") for k in {2, 4, n} if 1 < k <= n)):
+        kinds = ("best", "maj") if any(said_of[n * number : n * (number + 1)]) else ("best",)
+        for name in (f"mean@{n}", *(f"{what}@{k}/mean" for what in kinds for k in {2, 4, n} if 1 < k <= n)):
             level = "core" if f"@{n}" in name else "aux"
             value = [numbers[name]] if name in numbers else []
             found.setdefault(f"val-{level}/s{number % 2}/reward/{name}", []).extend(value)
