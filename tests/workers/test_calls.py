@@ -243,6 +243,18 @@ def test_what_is_left_of_a_lost_process_is_tried_again(how, count, monkeypatch):
     pool._workers.clear()
 
 
+def test_a_run_is_done_with_what_has_an_outcome_and_with_nothing_else():
+    run = PoolRun(0, mode_of("sample"), Patience(1.0, 1.0), 0)
+    for number in range(4):
+        run.put(number, sample_of(number))
+    run.suspects |= {0, 1, 2}
+    run.end({1: Outcome("value", 1.0), 3: Outcome("value", 3.0)})
+    assert (run.samples, run.suspects) == ({0: sample_of(0), 2: sample_of(2)}, {0, 2})
+    run.end({0: Outcome("error", text="no")})
+    assert (run.samples, run.suspects, run.new) == ({2: sample_of(2)}, {2}, [0, 1, 2, 3])
+    assert run.outcomes == {1: Outcome("value", 1.0), 3: Outcome("value", 3.0), 0: Outcome("error", text="no")}
+
+
 def test_a_process_without_work_that_is_lost_costs_nobody_anything(monkeypatch):
     monkeypatch.setattr(pools, "_kill", lambda worker: None)
     pool = WorkerPool([], workers=1, start_limit=1.0)
