@@ -183,6 +183,7 @@ def test_the_penalty_for_length_is_a_function_with_a_weight_of_its_own():
     exact, penalty = rewards.combine(["exact_match"], **given, overlong_penalty=0.25).terms
     assert (exact.weight, penalty.name, penalty.weight, penalty.shaping) == (1.0, "length_penalty", 0.25, True)
     assert penalty.fn(sample("x", tokens=10)) == -1.0
+    assert rewards.combine(["exact_match"], **given).terms[1].weight == 1.0
     with pytest.raises(ValueError, match="the reward 'length_penalty' is given twice"):
         rewards.combine(["tests.rewards.test_builtin:length_penalty"], **given)
 
