@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fppo import advantages, losses
+from fppo.advantages.columns import of_values
 from fppo.assembly.functions import advantage_of
 from fppo.batch import Annotated, narrow
 from fppo.pipeline import OfRows
@@ -101,6 +102,20 @@ def test_groups_are_compared_by_what_the_settings_say(group_by, by_turn):
     changes = {"algorithm.advantage": "rloo", "algorithm.group_by": group_by}
     section = files.replace(files.from_dict({}), changes).algorithm
     assert advantage_of(section, Kernels.named())({}).by_turn is by_turn
+
+
+def test_an_estimator_of_values_weighs_tokens_of_the_policys_own_by_1():
+    draw = partial(torch.randn, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards, values, mask = draw(), draw(), draw() > -0.5
+    for wrapped in (advantages.vtrace, OfRows(advantages.vtrace), partial(advantages.vtrace, lam=0.5)):
+        plain = getattr(wrapped, "fn", wrapped)
+        expected = plain(rewards, values, torch.ones_like(rewards), mask)
+        torch.testing.assert_close(tuple(of_values(wrapped)(rewards, values, mask)), tuple(expected), rtol=0, atol=0)
+    found = of_values(lambda values, mask: values.where(mask, 0.0))(rewards, values, mask)
+    assert torch.equal(found.advantages, values.where(mask, 0.0))
+    assert torch.equal(found.returns, values.where(mask, 0.0))
+    with pytest.raises(ValueError, match="'rloo' needs scores, groups beside rewards and values"):
+        of_values(advantages.rloo)(rewards, values, mask)
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -190,6 +190,12 @@ def test_results_are_checked_by_their_definition(result):
     assert found == Outcome("value", float(result["score"]), named, result.get("answer"))
 
 
+@pytest.mark.parametrize("length", [198, 199, 500])
+def test_a_long_result_that_is_no_score_is_cut(length):
+    text = repr("x" * length)
+    assert outcome_of("x" * length).text.partition("; it must")[0] == (text if length < 199 else f"{text[:200]}...")
+
+
 def test_so_many_numbers_may_come_with_a_score():
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(99)}}).kind == "value"
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(100)}}).kind == "bad"
