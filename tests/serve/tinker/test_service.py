@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
 from fppo.serve.tinker import decode
 from fppo.serve.tinker.checkpoints import CheckpointMeta
@@ -24,7 +25,7 @@ from fppo.serve.tinker.decode import (
     TinkerBounds,
 )
 from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
-from fppo.serve.tinker.journal import read
+from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.service import TinkerService
 from tests.serve.tinker.served import base
@@ -207,6 +208,24 @@ def test_requests_are_noted_for_good_and_wait_as_verbs(held):
             assert [x.tokens.tolist() for x in again.data] == [x.tokens.tolist() for x in verb.data]
         else:
             assert again == verb
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "breaks"),
+    [
+        ("save_weights", b'{"model_id": "r", "seq_id": 9, "path": "x", "ttl_seconds": 1}', False),
+        ("pass", pb.ForwardBackwardRequest(forward_only=True).SerializeToString(), False),
+        ("pass", pb.ForwardBackwardRequest().SerializeToString(), True),
+    ],
+)
+def test_what_is_refused_breaks_a_step_only_if_it_was_to_add_gradients(held, kind, body, breaks):
+    """When it comes, and by the next server, with other bounds or other models."""
+    _, run = held.create()
+    held.accept(run, 9, kind, body)
+    noted = held.service._verb_of_record(held.service.runs.info(run, "me"), JournalRecord(9, kind, body))
+    for verb in (held.todo(run)[9], noted):
+        assert isinstance(verb, RefusedVerb)
+        assert verb.breaks is breaks
 
 
 def test_a_number_that_came_before_is_the_same_request(held):
