@@ -52,9 +52,13 @@ def test_nothing_is_written_beside_what_is_saved(tmp_path, capfd):
 def test_the_config_keeps_its_dropouts(tmp_path):
     model, params = make("llama", dtype=FLOATS)
     assert model.skeleton.config.attention_dropout == 0.0
-    models.save(model, params, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.1
+    models.save(model, params, tmp_path / "llama")
+    assert json.loads((tmp_path / "llama" / "config.json").read_text())["attention_dropout"] == 0.1
     assert CONFIGS["llama"].attention_dropout == 0.1
+    model, params = make("phi3", dtype=FLOATS)
+    assert model.skeleton.config.resid_pdrop == 0.0
+    models.save(model, params, tmp_path / "phi3")
+    assert json.loads((tmp_path / "phi3" / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_sharded_files(tmp_path):

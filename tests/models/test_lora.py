@@ -124,7 +124,8 @@ def test_every_adapted_weight_has_a_draw_of_its_own():
     assert len(shapes) < len(drawn) == 14
     for x in drawn.values():  # PEFT's: uniform within 1 / sqrt(what goes in), its kaiming_uniform of a = sqrt(5)
         bound = x.shape[-1] ** -0.5
-        assert 0.8 * bound < x.abs().max() <= bound
+        assert 0.8 * bound < x.max() <= bound
+        assert -bound <= x.min() < -0.8 * bound
     names = list(drawn)
     for i, one in enumerate(names):
         for other in names[:i]:
@@ -160,6 +161,8 @@ def test_the_base_is_not_copied_and_its_digest_tells_it_from_another():
     three, _ = lora.adapt(model, other, SPEC, key=Key(0))
     assert lora.frozen_of(three).digest != lora.frozen_of(one).digest
     assert not lora.same_base(one, three)
+    trained, _ = lora.adapt(model, {n: x.clone().requires_grad_() for n, x in params.items()}, SPEC, key=Key(0))
+    assert not any(x.requires_grad for x in lora.frozen_of(trained).params.values())
 
 
 def test_the_base_alone_is_a_model_without_parameters():

@@ -184,3 +184,11 @@ def test_a_critic_has_weights_of_its_own():
     shared = [name for name, x in own.items() if name in params and x.data_ptr() == params[name].data_ptr()]
     assert len(own.keys() & params.keys()) > 5
     assert shared == []
+
+
+def test_a_parameter_is_of_the_layer_in_its_name():
+    """Of more than ten layers."""
+    model = models.build(tiny.config(num_hidden_layers=12))
+    numbers = [model.layer_of(f"model.layers.{i}.mlp.up_proj.weight") for i in range(12)]
+    assert numbers == list(range(12))
+    assert [model.layer_of(name) for name in model.shapes if ".layers." not in name] == [None, None]
