@@ -13,8 +13,8 @@ from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import adapted as values
-from fppo.models import lora
-from fppo.models.adapted import Adapted, Lora, Parts
+from fppo.models import bases, lora
+from fppo.models.adapted import FACTORS, Adapted, Lora, Parts
 from fppo.models.heads import logits_of
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.attention.sdpa import sdpa
@@ -294,3 +294,29 @@ def test_targets_name_the_weights_whose_paths_they_fit(targets, head):
     assert not any(found.values())
     with pytest.raises(ValueError, match=r"targets \['_proj', 'k_pro'\] name no weight"):
         lora.places_of(model, ("_proj", *targets, "k_pro"))
+
+
+def described(model):
+    """What a placed model is, without the cuts of parameters that it lacks; None of no model."""
+    fields = ("shapes", "spans", "forms", "frozen", "whole_shapes", "kept_shapes", "extents")
+    layout = model and model.layout
+    if layout is not None:
+        layout = attrs.evolve(layout, cuts={name: cut for name, cut in layout.cuts.items() if name in layout.whole})
+    return model and (layout, *(getattr(model, field) for field in fields))
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_what_is_left_without_an_adapter_is_the_model_that_was_adapted(sizes, kind):
+    """On every axis and rank, with the model that it was placed from; plain weights take the place of codes."""
+    model, _ = tiny.model_and_params()
+    for rank in range(2 if sizes else 1):
+        placed = models.place(model, Mesh({name: Axis(size, rank) for name, size in sizes.items()}))
+        coded = placed if kind is None else bases.in_codes(placed, kind, torch.float64)
+        adapted = lora.without_base(coded, SPEC)
+        for one, expected in ((adapted.plain, placed), (adapted.plain.unplaced, placed.unplaced)):
+            assert described(one) == described(expected)
+        assert adapted.whole_shapes.keys() == {*model.shapes, *(n for n in adapted.kept_shapes if n.endswith(FACTORS))}
+        assert set(adapted.state_layout.whole if sizes else adapted.shapes) == {
+            name + end for name in lora.frozen_of(adapted).places for end in FACTORS
+        }

@@ -272,3 +272,17 @@ def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch):
         ValueError, match=r"model\.lora\.base = 'int8' needs bitsandbytes .*pip install 'fppo\[quantised\]'"
     ):
         models.quantise(model, params, "int8")
+
+
+def test_each_weight_keeps_its_own_dtype_in_codes():
+    model, params = families.make("llama", dtype=torch.float32)
+    own = {name: x.bfloat16() if "up_proj" in name or "norm" in name else x for name, x in params.items()}
+    coded, base = models.quantise(model, own, "int8")
+    found = {name: x.dtype for name, x in values(base, coded.forms).items()}
+    assert found == {name: x.dtype for name, x in own.items()}
+    adapted, adapter = lora.adapt(coded, base, SPEC, key=Key(0))
+    assert {name: x.dtype for name, x in lora.merged(adapted, adapter).items()} == found
+    wide = bases.widened(adapted)
+    assert {x.dtype for x in lora.merged(wide, adapter).values()} == {torch.float32}
+    kept = {name: x.dtype for name, x in base.items() if name.endswith((".codes", ".scales"))}
+    assert {name: lora.frozen_of(wide).params[name].dtype for name in kept} == kept
