@@ -87,6 +87,7 @@ USES = st.lists(
     ),
     max_size=14,
 )
+FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3]  # as many as there may be, and older weights in flight
 
 
 @settings(max_examples=25)
@@ -95,7 +96,7 @@ def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(
     root = tmp_path_factory.mktemp("snapshots")
     held = Snapshots(root, lambda base, adapters: (base, adapters), most=2, most_of_run=3)  # pyright: ignore
     expected, in_memory = {}, []  # numbers by name; names by their last use
-    for number, (use, run, which) in enumerate(uses):
+    for number, (use, run, which) in enumerate([*FULL, *uses]):
         own = [name for name, (of, _, flight) in expected.items() if of == run and not flight]
         if use in ("add", "flight"):
             name = f"s:{run}:{number}" if use == "add" else f"s:{run}:inflight"

@@ -21,14 +21,16 @@ from tests.serve.tinker.test_sampling import work_of
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "begin", "sampler", "forgotten", "loss", "join", "join", "finish", "look", "wait", "restart"]
+            ["begin", "sampler", "forgotten", "loss", "join", "join", "finish", "finish", "look", "wait", "restart"]
         ),
         st.sampled_from("ab"),
-        st.sampled_from(["me", "you"]),
+        st.sampled_from(["me", "me", "you"]),
         st.integers(0, 9),
     ),
+    min_size=10,
     max_size=25,
 )
+BEGUN = [("begin", "a", "me", 0), ("begin", "b", "me", 1), ("sampler", "a", "me", 1)]
 
 
 @settings(max_examples=40)
@@ -37,7 +39,7 @@ def test_a_registry_holds_what_came_and_the_next_server_what_is_to_be_kept(tmp_p
     clock, path = Clock(), tmp_path_factory.mktemp("registry") / "server.log"
     registry = Registry(path, clock)
     sessions, samplers, losses, joined, seen, unkept = {}, {}, {}, {}, {}, set()
-    for step, name, owner, number in steps:
+    for step, name, owner, number in [*BEGUN, *steps]:
         own = sessions.get(name)
         if step == "begin" and own is None:
             more = {"tags": ("t",), "metadata": {"x": "y"}, "display_name": f"{number}"}

@@ -315,6 +315,7 @@ def ok(**changes) -> Datum:
         ("ppo", [ok(), ok(tokens=torch.tensor([1, 2]))], r"datum 1: target_tokens are \[3\]: give \[2\]"),
         ("ppo", [ok(tokens=torch.zeros(0, dtype=torch.int64))], "give one or more"),
         ("ppo", [ok(tokens=torch.tensor([1, 2, 99]))], "tokens hold 99: give int64, 0 to 22"),
+        ("ppo", [ok(targets=torch.tensor([1, 22, 23]))], "targets hold 23: give int64, 0 to 22"),
         ("ppo", [ok(targets=torch.tensor([1, -2, 9]))], "targets hold -2"),
         ("ppo", [ok(targets=torch.ones(3))], "targets hold torch.float32"),
         ("ppo", [ok(inputs={"advantages": torch.ones(3)})], "datum 0 has no logprobs"),

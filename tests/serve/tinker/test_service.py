@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from fppo.serve.tinker import decode
+from fppo.serve.tinker import decode, samples
 from fppo.serve.tinker.checkpoints import CheckpointMeta
 from fppo.serve.tinker.decode import (
     CreateVerb,
@@ -28,7 +28,8 @@ from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
 from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.service import TinkerService
-from tests.serve.tinker.served import base
+from fppo.serve.tinker.sessions import StoredLoss
+from tests.serve.tinker.served import SIZE, base
 from tests.serve.tinker.test_futures import Clock
 from tests.serve.tinker.test_restart import passed
 
@@ -363,3 +364,85 @@ def test_steps_have_the_numbers_that_a_client_says(numbers):
 
 def test_a_request_that_was_refused_says_what_it_breaks():
     assert RefusedVerb(error="x").breaks
+
+
+def test_runs_without_a_seed_begin_with_adapters_of_their_own(held):
+    seeds = []
+    for number in range(3):
+        _, run = held.create(number, lora_config={"rank": 2, "seed": None})
+        seeds.append(held.service.runs.info(run, "me").adapters.seed)
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("bounds", "limit", "vocabulary", "says"),
+    [
+        ({"datums": 3, "tokens": 18, "numbers": 6}, 6, SIZE, None),
+        ({"datums": 2}, 6, SIZE, "data: 3 datums; give 1 to 2"),
+        ({"tokens": 17}, 6, SIZE, "data: over 17 tokens"),
+        ({"numbers": 5}, 6, SIZE, r"data\[0\]\..*: shape \[6\]: .* at most 5 numbers"),
+        ({}, 5, SIZE, r"data\[0\]\.model_input: 6 tokens; the model takes 1 to 5"),
+        ({}, 6, 3, "none of the model's 3"),
+    ],
+)
+def test_a_pass_is_taken_up_to_its_bounds(bounds, limit, vocabulary, says):
+    message = decode.pass_message(passed(1, 0)("r"))
+    take = lambda: decode.pass_verb(message, bounds=TinkerBounds(**bounds), vocabulary=vocabulary, limit=limit)  # noqa: E731
+    if says is None:
+        assert [len(datum.tokens) for datum in take().data] == [6, 6, 6]
+        assert take().backward
+        message.forward_only = True
+        assert not take().backward
+    else:
+        refused(take, says)
+
+
+ASKED = {"samples": 3, "stops": 2, "drawn_top": 4, "scored": 12}
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused_ones"),
+    [
+        ({"num_samples": 3}, ({"num_samples": 4}, {"num_samples": 0})),
+        ({"stop": [3, 4]}, ({"stop": [3, 4, 5]},)),
+        ({"prompt_logprobs_last_n": 3}, ({"prompt_logprobs_last_n": 4}, {"prompt_logprobs_last_n": 0})),
+        ({"topk_prompt_logprobs": 3}, ({"topk_prompt_logprobs": 4},)),
+        ({"prompt_alt_tokens_k": 3}, ({"prompt_alt_tokens_k": 4},)),
+        ({"topk_sample_logprobs": 4}, ({"topk_sample_logprobs": 5},)),
+        ({"max_tokens": 28}, ({"max_tokens": 29}, {"max_tokens": 0})),
+        ({"tokens": [3] * 31, "max_tokens": 1}, ({"tokens": [3] * 32, "max_tokens": 1},)),
+    ],
+)
+def test_samples_are_drawn_up_to_their_bounds(taken, refused_ones):
+    def work(tokens=(3, 4, 5, 6), stop=None, max_tokens=2, **changes):
+        params = {"max_tokens": max_tokens, "stop": stop}
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}, "sampling_params": params}
+        body |= {"num_samples": 1, "prompt_logprobs": True, **changes}
+        request = samples.sample_request(json.dumps(body).encode())
+        return samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds(**ASKED))
+
+    work(**taken)
+    for changes in refused_ones:
+        refused(lambda changes=changes: work(**changes), "give|at most")
+
+
+def test_samples_without_a_seed_are_draws_of_their_own_request():
+    def key(name, seed=None):
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
+        request = samples.sample_request(
+            json.dumps({**body, "sampling_params": {"max_tokens": 1, "seed": seed}}).encode()
+        )
+        return samples.sample_work(request, name, rules=base().rules, bounds=TinkerBounds()).key
+
+    assert key("a") == key("a") != key("b")
+    assert key("a", 1) == key("b", 1) != key("a", 2)
+
+
+def test_a_custom_loss_is_its_sessions(held):
+    info = held.service.runs.info(held.create()[1], "me")
+    for session in (held.session, "other"):
+        held.service.registry.add_loss(StoredLoss(name=f"{session}:loss:1", session=session, owner="me", body="{}"))
+    verb = PassVerb(data=(), loss="custom", config={"loss_id": "other:loss:1"}, backward=True)
+    refused(lambda: held.service._loss_of(info, verb), "the session has no such custom loss")
+    own = attrs.evolve(verb, config={"loss_id": f"{held.session}:loss:1"})
+    refused(lambda: held.service._loss_of(info, own), "Field required|required")
