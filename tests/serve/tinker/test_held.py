@@ -87,7 +87,8 @@ USES = st.lists(
     ),
     max_size=14,
 )
-FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3]  # as many as there may be, and older weights in flight
+# as many as there may be, and older weights in flight; the oldest is used, and one more comes
+FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3, ("use", "a", 0), ("add", "a", 0)]
 
 
 @settings(max_examples=25)

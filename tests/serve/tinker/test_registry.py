@@ -187,3 +187,20 @@ def test_the_newest_samples_are_recorded_up_to_so_many_tokens(samples):
         record = records._held[f"s:1:{number}"]
         assert record.prompt.tolist() == [3, 4]
         assert record.log_probs.tolist() == [-x * (2.0 if scored else 1.0) for x in range(1, count + 1)]
+
+
+def test_samplers_are_of_the_session_in_their_names(tmp_path):
+    registry = Registry(tmp_path / "server.log", Clock())
+    for session in ("abcd1", "abcd12", "abcd2"):
+        registry.add_sampler(Sampler(name=f"{session}:sample:1", owner="me", base="tiny", weights="base"))
+    assert [each.name for each in registry.samplers_of("abcd1")] == ["abcd1:sample:1"]
+    registry.close()
+
+
+def test_the_newest_ends_are_held():
+    ends = Completions(5, most=2)
+    for number in range(4):
+        ends.add(("s", 0), f"{number}", Payload(b"x"))
+    found, cursor = asyncio.run(ends.after(("s", 0), 0, 0.0))
+    assert [(each.name, each.cursor) for each in found] == [("2", 8), ("3", 9)]
+    assert cursor == 9

@@ -19,6 +19,7 @@ from fppo.models import bases, lora
 from fppo.models.adapted import Lora
 from fppo.runtime.mesh import LOCAL
 from fppo.serve.tinker.data import Datum, rows_of
+from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.losses import LOSSES, Loss
 from fppo.serve.tinker.runs import (
     OPTIMIZERS,
@@ -384,3 +385,34 @@ def test_a_base_in_16_bits_is_trained_in_32():
         run, outputs = forward_backward(run, data(1, 2), Loss("cross_entropy"))
         assert {x.dtype for x in (*run.grads.values(), *run.state.params.values())} == {torch.float32}
         assert outputs.per_datum[0]["logprobs"].dtype == torch.float32
+
+
+def node(op, name, *args):
+    return {"op": op, "name": name.rpartition(".")[2], "target": name, "args": list(args), "kwargs": {}}
+
+
+WEIGHED = {"tuple": [{"ref": "sum"}, {"dict": {f"custom/x:{how}": {"ref": "sum"} for how in ("sum", "mean")}}]}
+CUSTOM = custom_loss(
+    "weighed",
+    [("logprobs", 1), ("weights", 1)],
+    [
+        *(node("placeholder", name) for name in ("logprobs", "weights")),
+        node("call_function", "operator.mul", {"ref": "logprobs"}, {"ref": "weights"}),
+        node("call_method", "sum", {"ref": "mul"}),
+        node("output", "output", WEIGHED),
+    ],
+)
+
+
+@pytest.mark.parametrize("micro", [MicroBatching(size=6), MicroBatching(size=1), MicroBatching(token_budget=9)])
+def test_a_custom_loss_and_its_metrics_are_over_all_data_whatever_the_micro_batches(micro):
+    run, part = begun(), data(4, 6)
+    run = attrs.evolve(run, base=attrs.evolve(run.base, micro_batching=micro))
+    opposite, plain = forward_backward(run, part, Loss("cross_entropy"))
+    found, outputs = forward_backward(run, part, Loss("custom", {}, CUSTOM))
+    total = sum((x["logprobs"] * d.inputs["weights"]).sum().item() for x, d in zip(plain.per_datum, part, strict=True))
+    assert outputs.metrics == pytest.approx(
+        {"loss:sum": total, "custom/x:sum": total, "custom/x:mean": total / 6}, abs=1e-5
+    )
+    close(found.grads, {name: -x for name, x in opposite.grads.items()})
+    close([x["logprobs"] for x in outputs.per_datum], [x["logprobs"] for x in plain.per_datum], atol=1e-6)

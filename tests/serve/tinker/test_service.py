@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from fppo.serve.tinker import decode, samples
+from fppo.rollout.engine import Sampling
+from fppo.serve.tinker import decode, routes, samples
 from fppo.serve.tinker.checkpoints import CheckpointMeta
 from fppo.serve.tinker.decode import (
     CreateVerb,
@@ -25,6 +27,7 @@ from fppo.serve.tinker.decode import (
     TinkerBounds,
 )
 from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
+from fppo.serve.tinker.guard import OWNER
 from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.service import TinkerService
@@ -446,3 +449,93 @@ def test_a_custom_loss_is_its_sessions(held):
     refused(lambda: held.service._loss_of(info, verb), "the session has no such custom loss")
     own = attrs.evolve(verb, config={"loss_id": f"{held.session}:loss:1"})
     refused(lambda: held.service._loss_of(info, own), "Field required|required")
+
+
+def test_samples_of_a_session_share_its_places_and_are_recorded_by_the_server(held):
+    given = []
+
+    class Engines:
+        async def sample(self, *drawn, **how):
+            given.append((drawn, how))
+            return Payload(b"drawn")
+
+    held.service._engines = Engines()
+    sampler = held.service.registry.sampler(held.sampler(3, base_model="second"), "me")
+    held.service.futures.open("a", "me")
+    asyncio.run(held.service._sample("a", sampler, 2 * 10**9 + 1, "work"))
+    held.service._engines = None
+    assert given == [(("a", "work", "second"), {"owner": held.session, "record": held.service.records.add})]
+    assert held.service.futures.state("a", "me").outcome == Payload(b"drawn")
+    ends, _ = asyncio.run(held.service.completions.after((sampler.name, 2), 0, 0.0))
+    assert [(each.name, each.size) for each in ends] == [("a", 5)]
+
+
+def test_targets_of_a_prompt_are_as_many_as_their_shape_says():
+    def targets(count):
+        given = {"data": [3] * count, "dtype": "int64", "shape": [3, 2]}
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5, 6]}]}, "num_samples": 1}
+        body |= {"sampling_params": {"max_tokens": 1}, "target_prompt_logprobs": given}
+        return samples.targets_of(samples.sample_request(json.dumps(body).encode()), 4, TinkerBounds())
+
+    assert targets(6).tolist() == [[3, 3]] * 3
+    refused(lambda: targets(5), r"shape \[3, 2\] with 5 numbers")
+
+
+def test_results_are_read_by_their_owners_and_the_ends_of_a_copy_by_its_own_number(held, monkeypatch):
+    monkeypatch.setattr(routes, "_POLL", 0.01)
+    service, clock = held.service, held.clock
+    name, _ = held.create()
+    asked = lambda **given: types.FutureRetrieveRequest(request_id=given.pop("request_id", name), **given)  # noqa: E731
+    answer = lambda given, owner="me": asyncio.run(routes._result(service, given, owner))  # noqa: E731
+    assert json.loads(answer(asked()).body) == {"type": "try_again", "request_id": name, "queue_state": "active"}
+    service.futures.settle(name, Payload(b"x" * (routes._INLINE + 1)))
+    size = {"status": "complete_metadata", "response_payload_size": routes._INLINE + 1}
+    assert json.loads(answer(asked(allow_metadata_only=True)).body) == size
+    clock.now += 10 * 3600.0
+    assert service.futures.sweep() == []  # its size is not the result
+    assert len(answer(asked()).body) == routes._INLINE + 1
+    refused(lambda: answer(asked(), "you"), "there is no such request", 404)
+    clock.now += 601.0
+    assert service.futures.sweep() == [name]
+    refused(lambda: answer(asked()), "send the request again", 410)
+    refused(lambda: answer(asked(request_id="x:train:1:0")), "there is no such request", 404)
+    sampler = held.sampler(1, base_model="tiny")
+    for number, of in enumerate(("own", "copy", "copy")):
+        service.completions.add((sampler, int(of == "copy")), f"{of} {number}", Payload(b"xyz"))
+    router = routes._sampling_router(service)
+    (poll,) = (route.endpoint for route in router.routes if route.path == "/retrieve_futures")
+
+    def ends(**given):
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": given.pop("copy")}
+        body = json.dumps({"target": target, "timeout": 1e9, **given}).encode()
+
+        async def whole():
+            return body
+
+        return json.loads(asyncio.run(poll(SimpleNamespace(body=whole, scope={OWNER: "me"}))).body)
+
+    first = ends(copy=1)
+    done = {"state": "finished", "response_payload_uncompressed_size": 3}
+    assert first["completions"] == [{**done, "request_id": "copy 1"}, {**done, "request_id": "copy 2"}]
+    assert ends(copy=1, prev_cursor=first["cursor"]) == {"completions": [], "cursor": first["cursor"]}
+    assert [each["request_id"] for each in ends(copy=0)["completions"]] == ["own 0"]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {"stop_token_ids": (1,)}),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.5}, {"temperature": 0.7, "top_k": 5, "top_p": 0.5}),
+        ({"temperature": 0.0, "top_k": -1}, {"greedy": True, "temperature": 1.0}),
+        ({"stop": [4, 6, 4], "top_p": 0.25}, {"stop_token_ids": (4, 6), "top_p": 0.25}),
+        ({"stop": []}, {"stop_token_ids": ()}),
+        ({"max_tokens": None}, {"max_tokens": 31}),
+    ],
+)
+def test_draws_are_as_a_client_says(params, expected):
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
+    body |= {"sampling_params": {"max_tokens": 2, **params}}
+    request = samples.sample_request(json.dumps(body).encode())
+    work = samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds())
+    assert work.sampling == Sampling(**{"max_tokens": 2, "stop_token_ids": (1,), **expected})
+    assert work.scores.drawn_top == int("temperature" in params and params["temperature"] > 0)

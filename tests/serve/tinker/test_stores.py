@@ -13,6 +13,8 @@ from fppo import models, tree
 from fppo.models import lora, lora_files
 from fppo.serve.tinker import runs, stores
 from fppo.serve.tinker.checkpoints import CheckpointMeta
+from fppo.serve.tinker.decode import LoadVerb
+from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.runs import Adapters
 from fppo.serve.tinker.sessions import Sampler
@@ -106,3 +108,19 @@ def test_a_saved_state_is_read_as_that_of_a_run_of_its_own_kind(held):
         meta = attrs.evolve(META, **changes)
         template = made._template(run, meta)
         assert (template.optimizer, template.adapters) == (meta.optimizer, meta.adapters)
+
+
+def test_weights_to_sample_from_are_gone_on_with_by_a_fresh_optimizer(held, monkeypatch):
+    made, _ = held
+    run, _ = runs.forward_backward(runs.create_run(base(torch.float32), Adapters(2)), data(1, 2), Loss("cross_entropy"))
+    run, _ = runs.optim_step(run, runs.StepParams())
+    run, _ = runs.forward_backward(run, data(2, 2), Loss("cross_entropy"))
+    other = {name: x + 1 for name, x in run.state.params.items()}
+    monkeypatch.setattr(stores, "read_params", lambda path: other)
+    made._checkpoints.find = lambda path, owner: META
+    found = made.load(run, SimpleNamespace(owner="me"), LoadVerb(path=META.path, optimizer=False))
+    assert run.state.opt.count.item() == 1
+    assert (found.state.opt.count.item(), found.grads) == (0, None)
+    assert tree.digest(found.state.params) == tree.digest(other)
+    with pytest.raises(Refusal, match="has no optimizer state"):
+        made.load(run, SimpleNamespace(owner="me"), LoadVerb(path=META.path, optimizer=True))
