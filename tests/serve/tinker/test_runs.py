@@ -45,6 +45,7 @@ from fppo.steps.schedules import schedule
 from fppo.steps.targets import forward_targets
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
+from tests.models import families
 from tests.serve.tinker.made import base, data
 
 STEP = StepParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
@@ -416,3 +417,13 @@ def test_a_custom_loss_and_its_metrics_are_over_all_data_whatever_the_micro_batc
     )
     close(found.grads, {name: -x for name, x in opposite.grads.items()})
     close([x["logprobs"] for x in outputs.per_datum], [x["logprobs"] for x in plain.per_datum], atol=1e-6)
+
+
+def test_state_in_buffers_stays_as_it_is_where_all_weights_are_trained():
+    """As the biases of routers, which have no gradient, and which weight decay would move."""
+    model, params = families.make("glm4_moe")
+    run = create_run(base(model=model, params=params), Adapters(0))
+    run, _ = forward_backward(run, data(3, 2), Loss("cross_entropy"))
+    run, _ = optim_step(run, STEP)
+    assert model.buffers
+    assert {name for name, x in run.state.params.items() if torch.equal(x, params[name])} == model.buffers
