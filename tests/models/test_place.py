@@ -6,10 +6,13 @@ import attrs
 import pytest
 import safetensors.torch
 import torch
+from transformers import LlamaConfig
 
 from fppo import models, tree
 from fppo.key import Key
+from fppo.models.narrow import find_cuts
 from fppo.models.place import place_beside, prepare
+from fppo.runtime.layout import Cut
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
 from fppo_kernels.collectives import Axis
@@ -137,3 +140,14 @@ def test_a_model_of_anothers_tensors_has_the_others_stages(virtual):
         beside = place_beside(critic, placed, mesh)
         assert [x.layers for x in beside.spans] == [x.layers for x in placed.spans] != [x.layers for x in own.spans]
         assert place_beside(critic, model, mesh).spans == own.spans
+
+
+def test_merged_projections_are_cut_by_heads_of_any_width():
+    """Six wide, where the hidden size would make them four."""
+    config = LlamaConfig(hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=6)
+    whole = {"a.qkv_proj.weight": (48, 16), "a.qkv_proj.bias": (48,), "b.gate_up_proj.weight": (20, 16), "c": (8, 16)}
+    fewer = {"a.qkv_proj.weight": (24, 16), "a.qkv_proj.bias": (24,), "b.gate_up_proj.weight": (10, 16), "c": (8, 8)}
+    cuts = find_cuts(*({name: torch.Size(x) for name, x in each.items()} for each in (whole, fewer)), config)
+    heads = Cut(0, 2, (24, 12, 12))
+    expected = {"b.gate_up_proj.weight": Cut(0, 2, (10, 10)), "c": Cut(1, 2, (16,))}
+    assert cuts == {"a.qkv_proj.weight": heads, "a.qkv_proj.bias": heads, **expected}
