@@ -122,7 +122,7 @@ def test_routers_of_several_kinds_are_left_as_they_are():
     """Of other numbers of experts, or of chosen ones."""
     for change, count in ((None, 2), ("chosen", 0), ("experts", 0)):
         base = causal_lm(CONFIGS["qwen3_moe"], "meta").base_model
-        gate = base.layers[1].mlp.gate
+        gate = base.get_submodule("layers.1.mlp.gate")
         if change == "chosen":
             gate.top_k = 1
         elif change == "experts":
