@@ -316,6 +316,8 @@ def test_what_is_left_without_an_adapter_is_the_model_that_was_adapted(sizes, ki
         adapted = lora.without_base(coded, SPEC)
         for one, expected in ((adapted.plain, placed), (adapted.plain.unplaced, placed.unplaced)):
             assert described(one) == described(expected)
+        if sizes:
+            assert lora.frozen_of(adapted.unplaced).places == lora.frozen_of(adapted).places
         stages, own = ({} if x.layout is None else x.layout.stages for x in (placed, adapted))
         of_factors = {n + end: stages.get(n) for n in lora.frozen_of(adapted).places for end in FACTORS}
         assert {name: own.get(name) for name in of_factors} == of_factors
