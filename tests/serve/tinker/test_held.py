@@ -91,7 +91,7 @@ USES = st.lists(
 FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3, ("use", "a", 0), ("add", "a", 0)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(USES)
 def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(tmp_path_factory, uses):
     root = tmp_path_factory.mktemp("snapshots")
