@@ -427,3 +427,16 @@ def test_state_in_buffers_stays_as_it_is_where_all_weights_are_trained():
     run, _ = optim_step(run, STEP)
     assert model.buffers
     assert {name for name, x in run.state.params.items() if torch.equal(x, params[name])} == model.buffers
+
+
+@pytest.mark.parametrize("name", [name for name, rule in LOSSES.items() if not rule.flat])
+def test_data_of_several_widths_in_one_request_are_those_of_requests_apart(name):
+    """What fills a narrow datum up to the widest has no loss, in whatever loss."""
+    run, parts = begun(), (data(1, 2, width=3), data(2, 2), data(3, 2, width=2))
+    together, outputs = forward_backward(run, [x for part in parts for x in part], Loss(name))
+    apart, total = run, 0.0
+    for part in parts:
+        apart, piece = forward_backward(apart, part, Loss(name))
+        total += piece.metrics["loss:sum"]
+    assert outputs.metrics["loss:sum"] == pytest.approx(total, abs=1e-10)
+    close(together.grads, apart.grads)
