@@ -12,6 +12,7 @@ import pytest
 
 from fppo.commands import ablate, actions, cli
 from fppo.settings.ablate import AblateSettings
+from fppo_kernels.table import BUILTIN
 from tests import tiny_run
 
 SMALL = ["--shapes", "N=9,H=8,V=33", "--repeats", "1", "--law-seconds", "0", "--dtypes", "float32"]
@@ -283,3 +284,27 @@ def test_each_kernel_of_each_operation_is_compared_until_an_interrupt(tmp_path, 
     ):
         assert line in said
     assert ("interrupted: what is above was computed before" in said) is interrupted
+
+
+@pytest.mark.parametrize(("known", "words"), [((4, 7), "the recorded steps are 4 to 7"), ((), "no step is recorded")])
+def test_a_step_without_a_record_is_told_from_those_with_one(tmp_path, monkeypatch, known, words):
+    monkeypatch.setattr(ablate, "settings_of", lambda directory, step: None)
+    monkeypatch.setattr(ablate.session, "recorded", lambda directory: dict.fromkeys(known))
+    with pytest.raises(ablate.UsageError, match=f"has no record of step 9; {words}"):
+        ablate._replay(tmp_path, 9, AblateSettings(), ["gae"])
+
+
+def chunked(*args, **keywords):
+    """A kernel that is called as one of the table."""
+    return doubled(*args, **keywords)
+
+
+def test_an_own_kernel_called_as_one_of_the_table_has_its_whole_name():
+    place = "tests.commands.test_ablate:"
+    for name, shown in (("doubled", "doubled"), ("chunked", f"{place}chunked")):
+        for own in (f"{place}{name}", f"log_probs={place}{name}"):
+            found = ablate._with_own(AblateSettings(with_=(own,)), ["log_probs"], BUILTIN)
+            assert list(found["log_probs"]) == [*BUILTIN["log_probs"], shown]
+            assert found["log_probs"][shown].load() is globals()[name]
+            chosen = ablate._chosen(AblateSettings(implementations=("reference",)), "log_probs", found)
+            assert chosen == ["reference", shown]

@@ -70,21 +70,23 @@ def test_where_a_run_may_write_is_looked_at_first(settings, monkeypatch, command
 
 def test_a_run_that_lost_a_pool_goes_on_from_its_own_checkpoints(settings, monkeypatch, capsys):
     """Though its user said never: those are what it wrote before."""
-    asked = []
+    asked, written = [], []
 
     def trained(settings, here):
         asked.append(settings.resume)
+        written.extend((2, 5) if len(asked) == 2 else ())
         if len(asked) < 3:
             raise GroupDied("a", "it is gone")
         return 0
 
     monkeypatch.setattr(actions, "_trained", trained)
+    monkeypatch.setattr(actions.checkpoint, "steps", lambda directory: written)
     given = attrs.evolve(settings, resume="never", placement=attrs.evolve(settings.placement, restarts=2))
     assert actions.train(given) == 0
     assert asked == ["never", "auto", "auto"]
     said = capsys.readouterr().err
     assert "starting the pools again (1 of 2 times), from the start" in said
-    assert "(2 of 2 times)" in said
+    assert "starting the pools again (2 of 2 times), from the checkpoint of step 5" in said
 
 
 @pytest.mark.parametrize(("done", "status"), [(7, 0), (3, 130)])
@@ -103,7 +105,8 @@ def test_sampling_alone_refuses_what_is_for_training(tmp_path, changes):
 
 def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(settings, monkeypatch, capsys):
     """The newest checkpoint is taken, or the one that resume names."""
-    checked, shown = [], SimpleNamespace(step=5)
+    checked, shown, here = [], SimpleNamespace(step=5), actions.ALONE
+    monkeypatch.setattr(actions.session, "say_misnamed", lambda *given: checked.append(given))
     evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer=None)
     monkeypatch.setattr(actions, "assemble_evaluation", lambda *args, **_: contextlib.nullcontext(evaluator))
     monkeypatch.setattr(actions, "check_bases", lambda bases, path: checked.append((bases, path.name)))
@@ -114,7 +117,8 @@ def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(setti
     monkeypatch.setattr(actions.evaluations, "table", lambda report: [])
     assert actions.evaluate(settings) == 0
     assert actions.evaluate(attrs.evolve(settings, resume="x/step_00000003")) == 0
-    assert checked == [("bases", "step_00000005"), "device", ("bases", "step_00000003"), "device"]
+    said = (Path(settings.output_dir) / "checkpoints", here.mesh)
+    assert checked == [said, ("bases", "step_00000005"), "device", said, ("bases", "step_00000003"), "device"]
     monkeypatch.setattr(actions.saved, "newest", lambda directory: None)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         actions.evaluate(settings)
@@ -161,6 +165,46 @@ def test_an_export_is_of_the_step_that_was_asked_for_with_the_settings_that_made
     assert card.run_dir == tmp_path
     with pytest.raises(UsageError, match="no checkpoint of step 5; there are those of"):
         actions.export(tmp_path, tmp_path / "out", 5)
+
+
+@pytest.mark.parametrize(
+    ("role", "critic_rank", "critic_path", "merge", "form", "begun"),
+    [
+        ("actor", 0, "c", False, "adapter", "m"),
+        ("actor", None, None, True, "merged", "m"),
+        ("critic", 0, "c", False, "whole", "c"),
+        ("critic", 3, None, False, "adapter", "m"),
+        ("critic", 3, "c", True, "merged", "c"),
+    ],
+)
+def test_an_export_has_the_form_of_its_roles_own_adapter(
+    tmp_path, monkeypatch, capsys, role, critic_rank, critic_path, merge, form, begun
+):
+    """And of a quantised base it is said what the adapter was trained on."""
+    changes = {"model__path": "m", "model__critic_path": critic_path, "model__lora__critic_rank": critic_rank}
+    settings = tiny_run.settings(tmp_path, **changes, model__lora__rank=4, model__lora__base="nf4")
+    recorded(monkeypatch, (6,), settings)
+    monkeypatch.setattr(actions.session, "check_target", lambda settings, target: None)
+    exported, cards = [], []
+    monkeypatch.setattr(actions.saved, "export", lambda *given, merge: exported.append((*given[1:], merge)))
+    monkeypatch.setattr(actions, "add_card", lambda card, target: cards.append((card.form, card.role, target)))
+    target = tmp_path / "out"
+    assert actions.export(tmp_path, target, None, role, merge=merge) == 0
+    assert exported == [(target, 6, role, merge)]
+    assert cards == [(form, role, target)]
+    said = capsys.readouterr()
+    words = f"are those of {begun} rounded to nf4" if merge else f"was trained on {begun} in nf4"
+    assert words in said.err
+    assert said.out == f"{target}\n"
+
+
+def test_a_state_that_is_restored_is_that_of_the_newest_checkpoint_before(tmp_path, monkeypatch, settings):
+    recorded(monkeypatch, (3, 6), settings)
+    monkeypatch.setattr(actions.session, "load", lambda *given: given)
+    assembly = SimpleNamespace(run="initial")
+    found = [actions.restored(assembly, tmp_path, step) for step in (0, 2, 3, 5, 6, 9)]
+    at = {step: (assembly, tmp_path / "checkpoints", step) for step in (3, 6)}
+    assert found == ["initial", "initial", at[3], at[3], at[6], at[6]]
 
 
 @pytest.mark.parametrize("public", [False, True])
@@ -331,3 +375,33 @@ def test_a_replay_is_on_the_device_of_its_flag(settings, monkeypatch, flags, dev
     command(given, actions.ALONE)
     command(given, actions.CommandRank(device="cuda:1"))
     assert asked == [(7, str(device)), (7, "cuda:1")]
+
+
+@pytest.mark.parametrize("made_by", [None, actions.SFT])
+def test_steps_are_made_again_by_the_command_that_made_them(tmp_path, monkeypatch, made_by):
+    """Each state is given up to the next, and nothing is saved."""
+    settings = tiny_run.settings(tmp_path, rollout__save=True, rollout__ahead=3)
+    rank, noted = actions.CommandRank("mesh", "device"), []
+    supervised, assembly = SimpleNamespace(imitation="imitation"), SimpleNamespace(program="program", draw="draw")
+
+    def assemble_supervised(settings, **how):
+        noted.append((settings, how))
+        return "others", supervised
+
+    def assemble(settings, here):
+        noted.append((settings, here))
+        return contextlib.nullcontext(assembly)
+
+    monkeypatch.setattr(actions, "assemble_supervised", assemble_supervised)
+    monkeypatch.setattr(actions, "_assemble", assemble)
+    with actions._steps_again(settings, made_by, rank) as (made, steps):
+        pass
+    unsaved = files.replace(settings, {"rollout.save": False})
+    if made_by is None:
+        assert (made, noted) == (assembly, [(unsaved, rank)])
+        how = {"program": "program", "draw": "draw", "ahead": 3, "donate": True}
+        assert (steps.func, steps.args, steps.keywords) == (actions.iterate, (), how)
+    else:
+        assert (made, noted) == (supervised, [(settings, {"mesh": "mesh", "device": "device"})])
+        how = {"imitation": "imitation", "mesh": "mesh", "donate": True}
+        assert (steps.func, steps.args, steps.keywords) == (actions.imitate_steps, (), how)

@@ -104,8 +104,9 @@ def test_a_run_behind_a_flag_is_its_value(tmp_path):
     (tmp_path / "settings.toml").touch()
     for rest in (["--output-dir", str(tmp_path)], [f"--output-dir={tmp_path}"]):
         assert file_and_overrides(rest, "train") == (None, rest)
-    with pytest.raises(ValueError, match="give it first"):
-        file_and_overrides(["--steps", "3", str(tmp_path)], "train")
+    for flags in (["--steps", "3"], ["--steps=3"], ["--output-dir=x", "--steps=3"]):
+        with pytest.raises(ValueError, match=f"{tmp_path} comes after flags; give it first: .* {' '.join(flags)}"):
+            file_and_overrides([*flags, str(tmp_path)], "train")
 
 
 def test_a_traceback_is_shown_on_request(capsys):

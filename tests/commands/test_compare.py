@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fppo._errors import RunFailed
 from fppo.assembly.run import assemble
-from fppo.commands import actions, cli
+from fppo.commands import actions, cli, compare
 from fppo.commands.compare import plan
 from fppo.pipeline.train import iterate
 from fppo.report.compare import Comparison, collect, picture, spread
@@ -195,6 +195,26 @@ def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, caps
     assert "the critic cannot learn" in text
     assert "critic.loss=quantile+critic.loss.bins=3  1      0.5000" in text
     assert "failed; the same command tries them again: critic.loss=mse, seed 0" in text
+
+
+@pytest.mark.parametrize(("status", "stops"), [(0, False), (1, False), (2, True), (130, True)])
+def test_a_run_that_is_stopped_stops_the_others(task, monkeypatch, capsys, status, stops):
+    """One that failed does not; the comparison is written once all had their turn."""
+    trained, written = [], []
+
+    def train(settings, here):
+        trained.append(settings.critic.loss.name)
+        return status if len(trained) == 1 else 0
+
+    monkeypatch.setattr(actions, "train", train)
+    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: written.append((list(runs), metrics, out)))
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == status
+    names = ["critic.loss=mse", "critic.loss=quantile+critic.loss.bins=3"]
+    assert trained == (["mse"] if stops else ["mse", "quantile"])
+    assert written == ([] if stops else [(names, (), task / "run-compare")])
+    said = capsys.readouterr().out
+    assert (f"stopped in {names[0]}, seed 0; the same command resumes there" in said) is stops
+    assert (f"failed; the same command tries them again: {names[0]}, seed 0" in said) is (status == 1)
 
 
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):

@@ -189,6 +189,9 @@ def test_lengths_of_prompts_are_those_of_most_and_of_all():
     prompts = SimpleNamespace(tokens=[(0,) * length for length in range(1, 201)])
     (line,) = check._lengths(prompts)
     assert line.endswith("in tokens: 1 to 200, median 100.5, 99 % up to 198")
+    for count, most in ((101, 100), (100, 99), (2, 1), (1, 1)):
+        prompts = SimpleNamespace(tokens=[(0,) * length for length in range(count, 0, -1)])
+        assert check._lengths(prompts)[0].endswith(f" up to {most}")
 
 
 def test_a_batch_that_is_sampled_is_said_with_its_pace(tmp_path):

@@ -36,7 +36,7 @@ def parts(monkeypatch):
         return call
 
     def policy(settings, *, begins):
-        noted.append(("policy", settings.model.path, begins))
+        noted.append(("policy", settings.model.path, begins, settings.device))
         return simple(
             params=f"params {settings.model.path}",
             engine=simple(pad_token_id=len(settings.model.path), kernels="k"),
@@ -139,7 +139,7 @@ def test_a_model_is_served_under_its_key(parts, capsys, given):
 def test_a_run_is_served_from_its_checkpoint_and_followed(parts, tmp_path, monkeypatch):
     noted, _ = parts
     (tmp_path / "settings.toml").touch()
-    settings = tiny_run.settings(tmp_path)
+    settings = tiny_run.settings(tmp_path, device="cuda")  # where it was trained
     monkeypatch.setattr(serve.starts, "load", lambda directory: settings)
     monkeypatch.setattr(serve.saved, "newest", lambda directory, step=None: step or 6)
     monkeypatch.setattr(
@@ -147,7 +147,7 @@ def test_a_run_is_served_from_its_checkpoint_and_followed(parts, tmp_path, monke
     )
     options = ServeOptions(targets=(str(tmp_path),), step=4, follow=2.5, device="cpu")
     assert serve.serve(options, {}) == 0
-    assert of(noted, "policy") == [("policy", "bare", False)]
+    assert of(noted, "policy") == [("policy", "bare", False, "cpu")]
     ((_, pad, params, named),) = of(noted, "loop")
     assert (pad, params, named["version"]) == (4, "params of 4", 40)
     follow = named["newer"]
