@@ -252,7 +252,7 @@ def exporting(monkeypatch):
         "bare_model": lambda section, critic: simple(path=section.path, critic=critic),
         "params": note("params", "whole"),
         "load_tokenizer": lambda model, data: ("tokenizer", model.path),
-        "policy_generation": lambda model, data, tokenizer: "generation",
+        "policy_generation": lambda model, data, tokenizer: (model.path, data.prompt, *tokenizer) and "generation",
         "load_policy": lambda *begun: (simple(name="adapted policy"), None),
         "adapted_critic": lambda *begun: (simple(name="adapted critic"), None),
         "base_of_role": lambda section, role, model: simple(source=f"base of {role}"),
