@@ -14,8 +14,10 @@ import torch
 
 from fppo.commands import serve, serve_tinker
 from fppo.commands.options import ServeOptions
+from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.runs import saved
+from fppo.runtime.mesh import LOCAL
 from fppo.serve.service import Bounds
 from fppo.settings import files
 from tests import tiny_run
@@ -253,8 +255,8 @@ def exporting(monkeypatch):
         "params": note("params", "whole"),
         "load_tokenizer": lambda model, data: ("tokenizer", model.path),
         "policy_generation": lambda model, data, tokenizer: (model.path, data.prompt, *tokenizer) and "generation",
-        "load_policy": lambda *begun: (simple(name="adapted policy"), None),
-        "adapted_critic": lambda *begun: (simple(name="adapted critic"), None),
+        "load_policy": note("begun", (simple(name="adapted policy"), None)),
+        "adapted_critic": note("begun", (simple(name="adapted critic"), None)),
         "base_of_role": lambda section, role, model: simple(source=f"base of {role}"),
         "bases_of": lambda bases: bases,
         "check_bases": note("checked"),
@@ -288,13 +290,17 @@ def test_an_export_is_of_the_roles_own_parameters(exporting, tmp_path, role):
 @pytest.mark.parametrize(("role", "merge"), [("actor", False), ("actor", True), ("critic", True), ("critic", False)])
 def test_an_adapter_is_exported_as_it_is_or_in_its_base(exporting, tmp_path, role, merge):
     changes = {"model__lora__rank": 2, "model__lora__critic_rank": 2}
-    settings = tiny_run.settings(tmp_path, device="cpu", **changes)
+    settings = tiny_run.settings(tmp_path, device="cpu", seed=5, **changes)
     if role == "critic" and not merge:
         with pytest.raises(ValueError, match="has a value head, which PEFT's files cannot hold: give --merge"):
             saved.export(settings, tmp_path / "out", 4, role)
         return
     saved.export(settings, tmp_path / "out", 4, role, merge=merge)
-    (_, (bases, path), _), (_, (model, asked, _), _), (kind, given, named) = exporting
+    *begun, (_, (bases, path), _), (_, (model, asked, _), _), (kind, given, named) = exporting
+    parts = settings.model, settings.critic, Key(settings.seed), LOCAL, torch.device("cpu")
+    policy = ("begun", parts, {})
+    assert begun[0] == policy
+    assert begun[1:] == ([("begun", (*parts, simple(name="adapted policy")), {})] if role == "critic" else [])
     assert path == tmp_path / "run" / "checkpoints" / "step_00000004"
     assert (list(bases), asked) == ([role], role)
     name = "adapted policy" if role == "actor" else "adapted critic"

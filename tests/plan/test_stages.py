@@ -97,3 +97,33 @@ def test_more_gpus_are_offered_the_fewest_first(monkeypatch, alone, both, expect
     monkeypatch.setattr(search, "_together", lambda case, built, flags=None: remedy(both) if flags else None)
     base: Any = SimpleNamespace(case=case())
     assert [x.plan.case.world for x in search.remedies(base)] == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "runs"),
+    [
+        ([32], [[4], [5]]),
+        ([32, 30], [[4, 2], [5, 3]]),
+        ([32, 29], [[4, 1], [5, 2]]),
+        ([32, 28], [[32, 28]]),  # of which few would leave none
+        ([30, 9, 32], [[30, 9, 32]]),
+        ([9], [[9]]),  # as many as both runs together
+        ([10], [[4], [5]]),
+    ],
+)
+def test_stages_of_many_layers_follow_from_few_where_each_has_some(monkeypatch, own, runs):
+    """Each has as many fewer than the largest as it has."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        PLAN.passes, "run_stage", lambda case, name, *, own, built: asked.append((name, own, built)) or own
+    )
+    monkeypatch.setattr(PLAN.layers, "extrapolated", lambda few, more, most: (few, more, most))
+    what: Any = case()
+    built: Any = "built"
+    found = PLAN._from_few(what, "values", own, built)
+    assert asked == [("values", each, built) for each in runs]
+    assert found == (own if len(runs) == 1 else (*runs, max(own)))
+    asked.clear()
+    monkeypatch.setattr(PLAN.layers, "extrapolated", lambda few, more, most: None)  # they do not match
+    assert PLAN._from_few(what, "values", own, built) == own
+    assert asked[-1] == ("values", own, built)
