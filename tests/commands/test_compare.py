@@ -64,6 +64,14 @@ def test_lists_are_values(vary, lists):
     assert len({variant.directory for variant in found}) == len(found)
 
 
+def test_a_text_with_blanks_is_one_value():
+    found = variants(["data.prompt=Q: {q} A:,{q}+data.source=of one"])
+    assert [variant.changes for variant in found] == [
+        {"data.prompt": "Q: {q} A:"},
+        {"data.prompt": "{q}", "data.source": "of one"},
+    ]
+
+
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.booleans())
 def test_directories_of_variants_are_plain_names(values, many):
     """They stand in commands without quotes, on any file system, and tell variants apart."""
