@@ -308,3 +308,19 @@ def test_an_own_kernel_called_as_one_of_the_table_has_its_whole_name():
             assert found["log_probs"][shown].load() is globals()[name]
             chosen = ablate._chosen(AblateSettings(implementations=("reference",)), "log_probs", found)
             assert chosen == ["reference", shown]
+
+
+@pytest.mark.parametrize("rows", [(), ("row",)])
+def test_a_chart_is_saved_where_there_is_something_to_draw(tmp_path, monkeypatch, rows):
+    """Beside other files, or in a directory of its own."""
+    from fppo.ablate import chart
+
+    saved = []
+    made = SimpleNamespace(rows=rows, interrupted=False, to_json=lambda: "{}")
+    monkeypatch.setattr(ablate, "run_all", lambda ops, **_: made)
+    monkeypatch.setattr(ablate.text, "table", lambda made, width: "table")
+    monkeypatch.setattr(chart, "save", lambda made, path: saved.append((made, path, path.parent.is_dir())))
+    for place in (tmp_path, tmp_path / "new" / "place"):
+        assert ablate.ablate(AblateSettings(op=("gae",), device="cpu", png=str(place / "x.png"))) == 0
+    places = [tmp_path / "x.png", tmp_path / "new" / "place" / "x.png"]
+    assert saved == ([(made, place, True) for place in places] if rows else [])
