@@ -232,7 +232,7 @@ def test_newer_checkpoints_are_looked_for_now_and_then(monkeypatch):
     clock, newest, loaded = [0.0], [4], []
     monkeypatch.setattr(serve, "now", lambda: clock[0])
     monkeypatch.setattr(serve.saved, "newest", lambda directory: newest[0])
-    monkeypatch.setattr(serve, "_loaded", lambda directory, policy, step: loaded.append(step) or ("params", 10 * step))
+    monkeypatch.setattr(serve, "_loaded", lambda *given: loaded.append(given) or ("params", 10 * given[-1]))
     follow = serve.FollowedRun(Path("run"), "policy", 5.0, 4)
     for at, there, expected in (
         (4.9, 6, None),
@@ -244,7 +244,7 @@ def test_newer_checkpoints_are_looked_for_now_and_then(monkeypatch):
     ):
         clock[0], newest[0] = at, there
         assert follow() == expected, at
-    assert loaded == [6, 8]
+    assert loaded == [(Path("run"), "policy", step) for step in (6, 8)]
 
 
 def test_a_model_is_served_in_the_dtype_and_place_of_the_flags():
