@@ -13,6 +13,7 @@ from fppo._errors import UsageError
 from fppo.commands import actions, cli, compare, distributed, serve_tinker, view
 from fppo.commands.options import ServeOptions, ViewOptions
 from fppo.fleet import GroupDied
+from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.serve.service import Bounds
 from fppo.settings import files
 from fppo.settings.compare import CompareSettings
@@ -54,6 +55,41 @@ def test_a_run_that_stops_early_is_not_exported_and_says_so_by_its_status(
     assert command(settings, actions.CommandRank(watch="watch")) == status
     assert noted[0] == ("auto", True, "watch")
     assert noted[1:] == ([("export", "model"), ("report", "run")] if status == 0 else [])
+
+
+@pytest.mark.parametrize(("step", "status"), [(9, 0), (8, 130)])
+def test_a_supervised_run_has_as_many_steps_as_its_rows_make(settings, monkeypatch, step, status):
+    """On the ranks' own mesh and device."""
+    asked, rank = [], actions.CommandRank(LOCAL, "device", "watch")
+    noted = stopping_at(step, monkeypatch)
+
+    def assemble(given, *, announce, **how):
+        asked.append((given, how))
+        return attrs.evolve(given, steps=9), "assembly"
+
+    monkeypatch.setattr(actions, "assemble_supervised", assemble)
+    assert actions.sft(settings, rank) == status
+    assert asked == [(settings, {"mesh": LOCAL, "device": "device"})]
+    assert len(noted) == (3 if status == 0 else 1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_run_is_assembled_on_its_rank_and_the_first_one_speaks(settings, monkeypatch, capsys, place):
+    asked, rank = [], actions.CommandRank(Mesh({"shard": Axis(2, place)}), watch="watch")
+    noted = stopping_at(7, monkeypatch)
+
+    def assemble(given, here, announce):
+        announce(["a line", "another"])
+        asked.append((given, here))
+        return contextlib.nullcontext("assembly")
+
+    monkeypatch.setattr(actions, "_assemble", assemble)
+    assert actions.train(settings, rank) == 0
+    assert asked == [(settings, rank)]
+    assert noted[1:] == [("export", "model"), *([] if place else [("report", "run")])]
+    said = capsys.readouterr().out
+    assert said.startswith("a line\nanother\nmodel: ") is (place == 0)
+    assert (said == "") is (place == 1)
 
 
 @pytest.mark.parametrize("command", [actions.train, actions.sft])
@@ -105,20 +141,42 @@ def test_sampling_alone_refuses_what_is_for_training(tmp_path, changes):
 
 def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(settings, monkeypatch, capsys):
     """The newest checkpoint is taken, or the one that resume names."""
-    checked, shown, here = [], SimpleNamespace(step=5), actions.ALONE
+    checked, shown = [], SimpleNamespace(step=5)
+    here = actions.CommandRank(Mesh({"shard": Axis(2, 0)}), "own device")
+    bare = attrs.evolve(settings, seed=77)
+    monkeypatch.setattr(actions.saved, "bare", lambda given: attrs.evolve(given, seed=77))
     monkeypatch.setattr(actions.session, "say_misnamed", lambda *given: checked.append(given))
-    evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer=None)
-    monkeypatch.setattr(actions, "assemble_evaluation", lambda *args, **_: contextlib.nullcontext(evaluator))
+    evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer="tokenizer")
+
+    def assemble(given, **how):
+        assert (given, how) == (attrs.evolve(bare, resume=given.resume), {"mesh": here.mesh, "device": "own device"})
+        return contextlib.nullcontext(evaluator)
+
+    def kept(evaluate, place, tokenizer, mesh):
+        assert (evaluate, tokenizer, mesh) == ("evaluate", "tokenizer", here.mesh)
+        assert place(3) == place(9) == Path(settings.output_dir) / "evaluations" / "step_00000005_eval_1.jsonl"
+        return lambda run: {"of": run}
+
+    monkeypatch.setattr(actions, "assemble_evaluation", assemble)
     monkeypatch.setattr(actions, "check_bases", lambda bases, path: checked.append((bases, path.name)))
     monkeypatch.setattr(actions.saved, "newest", lambda directory: 5)
-    monkeypatch.setattr(actions.saved, "policy", lambda model, path, *, mesh, device: checked.append(device) or shown)
-    monkeypatch.setattr(actions.evaluations, "kept", lambda evaluate, place, tokenizer, mesh: lambda run: {})
-    monkeypatch.setattr(actions.evaluations, "write_numbers", lambda report, path: None)
+    monkeypatch.setattr(
+        actions.saved, "policy", lambda model, path, **how: checked.append((model, path.name, how)) or shown
+    )
+    monkeypatch.setattr(actions.evaluations, "kept", kept)
+    monkeypatch.setattr(
+        actions.evaluations, "write_numbers", lambda report, path: checked.append((report["of"] is shown, path.name))
+    )
     monkeypatch.setattr(actions.evaluations, "table", lambda report: [])
-    assert actions.evaluate(settings) == 0
-    assert actions.evaluate(attrs.evolve(settings, resume="x/step_00000003")) == 0
+    assert actions.evaluate(settings, here) == 0
+    assert actions.evaluate(attrs.evolve(settings, resume="x/step_00000003"), here) == 0
     said = (Path(settings.output_dir) / "checkpoints", here.mesh)
-    assert checked == [said, ("bases", "step_00000005"), "device", said, ("bases", "step_00000003"), "device"]
+    how, numbers = {"mesh": here.mesh, "device": "device"}, (True, "step_00000005_eval_1.json")
+    assert checked == [
+        each
+        for name in ("step_00000005", "step_00000003")
+        for each in (said, ("bases", name), ("model", name, how), numbers)
+    ]
     monkeypatch.setattr(actions.saved, "newest", lambda directory: None)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         actions.evaluate(settings)
@@ -228,7 +286,7 @@ def test_a_step_is_computed_again_from_the_checkpoint_before_it(settings, tmp_pa
     with pytest.raises(UsageError, match="began from the checkpoint of step 2, and has none before step 3"):
         actions.beginning(tmp_path, 3)
     interrupted = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, interrupt=2))
-    monkeypatch.setattr(actions.starts, "spans", lambda directory, first, last: [(interrupted, last)])
+    monkeypatch.setattr(actions.starts, "spans", lambda directory, first, last: [(settings, first), (interrupted, last)])
     with pytest.raises(UsageError, match=r"with rollout\.interrupt the clock decided"):
         actions.beginning(tmp_path, 7)
 
