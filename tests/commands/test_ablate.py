@@ -8,11 +8,13 @@ import json
 import math
 from types import SimpleNamespace
 
+import attrs
 import pytest
 
 from fppo.commands import ablate, actions, cli
+from fppo.pipeline.swap import Parting
 from fppo.settings.ablate import AblateSettings
-from fppo_kernels.table import BUILTIN
+from fppo_kernels.table import BUILTIN, Implementation, Kernels
 from tests import tiny_run
 
 SMALL = ["--shapes", "N=9,H=8,V=33", "--repeats", "1", "--law-seconds", "0", "--dtypes", "float32"]
@@ -324,3 +326,56 @@ def test_a_chart_is_saved_where_there_is_something_to_draw(tmp_path, monkeypatch
         assert ablate.ablate(AblateSettings(op=("gae",), device="cpu", png=str(place / "x.png"))) == 0
     places = [tmp_path / "x.png", tmp_path / "new" / "place" / "x.png"]
     assert saved == ([(made, place, True) for place in places] if rows else [])
+
+
+@pytest.mark.parametrize("error", [None, ValueError("no\nmore"), KeyError()])
+def test_a_kernel_is_compared_in_a_step_of_its_own_against_the_runs_own(tmp_path, monkeypatch, error):
+    """Every other operation is as the run has it."""
+    calls, own = [], Kernels.named()
+    settings = tiny_run.settings(tmp_path)
+    reference = ablate._Reference(settings=settings, kernels=own, run="run", trace="trace")
+
+    @contextlib.contextmanager
+    def assemble(given, *, kernels):
+        calls.append((given, kernels))
+        yield SimpleNamespace(program="program", draw="draw")
+
+    def trace(run, **how):
+        calls.append((run, how))
+        if error is not None:
+            raise error
+        return "step"
+
+    watched = []
+    monkeypatch.setattr(
+        ablate.swap, "watch", lambda kernels: watched.append(kernels) or SimpleNamespace(kernels="watched")
+    )
+    monkeypatch.setattr(ablate, "assemble", assemble)
+    monkeypatch.setattr(ablate.swap, "trace", trace)
+    part = Parting(stage="values", leaf="x", leaves=3, differing=1, max_abs=0.5, relative=0.25)
+    monkeypatch.setattr(ablate.swap, "partings", lambda *given: {("trace", "step"): [part]}[given])
+    found = ablate._compared(reference, "log_probs", Implementation(doubled))
+    (kernels,) = watched
+    assert kernels.log_probs is doubled
+    assert attrs.evolve(kernels, log_probs=own.log_probs) == own
+    how = {"program": "program", "draw": "draw", "watched": SimpleNamespace(kernels="watched"), "reference": "trace"}
+    assert calls == [(settings, "watched"), ("run", how)]
+    if error is None:
+        assert found == {"stages": [attrs.asdict(part)]}
+    else:
+        words = {ValueError: "it raised ValueError: no", KeyError: "it raised KeyError: "}
+        assert found == {"reason": words[type(error)]}
+    refused = Implementation(doubled, refuse=lambda: "elsewhere")
+    assert ablate._compared(reference, "log_probs", refused) == {"reason": "cannot run here: elsewhere"}
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_an_ablation_is_on_as_many_threads_as_are_asked_for(monkeypatch, threads):
+    """Set before anything is measured."""
+    made = SimpleNamespace(rows=(), interrupted=False)
+    log = []
+    monkeypatch.setattr(ablate.torch, "set_num_threads", log.append)
+    monkeypatch.setattr(ablate, "run_all", lambda ops, **_: log.append("ran") or made)
+    monkeypatch.setattr(ablate.text, "table", lambda made, width: "table")
+    assert ablate.ablate(AblateSettings(op=("gae",), device="cpu", threads=threads)) == 0
+    assert log == [*([] if threads is None else [threads]), "ran"]

@@ -394,8 +394,11 @@ def test_a_served_base_draws_by_the_seed_and_the_bounds_of_the_flags(tmp_path):
     assert (base.rules.images, base.engine, base.write_tokenizer) == (None, engine, "write")
 
 
-def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch, capsys, first):
+    """The first one names packages of untested versions."""
     asked, given = {}, []
+    monkeypatch.setattr(actions.origins, "untested_here", lambda: ["a 1 is new", "b 2 is old"])
 
     def assemble(settings, **named):
         asked.update(named, settings=settings)
@@ -405,9 +408,10 @@ def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
         actions, "groups_of", lambda *sections: given.append(sections) or contextlib.nullcontext("places")
     )
     monkeypatch.setattr(actions, "assemble", assemble)
-    monkeypatch.setattr(actions, "is_first", lambda mesh: False)
+    monkeypatch.setattr(actions, "is_first", lambda mesh: first and mesh == "mesh")
     with actions._assemble(settings, actions.CommandRank("mesh", "device", "watch", "sampling"), print) as made:
         assert made == "assembly"
+    assert capsys.readouterr().err == ("a 1 is new; b 2 is old\n" if first else "")
     assert given == [(settings.placement, settings.mesh, settings.device, settings.model_roles)]
     assert asked == {
         "settings": settings,
