@@ -300,8 +300,8 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
 
 
 def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
-    asked, settings = [], tiny_run.settings(tmp_path)
-    inputs = SimpleNamespace(device=torch.device("cpu"), prompts=())
+    asked, places, shown, settings = [], [], [], tiny_run.settings(tmp_path)
+    inputs = SimpleNamespace(device=torch.device("meta"), prompts=())
     stubs = {
         "resolved": lambda settings, device=None: (settings, []),
         "_opened": lambda *args: inputs,
@@ -310,16 +310,27 @@ def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatc
         "_needs": lambda settings, options: asked.append((options.gpu, options.gpus)) or (NEEDS, [], True),
         "input_lines": lambda *args: [],
         "_lengths": lambda prompts: [],
-        "free_bytes": lambda directory: 1e12,
+        "free_bytes": lambda directory: places.append(directory) or 1e12,
+        "_gpu_of": lambda device: f"a {device}",
     }
     for name, stub in stubs.items():
         monkeypatch.setattr(check, name, stub)
-    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: None)
+    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: shown.append((words, path)))
     for ranks in (None, 2):
-        assert check.check(settings, [], CheckSettings(gpu="h100"), where="x", ranks=ranks) == 0
-    assert asked == [("h100", None), ("h100", 2)]
+        assert check.check(settings, [], CheckSettings(gpu="h100", json="x.json"), where="x", ranks=ranks) == 0
+    assert check.check(settings, [], CheckSettings(), where="x") == 0
+    assert asked == [("h100", None), ("h100", 2), ("a meta", None)]
+    assert places == [Path(settings.output_dir)] * 3
+    assert [path for _, path in shown] == ["x.json", "x.json", None]
+    assert all(words.endswith("nothing is wrong with x; nothing was started") for words, _ in shown)
     monkeypatch.setattr(check, "free_bytes", lambda directory: 1e9)
     assert check.check(settings, [], CheckSettings(), where="x") == 1
+    assert shown[-1][0].endswith("found: the run writes up to 16 GB, and 1 GB are free")
+    stubs["_needs"] = lambda settings, options: (None, ["no plan"], False)
+    monkeypatch.setattr(check, "_needs", stubs["_needs"])
+    assert check.check(settings, [], CheckSettings(), where="x") == 1
+    assert shown[-1][0].startswith("no plan")
+    assert shown[-1][0].endswith("found: no plan")
 
 
 @pytest.mark.parametrize(("attempt", "expected"), [(0, "never"), (1, "auto")])
