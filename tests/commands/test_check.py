@@ -171,6 +171,8 @@ def test_tokens_are_shown_once_for_a_run_of_them_and_at_both_ends():
 
 def test_durations():
     assert [duration(x) for x in (0.25, 90, 600, 7200, 864000)] == ["0.25 s", "90 s", "10 min", "2 h", "10 days"]
+    edges = {119: "1.2e+02 s", 120: "2 min", 3599: "60 min", 3600: "1 h", 172_799: "48 h", 172_800: "2 days"}
+    assert {x: duration(x) for x in edges} == edges
 
 
 def test_a_tried_response_has_the_fields_of_its_own_row():
@@ -213,6 +215,14 @@ def test_a_problem_that_is_known_is_not_named_again_when_it_is_met(monkeypatch, 
     with pytest.raises(files.SettingsError) as caught:
         check._opened(tiny_run.settings(tmp_path), [], "x.toml")
     assert len(caught.value.problems) == 3
+    monkeypatch.setattr(check, "read_inputs", lambda settings, *, mesh: {}["of settings that are wrong"])
+    with pytest.raises(files.SettingsError) as caught:
+        check._opened(tiny_run.settings(tmp_path), known, "x.toml")
+    assert list(caught.value.problems) == [*map(str, known)]
+    with pytest.raises(KeyError):
+        check._opened(tiny_run.settings(tmp_path), [], "x.toml")
+    monkeypatch.setattr(check, "read_inputs", lambda settings, *, mesh: (settings.seed, mesh))
+    assert check._opened(tiny_run.settings(tmp_path, seed=3), [], "x.toml") == (3, check.LOCAL)
 
 
 @pytest.mark.parametrize("fits", [True, False])

@@ -21,9 +21,11 @@ from fppo.plan.search import TOKENS, Remedy
 from fppo.rollout.engine import Sampling
 from fppo.runs import sampling
 from fppo.serve.service import Bounds
+from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.check import CheckSettings
 from fppo.settings.rollout import EnvironmentSettings
+from fppo.settings.train import TrainSettings
 from tests import tiny, tiny_run
 from tests.plan.cases import case
 from tests.rollout.environments import Count
@@ -300,15 +302,16 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
 
 
 def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
-    asked, places, shown, settings = [], [], [], tiny_run.settings(tmp_path)
+    asked, places, shown, opened, lines = [], [], [], [], []
+    settings = tiny_run.settings(tmp_path, seed=5)
     inputs = SimpleNamespace(device=torch.device("meta"), prompts=())
     stubs = {
-        "resolved": lambda settings, device=None: (settings, []),
-        "_opened": lambda *args: inputs,
+        "resolved": lambda given, device=None: (attrs.evolve(given, seed=given.seed + 100), [f"of {device}"]),
+        "_opened": lambda *args: opened.append(args) or inputs,
         "shown_prompts": lambda inputs, count: [],
         "rewarded_prompts": lambda *args: check.Rewarded(scores=[]),
         "_needs": lambda settings, options: asked.append((options.gpu, options.gpus)) or (NEEDS, [], True),
-        "input_lines": lambda *args: [],
+        "input_lines": lambda *args: lines.append(args) or [],
         "_lengths": lambda prompts: [],
         "free_bytes": lambda directory: places.append(directory) or 1e12,
         "_gpu_of": lambda device: f"a {device}",
@@ -321,6 +324,10 @@ def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatc
     assert check.check(settings, [], CheckSettings(), where="x") == 0
     assert asked == [("h100", None), ("h100", 2), ("a meta", None)]
     assert places == [Path(settings.output_dir)] * 3
+    chosen, usual = attrs.evolve(settings, seed=105), attrs.evolve(TrainSettings(), seed=100)
+    assert opened == [(chosen, [], "x")] * 3
+    plain, said = files.differing(chosen, usual), check.said_of_old_log_probs(chosen)
+    assert lines == [(inputs, chosen.model, chosen.placement, plain, ["of None"], said)] * 3
     assert [path for _, path in shown] == ["x.json", "x.json", None]
     assert all(words.endswith("nothing is wrong with x; nothing was started") for words, _ in shown)
     monkeypatch.setattr(check, "free_bytes", lambda directory: 1e9)
