@@ -355,6 +355,9 @@ def test_a_metric_that_one_variant_logs_may_be_compared(tmp_path):
         assert compare._metric_problems(each, ("critic/vf_loss",)) == []
     (text,) = compare._metric_problems([without, without], ("critic/vf_loss",))
     assert text.startswith("--metrics critic/vf_loss: ")
+    held = tiny_run.settings(tmp_path)
+    for each in ([held, *both], [*both, held]):
+        assert compare._metric_problems(each, ()) == []
     (text,) = compare._metric_problems(both, ())
     assert "there are no held-out prompts" in text
 

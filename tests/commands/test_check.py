@@ -164,6 +164,7 @@ def test_arguments(words, status, text, capsys):
 
 def test_tokens_are_shown_once_for_a_run_of_them_and_at_both_ends():
     assert tokens_line([5, 5, 5, 7], ["<a>", "<a>", "<a>", "b\n"]) == '5 "<a>" x 3 | 7 "b\\n"'
+    assert tokens_line([7, 5, 7], ["b", "a", "b"]) == '7 "b" | 5 "a" | 7 "b"'
     line = tokens_line(list(range(100)), [str(i) for i in range(100)])
     assert line.startswith('0 "0" | ')
     assert " | ... (76 more) | 88 " in line

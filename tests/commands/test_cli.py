@@ -65,6 +65,22 @@ def test_arguments_reach_their_command(calls, tmp_path):
     ]
 
 
+def test_a_supervised_run_needs_nothing_that_it_does_not_read(calls, tmp_path, monkeypatch, capsys):
+    """No reward, and no sampling that goes with another; what is wrong with the rest is named."""
+    monkeypatch.setattr(actions, "sft", lambda settings, here: calls.append(settings) or 3)
+    file = tmp_path / "run.toml"
+    file.write_text('model.path = "m"\ndata.path = "a.jsonl"\nsft.response = "answer"\n[rollout]\nn = 3\nbatch_size = 4\n')
+    assert cli.main(["sft", str(file)]) == 3
+    assert (calls[-1].rollout.n, calls[-1].sft.response) == (3, "answer")
+    calls.clear()
+    assert cli.main(["train", str(file)]) == cli.main(["sft", str(file), "--sft.epochs", "0", "--data.path"]) == 2
+    assert calls == []
+    said = capsys.readouterr().err
+    assert all(text in said for text in ("reward.functions", "rollout.n", "sft.epochs", "data.path"))
+    assert cli.main(["sft", str(file), "--sft.epoch", "1"]) == 2
+    assert "did you mean sft.epochs?" in capsys.readouterr().err
+
+
 def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(MINIMAL + "[rollout]\nn = 3\nbatch_sise = 4\n")
