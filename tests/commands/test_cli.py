@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -255,13 +256,14 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
     assert "fppo plan: an engine's: broken pipe\n" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("command", "goes_on"), [("train", True), ("plan", False)])
-def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on):
+def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on, number):
     def refused(arguments):
         raise IsADirectoryError(21, "Is a directory", "plan.json")
 
     def full(arguments):
-        raise OSError(28, "No space left on device", "plan.json")
+        raise OSError(number, "No space left on device", "plan.json")
 
     monkeypatch.setattr(cli, "COMMANDS", {command: refused})
     assert cli.main([command]) == 2

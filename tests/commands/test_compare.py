@@ -225,6 +225,31 @@ def test_a_run_that_is_stopped_stops_the_others(task, monkeypatch, capsys, statu
     assert (f"failed; the same command tries them again: {names[0]}, seed 0" in said) is (status == 1)
 
 
+def test_seeds_go_on_after_one_in_which_all_failed(task, monkeypatch, capsys):
+    """Though no metric is there to be compared yet."""
+    trained = []
+
+    def train(settings, here):
+        trained.append((settings.seed, settings.critic.loss.name))
+        raise RunFailed("nothing learned")
+
+    monkeypatch.setattr(actions, "train", train)
+    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: None)
+    assert cli.main(["compare", str(task / "run.toml"), "--vary", "critic.loss=mse,huber", "--seeds", "2"]) == 1
+    assert trained == [(0, "mse"), (0, "huber"), (1, "mse"), (1, "huber")]
+    failed = "; ".join(f"critic.loss={name}, seed {seed}" for seed, name in trained)
+    assert f"tries them again: {failed}\n" in capsys.readouterr().out
+
+
+def test_a_variant_whose_settings_conflict_is_named_with_its_conflict(tmp_path):
+    vary = CompareSettings(vary=("rollout.n=2,3,5",), seeds=2)
+    with pytest.raises(files.SettingsError) as caught:
+        plan(tiny_run.settings(tmp_path), vary)
+    found = [problem.partition(": ")[::2] for problem in caught.value.problems]
+    assert {name for name, _ in found} == {"rollout.n=3", "rollout.n=5"}
+    assert all("must be a multiple of rollout.n" in text for _, text in found)
+
+
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):
     monkeypatch.setattr(actions, "train", None)
     vary = ["--vary", "steps=1,2"]
