@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fppo.assembly.environments import maker_of
-from fppo.commands import ablate, audit, bias, check, distributed, plan, serve
+from fppo.commands import ablate, audit, bias, check, distributed, output, plan, serve
 from fppo.commands.actions import ALONE
 from fppo.commands.options import AuditOptions, ServeOptions
 from fppo.key import Key
@@ -24,6 +24,7 @@ from fppo.serve.service import Bounds
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.check import CheckSettings
+from fppo.settings.plan import PlanSettings
 from fppo.settings.rollout import EnvironmentSettings
 from fppo.settings.train import TrainSettings
 from tests import tiny, tiny_run
@@ -362,3 +363,30 @@ def test_an_environment_that_is_made_already_takes_no_keywords():
         maker_of(EnvironmentSettings(name=name, keywords={"a": 1}))
     with pytest.raises(ValueError, match=r"NUMBER': is no environment: name a class"):
         maker_of(EnvironmentSettings(name=f"{__name__}:NUMBER", keywords={"a": 1}))
+
+
+@pytest.mark.parametrize("place", [None, "-", "new/x.json"])
+def test_results_are_shown_in_words_or_as_numbers_and_written_with_a_line_break(tmp_path, capsys, place):
+    path = place if place in (None, "-") else str(tmp_path / place)
+    output.show("words", '{"a": "é"}\n\n', path)
+    assert capsys.readouterr().out == ('{"a": "é"}\n\n\n' if place == "-" else "words\n")
+    written = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.json")]
+    assert written == ([] if place in (None, "-") else ['{"a": "é"}\n'])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("tries", [True, False])
+def test_what_would_help_is_sought_where_it_is_asked_for_and_needed(tmp_path, monkeypatch, fits, tries):
+    """For the pool, by the flags of the run."""
+    estimate, shown = SimpleNamespace(fits=fits), []
+    found = Remedy({TOKENS: 192}, SimpleNamespace(case=case()))
+    monkeypatch.setattr(plan, "plan", lambda case: {"case": estimate}[case])
+    monkeypatch.setattr(plan, "remedies", lambda given: [found] if given is estimate else None)
+    monkeypatch.setattr(plan.text, "of_plan", lambda *given: shown.append(given) or ["text"])
+    monkeypatch.setattr(plan.text, "numbers_of_plan", lambda *given: shown.append(given) or {"numbers": 1})
+    options = PlanSettings(gpu="cpu", tries=tries)
+    made = plan._planned(tiny_run.settings(tmp_path), options, "case", "p")
+    assert made == (["text"], {"numbers": 1}, fits)
+    flags = {"actor.token-budget": 192, "critic.token-budget": 192}
+    helping = [attrs.evolve(found, pool="p", flags=flags)] if tries and not fits else None
+    assert shown == [(estimate, helping)] * 2
