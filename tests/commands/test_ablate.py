@@ -381,7 +381,9 @@ def test_an_ablation_is_on_as_many_threads_as_are_asked_for(monkeypatch, threads
     assert log == [*([] if threads is None else [threads]), "ran"]
 
 
-@pytest.mark.parametrize(("name", "gpus", "expected"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("x", True, "x")])
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("x", True, "x")]
+)
 def test_a_kernel_runs_on_a_gpu_where_there_is_one_unless_it_is_told_otherwise(monkeypatch, name, gpus, expected):
     monkeypatch.setattr(ablate.torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(ablate, "named_device", lambda *given: given)

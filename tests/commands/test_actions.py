@@ -146,7 +146,9 @@ def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(setti
     bare = attrs.evolve(settings, seed=77)
     monkeypatch.setattr(actions.saved, "bare", lambda given: attrs.evolve(given, seed=77))
     monkeypatch.setattr(actions.session, "say_misnamed", lambda *given: checked.append(given))
-    evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer="tokenizer")
+    evaluator = SimpleNamespace(
+        bases="bases", model="model", device="device", evaluate="evaluate", tokenizer="tokenizer"
+    )
 
     def assemble(given, **how):
         assert (given, how) == (attrs.evolve(bare, resume=given.resume), {"mesh": here.mesh, "device": "own device"})
@@ -286,7 +288,9 @@ def test_a_step_is_computed_again_from_the_checkpoint_before_it(settings, tmp_pa
     with pytest.raises(UsageError, match="began from the checkpoint of step 2, and has none before step 3"):
         actions.beginning(tmp_path, 3)
     interrupted = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, interrupt=2))
-    monkeypatch.setattr(actions.starts, "spans", lambda directory, first, last: [(settings, first), (interrupted, last)])
+    monkeypatch.setattr(
+        actions.starts, "spans", lambda directory, first, last: [(settings, first), (interrupted, last)]
+    )
     with pytest.raises(UsageError, match=r"with rollout\.interrupt the clock decided"):
         actions.beginning(tmp_path, 7)
 

@@ -70,7 +70,9 @@ def test_a_supervised_run_needs_nothing_that_it_does_not_read(calls, tmp_path, m
     """No reward, and no sampling that goes with another; what is wrong with the rest is named."""
     monkeypatch.setattr(actions, "sft", lambda settings, here: calls.append(settings) or 3)
     file = tmp_path / "run.toml"
-    file.write_text('model.path = "m"\ndata.path = "a.jsonl"\nsft.response = "answer"\n[rollout]\nn = 3\nbatch_size = 4\n')
+    file.write_text(
+        'model.path = "m"\ndata.path = "a.jsonl"\nsft.response = "answer"\n[rollout]\nn = 3\nbatch_size = 4\n'
+    )
     assert cli.main(["sft", str(file)]) == 3
     assert (calls[-1].rollout.n, calls[-1].sft.response) == (3, "answer")
     calls.clear()

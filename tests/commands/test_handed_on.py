@@ -67,6 +67,9 @@ def test_a_run_with_a_kl_in_its_loss_and_the_engines_log_probs(tmp_path):
 def test_a_group_has_no_more_rows_than_can_be_listed(tmp_path):
     many = tiny_run.settings(tmp_path, algorithm__advantage="rloo", rollout__n=8)
     assert bias.run_bias(many, "sizes").step.n == 4
+    for n in (1, 2, 3):
+        own = files.replace(many, {"rollout.n": n})
+        assert bias.run_bias(own, "sizes").step.n == max(2, n)
 
 
 def test_a_batch_is_audited_by_the_recipe_of_the_flags(monkeypatch):
@@ -149,6 +152,8 @@ def test_passes_of_a_remedy_are_named_as_the_run_has_them(tmp_path):
     }
     own = case(roles={"critic": Role(tokens=64)})
     assert plan._flags(both, remedy(own)) == {"mesh.stage": 3, "actor.micro-batch-size": 3}
+    policy = case(only=("actor",))  # whose critic is elsewhere
+    assert plan._flags(both, remedy(policy)) == {"mesh.stage": 3, "actor.micro-batch-size": 3}
     alone = case(only=("critic",))
     assert plan._flags(both, remedy(alone)) == {"mesh.stage": 3, "critic.token-budget": 192}
     assert plan._flags(both, Remedy({"mesh.stage": 3}, SimpleNamespace(case=own))) == {"mesh.stage": 3}
