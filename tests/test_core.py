@@ -405,3 +405,13 @@ def test_a_map_over_several_trees_takes_their_tensors_in_step_and_the_first_s_ot
     assert (found.count.item(), found.step) == (450.0, 3)
     assert found.params["w"].tolist() == [[110.0] * 3] * 2
     assert [x.sum().item() for x in tree.tensors(first)] == [6.0, 0.0, 4.0]
+
+
+def test_a_loss_that_reads_nothing_has_gradients_of_zeros_like_the_tree():
+    params = {"b": torch.ones(2, 3), "a": [torch.ones(4, dtype=torch.float64)]}
+    for fn in (lambda p: torch.tensor(2.0), lambda p: p["b"].sum()):
+        _, grads = value_and_grad(fn)(params)
+        assert [x.shape for x in tree.tensors(grads)] == [x.shape for x in tree.tensors(params)]
+        assert [x.dtype for x in tree.tensors(grads)] == [x.dtype for x in tree.tensors(params)]
+        assert list(grads) == ["b", "a"]
+        assert not grads["a"][0].any()

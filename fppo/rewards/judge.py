@@ -92,12 +92,13 @@ class LanguageJudge:
 
     def _encoded(self, sample: Sample) -> list[int]:
         ids = self._tokens_of(sample)
-        return ids if self.vocabulary is None else within(ids, self.vocabulary)
+        ids = ids if self.vocabulary is None else within(ids, self.vocabulary)
+        return ids or [self.tokenizer.eos_token_id]
 
     def _tokens_of(self, sample: Sample) -> list[int]:
         text = question_of(self.template, sample)
         if not self.chat:
-            return encode_text(self.tokenizer, text) or [self.tokenizer.eos_token_id]
+            return encode_text(self.tokenizer, text)
         keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
         with ending():
             return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))

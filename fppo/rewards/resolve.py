@@ -82,7 +82,7 @@ def combine(
         label = label.rpartition(":")[2]
         if label in functions:
             label = name
-        if label in functions:
+        if label in functions or name in names[:number]:
             raise ValueError(f"the reward {name!r} is given twice")
         functions[label] = fn
         factors[label] = weights[number] if weights else 1.0

@@ -3,6 +3,7 @@
 import inspect
 
 import pytest
+import torch
 
 from fppo import advantages
 from fppo.laws.references import advantages as references
@@ -51,3 +52,39 @@ def test_defaults_are_those_that_are_documented():
         "vtrace": {"gamma": 1.0, "lam": 1.0, "cut": 1.0},
         "whiten": {"shift_mean": True},
     }
+
+
+TOKENS = ("rewards", "values", "log_probs", "teacher_log_probs", "sum_squared_probs", "correction")
+TOKENS = (*TOKENS, "correction_weights", "turns", "kl", "x")
+COLUMNS = {
+    **{name: torch.zeros(2, 3) for name in TOKENS},
+    **{name: torch.zeros(2) for name in ("scores", "baselines", "outcomes")},
+    "groups": torch.zeros(2, dtype=torch.int64),
+    "turn_ids": torch.zeros(2, 3, dtype=torch.int64),
+}
+MORE = {"td": {"steps": 2}, "token_rewards": {"kl_coef": 0.5}, "reverse_kl": {"score_coef": 0.5}}
+
+
+@pytest.mark.usefixtures("unhooked")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("grpo", "maxrl", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+        *("remax", "gae", "turn_gae", "turn_returns", "td", "vtrace", "optimal_token_baseline", "reverse_kl"),
+        *("mean_reverse_kl", "discounted_returns", "token_rewards", "whiten"),
+    ],
+)
+def test_a_column_that_would_be_spread_or_is_of_another_kind_is_named(name):
+    fn = getattr(advantages, name)
+    given = {column: COLUMNS[column] for column in inspect.signature(fn).parameters if column in COLUMNS}
+    given |= {"mask": torch.ones(2, 3, dtype=torch.bool), **MORE.get(name, {})}
+    fn(**given)
+    for column in given.keys() & COLUMNS.keys():
+        x = COLUMNS[column]
+        other = x.long() if x.is_floating_point() else x.double()
+        shapes = (x[:, :1], x[0], x[:1]) if x.dim() == 2 else (x[:1], x[:, None])
+        for wrong in (*shapes, *(() if (name, column) == ("reverse_kl", "scores") else (other,))):
+            with pytest.raises(ValueError, match=rf"^{column} (must be|are) "):
+                fn(**{**given, column: wrong})
+    with pytest.raises(ValueError, match=r"^mask must be bool"):
+        fn(**{**given, "mask": torch.ones(2, 3)})

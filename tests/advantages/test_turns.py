@@ -102,3 +102,12 @@ def test_nothing_to_compare_and_numbers_that_are_none():
         with pytest.raises(ValueError, match="give integers of the mask's shape"):
             turn_gae(x, x, mask, turn_ids=bad)
     assert advantages.turn_returns(x, mask, turn_ids=ids).shape == x.shape
+
+
+@pytest.mark.usefixtures("unhooked")
+def test_rewards_that_would_be_spread_over_turns_are_refused():
+    x, mask = torch.zeros(2, 3), torch.ones(2, 3, dtype=torch.bool)
+    ids, groups = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for bad in (x[:, :1], x[0], x.long()):
+        with pytest.raises(ValueError, match=r"^rewards must be floating \[B, T\] = \[2, 3\] as the mask, got"):
+            by_turn(rloo, bad, mask, groups, ids)

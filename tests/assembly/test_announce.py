@@ -169,6 +169,25 @@ def test_a_model_says_its_size_and_an_adapter_what_is_trained():
     assert " ".join(second.split()) == f"adapter rank 2 on 2 weights: {trained:,} parameters are trained"
 
 
+def test_a_base_in_codes_says_its_kind_and_the_memory_of_a_rank(monkeypatch):
+    monkeypatch.setattr(announce, "base_kind", lambda model: "nf4")
+    params = {"a": torch.zeros(3, 2**18, dtype=torch.float32), "b": torch.zeros(2**19, dtype=torch.uint8)}
+    frozen = SimpleNamespace(lora=SimpleNamespace(rank=4), places=("q", "v"), params=params)
+    model: Any = SimpleNamespace(
+        plain=SimpleNamespace(whole_shapes={"a": (10, 20), "b": (5,)}),
+        config=SimpleNamespace(model_type="kind"),
+        frozen=frozen,
+        whole_shapes={"x": (7, 4), "y": (4, 9), "z": (100, 100)},
+        extents={"x": None, "y": None},
+        forms={"q": None, "v": None, "o": None},
+    )
+    assert [" ".join(line.split()) for line in model_lines(model, "there", ["critic"])] == [
+        "model kind of 205 parameters, from there, and a critic",
+        "adapter rank 4 on 2 weights: 64 parameters are trained",
+        "base 3 weights in nf4; 3.5 MiB a rank with the others",
+    ]
+
+
 @pytest.mark.parametrize(
     ("n", "share", "graphs", "hindrances", "said"),
     [

@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 
-from fppo.assembly import inputs, rewards
+from fppo.assembly import inputs, rewards, teacher
 from fppo.assembly.inputs import Tried
 from fppo.runtime.mesh import Mesh
 from fppo.settings.model import ModelSettings
@@ -288,3 +289,32 @@ def test_a_reward_model_has_a_tokenizer_of_its_own_where_the_policys_tokens_say_
         configs = {"policy": "config of p there", "reward model": "config"}
         others = {"reward model": beside} if beside else {}
         assert vocabularies == [((WORDS, configs), {"tokenizers": others})]
+
+
+def test_a_teacher_is_held_to_the_policys_tokens_and_rows(monkeypatch):
+    """Added tokens may differ, and it may have more rows; its own code runs where the policy's may."""
+
+    def words(known: dict[str, int], **added: int) -> Any:
+        return SimpleNamespace(get_vocab=lambda: known | added, get_added_vocab=lambda: added)
+
+    asked, ours = [], words({"a": 0, "b": 1, "d": 2}, e=3)
+    monkeypatch.setattr(teacher, "config_place", lambda path, name: f"{path}, {name}")
+    monkeypatch.setattr(teacher, "has_tokenizer", lambda directory: True)
+    monkeypatch.setattr(teacher.data, "vocabulary_size", lambda config: config)
+    monkeypatch.setattr(teacher, "open_tokenizer", lambda *args: asked.append(args) or theirs)
+    section = ModelSettings(path="p", teacher_path="t", trust_remote_code=True)
+    theirs = words({"d": 2, "b": 1, "a": 0}, f=9)
+    teacher.check_teacher(section, ours, {"actor": 5, "teacher": 7})
+    assert asked == [("t, model.teacher_path", "model.teacher_path", True)]
+    with pytest.raises(ValueError, match=r"has 4 rows, fewer than the 5 of model\.path = 'p'"):
+        teacher.check_teacher(section, ours, {"actor": 5, "teacher": 4})
+    theirs = words({"a": 0, "b": 2, "c": 1}, f=9)
+    for own, named in ((section, "model.path = 'p'"), (attrs.evolve(section, tokenizer="w"), "model.tokenizer = 'w'")):
+        with pytest.raises(ValueError, match="its tokenizer is not that of") as caught:
+            teacher.check_teacher(own, ours, {"actor": 5, "teacher": 7})
+        text = f"{named}: 3 tokens differ, as 'd', which is none there and number 2 here; a teacher reads"
+        assert text in str(caught.value)
+    monkeypatch.setattr(teacher, "has_tokenizer", lambda directory: False)
+    teacher.check_teacher(section, ours, {"actor": 1500, "teacher": 1500})
+    with pytest.raises(ValueError, match=r"it has 2,000 tokens and model\.path = 'p' has 1,500, and there is no token"):
+        teacher.check_teacher(section, ours, {"actor": 1500, "teacher": 2000})

@@ -300,14 +300,21 @@ def test_a_supervised_run_has_the_steps_of_so_many_passes(epochs, rows, size, st
 
 
 def test_tokens_that_a_model_does_not_have_are_named_by_their_rows():
+    given = (((1,), (14,)), ((1,), (15, 2)), ((3,), (4,)), ((9, 17, 2), (5,)))
     rows = tuple(
-        supervised.data.conversations.Imitated(prompt=(1,), response=(top,), mask=(True,)) for top in (14, 15, 3)
+        supervised.data.conversations.Imitated(prompt=prompt, response=said, mask=(True,) * len(said))
+        for prompt, said in given
     )
-    found = supervised.DemonstrationSet(rows=rows, ids=("a:1", "a:2", "a:3"), sources=("a",) * 3, pad_token_id=0)
-    supervised._check_ids(found, 16)
+    names = tuple(f"a:{number}" for number in range(1, 5))
+    found = supervised.DemonstrationSet(rows=rows, ids=names, sources=("a",) * 4, pad_token_id=0)
+    supervised._check_ids(found, 18)
     supervised._check_ids(None, 1)
-    with pytest.raises(ValueError, match="a:2: token id 15 is outside the model's vocabulary of 15"):
-        supervised._check_ids(found, 15)
+    for size, wrong in ((15, {"a:2": 15, "a:4": 17}), (16, {"a:4": 17}), (17, {"a:4": 17})):
+        with pytest.raises(ValueError, match="outside the model's vocabulary") as caught:
+            supervised._check_ids(found, size)
+        for name, token in wrong.items():
+            assert f"{name}: token id {token} is outside the model's vocabulary of {size}" in str(caught.value)
+        assert not any(f"{name}:" in str(caught.value) for name in set(names) - wrong.keys())
 
 
 def test_a_machine_is_asked_about_every_model_that_a_run_has(tmp_path, monkeypatch):

@@ -162,6 +162,36 @@ def apart():
     return placed.Placed(parts=parts, kind="sums"), calls
 
 
+@pytest.mark.parametrize(
+    ("ranks", "device", "kind"),
+    [
+        ((1, 1, 1), "cpu", "blake2b"),
+        ((1, 1, 2), "cpu", "sums"),
+        ((2, 1, 1), "cpu", "sums"),
+        ((1, 1, 1), "cuda", "sums"),
+    ],
+)
+def test_every_role_in_a_group_is_a_field_of_the_state(monkeypatch, ranks, device, kind):
+    monkeypatch.setattr(placed, "Group", Counted)
+    names = ("actor", "critic", "reference")
+    at = {name: Counted(count, []) for name, count in zip(names, ranks, strict=True)}
+
+    def of(at, *present):
+        roles = {name: SimpleNamespace(model=f"model of {name}") if name in present else None for name in names}
+        return placed.Placed.of(SimpleNamespace(at=at, **roles), torch.device(device))  # pyright: ignore
+
+    found = of(at, *names)
+    assert found.kind == kind
+    assert {field: (part.group, part.model) for field, part in found.parts.items()} == {
+        "actor": (at["actor"], "model of actor"),
+        "critic": (at["critic"], "model of critic"),
+        "ref": (at["reference"], "model of reference"),
+    }
+    assert [*of(at | {"critic": "here"}, *names).parts] == ["actor", "ref"]
+    assert [*of(at, "actor", "critic").parts] == ["actor", "critic"]
+    assert of(dict.fromkeys(at, "here"), *names) is None
+
+
 def test_a_state_in_groups_is_saved_once_with_files_for_every_rank(apart, tmp_path, monkeypatch):
     own, calls = apart
     run, asked = state_of(), []

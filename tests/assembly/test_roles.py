@@ -284,6 +284,21 @@ def test_a_state_waits_where_its_role_says_and_has_a_clock(monkeypatch, offload,
     assert sent == {"none": [], "moments": [state.opt], "all": [state]}[offload]
 
 
+@pytest.mark.parametrize("offload", ["none", "moments", "all"])
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_an_optimizer_is_that_of_its_role_where_its_state_is(monkeypatch, offload, role):
+    asked = []
+    monkeypatch.setattr(learning, "optimizer_of", lambda *args, **named: asked.append((args, named)) or "made")
+    section = ActorSettings() if role == "actor" else CriticSettings()
+    how = learning_of(role, section, batch_size=8, steps=3, offload=offload, offload_activations=False)
+    tools: Any = Tools(KERNELS, Lane(CPU))
+    assert how.optimizer_on(tools, None) == "made"
+    own = {"setting": f"{role}.optimizer", "kernel": KERNELS.adamw}
+    own["on_host"] = None if offload == "none" else tools.lane
+    assert asked == [((section.optimizer, how.updates), own)]
+    assert how.updates == 3 * section.updates(8)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_the_loss_is_scaled_for_a_model_that_computes_in_float16(dtype):
     how = learning_of("actor", ActorSettings(), batch_size=8, steps=3, offload="none", offload_activations=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
+import attrs
 import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
@@ -125,6 +127,24 @@ def test_an_evaluation_has_its_own_sampling(task):
     common = tiny_run.settings(task, rollout__stop=["5"])
     plain = texts.eval_sampling_of(common.eval, common.rollout, words, GenerationConfig())
     assert (plain.greedy, plain.max_tokens, plain.stop_texts.texts) == (True, 3, (b"5",))
+
+
+def test_an_evaluation_samples_as_training_but_for_what_it_says(task):
+    words, generation = AutoTokenizer.from_pretrained(task / "start"), GenerationConfig(eos_token_id=1)
+    trained = {"temperature": 0.9, "top_k": 4, "top_p": 0.8, "n": 2, "max_tokens": 6, "stop": ["5"]}
+    settings = tiny_run.settings(task, rollout=trained)
+    changes = ({}, {"top_k": 2, "max_tokens": 5}, {"top_p": 0.5, "stop": ["7"]}, {"top_k": 0, "stop": ["7", "8"]})
+    for temperature, n, own in itertools.product((0.0, 0.7, 1.0), (1, 3), changes):
+        held_out = attrs.evolve(settings.eval, temperature=temperature, n=n, **own)
+        found = texts.eval_sampling_of(held_out, settings.rollout, words, generation)
+        whole = trained | own | {"n": n, "temperature": temperature or 1.0}
+        assert {name: getattr(found, name) for name in whole if name != "stop"} | {"greedy": found.greedy} == {
+            **{name: x for name, x in whole.items() if name != "stop"},
+            "greedy": temperature == 0.0,
+        }
+        assert found.stop_texts.texts == tuple(text.encode() for text in whole["stop"])
+        rollout = attrs.evolve(settings.rollout, **own, n=n, temperature=whole["temperature"])
+        assert found.stop_token_ids == texts.sampling_of(rollout, words, generation).stop_token_ids
 
 
 def test_what_tokens_add_to_a_text_is_computed_once(task, monkeypatch):

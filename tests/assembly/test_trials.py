@@ -30,6 +30,7 @@ WRONG = [
     ({"critic.loss": "huber", "critic.loss.delta": 0.0}, "delta must be > 0"),
     ({"actor.optimizer.betas": [0.9, 1.0]}, "betas must be 0 or more, and less than 1, got (0.9, 1.0)"),
     ({"critic.optimizer.eps": 0.0}, "critic.optimizer = adamw(eps=0.0): eps must be > 0"),
+    ({"sft.optimizer.eps": 0.0}, "sft.optimizer = adamw(eps=0.0): eps must be > 0"),
     ({"actor.optimizer.max_grad_norm": 0}, "max_grad_norm must be > 0, or None for no clipping"),
     ({"actor.optimizer": "muon", "actor.optimizer.momentum": 1.0}, "momentum must be 0 or more, and less than 1"),
     ({"actor.optimizer": "sgd", "actor.optimizer.weight_decay": -0.1}, "weight_decay must be 0 or more"),

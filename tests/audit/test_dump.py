@@ -159,4 +159,7 @@ def test_a_file_without_a_mask_lists_what_it_has(tmp_path, capsys):
     save_file({"x": torch.ones(2)}, tmp_path / "x.safetensors")
     assert cli.main(["audit", "--dump", str(tmp_path / "x.safetensors")]) == 2
     assert "x [2]" in capsys.readouterr().err
+    save_file({}, tmp_path / "empty.safetensors")
+    assert cli.main(["audit", "--dump", str(tmp_path / "empty.safetensors")]) == 2
+    assert "has no mask ('mask'), but no tensors; see --map" in capsys.readouterr().err
     assert cli.main(["audit", "--dump", str(tmp_path / "none.safetensors")]) == 2

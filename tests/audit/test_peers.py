@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from fppo import losses
-from fppo.audit.peers import trl, verl
+from fppo import advantages, losses
+from fppo._errors import UsageError
+from fppo.audit import peers
+from fppo.audit.peers import adapters_of, openrlhf, trl, verl
 
 
 def batch(seed):
@@ -17,7 +20,7 @@ def batch(seed):
     mask = torch.rand(5, 6, generator=draw) < 0.7
     mask[:, 0] = True
     old, more, third = (torch.randn(5, 6, generator=draw, dtype=torch.float64) for _ in range(3))
-    return ((old + 0.5 * more).requires_grad_(), old, third, mask), {"pieces": 1, "whole": mask}
+    return ((old + more).requires_grad_(), old, third, mask), {"pieces": 1, "whole": mask}
 
 
 def agrees(audited):
@@ -92,6 +95,30 @@ def test_the_losses_of_trl_by_sequence_are_run_so(monkeypatch):
     assert seen == [("grpo", "sequence"), ("luspo", "sequence")]
 
 
+def test_an_entropy_bonus_is_its_term_alone(monkeypatch):
+    """A mean over the tokens of the whole mini-batch, which is no policy gradient."""
+
+    class Bonus:
+        def _compute_loss(self, model, inputs):
+            log_probs, entropies, _ = self._get_per_token_logps_and_entropies(model, inputs)
+            loss = (log_probs * inputs["advantages"]).sum()  # whatever else there is
+            assert self._entropy_bonus_enabled == (self.entropy_coef > 0)
+            bonus = (entropies * inputs["completion_mask"]).sum() / inputs["num_items_in_batch"]
+            return loss - self.entropy_coef * bonus * (self.loss_type == "dapo")
+
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace(GRPOTrainer=Bonus))
+    found = trl.adapters()
+    names = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "grpo, sequence (GSPO)", "luspo, sequence"]
+    assert [(audited.name, audited.kind, audited.leave_out) for audited in found] == [
+        *((name, "whole_loss", ()) for name in names),
+        ("entropy bonus", "whole_loss", ("REINFORCE", "constants")),
+    ]
+    (leaf, *others), more = batch(5)
+    bonus = found[-1].fn(leaf, *others, pieces=1, whole=torch.cat([more["whole"], more["whole"]]))
+    expected = leaf.where(others[-1], 0.0).sum() / (2 * others[-1].sum())  # -log_probs are its entropies
+    assert bonus.item() == pytest.approx(expected.item())
+
+
 # verl
 
 TOKEN_LOSSES = {
@@ -158,3 +185,169 @@ def test_a_right_verl_agrees_with_every_reference_of_a_whole_loss(monkeypatch):
     assert [audited.name for audited in own] == [*names, "value loss, token-mean"]
     assert [audited.name for audited in own if not agrees(audited)] == []
     assert core.asked == {*names}
+
+
+class Estimators:
+    """GAE and estimators of groups as verl's documentation has them: rewards of tokens, and whitened advantages."""
+
+    def compute_gae_advantage_return(self, rewards, values, mask, gamma, lam):
+        assert mask[-2:].all()  # rows that whitening needs
+        found = advantages.gae(rewards, values, mask.bool(), gamma=gamma, lam=lam)
+        return advantages.whiten(found.advantages, mask.bool()), found.returns
+
+    def get_adv_estimator_fn(self, name):
+        def estimate(rewards, response_mask, index, config):
+            assert config is CONFIG
+            mask, scores = response_mask.bool(), rewards.sum(1)
+            assert torch.equal(rewards, advantages.token_rewards(scores, mask))
+            return getattr(advantages, name.removesuffix("_vectorized"))(scores, mask, torch.from_numpy(index))
+
+        return estimate
+
+
+CONFIG = SimpleNamespace()
+
+
+def of_groups(seed):
+    """Scores of two groups, whose rows have tokens between others that do not count, and their mask and groups."""
+    draw = torch.Generator().manual_seed(seed)
+    mask = torch.rand(5, 6, generator=draw) < 0.6
+    mask[:, 1] = True
+    return torch.randn(5, generator=draw, dtype=torch.float64), mask, torch.tensor([7, 3, 7, 3, 7])
+
+
+def test_a_right_verl_has_fppos_advantages(monkeypatch):
+    core = Estimators()
+    core.get_policy_loss_fn = lambda name: None
+    workers = SimpleNamespace(PolicyLossConfig=SimpleNamespace, ActorConfig=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
+    monkeypatch.setitem(sys.modules, "verl.workers.config", workers)
+    monkeypatch.setitem(sys.modules, "verl.trainer.config", SimpleNamespace(AlgoConfig=lambda: CONFIG))
+    found = {audited.name: audited for audited in verl.adapters()}
+    names = ["geo_mean, token-mean", "kl_cov, token-mean", "clip_cov, token-mean", "vanilla, seq-mean-token-sum-norm"]
+    assert [name for name in found if name in names] == names
+    assert [found[name].reference for name in names] == [None] * 4
+    groups = [name for name in found if name.startswith("estimator ")]
+    assert groups == [f"estimator {name}" for name in verl.ESTIMATORS]
+    for name in groups:
+        audited = found[name]
+        assert audited.kind == "advantages"
+        assert (audited.group_rows, audited.tokens) == (1 + ("passk" in name), 2 * ("plus_plus" in name))
+        for seed in range(3):
+            for ours, theirs in zip(audited.reference(*of_groups(seed)), audited.fn(*of_groups(seed)), strict=True):
+                torch.testing.assert_close(theirs, ours)
+    assert found["gae, before whitening"].kind == "gae"
+    _same_gae(found["gae, before whitening"].fn)
+
+
+def _same_gae(fn):
+    for seed in range(3):
+        (values, rewards, _, mask), _ = batch(seed)
+        values, how = values.detach(), {"gamma": 0.9, "lam": 0.6}
+        for ours, theirs in zip(advantages.gae(rewards, values, mask, **how), fn(rewards, values, mask, **how)):
+            torch.testing.assert_close(theirs.where(mask, 0.0), ours)
+
+
+# OpenRLHF
+
+LOSS = """
+import torch
+
+SEEN = []
+
+
+class PolicyLoss:
+    def __init__(self, dual_clip=None, token_level_loss=True, policy_loss_type="ppo"):
+        self.dual_clip, self.by_token, self.kind = dual_clip, token_level_loss, policy_loss_type
+
+    def __call__(self, log_probs, old, advantages, action_mask, batch_num_tokens, global_batch_size):
+        SEEN.append(self.kind)
+        ratio = (log_probs - old).exp()
+        each = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        if self.dual_clip is not None:
+            bound = -self.dual_clip * advantages
+            each = torch.where(advantages < 0, torch.minimum(each, bound), each)
+        if self.by_token:
+            return (each * action_mask).sum() / batch_num_tokens, None
+        return ((each * action_mask).sum(1) / action_mask.sum(1)).sum() / global_batch_size, None
+
+
+class ValueLoss:
+    def __init__(self, clip_eps):
+        self.clip = clip_eps
+
+    def __call__(self, values, old, returns, action_mask, batch_num_tokens, global_batch_size):
+        near = old + (values - old).clamp(-self.clip, self.clip)
+        each = 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2)
+        return (each * action_mask).sum() / batch_num_tokens
+"""
+MAKER = """
+from fppo import advantages
+from openrlhf.trainer.ray.launcher import RayActorGroup
+from openrlhf.models.loss import PolicyLoss
+
+
+class Experience:
+    pass
+
+
+class Maker:
+    def get_advantages_and_returns(self, values, rewards, action_mask, gamma, lambd):
+        return advantages.gae(rewards, values, action_mask, gamma=gamma, lam=lambd)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A small OpenRLHF, whose packages do not import by themselves."""
+    for name, text in (("models/loss", LOSS), ("trainer/ppo_utils/experience_maker", MAKER)):
+        file = tmp_path / f"openrlhf/{name}.py"
+        for folder in [*file.relative_to(tmp_path).parents][:-2]:
+            (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+            (tmp_path / folder / "__init__.py").write_text("raise ImportError('no GPU')")
+        file.write_text(text)
+    (tmp_path / "openrlhf/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_right_openrlhf_agrees_with_every_reference():
+    found = {audited.name: audited for audited in openrlhf.adapters()}
+    own = ["PolicyLoss, tokens", "PolicyLoss, rows", "PolicyLoss, dual clip 3", "ValueLoss"]
+    assert [*found] == [*own[:3], "PolicyLoss, gspo", "ValueLoss", "gae"]
+    assert [name for name, audited in found.items() if audited.reference is not None] == own
+    assert [name for name in own if not agrees(found[name])] == []
+    assert [audited.kind for audited in found.values()] == [*["whole_loss"] * 4, "whole_value_loss", "gae"]
+    seen = sys.modules["openrlhf.models.loss"].SEEN
+    assert {*seen} == {"ppo"}
+    (leaf, *others), more = batch(0)
+    found["PolicyLoss, gspo"].fn(leaf, *others, **more)
+    assert seen[-1] == "gspo"
+    _same_gae(found["gae"].fn)
+
+
+# any trainer
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_trainer_that_is_installed_has_its_adapters_and_versions(monkeypatch):
+    monkeypatch.setattr(peers.metadata, "version", {"openrlhf": "0.1", "trl": "7", "torch": "2"}.__getitem__)
+    found, versions = adapters_of("openrlhf")
+    assert [audited.name for audited in found] == [audited.name for audited in openrlhf.adapters()]
+    assert versions == ("openrlhf 0.1", "torch 2")
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", SimpleNamespace())
+    with pytest.raises(UsageError, match=r"^trl: .*GRPOTrainer.*the release that docs/audit.md names, not for trl 7$"):
+        adapters_of("trl")
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", None)
+    with pytest.raises(UsageError, match=r"^trl 7 does not import: .*; it needs\n  pip install trl$"):
+        adapters_of("trl")
+
+
+def test_every_trainer_is_installed_by_its_own_name():
+    assert [*peers.PEERS] == ["trl", "verl", "openrlhf"]
+    for name, peer in peers.PEERS.items():
+        assert (peer.module, peer.package) == (f"fppo.audit.peers.{name}", name)
+        assert peer.install[0].removeprefix("pip install ").removeprefix("--no-deps ").partition("==")[0] == name

@@ -13,6 +13,7 @@ from fppo._errors import UsageError
 from fppo.commands import actions, cli, compare, distributed, serve_tinker, view
 from fppo.commands.options import ServeOptions, ViewOptions
 from fppo.fleet import GroupDied
+from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.serve.service import Bounds
 from fppo.settings import files
 from fppo.settings.compare import CompareSettings
@@ -56,6 +57,41 @@ def test_a_run_that_stops_early_is_not_exported_and_says_so_by_its_status(
     assert noted[1:] == ([("export", "model"), ("report", "run")] if status == 0 else [])
 
 
+@pytest.mark.parametrize(("step", "status"), [(9, 0), (8, 130)])
+def test_a_supervised_run_has_as_many_steps_as_its_rows_make(settings, monkeypatch, step, status):
+    """On the ranks' own mesh and device."""
+    asked, rank = [], actions.CommandRank(LOCAL, "device", "watch")
+    noted = stopping_at(step, monkeypatch)
+
+    def assemble(given, *, announce, **how):
+        asked.append((given, how))
+        return attrs.evolve(given, steps=9), "assembly"
+
+    monkeypatch.setattr(actions, "assemble_supervised", assemble)
+    assert actions.sft(settings, rank) == status
+    assert asked == [(settings, {"mesh": LOCAL, "device": "device"})]
+    assert len(noted) == (3 if status == 0 else 1)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_run_is_assembled_on_its_rank_and_the_first_one_speaks(settings, monkeypatch, capsys, place):
+    asked, rank = [], actions.CommandRank(Mesh({"shard": Axis(2, place)}), watch="watch")
+    noted = stopping_at(7, monkeypatch)
+
+    def assemble(given, here, announce):
+        announce(["a line", "another"])
+        asked.append((given, here))
+        return contextlib.nullcontext("assembly")
+
+    monkeypatch.setattr(actions, "_assemble", assemble)
+    assert actions.train(settings, rank) == 0
+    assert asked == [(settings, rank)]
+    assert noted[1:] == [("export", "model"), *([] if place else [("report", "run")])]
+    said = capsys.readouterr().out
+    assert said.startswith("a line\nanother\nmodel: ") is (place == 0)
+    assert (said == "") is (place == 1)
+
+
 @pytest.mark.parametrize("command", [actions.train, actions.sft])
 def test_where_a_run_may_write_is_looked_at_first(settings, monkeypatch, command):
     noted = stopping_at(7, monkeypatch)
@@ -70,21 +106,23 @@ def test_where_a_run_may_write_is_looked_at_first(settings, monkeypatch, command
 
 def test_a_run_that_lost_a_pool_goes_on_from_its_own_checkpoints(settings, monkeypatch, capsys):
     """Though its user said never: those are what it wrote before."""
-    asked = []
+    asked, written = [], []
 
     def trained(settings, here):
         asked.append(settings.resume)
+        written.extend((2, 5) if len(asked) == 2 else ())
         if len(asked) < 3:
             raise GroupDied("a", "it is gone")
         return 0
 
     monkeypatch.setattr(actions, "_trained", trained)
+    monkeypatch.setattr(actions.checkpoint, "steps", lambda directory: written)
     given = attrs.evolve(settings, resume="never", placement=attrs.evolve(settings.placement, restarts=2))
     assert actions.train(given) == 0
     assert asked == ["never", "auto", "auto"]
     said = capsys.readouterr().err
     assert "starting the pools again (1 of 2 times), from the start" in said
-    assert "(2 of 2 times)" in said
+    assert "starting the pools again (2 of 2 times), from the checkpoint of step 5" in said
 
 
 @pytest.mark.parametrize(("done", "status"), [(7, 0), (3, 130)])
@@ -104,17 +142,43 @@ def test_sampling_alone_refuses_what_is_for_training(tmp_path, changes):
 def test_an_evaluation_is_of_the_policy_on_the_base_that_it_was_trained_on(settings, monkeypatch, capsys):
     """The newest checkpoint is taken, or the one that resume names."""
     checked, shown = [], SimpleNamespace(step=5)
-    evaluator = SimpleNamespace(bases="bases", model="model", device="device", evaluate="evaluate", tokenizer=None)
-    monkeypatch.setattr(actions, "assemble_evaluation", lambda *args, **_: contextlib.nullcontext(evaluator))
+    here = actions.CommandRank(Mesh({"shard": Axis(2, 0)}), "own device")
+    bare = attrs.evolve(settings, seed=77)
+    monkeypatch.setattr(actions.saved, "bare", lambda given: attrs.evolve(given, seed=77))
+    monkeypatch.setattr(actions.session, "say_misnamed", lambda *given: checked.append(given))
+    evaluator = SimpleNamespace(
+        bases="bases", model="model", device="device", evaluate="evaluate", tokenizer="tokenizer"
+    )
+
+    def assemble(given, **how):
+        assert (given, how) == (attrs.evolve(bare, resume=given.resume), {"mesh": here.mesh, "device": "own device"})
+        return contextlib.nullcontext(evaluator)
+
+    def kept(evaluate, place, tokenizer, mesh):
+        assert (evaluate, tokenizer, mesh) == ("evaluate", "tokenizer", here.mesh)
+        assert place(3) == place(9) == Path(settings.output_dir) / "evaluations" / "step_00000005_eval_1.jsonl"
+        return lambda run: {"of": run}
+
+    monkeypatch.setattr(actions, "assemble_evaluation", assemble)
     monkeypatch.setattr(actions, "check_bases", lambda bases, path: checked.append((bases, path.name)))
     monkeypatch.setattr(actions.saved, "newest", lambda directory: 5)
-    monkeypatch.setattr(actions.saved, "policy", lambda model, path, *, mesh, device: checked.append(device) or shown)
-    monkeypatch.setattr(actions.evaluations, "kept", lambda evaluate, place, tokenizer, mesh: lambda run: {})
-    monkeypatch.setattr(actions.evaluations, "write_numbers", lambda report, path: None)
+    monkeypatch.setattr(
+        actions.saved, "policy", lambda model, path, **how: checked.append((model, path.name, how)) or shown
+    )
+    monkeypatch.setattr(actions.evaluations, "kept", kept)
+    monkeypatch.setattr(
+        actions.evaluations, "write_numbers", lambda report, path: checked.append((report["of"] is shown, path.name))
+    )
     monkeypatch.setattr(actions.evaluations, "table", lambda report: [])
-    assert actions.evaluate(settings) == 0
-    assert actions.evaluate(attrs.evolve(settings, resume="x/step_00000003")) == 0
-    assert checked == [("bases", "step_00000005"), "device", ("bases", "step_00000003"), "device"]
+    assert actions.evaluate(settings, here) == 0
+    assert actions.evaluate(attrs.evolve(settings, resume="x/step_00000003"), here) == 0
+    said = (Path(settings.output_dir) / "checkpoints", here.mesh)
+    how, numbers = {"mesh": here.mesh, "device": "device"}, (True, "step_00000005_eval_1.json")
+    assert checked == [
+        each
+        for name in ("step_00000005", "step_00000003")
+        for each in (said, ("bases", name), ("model", name, how), numbers)
+    ]
     monkeypatch.setattr(actions.saved, "newest", lambda directory: None)
     with pytest.raises(UsageError, match="there is no checkpoint in"):
         actions.evaluate(settings)
@@ -163,6 +227,46 @@ def test_an_export_is_of_the_step_that_was_asked_for_with_the_settings_that_made
         actions.export(tmp_path, tmp_path / "out", 5)
 
 
+@pytest.mark.parametrize(
+    ("role", "critic_rank", "critic_path", "merge", "form", "begun"),
+    [
+        ("actor", 0, "c", False, "adapter", "m"),
+        ("actor", None, None, True, "merged", "m"),
+        ("critic", 0, "c", False, "whole", "c"),
+        ("critic", 3, None, False, "adapter", "m"),
+        ("critic", 3, "c", True, "merged", "c"),
+    ],
+)
+def test_an_export_has_the_form_of_its_roles_own_adapter(
+    tmp_path, monkeypatch, capsys, role, critic_rank, critic_path, merge, form, begun
+):
+    """And of a quantised base it is said what the adapter was trained on."""
+    changes = {"model__path": "m", "model__critic_path": critic_path, "model__lora__critic_rank": critic_rank}
+    settings = tiny_run.settings(tmp_path, **changes, model__lora__rank=4, model__lora__base="nf4")
+    recorded(monkeypatch, (6,), settings)
+    monkeypatch.setattr(actions.session, "check_target", lambda settings, target: None)
+    exported, cards = [], []
+    monkeypatch.setattr(actions.saved, "export", lambda *given, merge: exported.append((*given[1:], merge)))
+    monkeypatch.setattr(actions, "add_card", lambda card, target: cards.append((card.form, card.role, target)))
+    target = tmp_path / "out"
+    assert actions.export(tmp_path, target, None, role, merge=merge) == 0
+    assert exported == [(target, 6, role, merge)]
+    assert cards == [(form, role, target)]
+    said = capsys.readouterr()
+    words = f"are those of {begun} rounded to nf4" if merge else f"was trained on {begun} in nf4"
+    assert words in said.err
+    assert said.out == f"{target}\n"
+
+
+def test_a_state_that_is_restored_is_that_of_the_newest_checkpoint_before(tmp_path, monkeypatch, settings):
+    recorded(monkeypatch, (3, 6), settings)
+    monkeypatch.setattr(actions.session, "load", lambda *given: given)
+    assembly = SimpleNamespace(run="initial")
+    found = [actions.restored(assembly, tmp_path, step) for step in (0, 2, 3, 5, 6, 9)]
+    at = {step: (assembly, tmp_path / "checkpoints", step) for step in (3, 6)}
+    assert found == ["initial", "initial", at[3], at[3], at[6], at[6]]
+
+
 @pytest.mark.parametrize("public", [False, True])
 def test_what_is_exported_is_uploaded_as_the_flags_say(settings, tmp_path, monkeypatch, public):
     recorded(monkeypatch, (6,), settings)
@@ -184,7 +288,9 @@ def test_a_step_is_computed_again_from_the_checkpoint_before_it(settings, tmp_pa
     with pytest.raises(UsageError, match="began from the checkpoint of step 2, and has none before step 3"):
         actions.beginning(tmp_path, 3)
     interrupted = attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, interrupt=2))
-    monkeypatch.setattr(actions.starts, "spans", lambda directory, first, last: [(interrupted, last)])
+    monkeypatch.setattr(
+        actions.starts, "spans", lambda directory, first, last: [(settings, first), (interrupted, last)]
+    )
     with pytest.raises(UsageError, match=r"with rollout\.interrupt the clock decided"):
         actions.beginning(tmp_path, 7)
 
@@ -253,6 +359,9 @@ def test_a_metric_that_one_variant_logs_may_be_compared(tmp_path):
         assert compare._metric_problems(each, ("critic/vf_loss",)) == []
     (text,) = compare._metric_problems([without, without], ("critic/vf_loss",))
     assert text.startswith("--metrics critic/vf_loss: ")
+    held = tiny_run.settings(tmp_path)
+    for each in ([held, *both], [*both, held]):
+        assert compare._metric_problems(each, ()) == []
     (text,) = compare._metric_problems(both, ())
     assert "there are no held-out prompts" in text
 
@@ -292,8 +401,11 @@ def test_a_served_base_draws_by_the_seed_and_the_bounds_of_the_flags(tmp_path):
     assert (base.rules.images, base.engine, base.write_tokenizer) == (None, engine, "write")
 
 
-def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch, capsys, first):
+    """The first one names packages of untested versions."""
     asked, given = {}, []
+    monkeypatch.setattr(actions.origins, "untested_here", lambda: ["a 1 is new", "b 2 is old"])
 
     def assemble(settings, **named):
         asked.update(named, settings=settings)
@@ -303,9 +415,10 @@ def test_a_rank_is_assembled_on_its_meshes_and_the_pools(settings, monkeypatch):
         actions, "groups_of", lambda *sections: given.append(sections) or contextlib.nullcontext("places")
     )
     monkeypatch.setattr(actions, "assemble", assemble)
-    monkeypatch.setattr(actions, "is_first", lambda mesh: False)
+    monkeypatch.setattr(actions, "is_first", lambda mesh: first and mesh == "mesh")
     with actions._assemble(settings, actions.CommandRank("mesh", "device", "watch", "sampling"), print) as made:
         assert made == "assembly"
+    assert capsys.readouterr().err == ("a 1 is new; b 2 is old\n" if first else "")
     assert given == [(settings.placement, settings.mesh, settings.device, settings.model_roles)]
     assert asked == {
         "settings": settings,
@@ -331,3 +444,33 @@ def test_a_replay_is_on_the_device_of_its_flag(settings, monkeypatch, flags, dev
     command(given, actions.ALONE)
     command(given, actions.CommandRank(device="cuda:1"))
     assert asked == [(7, str(device)), (7, "cuda:1")]
+
+
+@pytest.mark.parametrize("made_by", [None, actions.SFT])
+def test_steps_are_made_again_by_the_command_that_made_them(tmp_path, monkeypatch, made_by):
+    """Each state is given up to the next, and nothing is saved."""
+    settings = tiny_run.settings(tmp_path, rollout__save=True, rollout__ahead=3)
+    rank, noted = actions.CommandRank("mesh", "device"), []
+    supervised, assembly = SimpleNamespace(imitation="imitation"), SimpleNamespace(program="program", draw="draw")
+
+    def assemble_supervised(settings, **how):
+        noted.append((settings, how))
+        return "others", supervised
+
+    def assemble(settings, here):
+        noted.append((settings, here))
+        return contextlib.nullcontext(assembly)
+
+    monkeypatch.setattr(actions, "assemble_supervised", assemble_supervised)
+    monkeypatch.setattr(actions, "_assemble", assemble)
+    with actions._steps_again(settings, made_by, rank) as (made, steps):
+        pass
+    unsaved = files.replace(settings, {"rollout.save": False})
+    if made_by is None:
+        assert (made, noted) == (assembly, [(unsaved, rank)])
+        how = {"program": "program", "draw": "draw", "ahead": 3, "donate": True}
+        assert (steps.func, steps.args, steps.keywords) == (actions.iterate, (), how)
+    else:
+        assert (made, noted) == (supervised, [(settings, {"mesh": "mesh", "device": "device"})])
+        how = {"imitation": "imitation", "mesh": "mesh", "donate": True}
+        assert (steps.func, steps.args, steps.keywords) == (actions.imitate_steps, (), how)

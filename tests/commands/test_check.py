@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
+import attrs
 import pytest
 
+from fppo.commands import check
 from fppo.commands.check import duration, tokens_line
 from fppo.commands.cli import main
+from fppo.data import prompt_set
+from fppo.fields import Problem
 from fppo.settings import files
+from fppo.settings.plan import PlanSettings
 from tests import tiny_run
 
 
@@ -158,6 +164,7 @@ def test_arguments(words, status, text, capsys):
 
 def test_tokens_are_shown_once_for_a_run_of_them_and_at_both_ends():
     assert tokens_line([5, 5, 5, 7], ["<a>", "<a>", "<a>", "b\n"]) == '5 "<a>" x 3 | 7 "b\\n"'
+    assert tokens_line([7, 5, 7], ["b", "a", "b"]) == '7 "b" | 5 "a" | 7 "b"'
     line = tokens_line(list(range(100)), [str(i) for i in range(100)])
     assert line.startswith('0 "0" | ')
     assert " | ... (76 more) | 88 " in line
@@ -165,3 +172,69 @@ def test_tokens_are_shown_once_for_a_run_of_them_and_at_both_ends():
 
 def test_durations():
     assert [duration(x) for x in (0.25, 90, 600, 7200, 864000)] == ["0.25 s", "90 s", "10 min", "2 h", "10 days"]
+    edges = {119: "1.2e+02 s", 120: "2 min", 3599: "60 min", 3600: "1 h", 172_799: "48 h", 172_800: "2 days"}
+    assert {x: duration(x) for x in edges} == edges
+
+
+def test_a_tried_response_has_the_fields_of_its_own_row():
+    """Its prompt is decoded as rewards see prompts, and its words are encoded as a response's."""
+    asked = []
+
+    class Words:
+        def decode(self, ids, **how):
+            asked.append(how)
+            return " ".join(map(str, ids))
+
+        def encode(self, text, **how):
+            asked.append(how)
+            return [8]
+
+    extras = [{"row": 0}, {"row": 1}, {"row": 2}]
+    prompts = prompt_set([[3], [4, 5], [6]], pad_token_id=0, ground_truths=["a", "b", "c"], extras=extras)
+    inputs = SimpleNamespace(prompts=prompts, tokenizer=Words(), sampling=SimpleNamespace(stop_token_ids=()))
+    for shown in check.shown_prompts(inputs, 3):
+        asked.clear()
+        sample = check._sample(shown, check.TRUTH, inputs)
+        number = list(prompts.ids).index(shown.id)
+        assert (sample.extras, sample.ground_truth) == (extras[number], "abc"[number])
+        assert (sample.response_tokens, sample.prompt_tokens) == ((8,), prompts.tokens[number])
+        of_prompt = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        assert asked == [of_prompt, {"add_special_tokens": False}]
+
+
+def test_a_problem_that_is_known_is_not_named_again_when_it_is_met(monkeypatch, tmp_path):
+    """By its setting, whatever is said of it."""
+    known = [Problem("rollout.n", 3, "must divide"), Problem("[x]", attrs.NOTHING, "no such section")]
+
+    def met(settings, *, mesh):
+        raise files.SettingsError(["rollout.n = 3: it stops here", "[x]: again", "data.path: lacks a row"])
+
+    monkeypatch.setattr(check, "read_inputs", met)
+    with pytest.raises(files.SettingsError) as caught:
+        check._opened(tiny_run.settings(tmp_path), known, "x.toml")
+    assert list(caught.value.problems) == [*map(str, known), "data.path: lacks a row"]
+    with pytest.raises(files.SettingsError) as caught:
+        check._opened(tiny_run.settings(tmp_path), [], "x.toml")
+    assert len(caught.value.problems) == 3
+    monkeypatch.setattr(check, "read_inputs", lambda settings, *, mesh: {}["of settings that are wrong"])
+    with pytest.raises(files.SettingsError) as caught:
+        check._opened(tiny_run.settings(tmp_path), known, "x.toml")
+    assert list(caught.value.problems) == [*map(str, known)]
+    with pytest.raises(KeyError):
+        check._opened(tiny_run.settings(tmp_path), [], "x.toml")
+    monkeypatch.setattr(check, "read_inputs", lambda settings, *, mesh: (settings.seed, mesh))
+    assert check._opened(tiny_run.settings(tmp_path, seed=3), [], "x.toml") == (3, check.LOCAL)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_run_in_pools_is_planned_pool_by_pool_on_its_own_ranks(monkeypatch, tmp_path, fits):
+    """Each has its own number of GPUs, whatever number of processes is given."""
+    asked = []
+    pools = {"placement__pools": {"a": {"ranks": 2}}, "placement__roles__actor": "a"}
+    settings = tiny_run.settings(tmp_path, model__path="quickstart", **pools)
+    monkeypatch.setattr(check, "planned_pools", lambda *given: asked.append(given) or ([["of a"]], {}, fits))
+    needs, lines, found = check._needs(settings, PlanSettings(gpu="h100", gpus=3))
+    assert asked == [(settings, PlanSettings(gpu="h100", gpus=None))]
+    assert (needs, lines, found) == (None, ["of a", *([] if fits else ["", check.NO_FIT])], fits)
+    assert check._needs(settings, PlanSettings(gpu="some card"))[0::2] == (None, True)
+    assert len(asked) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -65,6 +66,24 @@ def test_arguments_reach_their_command(calls, tmp_path):
     ]
 
 
+def test_a_supervised_run_needs_nothing_that_it_does_not_read(calls, tmp_path, monkeypatch, capsys):
+    """No reward, and no sampling that goes with another; what is wrong with the rest is named."""
+    monkeypatch.setattr(actions, "sft", lambda settings, here: calls.append(settings) or 3)
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model.path = "m"\ndata.path = "a.jsonl"\nsft.response = "answer"\n[rollout]\nn = 3\nbatch_size = 4\n'
+    )
+    assert cli.main(["sft", str(file)]) == 3
+    assert (calls[-1].rollout.n, calls[-1].sft.response) == (3, "answer")
+    calls.clear()
+    assert cli.main(["train", str(file)]) == cli.main(["sft", str(file), "--sft.epochs", "0", "--data.path"]) == 2
+    assert calls == []
+    said = capsys.readouterr().err
+    assert all(text in said for text in ("reward.functions", "rollout.n", "sft.epochs", "data.path"))
+    assert cli.main(["sft", str(file), "--sft.epoch", "1"]) == 2
+    assert "did you mean sft.epochs?" in capsys.readouterr().err
+
+
 def test_settings_that_conflict_stop_before_any_work(calls, tmp_path, capsys):
     file = tmp_path / "run.toml"
     file.write_text(MINIMAL + "[rollout]\nn = 3\nbatch_sise = 4\n")
@@ -104,8 +123,9 @@ def test_a_run_behind_a_flag_is_its_value(tmp_path):
     (tmp_path / "settings.toml").touch()
     for rest in (["--output-dir", str(tmp_path)], [f"--output-dir={tmp_path}"]):
         assert file_and_overrides(rest, "train") == (None, rest)
-    with pytest.raises(ValueError, match="give it first"):
-        file_and_overrides(["--steps", "3", str(tmp_path)], "train")
+    for flags in (["--steps", "3"], ["--steps=3"], ["--output-dir=x", "--steps=3"]):
+        with pytest.raises(ValueError, match=f"{tmp_path} comes after flags; give it first: .* {' '.join(flags)}"):
+            file_and_overrides([*flags, str(tmp_path)], "train")
 
 
 def test_a_traceback_is_shown_on_request(capsys):
@@ -238,13 +258,14 @@ def test_another_pipe_that_breaks_is_an_error(monkeypatch, capfd):
     assert "fppo plan: an engine's: broken pipe\n" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize(("command", "goes_on"), [("train", True), ("plan", False)])
-def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on):
+def test_what_the_system_refuses_is_said_of_what(monkeypatch, capfd, command, goes_on, number):
     def refused(arguments):
         raise IsADirectoryError(21, "Is a directory", "plan.json")
 
     def full(arguments):
-        raise OSError(28, "No space left on device", "plan.json")
+        raise OSError(number, "No space left on device", "plan.json")
 
     monkeypatch.setattr(cli, "COMMANDS", {command: refused})
     assert cli.main([command]) == 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fppo._errors import RunFailed
 from fppo.assembly.run import assemble
-from fppo.commands import actions, cli
+from fppo.commands import actions, cli, compare
 from fppo.commands.compare import plan
 from fppo.pipeline.train import iterate
 from fppo.report.compare import Comparison, collect, picture, spread
@@ -62,6 +62,14 @@ def test_lists_are_values(vary, lists):
     found = variants([vary])
     assert [list(variant.changes.values())[-1] for variant in found] == lists
     assert len({variant.directory for variant in found}) == len(found)
+
+
+def test_a_text_with_blanks_is_one_value():
+    found = variants(["data.prompt=Q: {q} A:,{q}+data.source=of one"])
+    assert [variant.changes for variant in found] == [
+        {"data.prompt": "Q: {q} A:"},
+        {"data.prompt": "{q}", "data.source": "of one"},
+    ]
 
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=3), st.booleans())
@@ -195,6 +203,51 @@ def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, caps
     assert "the critic cannot learn" in text
     assert "critic.loss=quantile+critic.loss.bins=3  1      0.5000" in text
     assert "failed; the same command tries them again: critic.loss=mse, seed 0" in text
+
+
+@pytest.mark.parametrize(("status", "stops"), [(0, False), (1, False), (2, True), (130, True)])
+def test_a_run_that_is_stopped_stops_the_others(task, monkeypatch, capsys, status, stops):
+    """One that failed does not; the comparison is written once all had their turn."""
+    trained, written = [], []
+
+    def train(settings, here):
+        trained.append(settings.critic.loss.name)
+        return status if len(trained) == 1 else 0
+
+    monkeypatch.setattr(actions, "train", train)
+    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: written.append((list(runs), metrics, out)))
+    assert cli.main(["compare", str(task / "run.toml"), *ARGUMENTS]) == status
+    names = ["critic.loss=mse", "critic.loss=quantile+critic.loss.bins=3"]
+    assert trained == (["mse"] if stops else ["mse", "quantile"])
+    assert written == ([] if stops else [(names, (), task / "run-compare")])
+    said = capsys.readouterr().out
+    assert (f"stopped in {names[0]}, seed 0; the same command resumes there" in said) is stops
+    assert (f"failed; the same command tries them again: {names[0]}, seed 0" in said) is (status == 1)
+
+
+def test_seeds_go_on_after_one_in_which_all_failed(task, monkeypatch, capsys):
+    """Though no metric is there to be compared yet."""
+    trained = []
+
+    def train(settings, here):
+        trained.append((settings.seed, settings.critic.loss.name))
+        raise RunFailed("nothing learned")
+
+    monkeypatch.setattr(actions, "train", train)
+    monkeypatch.setattr(compare, "write", lambda runs, metrics, out: None)
+    assert cli.main(["compare", str(task / "run.toml"), "--vary", "critic.loss=mse,huber", "--seeds", "2"]) == 1
+    assert trained == [(0, "mse"), (0, "huber"), (1, "mse"), (1, "huber")]
+    failed = "; ".join(f"critic.loss={name}, seed {seed}" for seed, name in trained)
+    assert f"tries them again: {failed}\n" in capsys.readouterr().out
+
+
+def test_a_variant_whose_settings_conflict_is_named_with_its_conflict(tmp_path):
+    vary = CompareSettings(vary=("rollout.n=2,3,5",), seeds=2)
+    with pytest.raises(files.SettingsError) as caught:
+        plan(tiny_run.settings(tmp_path), vary)
+    found = [problem.partition(": ")[::2] for problem in caught.value.problems]
+    assert {name for name, _ in found} == {"rollout.n=3", "rollout.n=5"}
+    assert all("must be a multiple of rollout.n" in text for _, text in found)
 
 
 def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkeypatch, capsys):

@@ -1,10 +1,16 @@
 """Which GPU a process is on, and what is refused before any process starts: stand-ins for torch's view of the GPUs."""
 
+import contextlib
+from types import SimpleNamespace
+
+import attrs
 import pytest
 import torch
 
 from fppo.commands import distributed
+from fppo.commands.actions import CommandRank
 from fppo.runtime import launch
+from fppo.runtime.mesh import LOCAL, Sharding
 from fppo.settings import files
 
 
@@ -49,3 +55,37 @@ def test_sampling_ahead_on_several_gpus_is_refused_by_name_and_number(run):
     with pytest.raises(ValueError, match=r"rollout.interrupt on 3 ranks: .* or place the roles"):
         run(3, device="cpu", rollout__ahead=2, rollout__interrupt=8)
     assert run(3, trains=False, device="cuda", rollout__ahead=2) == [3]  # an evaluation of such a run
+
+
+AXES = {"pipeline": 2, "replicate": 1, "shard": 2, "expert": 1, "sequence": 1, "context": 2, "tensor": 1}
+CUT = {"virtual_stages": 3, "ring": True, "stage": 2, "reduce_dtype": "bfloat16", "prefetch": False, "timeout": 7.0}
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_that_was_started_joins_the_mesh_of_its_settings(run, monkeypatch, trains, ahead, device):
+    """With meshes of its own for sampling during training, on the GPU of its place."""
+    calls = []
+    place = SimpleNamespace(world=8, started=True, attempt=0, local_rank=3)
+    monkeypatch.setattr(distributed.Place, "of_environment", lambda: place)
+
+    @contextlib.contextmanager
+    def joined(sizes, *given, twin, **how):
+        calls.append((sizes, *given, twin, how))
+        yield LOCAL, "watch", attrs.evolve(LOCAL, virtual_stages=9) if twin else None
+        calls.append("left")
+
+    monkeypatch.setattr(launch, "joined", joined)
+    start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o", "device": device})
+    settings = files.replace(start, {f"mesh.{name}": x for name, x in (AXES | CUT | {"shard": None}).items()})
+    settings = files.replace(settings, {"rollout.ahead": ahead if device == "cpu" or not trains else 0})
+    seen = []
+    made = distributed.run(lambda settings, here: seen.append((settings, here)) or 5, settings, ["x"], 3, trains=trains)
+    own = torch.device("cpu") if device == "cpu" else torch.device("cuda", 3)
+    twin = trains and ahead > 0 and device == "cpu"
+    how = {"timeout": 7.0, "virtual_stages": 3, "sharding": Sharding(2, torch.bfloat16, False)}
+    assert calls == [(AXES, place, own, twin, how), "left"]
+    sampling = attrs.evolve(LOCAL, virtual_stages=9, ring=True) if twin else None
+    here = CommandRank(attrs.evolve(LOCAL, ring=True), own, "watch", sampling)
+    assert (made, seen) == (5, [(files.replace(settings, {"mesh.shard": 2}), here)])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fppo.assembly.environments import maker_of
-from fppo.commands import ablate, audit, bias, check, distributed, plan, serve
+from fppo.commands import ablate, audit, bias, check, distributed, output, plan, serve
 from fppo.commands.actions import ALONE
 from fppo.commands.options import AuditOptions, ServeOptions
 from fppo.key import Key
@@ -21,9 +21,12 @@ from fppo.plan.search import TOKENS, Remedy
 from fppo.rollout.engine import Sampling
 from fppo.runs import sampling
 from fppo.serve.service import Bounds
+from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.check import CheckSettings
+from fppo.settings.plan import PlanSettings
 from fppo.settings.rollout import EnvironmentSettings
+from fppo.settings.train import TrainSettings
 from tests import tiny, tiny_run
 from tests.plan.cases import case
 from tests.rollout.environments import Count
@@ -64,6 +67,9 @@ def test_a_run_with_a_kl_in_its_loss_and_the_engines_log_probs(tmp_path):
 def test_a_group_has_no_more_rows_than_can_be_listed(tmp_path):
     many = tiny_run.settings(tmp_path, algorithm__advantage="rloo", rollout__n=8)
     assert bias.run_bias(many, "sizes").step.n == 4
+    for n in (1, 2, 3):
+        own = files.replace(many, {"rollout.n": n})
+        assert bias.run_bias(own, "sizes").step.n == max(2, n)
 
 
 def test_a_batch_is_audited_by_the_recipe_of_the_flags(monkeypatch):
@@ -146,6 +152,8 @@ def test_passes_of_a_remedy_are_named_as_the_run_has_them(tmp_path):
     }
     own = case(roles={"critic": Role(tokens=64)})
     assert plan._flags(both, remedy(own)) == {"mesh.stage": 3, "actor.micro-batch-size": 3}
+    policy = case(only=("actor",))  # whose critic is elsewhere
+    assert plan._flags(both, remedy(policy)) == {"mesh.stage": 3, "actor.micro-batch-size": 3}
     alone = case(only=("critic",))
     assert plan._flags(both, remedy(alone)) == {"mesh.stage": 3, "critic.token-budget": 192}
     assert plan._flags(both, Remedy({"mesh.stage": 3}, SimpleNamespace(case=own))) == {"mesh.stage": 3}
@@ -189,6 +197,9 @@ def test_lengths_of_prompts_are_those_of_most_and_of_all():
     prompts = SimpleNamespace(tokens=[(0,) * length for length in range(1, 201)])
     (line,) = check._lengths(prompts)
     assert line.endswith("in tokens: 1 to 200, median 100.5, 99 % up to 198")
+    for count, most in ((101, 100), (100, 99), (2, 1), (1, 1)):
+        prompts = SimpleNamespace(tokens=[(0,) * length for length in range(count, 0, -1)])
+        assert check._lengths(prompts)[0].endswith(f" up to {most}")
 
 
 def test_a_batch_that_is_sampled_is_said_with_its_pace(tmp_path):
@@ -229,7 +240,7 @@ def test_newer_checkpoints_are_looked_for_now_and_then(monkeypatch):
     clock, newest, loaded = [0.0], [4], []
     monkeypatch.setattr(serve, "now", lambda: clock[0])
     monkeypatch.setattr(serve.saved, "newest", lambda directory: newest[0])
-    monkeypatch.setattr(serve, "_loaded", lambda directory, policy, step: loaded.append(step) or ("params", 10 * step))
+    monkeypatch.setattr(serve, "_loaded", lambda *given: loaded.append(given) or ("params", 10 * given[-1]))
     follow = serve.FollowedRun(Path("run"), "policy", 5.0, 4)
     for at, there, expected in (
         (4.9, 6, None),
@@ -241,7 +252,7 @@ def test_newer_checkpoints_are_looked_for_now_and_then(monkeypatch):
     ):
         clock[0], newest[0] = at, there
         assert follow() == expected, at
-    assert loaded == [6, 8]
+    assert loaded == [(Path("run"), "policy", step) for step in (6, 8)]
 
 
 def test_a_model_is_served_in_the_dtype_and_place_of_the_flags():
@@ -297,26 +308,42 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
 
 
 def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
-    asked, settings = [], tiny_run.settings(tmp_path)
-    inputs = SimpleNamespace(device=torch.device("cpu"), prompts=())
+    asked, places, shown, opened, lines = [], [], [], [], []
+    settings = tiny_run.settings(tmp_path, seed=5)
+    inputs = SimpleNamespace(device=torch.device("meta"), prompts=())
     stubs = {
-        "resolved": lambda settings, device=None: (settings, []),
-        "_opened": lambda *args: inputs,
+        "resolved": lambda given, device=None: (attrs.evolve(given, seed=given.seed + 100), [f"of {device}"]),
+        "_opened": lambda *args: opened.append(args) or inputs,
         "shown_prompts": lambda inputs, count: [],
         "rewarded_prompts": lambda *args: check.Rewarded(scores=[]),
         "_needs": lambda settings, options: asked.append((options.gpu, options.gpus)) or (NEEDS, [], True),
-        "input_lines": lambda *args: [],
+        "input_lines": lambda *args: lines.append(args) or [],
         "_lengths": lambda prompts: [],
-        "free_bytes": lambda directory: 1e12,
+        "free_bytes": lambda directory: places.append(directory) or 1e12,
+        "_gpu_of": lambda device: f"a {device}",
     }
     for name, stub in stubs.items():
         monkeypatch.setattr(check, name, stub)
-    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: None)
+    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: shown.append((words, path)))
     for ranks in (None, 2):
-        assert check.check(settings, [], CheckSettings(gpu="h100"), where="x", ranks=ranks) == 0
-    assert asked == [("h100", None), ("h100", 2)]
+        assert check.check(settings, [], CheckSettings(gpu="h100", json="x.json"), where="x", ranks=ranks) == 0
+    assert check.check(settings, [], CheckSettings(), where="x") == 0
+    assert asked == [("h100", None), ("h100", 2), ("a meta", None)]
+    assert places == [Path(settings.output_dir)] * 3
+    chosen, usual = attrs.evolve(settings, seed=105), attrs.evolve(TrainSettings(), seed=100)
+    assert opened == [(chosen, [], "x")] * 3
+    plain, said = files.differing(chosen, usual), check.said_of_old_log_probs(chosen)
+    assert lines == [(inputs, chosen.model, chosen.placement, plain, ["of None"], said)] * 3
+    assert [path for _, path in shown] == ["x.json", "x.json", None]
+    assert all(words.endswith("nothing is wrong with x; nothing was started") for words, _ in shown)
     monkeypatch.setattr(check, "free_bytes", lambda directory: 1e9)
     assert check.check(settings, [], CheckSettings(), where="x") == 1
+    assert shown[-1][0].endswith("found: the run writes up to 16 GB, and 1 GB are free")
+    stubs["_needs"] = lambda settings, options: (None, ["no plan"], False)
+    monkeypatch.setattr(check, "_needs", stubs["_needs"])
+    assert check.check(settings, [], CheckSettings(), where="x") == 1
+    assert shown[-1][0].startswith("no plan")
+    assert shown[-1][0].endswith("found: no plan")
 
 
 @pytest.mark.parametrize(("attempt", "expected"), [(0, "never"), (1, "auto")])
@@ -341,3 +368,30 @@ def test_an_environment_that_is_made_already_takes_no_keywords():
         maker_of(EnvironmentSettings(name=name, keywords={"a": 1}))
     with pytest.raises(ValueError, match=r"NUMBER': is no environment: name a class"):
         maker_of(EnvironmentSettings(name=f"{__name__}:NUMBER", keywords={"a": 1}))
+
+
+@pytest.mark.parametrize("place", [None, "-", "new/x.json"])
+def test_results_are_shown_in_words_or_as_numbers_and_written_with_a_line_break(tmp_path, capsys, place):
+    path = place if place in (None, "-") else str(tmp_path / place)
+    output.show("words", '{"a": "é"}\n\n', path)
+    assert capsys.readouterr().out == ('{"a": "é"}\n\n\n' if place == "-" else "words\n")
+    written = [file.read_text(encoding="utf-8") for file in tmp_path.rglob("*.json")]
+    assert written == ([] if place in (None, "-") else ['{"a": "é"}\n'])
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("tries", [True, False])
+def test_what_would_help_is_sought_where_it_is_asked_for_and_needed(tmp_path, monkeypatch, fits, tries):
+    """For the pool, by the flags of the run."""
+    estimate, shown = SimpleNamespace(fits=fits), []
+    found = Remedy({TOKENS: 192}, SimpleNamespace(case=case()))
+    monkeypatch.setattr(plan, "plan", lambda case: {"case": estimate}[case])
+    monkeypatch.setattr(plan, "remedies", lambda given: [found] if given is estimate else None)
+    monkeypatch.setattr(plan.text, "of_plan", lambda *given: shown.append(given) or ["text"])
+    monkeypatch.setattr(plan.text, "numbers_of_plan", lambda *given: shown.append(given) or {"numbers": 1})
+    options = PlanSettings(gpu="cpu", tries=tries)
+    made = plan._planned(tiny_run.settings(tmp_path), options, "case", "p")
+    assert made == (["text"], {"numbers": 1}, fits)
+    flags = {"actor.token-budget": 192, "critic.token-budget": 192}
+    helping = [attrs.evolve(found, pool="p", flags=flags)] if tries and not fits else None
+    assert shown == [(estimate, helping)] * 2

@@ -73,6 +73,15 @@ def test_an_error_says_what_to_do_and_no_token(hub, tmp_path, call):
     assert caught.value.__suppress_context__
 
 
+@pytest.mark.parametrize("token", ["of-another-form", None])
+def test_the_users_own_token_is_in_no_message_whatever_its_form(hub, tmp_path, monkeypatch, token):
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
+    hub.create_repo.side_effect = ConnectionError("sent of-another-form there")
+    with pytest.raises(UsageError) as caught:
+        push.push(write_export(tmp_path / "out"), "new", hub)
+    assert f"sent {'of-another-form' if token is None else '[token]'} there" in str(caught.value)
+
+
 def test_a_wrong_name_and_a_missing_login_end_it_before_any_work(hub, tmp_path, capsys):
     tiny_run.write_task(tmp_path)
     from fppo.runs import starts

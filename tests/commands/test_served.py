@@ -14,8 +14,10 @@ import torch
 
 from fppo.commands import serve, serve_tinker
 from fppo.commands.options import ServeOptions
+from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.runs import saved
+from fppo.runtime.mesh import LOCAL
 from fppo.serve.service import Bounds
 from fppo.settings import files
 from tests import tiny_run
@@ -36,7 +38,7 @@ def parts(monkeypatch):
         return call
 
     def policy(settings, *, begins):
-        noted.append(("policy", settings.model.path, begins))
+        noted.append(("policy", settings.model.path, begins, settings.device))
         return simple(
             params=f"params {settings.model.path}",
             engine=simple(pad_token_id=len(settings.model.path), kernels="k"),
@@ -139,7 +141,7 @@ def test_a_model_is_served_under_its_key(parts, capsys, given):
 def test_a_run_is_served_from_its_checkpoint_and_followed(parts, tmp_path, monkeypatch):
     noted, _ = parts
     (tmp_path / "settings.toml").touch()
-    settings = tiny_run.settings(tmp_path)
+    settings = tiny_run.settings(tmp_path, device="cuda")  # where it was trained
     monkeypatch.setattr(serve.starts, "load", lambda directory: settings)
     monkeypatch.setattr(serve.saved, "newest", lambda directory, step=None: step or 6)
     monkeypatch.setattr(
@@ -147,7 +149,7 @@ def test_a_run_is_served_from_its_checkpoint_and_followed(parts, tmp_path, monke
     )
     options = ServeOptions(targets=(str(tmp_path),), step=4, follow=2.5, device="cpu")
     assert serve.serve(options, {}) == 0
-    assert of(noted, "policy") == [("policy", "bare", False)]
+    assert of(noted, "policy") == [("policy", "bare", False, "cpu")]
     ((_, pad, params, named),) = of(noted, "loop")
     assert (pad, params, named["version"]) == (4, "params of 4", 40)
     follow = named["newer"]
@@ -252,9 +254,9 @@ def exporting(monkeypatch):
         "bare_model": lambda section, critic: simple(path=section.path, critic=critic),
         "params": note("params", "whole"),
         "load_tokenizer": lambda model, data: ("tokenizer", model.path),
-        "policy_generation": lambda model, data, tokenizer: "generation",
-        "load_policy": lambda *begun: (simple(name="adapted policy"), None),
-        "adapted_critic": lambda *begun: (simple(name="adapted critic"), None),
+        "policy_generation": lambda model, data, tokenizer: (model.path, data.prompt, *tokenizer) and "generation",
+        "load_policy": note("begun", (simple(name="adapted policy"), None)),
+        "adapted_critic": note("begun", (simple(name="adapted critic"), None)),
         "base_of_role": lambda section, role, model: simple(source=f"base of {role}"),
         "bases_of": lambda bases: bases,
         "check_bases": note("checked"),
@@ -288,13 +290,17 @@ def test_an_export_is_of_the_roles_own_parameters(exporting, tmp_path, role):
 @pytest.mark.parametrize(("role", "merge"), [("actor", False), ("actor", True), ("critic", True), ("critic", False)])
 def test_an_adapter_is_exported_as_it_is_or_in_its_base(exporting, tmp_path, role, merge):
     changes = {"model__lora__rank": 2, "model__lora__critic_rank": 2}
-    settings = tiny_run.settings(tmp_path, device="cpu", **changes)
+    settings = tiny_run.settings(tmp_path, device="cpu", seed=5, **changes)
     if role == "critic" and not merge:
         with pytest.raises(ValueError, match="has a value head, which PEFT's files cannot hold: give --merge"):
             saved.export(settings, tmp_path / "out", 4, role)
         return
     saved.export(settings, tmp_path / "out", 4, role, merge=merge)
-    (_, (bases, path), _), (_, (model, asked, _), _), (kind, given, named) = exporting
+    *begun, (_, (bases, path), _), (_, (model, asked, _), _), (kind, given, named) = exporting
+    parts = settings.model, settings.critic, Key(settings.seed), LOCAL, torch.device("cpu")
+    policy = ("begun", parts, {})
+    assert begun[0] == policy
+    assert begun[1:] == ([("begun", (*parts, simple(name="adapted policy")), {})] if role == "critic" else [])
     assert path == tmp_path / "run" / "checkpoints" / "step_00000004"
     assert (list(bases), asked) == ([role], role)
     name = "adapted policy" if role == "actor" else "adapted critic"

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -11,6 +12,7 @@ import torch
 from PIL import Image
 
 from fppo import data
+from fppo.data.examples import _placed
 from fppo.data.images import FRAMES, SHOWN, ImageReader, _spread, opened
 from tests.data import rows
 from tests.data.processors import processor
@@ -247,3 +249,22 @@ def test_no_placeholder_of_a_processor_stands_in_texts(mark):
     reader._check_text(messages("<5> image"))
     with pytest.raises(ValueError, match=rf"the text holds \['{mark}'\], placeholders"):
         reader._check_text(messages(f"b{mark}c"))
+
+
+def test_paths_in_images_and_videos_are_beside_their_file_however_deep():
+    """In lists of frames, tables of one file, and tables of frames with more beside them; other values stay."""
+    beside, array = Path("/data"), np.zeros(3)
+    for value, expected in (
+        ("a.png", "/data/a.png"),
+        ("/else/a.png", "/else/a.png"),
+        (["a.png", "b/c.png"], ["/data/a.png", "/data/b/c.png"]),
+        (("a.png", [array, "b.png"]), ["/data/a.png", [array, "/data/b.png"]]),
+        ({"path": "a.png"}, "/data/a.png"),
+        ({"path": "a.png", "bytes": None}, "/data/a.png"),
+        ({"path": "a.png", "bytes": b"x"}, {"path": "a.png", "bytes": b"x"}),
+        ({"frames": ["a.png", {"path": "b.png"}], "fps": 2}, {"frames": ["/data/a.png", "/data/b.png"], "fps": 2}),
+        ({"frames": "clip.mp4"}, {"frames": "/data/clip.mp4"}),
+        (None, None),
+    ):
+        assert _placed(value, beside) == expected
+    assert _placed(array, beside) is array

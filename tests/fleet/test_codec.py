@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from fppo import metrics, tree
 from fppo.fleet.codec import BIG, CPU, Sent, array_of, bytes_of, pack, tensors_of, tree_of
+from fppo.fleet.held import Lease, handles
 from fppo.key import Key
 from tests.fleet.trees import DTYPES, TREES
 
@@ -127,3 +128,9 @@ def test_a_tensor_counts_as_large_from_the_bytes_on_that_are_said():
     assert [len(x) for x in large] == [*sizes[1:]]
     assert [place for place, *_ in packed.large] == [1, 2]
     assert len(packed.bytes) == sizes[0]
+
+
+def test_a_call_of_a_function_that_stayed_on_the_ranks_is_known_by_its_handle():
+    one, two = handles(Lease("group", 1, 7, 2, CPU), 2)
+    assert pack((two, (one, 1), {"x": torch.ones(1)}))[0].first == (7, 2, 1)
+    assert pack((len, (two,), {}))[0].first is None

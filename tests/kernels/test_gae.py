@@ -42,6 +42,12 @@ def test_scan_is_the_loop(rows, width, density, seed, gamma, lam, chunk):
     torch.testing.assert_close(found, loop(rewards, values, mask, gamma=gamma, lam=lam), rtol=1e-10, atol=1e-10)
 
 
+def test_rows_are_scanned_as_many_at_a_time_as_stay_in_the_cache(monkeypatch):
+    monkeypatch.setattr(scans, "CPU_CHUNK", 40)
+    assert [work.shape[1] for _, work in scans._chunks(torch.zeros(7, 20))] == [2, 2, 2, 1]
+    assert [work.shape[1] for _, work in scans._chunks(torch.zeros(2, 50))] == [1, 1]
+
+
 @pytest.mark.skipif("cpp" not in NAMES, reason=str(table.available("gae")["cpp"]))
 @given(
     rows=st.integers(0, 4),

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fppo import losses, models, tree
 from fppo.models import run
+from fppo.models.model import _fill
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -86,3 +87,33 @@ def test_sharded_biases_are_whole_ones(stage):
 
     for found in simulate({"shard": 2}, on_rank):
         assert torch.equal(found, expected)
+
+
+class OfTheWhole(torch.nn.Module):
+    """A model that computes a layer's buffer as a whole, not for the layer alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Module()
+        self.layer.register_buffer("slopes", torch.empty(2, device="meta"), persistent=False)
+
+    def _init_weights(self, module):
+        if module is self:
+            self.layer.slopes.copy_(torch.tensor([3.0, 5.0]))
+
+
+def test_a_buffer_that_the_whole_model_computes_for_its_layers_is_its_own():
+    base = OfTheWhole()
+    assert _fill(base, base.layer, ["slopes"])["slopes"].tolist() == [3.0, 5.0]
+    assert base.layer.slopes.is_meta
+    base._init_weights = lambda module: None
+    with pytest.raises(ValueError, match=r"Module does not say how to compute its buffers \['slopes'\]"):
+        _fill(base, base.layer, ["slopes"])
+
+
+def test_constants_are_copied_to_each_device_once():
+    model, _ = make("glm4_moe")
+    one, other = (model.constants_on(torch.device(*place)) for place in (("meta",), ("meta", 0)))
+    assert one.keys() == other.keys() == model.constants.keys()
+    assert all(x.is_meta for x in (*one.values(), *other.values()))
+    assert model.constants_on(torch.device("meta")) is one is not other

@@ -17,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 
 from fppo import models, tree
 from fppo.key import Key
+from fppo.models.model import causal_lm
+from fppo.models.save import _filled
 from tests.models.families import CONFIGS, make, plain
 
 TOKENS = torch.tensor([[5, 7, 3, 9]])
@@ -52,9 +54,13 @@ def test_nothing_is_written_beside_what_is_saved(tmp_path, capfd):
 def test_the_config_keeps_its_dropouts(tmp_path):
     model, params = make("llama", dtype=FLOATS)
     assert model.skeleton.config.attention_dropout == 0.0
-    models.save(model, params, tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["attention_dropout"] == 0.1
+    models.save(model, params, tmp_path / "llama")
+    assert json.loads((tmp_path / "llama" / "config.json").read_text())["attention_dropout"] == 0.1
     assert CONFIGS["llama"].attention_dropout == 0.1
+    model, params = make("phi3", dtype=FLOATS)
+    assert model.skeleton.config.resid_pdrop == 0.0
+    models.save(model, params, tmp_path / "phi3")
+    assert json.loads((tmp_path / "phi3" / "config.json").read_text())["resid_pdrop"] == 0.1
 
 
 def test_sharded_files(tmp_path):
@@ -263,3 +269,26 @@ def test_pickles_and_empty_places_are_refused(tmp_path):
         models.load(tmp_path)
     with pytest.raises(ValueError, match="is not a directory"):
         models.load(tmp_path / "nowhere")
+
+
+def test_what_a_class_computes_is_not_written():
+    model, params = make("llama", dtype=FLOATS)
+    module, computed = causal_lm(model.config, "meta"), "model.layers.1.mlp.up_proj.weight"
+    module._keys_to_ignore_on_save = {computed}
+    assert list(_filled(module, dict(reversed(params.items())))) == [n for n in module.state_dict() if n != computed]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "cohere"])
+def test_a_head_of_several_values_has_a_label_for_each(name, tmp_path):
+    """Where the family has a class for it, and where not."""
+    model, params = make(name, head="value", dtype=FLOATS, outputs=3)
+    models.save(model, params, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    assert (config.num_labels, config.dtype) == (3, FLOATS)
+    again, loaded = models.load(tmp_path, "value", outputs=3)
+    assert again.outputs == 3
+    assert_same(loaded, params)
+    some, taken = models.load(tmp_path, "value", outputs=range(1, 3))
+    assert some.outputs == 2
+    heads = {name: x[1:3] for name, x in params.items() if name.startswith("score.")}
+    assert_same({name: taken[name] for name in heads}, heads)

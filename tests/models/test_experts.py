@@ -16,6 +16,7 @@ from fppo.runtime.simulate import simulate
 from fppo.steps import optimizers
 from fppo.steps.forward import Forward, forward_micro_batch
 from fppo_kernels import collectives
+from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
 from tests import tiny
@@ -138,3 +139,9 @@ def test_what_cannot_be_cut_is_refused_by_name_and_number():
         ValueError, match=r"axis of 3 ranks: it does not divide the model's 4 experts; give one of \[1, 2"
     ):
         models.dispatched(make("mixtral")[0], 3)
+
+
+def test_layers_that_exchange_tokens_are_not_compiled():
+    placed = models.place(make("qwen3_moe")[0], Mesh({"expert": Axis(2, 1)}))
+    with pytest.raises(ValueError, match="layers on a tensor axis or an expert axis cannot be compiled"):
+        placed.own_skeleton(compiled=True)

@@ -13,8 +13,8 @@ from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import adapted as values
-from fppo.models import lora
-from fppo.models.adapted import Adapted, Lora, Parts
+from fppo.models import bases, lora
+from fppo.models.adapted import FACTORS, Adapted, Lora, Parts
 from fppo.models.heads import logits_of
 from fppo.runtime.mesh import Mesh
 from fppo_kernels.attention.sdpa import sdpa
@@ -124,7 +124,8 @@ def test_every_adapted_weight_has_a_draw_of_its_own():
     assert len(shapes) < len(drawn) == 14
     for x in drawn.values():  # PEFT's: uniform within 1 / sqrt(what goes in), its kaiming_uniform of a = sqrt(5)
         bound = x.shape[-1] ** -0.5
-        assert 0.8 * bound < x.abs().max() <= bound
+        assert 0.8 * bound < x.max() <= bound
+        assert -bound <= x.min() < -0.8 * bound
     names = list(drawn)
     for i, one in enumerate(names):
         for other in names[:i]:
@@ -160,6 +161,8 @@ def test_the_base_is_not_copied_and_its_digest_tells_it_from_another():
     three, _ = lora.adapt(model, other, SPEC, key=Key(0))
     assert lora.frozen_of(three).digest != lora.frozen_of(one).digest
     assert not lora.same_base(one, three)
+    trained, _ = lora.adapt(model, {n: x.clone().requires_grad_() for n, x in params.items()}, SPEC, key=Key(0))
+    assert not any(x.requires_grad for x in lora.frozen_of(trained).params.values())
 
 
 def test_the_base_alone_is_a_model_without_parameters():
@@ -291,3 +294,32 @@ def test_targets_name_the_weights_whose_paths_they_fit(targets, head):
     assert not any(found.values())
     with pytest.raises(ValueError, match=r"targets \['_proj', 'k_pro'\] name no weight"):
         lora.places_of(model, ("_proj", *targets, "k_pro"))
+
+
+def described(model):
+    """What a placed model is, without the cuts of parameters that it lacks; None of no model."""
+    fields = ("shapes", "spans", "forms", "frozen", "whole_shapes", "kept_shapes", "extents")
+    layout = model and model.layout
+    if layout is not None:
+        layout = attrs.evolve(layout, cuts={name: cut for name, cut in layout.cuts.items() if name in layout.whole})
+    return model and (layout, *(getattr(model, field) for field in fields))
+
+
+@pytest.mark.parametrize("kind", [None, "int8"])
+@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+def test_what_is_left_without_an_adapter_is_the_model_that_was_adapted(sizes, kind):
+    """On every axis and rank, with the model that it was placed from; plain weights take the place of codes."""
+    model, _ = tiny.model_and_params()
+    for rank in range(2 if sizes else 1):
+        placed = models.place(model, Mesh({name: Axis(size, rank) for name, size in sizes.items()}))
+        coded = placed if kind is None else bases.in_codes(placed, kind, torch.float64)
+        adapted = lora.without_base(coded, SPEC)
+        for one, expected in ((adapted.plain, placed), (adapted.plain.unplaced, placed.unplaced)):
+            assert described(one) == described(expected)
+        if sizes:
+            assert lora.frozen_of(adapted.unplaced).places == lora.frozen_of(adapted).places
+        stages, own = ({} if x.layout is None else x.layout.stages for x in (placed, adapted))
+        of_factors = {n + end: stages.get(n) for n in lora.frozen_of(adapted).places for end in FACTORS}
+        assert {name: own.get(name) for name in of_factors} == of_factors
+        assert adapted.whole_shapes.keys() == {*model.shapes, *(n for n in adapted.kept_shapes if n.endswith(FACTORS))}
+        assert set(adapted.state_layout.whole if sizes else adapted.shapes) == of_factors.keys()

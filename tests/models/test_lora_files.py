@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import GPT2Config
 
 from fppo.key import Key
 from fppo.models import lora, lora_files
@@ -155,3 +156,12 @@ def test_the_config_says_all_of_an_adapter(name, scaling, tmp_path):
     assert attrs.evolve(read_back, targets=("x",)) == Lora(3, 6.5, ("x",), scaling)
     again, _ = lora.adapt(model, params, read_back, key=Key(0))
     assert lora.frozen_of(again).places == lora.frozen_of(adapted).places
+
+
+def test_weights_that_are_stored_in_two_ways_are_said_to_be_turned():
+    """A Conv1D and a linear layer: PEFT turns the first and knows the second."""
+    config = GPT2Config(vocab_size=31, n_embd=16, n_layer=1, n_head=4, n_positions=64, tie_word_embeddings=False)
+    model, params = families.make("gpt2", config=config)
+    for targets, turned in ((("c_attn", "lm_head"), True), (("lm_head",), False)):
+        adapted, _ = lora.adapt(model, params, Lora(2, 4.0, targets), key=Key(0))
+        assert lora_files._config(adapted, "x")["fan_in_fan_out"] is turned

@@ -12,7 +12,7 @@ from fppo import models, tree
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models.model import _has_shared
-from fppo.models.run import checkpointed_layers
+from fppo.models.run import call_layer, checkpointed_layers
 from fppo.models.seams import LayerSeam
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
@@ -166,6 +166,11 @@ def test_tensors_with_several_names_are_looked_for_only_where_there_are_some(mon
     for each in (shared, attrs.evolve(shared, checkpoint_layers=True)):
         with pytest.raises(TypeError):
             run(each, params)
+    path = f"{model.layers[0]}."
+    layer, own = model.skeleton.get_submodule(path[:-1]), {n: x for n, x in params.items() if path in n}
+    own = {name.removeprefix(model.prefix + path): x for name, x in own.items()}
+    with pytest.raises(TypeError, match="NoneType"):
+        call_layer(shared, 0, layer, own, (), {})
     skeleton = copy.deepcopy(model.skeleton)
     assert not _has_shared(skeleton)
     skeleton.get_submodule(f"{model.layers[0]}.mlp.up_proj").weight = skeleton.get_input_embeddings().weight
@@ -179,3 +184,11 @@ def test_a_critic_has_weights_of_its_own():
     shared = [name for name, x in own.items() if name in params and x.data_ptr() == params[name].data_ptr()]
     assert len(own.keys() & params.keys()) > 5
     assert shared == []
+
+
+def test_a_parameter_is_of_the_layer_in_its_name():
+    """Of more than ten layers."""
+    model = models.build(tiny.config(num_hidden_layers=12))
+    numbers = [model.layer_of(f"model.layers.{i}.mlp.up_proj.weight") for i in range(12)]
+    assert numbers == list(range(12))
+    assert [model.layer_of(name) for name in model.shapes if ".layers." not in name] == [None, None]

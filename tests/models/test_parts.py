@@ -115,3 +115,29 @@ def test_at_load_a_rank_holds_no_more_than_its_part_and_one_tensor(tmp_path):
     peak, part = json.loads(done.stdout)
     assert part > 4 * largest / 2
     assert peak < part + largest + (4 << 20)
+
+
+@pytest.mark.usefixtures("never_whole")
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_what_a_model_leaves_aside_is_no_reason_to_read_it_whole(head, tmp_path):
+    """Buffers of older versions, and heads of values."""
+    model, params = make("llama", dtype=torch.float32)
+    models.save(model, params, tmp_path)
+    file = tmp_path / "model.safetensors"
+    others = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "score.weight": torch.ones(1, 16)}
+    save_file(load_file(file) | others, file, metadata={"format": "pt"})
+    found = models.load(tmp_path, head)[1]
+    inside = {name: x for name, x in params.items() if head == "lm" or name.startswith(model.prefix)}
+    assert tree.digest({name: found[name] for name in inside}) == tree.digest(inside)
+    assert found.keys() - inside.keys() == (set() if head == "lm" else {"score.weight", "score.bias"})
+
+
+def test_what_a_language_model_does_not_know_is_named_and_a_critic_leaves_it_aside(tmp_path):
+    model, params = make("llama", dtype=torch.float32)
+    models.save(model, params, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"other.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"does not hold a whole 'llama' model: unknown \['other.weight'\]"):
+        models.load(tmp_path)
+    inside = {name: x for name, x in models.load(tmp_path, "value")[1].items() if name in params}
+    assert tree.digest(inside) == tree.digest({name: params[name] for name in inside})

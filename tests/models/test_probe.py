@@ -1,5 +1,7 @@
 """A model that fppo would run otherwise than transformers does is refused when it is loaded, by name."""
 
+import math
+
 import pytest
 import torch
 from transformers import (
@@ -9,6 +11,7 @@ from transformers import (
     HyperCLOVAXConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
     OlmoeConfig,
     OPTConfig,
     Phi3Config,
@@ -17,7 +20,9 @@ from transformers import (
 
 from fppo import models
 from fppo.key import Key
+from fppo.models import lora
 from fppo.models import probe as probes
+from fppo.models.adapted import Lora
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
 from tests.models.families import CHANGED, COMMON, CONFIGS, DYNAMIC, LONGROPE, OWN, make, plain
@@ -174,3 +179,36 @@ def test_the_probe_draws_nothing_of_others():
     models.check_model(models.build(CONFIGS["llama"]))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(models.init_params(models.build(CONFIGS["qwen2"]), Key(1))["model.norm.weight"], torch.ones(16))
+
+
+def test_numbers_differ_beyond_rounding_or_where_one_is_none():
+    """Rounding grows with the largest expected number, if that is above 1."""
+    x = torch.tensor([1.0, -4.0], dtype=torch.float64)
+    assert probes.difference(x, x + 3e-6) is None
+    assert probes.difference(x + 5e-6, x) == pytest.approx(5e-6)
+    assert probes.difference(x / 1000, x / 1000 + 3e-6) == pytest.approx(3e-6)
+    assert probes.difference(x + 1e-3, x, 1e-3) is None
+    assert math.isnan(probes.difference(x, torch.tensor([1.0, math.nan])))
+    probes.compare("llama", x + 1e-3, x, "the logits")
+    with pytest.raises(ValueError, match=r"'llama': the logits differ from transformers' by 0\.01 in a small"):
+        probes.compare("llama", x + 1e-2, x, "the logits")
+
+
+def test_a_probe_has_rows_beyond_the_windows_of_its_model():
+    """Whatever the windows of the model are."""
+    for changes in ({"sliding_window": 4096}, {"sliding_window": 2}):
+        probe = probes.make_probe(models.build(MistralConfig(**COMMON, **changes)))
+        assert probe.model.config.sliding_window < len(probes.probe_rows(probe)[1])
+        assert probe.model.config.sliding_window <= changes["sliding_window"]
+
+
+def test_a_probe_of_an_adapter_has_it_on_the_same_weights():
+    model, _ = make("llama", dtype=torch.float32)
+    probe = probes.make_probe(model)
+    for targets in (("q_proj", "mlp.up_proj"), ("all-linear",), ("q_proj", "lm_head")):
+        spec = Lora(3, 6.0, targets)
+        adapted, adapter = lora.adapted_probe(model, probe, spec)
+        ends = {name.rpartition(".layers.")[2].partition(".")[2] or name for name in lora.places_of(model, targets)}
+        found = lora.frozen_of(adapted).places
+        assert {name.rpartition(".layers.")[2].partition(".")[2] or name for name in found} == ends
+        assert all(x.abs().max() > 0 for x in adapter.values())

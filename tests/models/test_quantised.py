@@ -130,6 +130,22 @@ def test_a_pass_in_16_bits_rounds_no_scale():
     assert torch.equal(logits(fresh, model=adapted), logits(fresh, model=other))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_weight_is_rounded_once(kind):
+    """Codes of weights in 16 bits are summed with their factors in float32."""
+    model, params = families.make("gpt2", dtype=torch.bfloat16)
+    coded, base = models.quantise(model, params, kind)
+    adapted, fresh = lora.adapt(coded, base, SPEC, key=Key(3))
+    adapter, wide = noisy(fresh), {n: by_hand(x) for n, x in values(base, coded.forms, torch.float64).items()}
+    merged = lora.merged(adapted, adapter)
+    assert {x.dtype for x in merged.values()} == {torch.bfloat16}
+    for name, flipped in lora.frozen_of(adapted).places.items():
+        a, b = (adapter[name + factor].double() for factor in (".lora_A", ".lora_B"))
+        exact = wide[name] + 2.0 * ((b @ a).mT if flipped else b @ a)
+        assert (merged[name] - exact).abs().max() <= 2**-8 * 1.01 * exact.abs().max()
+        assert (merged[name].double() - exact.bfloat16().double()).abs().mean() < 1e-4 * exact.abs().mean()
+
+
 def test_a_kernel_for_linear_layers_computes_with_the_dequantised_weights():
     adapted, fresh, other = on_codes("llama", "nf4", dtype=torch.float32)
     seen = []
@@ -256,3 +272,17 @@ def test_what_cannot_be_quantised_is_refused_by_name(monkeypatch):
         ValueError, match=r"model\.lora\.base = 'int8' needs bitsandbytes .*pip install 'fppo\[quantised\]'"
     ):
         models.quantise(model, params, "int8")
+
+
+def test_each_weight_keeps_its_own_dtype_in_codes():
+    model, params = families.make("llama", dtype=torch.float32)
+    own = {name: x.bfloat16() if "up_proj" in name or "norm" in name else x for name, x in params.items()}
+    coded, base = models.quantise(model, own, "int8")
+    found = {name: x.dtype for name, x in values(base, coded.forms).items()}
+    assert found == {name: x.dtype for name, x in own.items()}
+    adapted, adapter = lora.adapt(coded, base, SPEC, key=Key(0))
+    assert {name: x.dtype for name, x in lora.merged(adapted, adapter).items()} == found
+    wide = bases.widened(adapted)
+    assert {x.dtype for x in lora.merged(wide, adapter).values()} == {torch.float32}
+    kept = {name: x.dtype for name, x in base.items() if name.endswith((".codes", ".scales"))}
+    assert {name: lora.frozen_of(wide).params[name].dtype for name in kept} == kept

@@ -6,10 +6,12 @@ import torch
 
 from fppo import models
 from fppo.grad import value_and_grad
-from fppo.models.routing import Routed, Router, RouterSeam, Routes, experts_of
+from fppo.models.model import causal_lm
+from fppo.models.routing import Routed, Router, RouterSeam, Routes, experts_of, put_routers
+from fppo.models.seams import find_layers
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
-from tests.models.families import make, skip_without_plan
+from tests.models.families import CONFIGS, make, skip_without_plan
 
 KERNELS = Kernels.named()
 TOKENS = torch.tensor([5, 7, 3, 9, 4, 8, 6])
@@ -114,3 +116,18 @@ def test_numbers_of_experts_are_kept_as_they_are(experts, dtype):
     found = experts_of({0: Routed(torch.zeros(1, experts), chosen, chosen)}, [Router(0, experts, 2, None)], chosen)
     assert found.dtype == dtype
     assert found.tolist() == [[[0, experts - 1]]]
+
+
+def test_routers_of_several_kinds_are_left_as_they_are():
+    """Of other numbers of experts, or of chosen ones."""
+    for change, count in ((None, 2), ("chosen", 0), ("experts", 0)):
+        base = causal_lm(CONFIGS["qwen3_moe"], "meta").base_model
+        gate = base.get_submodule("layers.1.mlp.gate")
+        if change == "chosen":
+            gate.top_k = 1
+        elif change == "experts":
+            gate.weight = torch.nn.Parameter(torch.empty(5, 16, device="meta"))
+        routers = put_routers(base, find_layers(base), {})
+        assert len(routers) == count
+        assert sum(isinstance(module, RouterSeam) for module in base.modules()) == count
+        assert all(router == Router(number, 4, 2, None) for number, router in enumerate(routers))

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import Glm4MoeConfig
 
 from fppo import models
 from fppo.models import flops, spans
@@ -17,7 +18,7 @@ from fppo_kernels.attention.sdpa import sdpa
 from fppo_kernels.collectives import Axis
 from fppo_kernels.padding import make_lengths
 from tests import tiny
-from tests.models.families import CONFIGS, make
+from tests.models.families import CONFIGS, GLM4_MOE, make
 
 FEW = ("gemma3", "gpt2", "opt", "qwen3_moe")
 
@@ -66,6 +67,30 @@ def test_the_head_counts_as_work_and_the_embeddings_where_work_is_equal():
     assert cut(3, vocab_size=int(2 * one / 16)) == [2, 3, 1]
     with pytest.raises(ValueError, match="the model has 2 layers, and 3 pipeline stages take at least one each"):
         cut(3, layers=2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dense", [0, 1, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_of_cuts_with_least_work_the_one_with_least_parameters_is_taken(stages, dense, tied):
+    """Experts have many parameters and little work; the embeddings are on the first stage, a tied head on both ends."""
+    sizes = GLM4_MOE | {"num_hidden_layers": 6, "vocab_size": 200, "tie_word_embeddings": tied}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_shared_experts": 1}
+    model = models.build(Glm4MoeConfig(**sizes, **experts, first_k_dense_replace=dense))
+    work, head = flops.layer_weights(model), flops.head_weights(model)
+    own = [sum(x.numel() for name, x in model.shapes.items() if f"layers.{i}." in name) for i in range(6)]
+    first = model.shapes["model.embed_tokens.weight"].numel()
+    last = (first if tied else model.shapes["lm_head.weight"].numel()) + model.shapes["model.norm.weight"].numel()
+
+    def costs(cut):
+        works = [sum(work[i] for i in layers) + head * (layers[-1] == 5) for layers in cut]
+        parameters = [sum(own[i] for i in x) + first * (x[0] == 0) + last * (x[-1] == 5) for x in cut]
+        return max(works), max(parameters)
+
+    every = []
+    for stops in itertools.combinations(range(1, 6), stages - 1):
+        every.append([range(*ends) for ends in itertools.pairwise((0, *stops, 6))])
+    assert costs(layer_spans(model, stages)) == min(map(costs, every))
 
 
 @pytest.mark.parametrize("tied", [True, False])

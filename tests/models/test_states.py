@@ -8,7 +8,7 @@ from transformers.models.lfm2 import modeling_lfm2
 from fppo import models
 from fppo.grad import value_and_grad
 from fppo.key import Key
-from fppo.models import flops
+from fppo.models import flops, states
 from fppo.rollout import Ask, Sampling
 from fppo.steps import Forward, forward_micro_batch
 from tests.models.families import CONFIGS, make, plain
@@ -43,6 +43,14 @@ def test_layers_with_states_are_found_behind_others(kinds):
     model, params = make("lfm2", config=type(HYBRIDS["lfm2"])(**HYBRIDS["lfm2"].to_dict() | sizes))
     assert model.stateful == tuple(number for number, kind in enumerate(kinds) if kind == "conv")
     torch.testing.assert_close(packed_logits(model, params), plain_logits(plain(model, params)), rtol=1e-10, atol=1e-12)
+
+
+def test_of_modules_within_each_other_that_fill_a_cache_the_innermost_is_the_mixer():
+    layer, outer = torch.nn.Module(), torch.nn.Module()
+    layer.outer, outer.inner, found = outer, torch.nn.Linear(2, 2), states.Found("cache", 3)
+    (seam,) = states._put_seams(layer, {"outer": found, "outer.inner": found})
+    assert layer.outer is outer
+    assert outer.inner is seam
 
 
 class Renamed(modeling_lfm2.Lfm2ShortConv):

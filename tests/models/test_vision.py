@@ -12,8 +12,10 @@ from transformers import AutoModelForImageTextToText
 from fppo import models
 from fppo.key import Key
 from fppo.models import vision_pass
+from fppo.models.spans import staged
 from fppo.models.vision import image_token
 from fppo.models.vision_pass import place_images, row_positions
+from fppo_kernels.collectives import Axis
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
 from tests.steps.test_work_of_a_mini_batch import Waits
 
@@ -161,3 +163,11 @@ def test_tensors_of_several_rows_lie_behind_one_another_padded_with_zeros(sizes,
 )
 def test_the_placeholder_of_images_is_that_which_the_config_names(named, token):
     assert image_token(SimpleNamespace(**named)) == token
+
+
+def test_a_vision_tower_is_on_the_first_stage_alone():
+    model = models.build(CONFIGS["qwen2_vl"])
+    first, last = (set(staged(model, Axis(2, rank)).shapes) for rank in range(2))
+    assert model.seeing
+    assert model.seeing <= first
+    assert not model.seeing & last

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fppo import advantages, losses
+from fppo.advantages.columns import of_values
 from fppo.assembly.functions import advantage_of
 from fppo.batch import Annotated, narrow
 from fppo.pipeline import OfRows
@@ -101,3 +102,47 @@ def test_groups_are_compared_by_what_the_settings_say(group_by, by_turn):
     changes = {"algorithm.advantage": "rloo", "algorithm.group_by": group_by}
     section = files.replace(files.from_dict({}), changes).algorithm
     assert advantage_of(section, Kernels.named())({}).by_turn is by_turn
+
+
+def test_an_estimator_of_values_weighs_tokens_of_the_policys_own_by_1():
+    draw = partial(torch.randn, 3, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rewards, values, mask = draw(), draw(), draw() > -0.5
+    for wrapped in (advantages.vtrace, OfRows(advantages.vtrace), partial(advantages.vtrace, lam=0.5)):
+        plain = getattr(wrapped, "fn", wrapped)
+        expected = plain(rewards, values, torch.ones_like(rewards), mask)
+        torch.testing.assert_close(tuple(of_values(wrapped)(rewards, values, mask)), tuple(expected), rtol=0, atol=0)
+    found = of_values(lambda values, mask: values.where(mask, 0.0))(rewards, values, mask)
+    assert torch.equal(found.advantages, values.where(mask, 0.0))
+    assert torch.equal(found.returns, values.where(mask, 0.0))
+    with pytest.raises(ValueError, match="'rloo' needs scores, groups beside rewards and values"):
+        of_values(advantages.rloo)(rewards, values, mask)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_turn_takes_the_place_of_a_response(alone, seed):
+    """Also where an estimator gives advantages alone; a row whose group has no other score is compared with nothing."""
+
+    def centred(scores, mask, groups):
+        peers = [(groups == group) & mask.any(1) for group in groups]
+        means = torch.stack([scores[each].mean() if each.any() else scores.new_zeros(()) for each in peers])
+        result = (scores - means)[:, None].where(mask, 0.0)
+        return result if alone else advantages.Advantages(result, 2.0 * scores[:, None].where(mask, 0.0))
+
+    g = torch.Generator().manual_seed(seed)
+    rows = narrow(Annotated, tiny.experience(seed, 6))
+    groups, scores = torch.tensor([4, 4, 4, 9, 9, 2]), torch.tensor([1.0, 2.0, 3.0, 4.0, torch.nan, 5.0])
+    mask = (torch.rand(rows.response_mask.shape, generator=g) < 0.8) & ~scores.isnan()[:, None]
+    ids = (torch.rand(mask.shape, generator=g) < 0.4).cumsum(1).where(mask, -1)
+    rewards = torch.randn(mask.shape, generator=g, dtype=torch.float64)
+    rows = attrs.evolve(rows, groups=groups, scores=scores, response_mask=mask, turn_ids=ids)
+    found = OfRows(centred, by_turn=True)(rows, rewards)
+    compared = mask.any(1) & (torch.arange(6) != 3)  # the only row of its group that has a score
+    for row, column in (~mask | ~compared[:, None]).nonzero().tolist():
+        assert (found.advantages[row, column], found.returns[row, column]) == (0.0, 0.0)
+    for row, column in (mask & compared[:, None]).nonzero().tolist():
+        turn = ids[row, column]
+        to_go = rewards.where(mask & (ids >= turn), 0.0).sum(1)
+        peers = (groups == groups[row]) & (ids == turn).any(1) & compared
+        assert found.advantages[row, column].item() == pytest.approx((to_go[row] - to_go[peers].mean()).item())
+        assert found.returns[row, column].item() == pytest.approx((1.0 if alone else 2.0) * to_go[row].item())

@@ -112,6 +112,8 @@ def test_weights_are_sent_over_the_axes_that_cut_them_and_to_an_engine_of_its_ow
     ):
         took = seconds + 2 * N / (way * LINK_SHARE)
         assert rollout._weights(both, sampling, engine(both)) == pytest.approx((dense + tensor, 2 * N, took))
+    halves = engine(both, cut=2)  # of vLLM, to each of which the same whole weights go
+    assert rollout._weights(both, VLLM, halves) == rollout._weights(both, VLLM, engine(both))
     pool = PlannedSampling(pool=3)
     took = 4 * N / (GPU.network_bandwidth * LINK_SHARE)
     assert rollout._weights(both, pool, engine(both)) == pytest.approx((0.0, 4 * N, took))

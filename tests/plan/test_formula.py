@@ -139,14 +139,21 @@ def test_a_mixture_keeps_the_rows_of_every_chosen_expert(chosen, tensor):
     assert estimate._moving(what, "update actor", facts) == pytest.approx((2 + 4) * own + 2 * 256 * kept)
 
 
-def test_a_rank_needs_the_state_of_its_models_and_the_largest_stage():
-    what, facts = of(mesh={"shard": 2}, compute_dtype=torch.bfloat16, roles={"reference": Role(dtype=torch.bfloat16)})
-    rest = sum(12 * estimate._own(what, each) for each in facts.values()) + 2 * estimate._own(what, facts["actor"])
+@pytest.mark.parametrize("reference", [True, False])
+@pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"shard": 2, "replicate": 2, "tensor": 2}])
+def test_a_rank_needs_the_state_of_its_models_and_the_largest_stage(mesh, reference):
+    roles = {"reference": Role(dtype=torch.bfloat16)} if reference else {}
+    what, facts = of(mesh=mesh, compute_dtype=torch.bfloat16, roles=roles, reference=reference)
+    rest = sum(12 * estimate._own(what, each) for each in facts.values())
+    rest += 2 * estimate._own(what, facts["actor"]) if reference else 0
     moving = max(
         estimate._moving(what, name, facts["critic" if name in ("values", "update critic") else "actor"])
         for name in stages_of(what)
     )
-    assert rough(what, facts).memory == pytest.approx(rest + moving + overhead(GPU, 1, moving))
+    found = rough(what, facts)
+    assert found.memory == pytest.approx(rest + moving + overhead(GPU, len(mesh), moving))
+    each = {name: facts["critic" if name in ("values", "update critic") else "actor"] for name in stages_of(what)}
+    assert found.seconds == pytest.approx(sum(estimate._seconds(what.at(x), x, own) for x, own in each.items()))
 
 
 def test_a_stage_takes_its_arithmetic_its_exchanges_and_once_the_sum_of_gradients():

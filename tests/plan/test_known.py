@@ -21,6 +21,7 @@ from fppo.plan.case import (
     Role,
     hardware_of,
 )
+from fppo.plan.host import process_bytes
 
 # GiB; FLOPs per second of bfloat16 and of float32; bytes per second of memory, to the node, to others, to the host
 SHEETS = {
@@ -49,6 +50,12 @@ def test_processes_take_what_was_measured_or_is_usual():
     mebibytes = [round(x / 2**20, 1) for x in (CONTEXT, WORKSPACE, COMMUNICATOR, PROCESS, BUILT_FOR_GPUS, CUDA_PROCESS)]
     assert mebibytes == [614.4, 96, 256, 450, 295, 2560]
     assert FRAGMENTS == 0.03
+
+
+def test_a_process_without_a_gpu_is_larger_in_a_build_for_them(monkeypatch):
+    for version, size in ((None, PROCESS), ("13.0", PROCESS + BUILT_FOR_GPUS)):
+        monkeypatch.setattr("torch.version.cuda", version)
+        assert process_bytes() == size
 
 
 def test_a_role_and_a_rollout_are_plain_unless_one_says_more():

@@ -12,7 +12,8 @@ from fppo.plan import layers
 from fppo.plan.estimate import seconds_of, wires
 from fppo.plan.passes import Built, model_of
 from fppo.plan.plan import phases_of
-from fppo.plan.track import ACTIVATIONS, GATHERED, GRADIENTS, Cost, Phase, peak_of
+from fppo.plan.track import ACTIVATIONS, BATCH, GATHERED, GRADIENTS, STATE, Cost, Phase, Segment, peak_of
+from fppo.runtime.schedule import all_forward, one_f_one_b
 from tests.plan.cases import case, config
 
 CASES = [
@@ -74,3 +75,69 @@ def test_layers_that_differ_are_all_run():
 def test_what_grows_with_the_layers_is_a_line_through_both_runs():
     for count, number in ((layers.FEW, 10.0), (layers.MORE, 13.0), (32, 10.0 + 3.0 * (32 - layers.FEW))):
         assert layers._linear({"grows": 10.0}, {"grows": 13.0}, count) == {"grows": number}
+
+
+def of_stage(what, layers, *, trains):
+    """The phases of a stage of a short pipeline: what an action adds depends on the stage's place and layers alone."""
+    state, kept, grads = 100 * (1 + what.pipeline_rank), 10 * layers, 3 * layers if trains else 0
+    held = Counter({STATE: state, GATHERED: 2 * layers, BATCH: 7})
+    phases = [Phase("setup", (Segment(held + Counter({BATCH: 1})),), Cost(other=Counter(x=50)), {STATE: state})]
+
+    def add(name, cost, *, peak, then):
+        phases.append(Phase(name, (Segment(held + Counter(peak)),), Cost(other=Counter(x=cost)), dict(held)))
+        held.update(then)
+
+    for number in (1, 2, 3) if trains else (1, 2):
+        cost = (90 if number == 1 else 4) * layers if trains else 90 * layers + 6 * (number == 2)
+        add(f"forward {number}", cost, peak={ACTIVATIONS: kept + 1}, then={ACTIVATIONS: kept if trains else 0})
+        if trains:
+            first = grads if number == 1 else 0
+            add(f"backward {number}", 2 * cost, peak={GRADIENTS: first + 5}, then={GRADIENTS: first})
+            add(f"after {number}", 1 if number < 3 else 1000, peak={BATCH: 2}, then={ACTIVATIONS: -kept})
+    return phases
+
+
+@pytest.mark.parametrize("name", ["update actor", "log-probs"])
+@pytest.mark.parametrize("sharding", [1, 3])
+@pytest.mark.parametrize(("rank", "virtual"), [(0, 1), (2, 1), (3, 1), (0, 2), (1, 2), (3, 2)])
+def test_a_pipelines_actions_add_what_they_do_in_a_short_one(name, sharding, rank, virtual):
+    """In the order of its schedule, from the state of all stages of a rank; later passes find the gradients there."""
+    trains, ranks, own = name.startswith("update"), 4, [6, 5][:virtual]
+    mesh = {"pipeline": ranks, "shard": 2}
+    what = case(layers=20, mesh=mesh, stage=sharding, virtual_stages=virtual, pipeline_rank=rank, micro_batches=5)
+    asked = []
+
+    def run(short, count):
+        assert (short.size("pipeline"), short.virtual_stages, short.in_turn) == (layers.SHORT, 1, True)
+        asked.append((short.pipeline_rank, count))
+        return of_stage(short, count, trains=trains)
+
+    found = layers.piped(what, name, own, run)
+    stages = dict(zip(range(rank, ranks * virtual, ranks), own, strict=True))
+    places = {x: 0 if x == 0 else 2 if x == ranks * virtual - 1 else 1 for x in stages}
+    assert asked == [(places[x], count) for x, count in stages.items()]
+    held = Counter({BATCH: 7})
+    for number, (stage, count) in enumerate(stages.items()):
+        held[STATE] += 100 * (1 + places[stage])
+        held[GATHERED] += 2 * count if sharding == 1 or number == 0 else 0
+    setup = found[0]
+    assert setup.cost.other["x"] == 50 * virtual
+    assert +Counter(setup.segments[0].peak) == held + Counter({BATCH: 1})
+    schedule = one_f_one_b if trains else all_forward
+    count = layers.passes.passes_of(what, name)
+    seen = set()
+    actions = schedule(ranks, count, virtual).actions[rank]
+    assert [phase.name for phase in found[1:]] == [*(x.kind for x in actions), "after"]
+    for action, phase in zip(actions, found[1:], strict=False):
+        size, again = stages[action.stage], (action.kind, action.stage) in seen
+        seen.add((action.kind, action.stage))
+        grads = 3 * size if action.kind == "backward" and not again else 0
+        peaks = [held + Counter({ACTIVATIONS: 10 * size + 1})]
+        if action.kind == "backward":
+            peaks = [held + Counter({GRADIENTS: grads + 5}), held + Counter({GRADIENTS: grads, BATCH: 2})]
+        assert [+Counter(x.peak) for x in phase.segments] == [+x for x in peaks]
+        cost = (4 if trains else 90) * size
+        assert phase.cost.other["x"] == (cost if action.kind == "forward" else 2 * cost + 1)
+        held[ACTIVATIONS] += {"forward": 10 * size if trains else 0, "backward": -10 * size}[action.kind]
+        held[GRADIENTS] += grads
+    assert found[-1].cost.other["x"] == virtual * (999 if trains else 6)

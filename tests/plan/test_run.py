@@ -15,7 +15,8 @@ from fppo.plan.plan import Plan, Stage
 from fppo.plan.rollout import PlannedRollout
 from fppo.plan.run import budgeted, case_of, engines_of, part_of
 from fppo.runtime.mesh import AXES, Sharding
-from fppo.settings.plan import PlanSettings
+from fppo.settings import files
+from fppo.settings.plan import PlanSettings, pools_of_run
 from tests import tiny_run
 from tests.plan.cases import case
 
@@ -227,3 +228,19 @@ def test_a_checkpoint_has_the_state_of_all_ranks_and_an_export_the_policy():
     actor, critic = (sum(x.numel() for x in model_of(what, name).shapes.values()) for name in ("actor", "critic"))
     saved = 12 * (actor + critic) + 2 * actor  # a number, two moments; the reference
     assert needs._saved(what) == (saved, 4 * actor)
+
+
+def test_each_pool_of_a_run_has_its_own_mesh_and_models(tmp_path):
+    pools = {"a": {"ranks": 4, "tensor": 2, "ring": False}, "c": {"ranks": 3}, "e": {"ranks": 2}, "r": {"ranks": 1}}
+    roles = {"actor": "a", "critic": "c", "reference": "c", "rollout": "e", "reward": "r"}
+    placed = {f"placement__roles__{role}": pool for role, pool in roles.items()} | {"placement__pools": pools}
+    settings = tiny_run.settings(tmp_path, reward__model__path="m", mesh__stage=2, **placed)
+    sizes = {"a": {"shard": 2, "tensor": 2}, "c": {"shard": 3}, "e": {"shard": 2}, "r": {"shard": 1}}
+    own = {"a": ["actor"], "c": ["critic", "reference"], "e": ["rollout"], "r": ["reward model"]}
+    assert pools_of_run(settings) == {
+        name: (attrs.evolve(settings.mesh, **sizes[name]), models) for name, models in own.items()
+    }
+    alone = files.replace(settings, {"placement.roles.reward": "here"})
+    assert pools_of_run(alone)["here"] == (alone.mesh, ["reward model"])
+    assert list(pools_of_run(files.replace(settings, {"reward.model.path": None}))) == ["a", "c", "e"]
+    assert pools_of_run(tiny_run.settings(tmp_path, reward__model__path="m")) == {}

@@ -186,7 +186,9 @@ def test_meshes_are_planned_by_the_formulas_order_until_enough_fit(monkeypatch, 
     monkeypatch.setattr(
         search,
         "plan",
-        lambda at, only_if_fits, built: planned(at, -float(at.micro_batches), (at.micro_batches - 1) % fits == 0),
+        lambda at, only_if_fits, built: (
+            only_if_fits and planned(at, -float(at.micro_batches), (at.micro_batches - 1) % fits == 0)
+        ),
     )
     best, failed, slower = search._planned(candidates, Built())
     assert (len(best), len(failed), len(slower)) == counts

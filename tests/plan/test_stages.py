@@ -97,3 +97,70 @@ def test_more_gpus_are_offered_the_fewest_first(monkeypatch, alone, both, expect
     monkeypatch.setattr(search, "_together", lambda case, built, flags=None: remedy(both) if flags else None)
     base: Any = SimpleNamespace(case=case())
     assert [x.plan.case.world for x in search.remedies(base)] == expected
+
+
+@pytest.mark.parametrize(
+    ("own", "runs"),
+    [
+        ([32], [[4], [5]]),
+        ([32, 30], [[4, 2], [5, 3]]),
+        ([32, 29], [[4, 1], [5, 2]]),
+        ([32, 28], [[32, 28]]),  # of which few would leave none
+        ([30, 9, 32], [[30, 9, 32]]),
+        ([9], [[9]]),  # as many as both runs together
+        ([10], [[4], [5]]),
+    ],
+)
+def test_stages_of_many_layers_follow_from_few_where_each_has_some(monkeypatch, own, runs):
+    """Each has as many fewer than the largest as it has."""
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        PLAN.passes, "run_stage", lambda case, name, *, own, built: asked.append((name, own, built)) or own
+    )
+    monkeypatch.setattr(PLAN.layers, "extrapolated", lambda few, more, most: (few, more, most))
+    what: Any = case()
+    built: Any = "built"
+    found = PLAN._from_few(what, "values", own, built)
+    assert asked == [("values", each, built) for each in runs]
+    assert found == (own if len(runs) == 1 else (*runs, max(own)))
+    asked.clear()
+    monkeypatch.setattr(PLAN.layers, "extrapolated", lambda few, more, most: None)  # they do not match
+    assert PLAN._from_few(what, "values", own, built) == own
+    assert asked[-1] == ("values", own, built)
+
+
+SIZES = {"log-probs": 1.0, "reference": 9.0, "values": 2.0, "update critic": 5.0, "update actor": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("memory", "only_if_fits", "planned"),
+    [
+        (9.0, True, list(SIZES)),
+        (8.9, True, ["reference", "values", "update critic", "update actor"]),
+        (4.9, True, ["update critic", "update actor"]),
+        (2.9, True, ["update actor"]),
+        (0.4, True, []),  # less than what is at rest
+        (0.4, False, list(SIZES)),
+    ],
+)
+def test_a_plan_that_must_fit_ends_with_the_first_stage_that_does_not(monkeypatch, memory, only_if_fits, planned):
+    """The last stages first; the reference's pass is that of the policy where they are alike."""
+    traced: list[str] = []
+    monkeypatch.setattr(PLAN, "_at_rest", lambda case, built: {"x": 0.5})
+    monkeypatch.setattr(PLAN, "pipeline_work", lambda *_: [1.0])
+    monkeypatch.setattr(PLAN, "phases_of", lambda at, name, built: traced.append(name) or [name])
+    monkeypatch.setattr(
+        PLAN, "_stage", lambda case, at, name, rest, phases, built: SimpleNamespace(name=name, total=SIZES[name])
+    )
+    monkeypatch.setattr(PLAN, "host_of", lambda case, built, known: {name: [*x] for name, x in known.items()})
+    monkeypatch.setattr(PLAN, "rollout_of", lambda case, rest, built: ("rollout", rest))
+    what = case(layers=1)
+    what = attrs.evolve(what, hardware=attrs.evolve(what.hardware, memory=memory))
+    found = PLAN._plan(what, only_if_fits, Built())
+    assert [stage.name for stage in found.stages] == planned
+    assert found.rest == {"x": 0.5}
+    if planned:
+        own = {name for name in planned if name != "reference"} | ({"log-probs"} if "reference" in planned else set())
+        assert {*traced} == {*found.host} == own
+        assert len(traced) == len(own)
+        assert found.rollout == ("rollout", {"x": 0.5})

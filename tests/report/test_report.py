@@ -279,6 +279,8 @@ def test_a_term_that_is_the_reward_has_no_chart_of_its_own(tmp_path):
     log.close()
     assert [panel.title for panel in charts.panels(read(tmp_path / "metrics.jsonl"))] == ["Held-out reward"]
     assert report.held_out_change(tmp_path) == (0.0, 0.25)
+    JsonLines(tmp_path / "metrics.jsonl", first_step=9).log(2, {"val-core/a/reward/mean@1": 0.125})
+    assert report.held_out_change(tmp_path) == (0.0, 0.125)  # the last, which is not the best
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), st.floats(0, 10))

@@ -6,6 +6,8 @@ import pickle
 import sys
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fppo import rewards
 from fppo.rewards import RewardRunner
@@ -128,6 +130,24 @@ def test_keywords_are_bound_to_a_function_of_ones_own():
     assert terms.terms[0].fn(said) == 6.0
 
 
+@rewards.shaping_reward
+@rewards.inline_reward
+def marked(sample, *, factor=1.0):
+    return factor
+
+
+marked.reward_name, marked.reward_prepare = "known as", len  # type: ignore[attr-defined]
+
+
+def test_a_function_with_keywords_says_of_itself_what_it_said_without():
+    plain, bound = (rewards.resolve("tests.rewards.test_builtin:marked", how) for how in (None, {"factor": 2.0}))
+    assert (plain(sample()), bound(sample())) == (1.0, 2.0)
+    for fn in (plain, bound):
+        term = rewards.combine(["tests.rewards.test_builtin:marked"]).terms[0]._replace(fn=fn)
+        assert (name_of(fn), fn.reward_prepare) == ("known as", len)
+        assert (term.kind, term.inline, term.shaping) == ("sample", True, True)
+
+
 def test_combining_by_name():
     reward = rewards.combine(
         ["exact_match", "regular_expression", "tests.rewards.functions:length"],
@@ -163,9 +183,58 @@ def test_the_penalty_for_length_is_a_function_with_a_weight_of_its_own():
     exact, penalty = rewards.combine(["exact_match"], **given, overlong_penalty=0.25).terms
     assert (exact.weight, penalty.name, penalty.weight, penalty.shaping) == (1.0, "length_penalty", 0.25, True)
     assert penalty.fn(sample("x", tokens=10)) == -1.0
+    assert rewards.combine(["exact_match"], **given).terms[1].weight == 1.0
     with pytest.raises(ValueError, match="the reward 'length_penalty' is given twice"):
         rewards.combine(["tests.rewards.test_builtin:length_penalty"], **given)
 
 
 def length_penalty(sample):
     return 0.0
+
+
+def length(sample):
+    """Of the same name as another module's."""
+    return 0.0
+
+
+FOUND = {
+    "exact_match": {"exact_match": (1.0, rewards.exact_match)},
+    "tests.rewards.functions:length": {"length": (1.0, functions.length)},
+    "tests.rewards.test_builtin:length": {"length": (1.0, length)},
+    "tests.rewards.functions:judge": {"Judge": (1.0, functions.judge)},
+    "tests.rewards.functions:batch_lengths": {"batch_lengths": (1.0, functions.batch_lengths)},
+    "tests.rewards.functions:summed": {
+        "summed/length": (0.5, functions.length),
+        "summed/one": (1.0, functions.by_response),
+    },
+}
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([*FOUND]), min_size=1, max_size=4),
+    st.one_of(st.just([]), st.lists(st.sampled_from([0.0, 1.0, -2.0, 0.25]), min_size=4, max_size=4)),
+    st.sampled_from([0, 3]),
+    st.booleans(),
+)
+def test_a_sum_has_each_function_by_its_name_with_its_own_weight(names, weights, buffer, more):
+    """By its whole name where another has it; then what the run adds."""
+    weights, expected = weights[: len(names)], []
+    for number, name in enumerate(names):
+        labels = [label for label, _, _ in expected]
+        for label, (factor, fn) in FOUND[name].items():
+            label = name if label in labels else label
+            expected.append((label, factor * (weights[number] if weights else 1.0), fn))
+    if buffer:
+        expected.append(("length_penalty", 0.5, rewards.length_penalty(max_tokens=9, buffer=3)))
+    if more:
+        expected.append(("model", -1.5, functions.scaled))
+    how = {"max_tokens": 9, "overlong_buffer": buffer, "overlong_penalty": 0.5}
+    how["extra"] = {"model": (functions.scaled, -1.5)} if more else None
+    if len({*names}) < len(names):
+        with pytest.raises(ValueError, match=r"the reward '.*' is given twice"):
+            rewards.combine(names, weights, **how)
+        return
+    terms = rewards.combine(names, weights, **how).terms
+    assert [(term.name, term.weight) for term in terms] == [(label, weight) for label, weight, _ in expected]
+    assert all(term.fn is fn or term.fn == fn for term, (_, _, fn) in zip(terms, expected, strict=True))

@@ -49,6 +49,14 @@ def test_any_number_of_ranks_judges_as_one(fn, count):
             assert results == expected
 
 
+def test_a_failure_is_logged_once_whatever_the_ranks(caplog):
+    for ranks in (1, 3):
+        run([f"{__name__}:odd_ones_fail"], ranks)
+        (record,) = caplog.records
+        assert "'odd_ones_fail' failed on 2 of 5 samples; sample 1: RuntimeError: no" in record.getMessage()
+        caplog.clear()
+
+
 def test_names_that_differ_between_ranks_are_an_error_as_in_one_process():
     for ranks in (1, 2):
         with pytest.raises(ValueError, match="give every sample the same"):

@@ -9,7 +9,7 @@ import time
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import rewards
@@ -22,6 +22,7 @@ from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.spread import SpreadEngine
 from fppo.runtime.simulate import simulate
+from fppo.workers.sample import Outcome
 from fppo_kernels.table import Kernels
 from tests import tiny
 from tests.rewards import functions
@@ -90,6 +91,11 @@ MANY = rewards.weighted_sum(
 )
 
 
+@rewards.inline_reward
+async def awaited(sample) -> float:
+    return float(len(sample.response))
+
+
 @st.composite
 def finished(draw):
     count = draw(st.integers(1, 4))
@@ -116,15 +122,35 @@ def test_any_order_gives_the_plain_judgement():
         check()
 
 
-def test_rows_that_differ_in_their_finish_or_their_prompts_extras_alone_are_told_apart():
-    sampled, asked = words(["p", "p"], ["a", "a", "a", "a"])
-    asked = attrs.evolve(asked, ground_truth=Column(["t", "t"]), extras=Column([{"mark": 1}, {"mark": 2}]))
-    columns = {name: Column(x for x in getattr(asked, name) for _ in range(N)) for name in ("ground_truth", "extras")}
-    sampled = attrs.evolve(sampled, finish=Column(["stop", "length"] * 2), **columns)
-    with rewards.RewardRunner(functions.marked) as runner:
-        expected, actual = both(runner, sampled, asked, [0, 1, 2, 3])
+class Telling(rewards.RewardRunner):
+    """Scores by all that a sample holds, without processes."""
+
+    def outcomes_of(self, term, samples, patience=None):
+        self.known = getattr(self, "known", {})
+        held = [(*sample[:4], *sample.extras.values(), *sample[5:]) for sample in samples]
+        return [Outcome("value", float(self.known.setdefault(each, len(self.known)))) for each in held]
+
+
+TRUTHS, EXTRAS = ("7", "8"), ({"mark": 1}, {"mark": 2})
+OBJECTS = st.tuples(st.sampled_from(["p", "q"]), st.sampled_from(TRUTHS), st.sampled_from(EXTRAS))
+SAID = st.tuples(st.sampled_from(["a", "b"]), st.sampled_from(["stop", "length"]))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(OBJECTS, SAID, SAID), min_size=1, max_size=3), st.data())
+def test_rows_that_differ_in_anything_are_told_apart(prompts, data):
+    """In their prompt, response or finish, or in the ground truth or the extras alone, which prompts may share."""
+    asks, *said = zip(*prompts, strict=True)
+    responses = [said[i][number] for number in range(len(prompts)) for i in range(N)]
+    sampled, asked = words([prompt for prompt, _, _ in asks], [response for response, _ in responses])
+    own = {"ground_truth": [truth for _, truth, _ in asks], "extras": [extra for _, _, extra in asks]}
+    asked = attrs.evolve(asked, **{name: Column(column) for name, column in own.items()})
+    columns = {name: Column(x for x in column for _ in range(N)) for name, column in own.items()}
+    sampled = attrs.evolve(sampled, finish=Column(finish for _, finish in responses), **columns)
+    rows = data.draw(st.permutations(range(len(responses))))[: data.draw(st.integers(0, len(responses)))]
+    runner = Telling(functions.length)
+    expected, actual = both(runner, sampled, asked, rows)
     assert actual == expected
-    assert actual.scores == {"marked": [1.0, 1.5, 2.0, 2.5]}
 
 
 @pytest.mark.slow
@@ -250,6 +276,99 @@ def test_a_rollout_that_was_given_up_does_not_answer_for_the_next(tmp_path):
         (tmp_path / "go").touch()
         assert in_time(early, samples).scores == {"numbered": [2.0]}
         assert runner.late == 0
+
+
+class Counted(rewards.RewardRunner):
+    """Scores by the number of the rollout, without processes, and notes its calls with their patience."""
+
+    rollout, faulty = 0, False
+
+    def outcomes_of(self, term, samples, patience=None):
+        early = threading.current_thread().name == "early rewards"
+        self.calls.append((term.name, early, len(samples), patience))
+        if early and self.faulty:
+            raise RuntimeError(f"fault of rollout {self.rollout}")
+        return [Outcome("value", 100.0 * self.rollout + len(sample.response)) for sample in samples]
+
+
+def settled(early):
+    """Waits until every row that finished has its outcomes."""
+    with early._changed:
+        assert early._changed.wait_for(lambda: early._error is not None or not any(early._open.values()), 60)
+
+
+ROLLOUTS = st.lists(
+    st.tuples(
+        st.permutations(range(4)), st.integers(0, 4), st.sampled_from(["scored", "scored", "given up", "faulty"])
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=40)
+@given(ROLLOUTS, st.lists(st.sampled_from(["", "a", "bb"]), min_size=4, max_size=4), st.booleans())
+def test_every_rollout_is_scored_by_its_own_calls_alone(rollouts, responses, alike):
+    """Of the same prompts, with rows that are alike: each row is scored once, those of a rollout with one patience for
+    each function, and what an earlier rollout left is none of it, nor is its fault."""
+    sampled, asked = words(["p", "p" if alike else "q"], responses)
+    samples, known = rewards.samples_of(sampled, Letters()), []
+    runner = Counted(MANY)
+    with EarlyRewardRunner(runner, Letters()) as early:
+        for runner.rollout, (order, count, end) in enumerate(rollouts):
+            runner.calls, runner.faulty = [], end == "faulty" and count > 0
+            report(early.make_on_finished(asked, N), sampled, order[:count])
+            settled(early)
+            if end == "given up":
+                continue
+            if runner.faulty:
+                with pytest.raises(RuntimeError, match=f"fault of rollout {runner.rollout}$"):
+                    early.run(samples)
+                runner.calls, count = [], 0  # all are scored again
+            expected = [100.0 * runner.rollout + len(response) for response in responses]
+            assert in_time(early, samples).scores == dict.fromkeys(
+                ("length", "odd", "batch", "later", "here"), expected
+            )
+            for name in ("length", "odd", "later"):
+                own = [(begun, size, patience) for term, begun, size, patience in runner.calls if term == name]
+                assert sum(size for begun, size, _ in own if begun) == count
+                assert [size for begun, size, _ in own if not begun] == [4 - count]
+                ((first, *others),) = [[patience for _, _, patience in own]]
+                assert all(patience is first for patience in others)
+                assert not any(first is patience for patience in known)
+                assert (first is None) == (count == 0)  # a batch of their own
+                known += [first] * (first is not None)
+            assert [call for call in runner.calls if call[0] in ("batch", "here")] == [
+                *(("batch", False, 4, None), ("here", False, 4, None))
+            ]
+            runner.calls = []
+            assert early.run(samples).scores["odd"] == expected  # as an evaluation of the same samples
+            assert [call[1:] for call in runner.calls] == [(False, 4, None)] * 5
+
+
+class Watching(Letters):
+    """Notes the threads that decode with it."""
+
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def decode(self, ids, **how):
+        self.threads.add(threading.current_thread().name)
+        return super().decode(ids, **how)
+
+
+def test_what_is_scored_early_has_a_tokenizer_of_its_own():
+    """One that is in use may not encode in another thread. Coroutines begin early too, for which a thread waits."""
+    sampled, asked = words(["p"], ["a", "bb"])
+    tokenizer, runner = Watching(), Counted(rewards.weighted_sum({"many": MANY, "awaited": awaited}))
+    runner.calls = []
+    with EarlyRewardRunner(runner, tokenizer) as early:
+        report(early.make_on_finished(asked, N), sampled, [0, 1])
+        settled(early)
+    assert {name for name, begun, _, _ in runner.calls if begun} == {
+        *("many/length", "many/odd", "many/later", "awaited")
+    }
+    assert tokenizer.threads == set()
 
 
 def test_threads_judge_at_the_same_time():

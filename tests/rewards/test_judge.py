@@ -123,6 +123,32 @@ def test_long_questions_lose_their_middle_and_are_counted():
     assert metrics.report(report)["reward/judge_truncated"] == 0.0
 
 
+def test_a_question_has_tokens_of_the_models_own_alone_before_it_is_cut():
+    """Of those that the embedding lacks none is asked, nor counted as too long."""
+    ids = BYTES("abcdexyz")["input_ids"]
+    assert len(ids) == 8
+    engine = Answering(lambda text: "Score: 1")
+    rewarded = judge(engine, template="{response}", max_prompt_tokens=5, vocabulary=ids[5])
+    _, report, _ = rewarded(rollout(["q"] * 3, ["abxcydze", "bx", "xyx"], [0] * 3))
+    assert engine.asked == ["abcde", "b", BYTES.eos_token]  # without any it is an empty text
+    assert metrics.report(report)["reward/judge_truncated"] == 0.0
+    _, report, _ = judge(engine, template="{response}", max_prompt_tokens=4, vocabulary=ids[5])(
+        rollout(["q"] * 2, ["abxcydze", "xxabxyxyx"], [0] * 2)
+    )
+    assert engine.asked[3:] == ["abde", "ab"]
+    assert metrics.report(report)["reward/judge_truncated"] == 1.0
+
+
+def test_an_answer_is_read_as_it_was_written_but_for_special_tokens():
+    """A score of 0 is one."""
+    engine = Answering(lambda text: {"b": "really ? Score: 3", "c": "really ? Score: 0"}[text[2]])
+    rewarded = judge(engine, pattern=r"really \? Score: (\d+)$")
+    scores, report, known = rewarded(rollout(["a", "a"], ["b", "c"], [0, 0]))
+    assert scores.tolist() == [3.0, 0.0]
+    assert known.tolist() == [True, True]
+    assert metrics.report(report)["reward/judge_unparsed"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("text", "score"),
     [
@@ -183,6 +209,8 @@ def test_a_row_is_judged_alone_as_among_others_and_on_any_rank(temperature):
 
     check()
     others = rewarded(attrs.evolve(TEN, row_ids=TEN.row_ids + 10))[0]  # other rows, other draws
+    assert torch.equal(others, want) == (temperature == 0)
+    others = embedded(temperature=temperature, key=Key(1))(TEN)[0]
     assert torch.equal(others, want) == (temperature == 0)
 
     def on_rank(mesh):

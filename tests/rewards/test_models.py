@@ -146,6 +146,47 @@ def test_shards_and_the_host_change_nothing(stage, axes, tmp_path):
         torch.testing.assert_close(actual, want, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("share", ["auto", True, False])
+def test_a_model_reads_rows_with_the_options_that_it_is_given(monkeypatch, share):
+    """On a rank of two it has a share of them, those of one prompt together if passes share it."""
+    model = models.build(small_model(31, width=16, layers=1).config, "value")
+    rollout = random_rollout(5, 8, prompt=12, response=2)
+    first = rollout.tokens[:4].repeat_interleave(2, 0)  # four prompts, with two responses each
+    tokens = torch.cat([first[:, :12], rollout.tokens[:, 12:]], 1)
+    whole = attrs.evolve(rollout, tokens=tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool))
+    taken, kernels, batching = [], Kernels.named(attention="eager"), MicroBatching(size=3)
+
+    def compute(params, own, *, forward, micro_batching):
+        taken.append((params, forward, micro_batching))
+        return own.tokens[:, -1].double()
+
+    monkeypatch.setattr(reward_models, "compute_reward_scores", compute)
+    how = {"model": model, "kernels": kernels, "micro_batching": batching, "share_prompts": share}
+    shared, plain = [], reward_models.shares
+
+    def dealt(*args):
+        shared.append(plain(*args))
+        return shared[-1]
+
+    monkeypatch.setattr(reward_models, "shares", dealt)
+
+    def on_rank(mesh):
+        fn = model_reward({"name": "params"}, mesh=mesh, read=lambda rows: attrs.evolve(rows, tokens=tokens), **how)
+        return fn(whole)
+
+    for axes in ({"shard": 1}, {"shard": 2}):
+        for scores in simulate(axes, on_rank):
+            assert scores.tolist() == tokens[:, -1].tolist()
+    for params, forward, micro_batching in taken:
+        assert (params, micro_batching, forward.share_prompts) == ({"name": "params"}, batching, share)
+        assert forward.model is model
+        assert forward.kernels is kernels
+    together = [[row // 2 for row in sorted(part)] for part in shared[-1]]
+    assert all(sorted(part) == sorted({*part} | {*part}) or len({*part}) * 2 == len(part) for part in together)
+    if share is not False:
+        assert all(len({*part}) * 2 == len(part) for part in together)
+
+
 def test_one_of_several_labels(tmp_path):
     module = classifier("qwen3", "sequence", tmp_path, labels=3)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -199,7 +240,10 @@ def test_our_own_value_models_are_reward_models(tmp_path):
 
 # tokenizers of their own
 
-TEMPLATE = "{% for m in messages %}{{ '=' if m['role'] == 'user' else '+' }}{{ m['content'] }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ '=' if m['role'] == 'user' else '+' }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}+{% endif %}"
+)
 
 
 def words(rows: list[tuple[str, str]], tokenizer, *, ended: bool = True, **columns) -> Rollout:

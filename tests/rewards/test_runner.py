@@ -350,6 +350,19 @@ def test_a_reward_that_does_not_load_is_an_error(tmp_path, monkeypatch):
         run(fragile.f, samples(""))
 
 
+def test_a_runner_has_the_limits_that_it_is_given():
+    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
+    both = weighted_sum({"here": functions.inline, "there": functions.length}, {"there": 2.0})
+    runner, plain = RewardRunner(both, **limits), RewardRunner(functions.length)
+    assert [(term.name, term.weight) for term in runner.terms] == [("here", 1.0), ("there", 2.0)]
+    assert runner._mode(runner.terms[1]) == ("sample", False, 2.0, 3.0, 5)
+    assert runner.patience() == Patience(2.0, 3.0 * 4)
+    assert (runner._pool._count, runner._pool._start_limit, runner._pool._names) == (4, 6.0, "reward there")
+    assert plain._mode(plain.terms[0]) == ("sample", False, 10.0, 60.0, 64)
+    assert (plain.patience(), plain._retries) == (Patience(10.0, 60.0), 0)
+    assert (plain._pool._count, plain._pool._start_limit, plain._pool._names) == (1, 120.0, "reward length")
+
+
 def test_limits_are_checked():
     for limits in ({"time_limit": 0}, {"workers": 0}, {"time_limit": float("nan")}, {"batch_limit": 0}):
         with pytest.raises(ValueError, match="above 0"):

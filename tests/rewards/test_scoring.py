@@ -9,11 +9,13 @@ from statistics import fmean
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo import batch, metrics, rewards
+from fppo.episodes import joined
 from fppo.rewards import RewardRunner, Sample
+from fppo.rewards.environment import environment_reward
 from fppo.rewards.scoring import EXTRACTED
 from tests.rewards import functions
 from tests.rewards.samples import NONE, Letters, rollout
@@ -80,6 +82,48 @@ def test_a_function_that_fails_on_all_rows_of_the_first_policy_is_an_error():
     assert scored.scores.tolist() == [NONE] * 3
     assert scored.named_scores["v"].tolist() == [2.0, 0.0, 1.0]
     assert (metrics.report(report)["reward/errors"], metrics.report(report)["reward/unscored"]) == (3, 3)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from([[0], [0, 1], [2]]),
+)
+def test_a_first_policy_is_at_fault_for_all_rows_of_one_function(fails, versions):
+    """Not for as many failures of several functions; and a row of a later policy shows that it can score."""
+
+    def failing(number):
+        return rewards.inline_reward(lambda sample: 1.0 / (not fails[sample.extras["row"]][number]))
+
+    rows = rollout(["q"] * len(fails), ["a"] * len(fails), [None] * len(fails))
+    versions = torch.tensor([versions[row % len(versions)] for row in range(len(fails))])
+    reward = rewards.weighted_sum({f"f{number}": failing(number) for number in range(3)})
+    every = [number for number in range(3) if all(each[number] for each in fails)]
+    if every and not versions.any():
+        text = f"the reward 'f{every[0]}' failed on every one of the first {len(fails)} responses.*division by zero"
+        with pytest.raises(ValueError, match=text):
+            score(attrs.evolve(rows, versions=versions), reward)
+        return
+    scored, report = score(attrs.evolve(rows, versions=versions), reward)
+    assert scored.scores.tolist() == [NONE if any(each) else 3.0 for each in fails]
+    assert metrics.report(report)["reward/errors"] == sum(map(any, fails))
+
+
+def test_a_runner_is_told_which_samples_answer_one_prompt():
+    """Of episodes these are the whole ones."""
+    asked = []
+
+    class Told(RewardRunner):
+        def run(self, samples, groups=()):
+            asked.append(([sample.response for sample in samples], [*groups]))
+            return super().run(samples, groups)
+
+    rows = rollout(["q"] * 4, ["a", "b", "c", "d"], [None] * 4)
+    rows = attrs.evolve(rows, groups=torch.tensor([7, 7, 3, 3]))
+    with Told(vowels) as runner:
+        rewards.score(rows, reward=runner, tokenizer=Letters())
+        several = attrs.evolve(rows, episodes=torch.tensor([5, 5, 2, 2]), observed=batch.Column([[], [], [], []]))
+        rewards.score(several, reward=runner, tokenizer=Letters())
+    assert asked == [(["a", "b", "c", "d"], [7, 7, 3, 3]), (["ab", "cd"], [7, 3])]
 
 
 @rewards.inline_reward
@@ -182,17 +226,45 @@ def test_every_row_of_an_episode_has_the_numbers_of_the_whole():
         return -float(len(sample.response_tokens)) / 10
 
     rows = rollout(["q"] * 4, ["ae", "b", "i", "c"], ["aei", "bc", "aei", "bc"])
-    rows = attrs.evolve(rows, episodes=torch.tensor([8, 3, 8, 3]), observed=batch.Column([[], [], [], []]))
+    extras = batch.Column({f"of row {row}": row} for row in range(4))
+    rows = attrs.evolve(
+        rows, episodes=torch.tensor([8, 3, 8, 3]), observed=batch.Column([[], [], [], []]), extras=extras
+    )
     scored, report = score(rows, rewards.weighted_sum({"exact": rewards.exact_match, "v": vowels, "s": shorter}))
     whole = [(1.0, 3.0, -0.5), (1.0, 0.0, -0.4)]  # with the tokens that end responses
     assert scored.scores.tolist() == pytest.approx([sum(whole[i]) for i in (0, 1, 0, 1)])
     assert scored.outcome.tolist() == [whole[i][0] + whole[i][1] for i in (0, 1, 0, 1)]
     for place, name in enumerate(("exact", "v", "s")):
         assert scored.named_scores[name].tolist() == pytest.approx([whole[i][place] for i in (0, 1, 0, 1)])
-    assert [extra["extracted_answer"] for extra in scored.extras] == ["aei", "bc", "aei", "bc"]
+    whole_extras = [
+        {**extra, "extracted_answer": x} for extra, x in zip(joined(rows).extras, ("aei", "bc"), strict=True)
+    ]
+    assert [*scored.extras] == [whole_extras[i] for i in (0, 1, 0, 1)]
     assert torch.equal(scored.tokens, rows.tokens)
     assert metrics.report(report)["critic/score/mean"] == pytest.approx((sum(whole[0]) + sum(whole[1])) / 2)
     assert report["critic/score/mean"].count == 2
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.sampled_from([(0.5, -2.0), (0.0, 0.0), (math.nan, 1.0), (1.0, math.nan)]), min_size=1, max_size=3),
+    st.sampled_from([0, 2]),
+)
+def test_an_environments_score_is_the_sum_of_its_turns_unless_it_failed(turns, version):
+    """A failure in any turn is one of the row; of all rows of the first policy it is an error."""
+    rows = rollout(["q"] * len(turns), ["a"] * len(turns), [None] * len(turns))
+    rows = attrs.evolve(rows, turn_rewards=torch.tensor(turns), versions=torch.full((len(turns),), version))
+    failed = [any(math.isnan(x) for x in row) for row in turns]
+    if all(failed) and not version:
+        with pytest.raises(ValueError, match=f"failed on every one of the first {len(turns)} episodes"):
+            environment_reward(rows)
+        return
+    scored, report = score(rows, environment_reward)
+    assert scored.scores.tolist() == [NONE if gone else sum(row) for row, gone in zip(turns, failed, strict=True)]
+    assert metrics.report(report)["reward/unscored"] == sum(failed)
+    assert scored.outcome is scored.scores
+    with pytest.raises(ValueError, match="no turn_rewards"):
+        environment_reward(attrs.evolve(rows, turn_rewards=None))
 
 
 def test_the_weight_of_a_sum_is_a_factor_of_its_terms():
@@ -299,29 +371,45 @@ def test_summary_by_source():
 answered = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -2.0, math.nan]), st.sampled_from(["a", "b", None]))
 
 
+@settings(max_examples=25)
 @given(
-    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=3))
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=4)),
+    st.data(),
 )
-def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts):
+def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts, data):
+    """By the prompts' sources, over batches whose rows stand in any order; of a prompt without any answer nothing is
+    voted on."""
     n, every = len(prompts[0]), [each for prompt in prompts for each in prompt]
     rows = rollout(["q"] * len(every), ["a"] * len(every), ["a"] * len(every), n=n)
-    extras = batch.Column({EXTRACTED: answer} for _, answer in every)
+    bare = data.draw(st.booleans())  # rows without an answer say nothing of it
+    said_of = [{} if bare and answer is None else {EXTRACTED: answer} for _, answer in every]
+    columns = {"extras": batch.Column(said_of)}
+    columns["source"] = batch.Column(f"s{row // n % 2}" for row in range(len(every)))
     scores = torch.tensor([score for score, _ in every])
-    scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={}, extras=extras)
-    kept = [[(score, answer) for score, answer in prompt if score == score] for prompt in prompts]
-    kept = [([score for score, _ in own], [answer for _, answer in own]) for own in kept]
-    found = {f"mean@{n}": [fmean(own) for own, _ in kept if own]}
-    for k in {k for k in (2, 4, n) if 1 < k <= n}:
-        enough = [(own, said, k) for own, said in kept if k <= len(own)]
-        found[f"best@{k}/mean"] = [rewards.best_at_k(own, k) for own, _, k in enough]
-        found[f"maj@{k}/mean"] = [rewards.majority_at_k(*each) for each in enough]
-    expected = {
-        f"val-{'core' if f'@{n}' in name else 'aux'}/letters/reward/{name}": fmean(values) if values else math.nan
-        for name, values in found.items()
-    }
-    missing = len(every) - sum(len(own) for own, _ in kept)
+    scored = batch.extend(batch.Scored, rows, scores=scores, named_scores={"own": 2.0 * scores}, **columns)
+    found: dict[str, list[float]] = {}
+    for number, prompt in enumerate(prompts):
+        kept = [(score, answer) for score, answer in prompt if score == score]
+        own, said = [score for score, _ in kept], [answer for _, answer in kept]
+        numbers = {f"mean@{n}": fmean(own)} if own else {}
+        for k in {k for k in (2, 4, n) if 1 < k <= len(own)}:
+            numbers |= {
+                f"best@{k}/mean": rewards.best_at_k(own, k),
+                f"maj@{k}/mean": rewards.majority_at_k(own, said, k),
+            }
+        kinds = ("best", "maj") if any(said_of[n * number : n * (number + 1)]) else ("best",)
+        for name in (f"mean@{n}", *(f"{what}@{k}/mean" for what in kinds for k in {2, 4, n} if 1 < k <= n)):
+            level = "core" if f"@{n}" in name else "aux"
+            value = [numbers[name]] if name in numbers else []
+            found.setdefault(f"val-{level}/s{number % 2}/reward/{name}", []).extend(value)
+            found.setdefault(f"val-aux/s{number % 2}/own/{name}", []).extend(2.0 * x for x in value)
+    expected = {name: fmean(values) if values else math.nan for name, values in found.items()}
+    missing = sum(score != score for score, _ in every)
     expected |= {"val-aux/unscored": float(missing)} if missing else {}
-    actual = metrics.report(rewards.summarize([scored], n=n))
+    cut = n * data.draw(st.integers(0, len(prompts)))
+    parts = [part for part in (range(cut), range(cut, len(every))) if part]
+    batches = [batch.rows(scored, data.draw(st.permutations(part))) for part in parts]
+    actual = metrics.report(rewards.summarize(batches, n=n))
     assert actual == {name: pytest.approx(x, nan_ok=True) for name, x in expected.items()}
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import attrs
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from fppo.commands import cli
 from fppo.runs import jsonl, origins
@@ -67,29 +71,34 @@ def test_a_damaged_record_is_told_and_stops_nothing(tmp_path, damage):
     assert place.read_text() == whole
 
 
-def test_steps_that_are_made_again_lose_the_record_of_their_start(tmp_path, monkeypatch):
-    settings = tiny_run.settings(tmp_path)
-    starts = tmp_path / "run" / "starts"
-    starts.mkdir(parents=True)
-    for step, version in ((0, "1"), (4, "2"), (2, "3")):
-        monkeypatch.setattr(origins.platform, "python_version", lambda version=version: version)
-        origins.record(settings, step)
-    kept = {x.name: json.loads(x.read_text())["versions"]["python"] for x in starts.iterdir()}
-    assert kept == {"step_00000000.json": "1", "step_00000002.json": "3"}
+STEPS = 6
 
 
-def test_steps_that_are_made_again_as_a_later_start_made_them_have_an_origin_of_their_own(tmp_path, monkeypatch):
-    settings = tiny_run.settings(tmp_path)
-    (tmp_path / "run" / "starts").mkdir(parents=True)
-    for step, version in ((0, "1"), (4, "2"), (2, "2"), (3, "2")):
-        monkeypatch.setattr(origins.platform, "python_version", lambda version=version: version)
-        origins.record(settings, step)
-    found = {step: origins.load(tmp_path / "run", step) for step in (1, 2, 3, 4, 9)}
-    assert {step: x and x.versions["python"] for step, x in found.items()} == {1: "1", 2: "1", 3: "2", 4: "2", 9: "2"}
-    assert sorted(x.name for x in (tmp_path / "run" / "starts").iterdir()) == [
-        "step_00000000.json",
-        "step_00000002.json",
-    ]
+@given(st.lists(st.tuples(st.integers(1, STEPS - 1), st.sampled_from("123")), max_size=5))
+@example([(4, "2"), (2, "3")])
+@example([(4, "2"), (2, "2"), (3, "2")])
+@example([(3, "2"), (3, "1")])
+@example([(3, "2"), (1, "1"), (3, "1")])
+def test_the_origin_of_a_step_is_that_of_the_start_that_made_it(starts):
+    """A start makes all steps after its own, also those that were there; each says what is other than before it."""
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patched:
+        run = Path(place) / "run"
+        (run / "starts").mkdir(parents=True)
+        settings = tiny_run.settings(Path(place))
+        made, before, kept = [None] * STEPS, None, {0: "1"}
+        for step, version in [(0, "1"), *starts]:
+            patched.setattr(origins.platform, "python_version", lambda version=version: version)
+            lines = [] if before in (None, version) else [f"python {before} -> {version}"]
+            assert origins.record(settings, step) == lines
+            made[step:] = [version] * (STEPS - step)
+            before = version
+            found = [origins.load(run, each) for each in range(1, STEPS + 1)]
+            assert [x and x.versions["python"] for x in found] == made
+            kept = {start: x for start, x in kept.items() if start <= step}
+            if kept[max(kept)] != version:  # else the start has no record of its own
+                kept[step] = version
+            assert {int(x.stem[-8:]) for x in (run / "starts").iterdir()} == {*kept}
+        assert origins.load(run, 0) is None
 
 
 def test_commits_are_those_that_git_names(tmp_path):

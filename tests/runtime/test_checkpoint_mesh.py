@@ -466,3 +466,17 @@ def test_a_rank_that_never_finishes_is_named(tmp_path, monkeypatch):
     said = simulate({"shard": 2}, run)
     assert "the ranks at shard 1 have not finished writing" in said[0]
     assert checkpoint.steps(tmp_path) == []
+
+
+def test_who_gives_up_leaves_its_reason_and_none_of_its_files(tmp_path):
+    """The first reason stays, and other ranks' files."""
+    attempt = attempts.Attempt(tmp_path, 3, "token", 1, 2, 5.0)
+    attempt.draft.mkdir()
+    kept, own = ([path(attempt.draft, number) for path in (files.data_file, files.about_file)] for number in (0, 1))
+    for path in (*kept, *own):
+        path.write_text("x")
+    attempt.give_up("no space", 1)
+    attempt.give_up("another reason", None)
+    assert sorted(attempt.draft.iterdir()) == sorted([*kept, attempt.draft / attempts.FAILED])
+    with pytest.raises(CheckpointError, match=r"^no space$"):
+        attempt.await_shards(["a", "b"])

@@ -163,3 +163,25 @@ def test_a_directory_of_others_is_refused_before_anything_is_made(tmp_path):
         begun.append(1)
     assert begun == []
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_what_has_a_name_is_on_disk_before_it_and_the_name_after(tmp_path, monkeypatch):
+    target, flushed, own = tmp_path / "m", [], exports.sync
+
+    def watched(path):
+        flushed.append((os.path.basename(path), target.exists()))
+        own(path)
+
+    monkeypatch.setattr(exports, "sync", watched)
+    export(target, a_txt="1", sub__b_txt="2")
+    assert sorted(flushed[:-1]) == [("a.txt", False), ("b.txt", False), (CONTENTS, False)]
+    assert flushed[-1] == (tmp_path.name, True)
+    flushed.clear()
+    with adding(target, ["c.txt", "d.txt"]):
+        for name in ("c.txt", "d.txt"):
+            (target / name).write_text("3")
+    names = [f".{CONTENTS}.new", "m", "c.txt", "d.txt", "m"]
+    assert flushed == [(name, True) for name in names]
+    opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    own(target)
+    assert opened == (len(os.listdir("/proc/self/fd")) if opened else 0)

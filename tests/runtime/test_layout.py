@@ -197,3 +197,11 @@ def test_a_layout_of_some_parameters_keeps_their_cuts_and_stages():
     plain = Layout(shapes, {"b": Cut(0, 2, (4,))}, frozenset(), 0, 2)
     assert (plain.extent("a"), plain.extent("b")) == (shapes["a"], Extent(shapes["b"], plain.cuts["b"]))
     assert plain.source("a") == 0
+
+
+@given(st.integers(1, 9), st.integers(1, 9))
+def test_the_first_rank_with_a_part_is_the_first_of_those_that_hold_it(ranks, parts):
+    """Whether or not the parts divide the ranks."""
+    cut = Cut(0, min(parts, ranks), (9,))
+    held = [cut.part(rank, ranks) for rank in range(ranks)]
+    assert [cut.first(part, ranks) for part in range(cut.parts)] == [held.index(part) for part in range(cut.parts)]

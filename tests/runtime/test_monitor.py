@@ -218,6 +218,8 @@ def left(monitor, error=None):
         monitor.__exit__(error and type(error), error, None)
     except BaseException as other:
         return other
+    finally:
+        assert monitor._ended.is_set()
     return None
 
 
@@ -242,6 +244,17 @@ def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet():
     store.gone = True  # then a rank's own error is told by it, and another's by the last rank
     third = ValueError("without the store")
     assert left(Monitor(store, 1, WORLD, watch(), LIMITS), third) is None
+
+
+@pytest.mark.usefixtures("run")
+def test_an_error_beside_a_collective_that_waits_is_the_ranks_own(monkeypatch):
+    """Of the thread that makes batches ahead, whose collective has not failed."""
+    monkeypatch.setattr(failure, "sleep", lambda seconds: None)
+    store, ahead, error = Kept(), watch(), KeyError("mine")
+    ahead.waiting = WaitingCollective("shard", "all_gather", 3, 0.0)
+    assert left(Monitor(store, 0, WORLD, watch(), LIMITS, ahead), error) is None
+    assert error.__notes__ == ["on rank 0 (shard 0) of 3"]
+    assert json.loads(store.values["error"]) == [0, "'mine'"]
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import math
 import re
 from pathlib import Path
@@ -301,6 +302,46 @@ def test_toml_gives_the_settings_back(data):
     text = files.to_toml(drawn)
     assert files.from_dict(files.tomllib.loads(text)) == drawn
     assert files.from_dict(files.to_dict(drawn)) == drawn
+
+
+WORD = st.text("xyz 1.", min_size=1, max_size=6)
+
+
+def of_flags(kind: Any) -> st.SearchStrategy[Any]:
+    """A value that flags can give; texts look like none of the other kinds' words."""
+    arguments = [a for a in getattr(kind, "__args__", ()) if a is not Ellipsis]
+    if kind is str:
+        return WORD
+    if kind in (bool, int, float):
+        return changed(kind)
+    if getattr(kind, "__origin__", None) is dict:
+        return st.dictionaries(st.text("ab", min_size=1), st.integers(-9, 9) | WORD | st.booleans(), max_size=2)
+    if getattr(kind, "__origin__", None) is tuple:
+        return st.lists(of_flags(arguments[0]), max_size=3)
+    if arguments and isinstance(arguments[0], str | int):
+        return st.sampled_from(arguments)
+    return st.one_of([st.none() if a is type(None) else of_flags(a) for a in arguments])
+
+
+def flag_words(value: Any) -> list[str]:
+    """The words behind a flag that stand for a value."""
+    if isinstance(value, list):
+        return [word for each in value for word in flag_words(each)]
+    if isinstance(value, dict):
+        return [json.dumps(value)]
+    return [str(value).lower() if value is None or isinstance(value, bool) else str(value)]
+
+
+@given(st.data())
+def test_flags_give_the_values_that_a_file_gives(data):
+    """Whatever the kind of a setting, and however its sections' other settings stand."""
+    kinds = files.paths()
+    names = data.draw(st.lists(st.sampled_from(sorted(kinds)), min_size=20, max_size=40, unique=True))
+    values = {name: data.draw(of_flags(kinds[name])) for name in names}
+    words = [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", *flag_words(value))]
+    found, problems = files.override(TrainSettings(), words)
+    assert problems == []
+    assert found == files.replace(TrainSettings(), values)
 
 
 def test_saved_settings_load_equal(tmp_path):

@@ -190,6 +190,12 @@ def test_results_are_checked_by_their_definition(result):
     assert found == Outcome("value", float(result["score"]), named, result.get("answer"))
 
 
+@pytest.mark.parametrize("length", [198, 199, 500])
+def test_a_long_result_that_is_no_score_is_cut(length):
+    text = repr("x" * length)
+    assert outcome_of("x" * length).text.partition("; it must")[0] == (text if length < 199 else f"{text[:200]}...")
+
+
 def test_so_many_numbers_may_come_with_a_score():
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(99)}}).kind == "value"
     assert outcome_of({"score": 1.0, **{f"{i}": 0.0 for i in range(100)}}).kind == "bad"
@@ -241,6 +247,18 @@ def test_what_is_left_of_a_lost_process_is_tried_again(how, count, monkeypatch):
     run.end({own[-1]: Outcome("value", 1.0)})
     assert own[-1] not in run.suspects
     pool._workers.clear()
+
+
+def test_a_run_is_done_with_what_has_an_outcome_and_with_nothing_else():
+    run = PoolRun(0, mode_of("sample"), Patience(1.0, 1.0), 0)
+    for number in range(4):
+        run.put(number, sample_of(number))
+    run.suspects |= {0, 1, 2}
+    run.end({1: Outcome("value", 1.0), 3: Outcome("value", 3.0)})
+    assert (run.samples, run.suspects) == ({0: sample_of(0), 2: sample_of(2)}, {0, 2})
+    run.end({0: Outcome("error", text="no")})
+    assert (run.samples, run.suspects, run.new) == ({2: sample_of(2)}, {2}, [0, 1, 2, 3])
+    assert run.outcomes == {1: Outcome("value", 1.0), 3: Outcome("value", 3.0), 0: Outcome("error", text="no")}
 
 
 def test_a_process_without_work_that_is_lost_costs_nobody_anything(monkeypatch):
@@ -366,6 +384,22 @@ def test_a_runner_calls_as_it_was_told(kind):
         assert (entered, done) == (runner, ["start"])
     assert done == ["start", "close"]
     assert (pool._count, pool._start_limit, pool._names) == (4, 6.0, "tool first, second")
+
+
+def test_a_batch_in_a_pool_has_the_patience_that_is_left_or_one_of_its_own():
+    functions = [_Named("first", one, False, False), _Named("second", later, True, False)]
+    limits = {"time_limit": 2.0, "batch_limit": 3.0, "workers": 4, "concurrency": 5, "start_limit": 6.0}
+    runner, asked, samples, left = FunctionRunner(functions, role="tool", **limits), [], [sample_of(0)], Patience(1, 1)
+    runner._pool = SimpleNamespace(run=lambda *args: asked.append(args) or ["outcome"])  # pyright: ignore
+    assert runner.outcomes_of(functions[1], samples, left) == ["outcome"]
+    assert runner.outcomes_of(functions[0], [], left) == []
+    for _ in range(2):
+        assert runner.outcomes_of(functions[0], samples) == ["outcome"]
+    given_left, *own = asked
+    assert given_left == (1, runner._mode(functions[1]), samples, left)
+    assert given_left[-1] is left
+    assert own == [(0, runner._mode(functions[0]), samples, Patience(2.0, 12.0))] * 2
+    assert own[0][-1] is not own[1][-1]
 
 
 @settings(max_examples=60)

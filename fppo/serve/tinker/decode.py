@@ -154,6 +154,16 @@ def pass_message(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
+def adds_gradients(kind: str, body: bytes) -> bool:
+    """Whether a request of a run is to add gradients: a pass that is not forward alone, or whose body is no pass's."""
+    if kind != "pass":
+        return False
+    try:
+        return not pass_message(body).forward_only
+    except Refusal:
+        return True
+
+
 def pass_verb(
     message: pb.ForwardBackwardRequest,
     *,

@@ -244,7 +244,7 @@ class TinkerService:
                     verb, noted = await asyncio.to_thread(self._taken, info, kind, body)
                     record = JournalRecord(number, kind, noted)
                 except Refusal as error:
-                    breaks = kind == "pass"
+                    breaks = decode.adds_gradients(kind, body)
                     verb = RefusedVerb(error=error.error, breaks=breaks)
                     text = json.dumps({"error": error.error, "breaks": breaks})
                     record = JournalRecord(number, "refused", text.encode())
@@ -326,7 +326,7 @@ class TinkerService:
         try:
             return self.verb_of(info, record.kind, record.body)
         except Refusal as error:  # of a server with other models, or other bounds
-            return RefusedVerb(error=error.error)
+            return RefusedVerb(error=error.error, breaks=decode.adds_gradients(record.kind, record.body))
 
     def _loss_of(self, info: RunInfo, verb: PassVerb) -> losses.Loss:
         """The loss of a pass. Raises Refusal."""

@@ -94,3 +94,16 @@ def test_pending_requests_are_counted_until_they_have_an_outcome_or_are_forgotte
     futures.settle("a", Payload(b""))
     futures.forget(["c", "a"])
     assert futures.pending("me") == (1, 7)
+
+
+def test_what_nobody_reads_is_held_from_its_end_on():
+    clock = Clock()
+    futures = Futures(clock, read_seconds=5.0, seconds=20.0)
+    futures.open("a", "me")
+    clock.now += 100.0
+    futures.settle("a", Payload(b"x"))
+    clock.now += 20.0
+    assert futures.sweep() == []
+    futures.read("a")
+    clock.now += 0.1
+    assert futures.sweep() == ["a"]

@@ -87,15 +87,17 @@ USES = st.lists(
     ),
     max_size=14,
 )
+# as many as there may be, and older weights in flight; the oldest is used, and one more comes
+FULL = [("flight", "a", 0), *[("add", "a", 0)] * 3, ("use", "a", 0), ("add", "a", 0)]
 
 
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(USES)
 def test_snapshots_are_in_memory_by_their_last_use_and_at_most_so_many_of_a_run(tmp_path_factory, uses):
     root = tmp_path_factory.mktemp("snapshots")
     held = Snapshots(root, lambda base, adapters: (base, adapters), most=2, most_of_run=3)  # pyright: ignore
     expected, in_memory = {}, []  # numbers by name; names by their last use
-    for number, (use, run, which) in enumerate(uses):
+    for number, (use, run, which) in enumerate([*FULL, *uses]):
         own = [name for name, (of, _, flight) in expected.items() if of == run and not flight]
         if use in ("add", "flight"):
             name = f"s:{run}:{number}" if use == "add" else f"s:{run}:inflight"

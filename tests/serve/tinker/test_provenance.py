@@ -38,6 +38,8 @@ def test_targets_of_prompts_may_be_any():
     ("change", "says"),
     [
         (lambda runs: runs[:-1], "runs of 5 targets do not tile the datum's 6"),
+        (lambda runs: (*runs, TargetRun("a", 0, 1, sampled=True), TargetRun("a", 1, -1, sampled=True)), "do not tile"),
+        (lambda runs: (TargetRun("a", -1, 1, sampled=False), *runs[1:]), "do not tile"),
         (lambda runs: (*runs[:-1], TargetRun("c", 0, 1, sampled=True)), "'c' has no record in this session"),
         (lambda runs: (*runs[:-1], TargetRun("b", 1, 1, sampled=True)), "has 1 sampled tokens"),
         (lambda runs: (TargetRun("a", 2, 1, sampled=False), *runs[1:]), "has 2 prompt tokens"),

@@ -21,14 +21,16 @@ from tests.serve.tinker.test_sampling import work_of
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["begin", "begin", "sampler", "forgotten", "loss", "join", "join", "finish", "look", "wait", "restart"]
+            ["begin", "sampler", "forgotten", "loss", "join", "join", "finish", "finish", "look", "wait", "restart"]
         ),
         st.sampled_from("ab"),
-        st.sampled_from(["me", "you"]),
+        st.sampled_from(["me", "me", "you"]),
         st.integers(0, 9),
     ),
+    min_size=10,
     max_size=25,
 )
+BEGUN = [("begin", "a", "me", 0), ("begin", "b", "me", 1), ("sampler", "a", "me", 1)]
 
 
 @settings(max_examples=40)
@@ -37,7 +39,7 @@ def test_a_registry_holds_what_came_and_the_next_server_what_is_to_be_kept(tmp_p
     clock, path = Clock(), tmp_path_factory.mktemp("registry") / "server.log"
     registry = Registry(path, clock)
     sessions, samplers, losses, joined, seen, unkept = {}, {}, {}, {}, {}, set()
-    for step, name, owner, number in steps:
+    for step, name, owner, number in [*BEGUN, *steps]:
         own = sessions.get(name)
         if step == "begin" and own is None:
             more = {"tags": ("t",), "metadata": {"x": "y"}, "display_name": f"{number}"}
@@ -185,3 +187,20 @@ def test_the_newest_samples_are_recorded_up_to_so_many_tokens(samples):
         record = records._held[f"s:1:{number}"]
         assert record.prompt.tolist() == [3, 4]
         assert record.log_probs.tolist() == [-x * (2.0 if scored else 1.0) for x in range(1, count + 1)]
+
+
+def test_samplers_are_of_the_session_in_their_names(tmp_path):
+    registry = Registry(tmp_path / "server.log", Clock())
+    for session in ("abcd1", "abcd12", "abcd2"):
+        registry.add_sampler(Sampler(name=f"{session}:sample:1", owner="me", base="tiny", weights="base"))
+    assert [each.name for each in registry.samplers_of("abcd1")] == ["abcd1:sample:1"]
+    registry.close()
+
+
+def test_the_newest_ends_are_held():
+    ends = Completions(5, most=2)
+    for number in range(4):
+        ends.add(("s", 0), f"{number}", Payload(b"x"))
+    found, cursor = asyncio.run(ends.after(("s", 0), 0, 0.0))
+    assert [(each.name, each.cursor) for each in found] == [("2", 8), ("3", 9)]
+    assert cursor == 9

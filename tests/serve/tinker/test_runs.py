@@ -19,6 +19,7 @@ from fppo.models import bases, lora
 from fppo.models.adapted import Lora
 from fppo.runtime.mesh import LOCAL
 from fppo.serve.tinker.data import Datum, rows_of
+from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.losses import LOSSES, Loss
 from fppo.serve.tinker.runs import (
     OPTIMIZERS,
@@ -44,6 +45,7 @@ from fppo.steps.schedules import schedule
 from fppo.steps.targets import forward_targets
 from fppo.steps.train_state import init_state, optimizer_step
 from tests import tiny
+from tests.models import families
 from tests.serve.tinker.made import base, data
 
 STEP = StepParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
@@ -315,6 +317,7 @@ def ok(**changes) -> Datum:
         ("ppo", [ok(), ok(tokens=torch.tensor([1, 2]))], r"datum 1: target_tokens are \[3\]: give \[2\]"),
         ("ppo", [ok(tokens=torch.zeros(0, dtype=torch.int64))], "give one or more"),
         ("ppo", [ok(tokens=torch.tensor([1, 2, 99]))], "tokens hold 99: give int64, 0 to 22"),
+        ("ppo", [ok(targets=torch.tensor([1, 22, 23]))], "targets hold 23: give int64, 0 to 22"),
         ("ppo", [ok(targets=torch.tensor([1, -2, 9]))], "targets hold -2"),
         ("ppo", [ok(targets=torch.ones(3))], "targets hold torch.float32"),
         ("ppo", [ok(inputs={"advantages": torch.ones(3)})], "datum 0 has no logprobs"),
@@ -383,3 +386,57 @@ def test_a_base_in_16_bits_is_trained_in_32():
         run, outputs = forward_backward(run, data(1, 2), Loss("cross_entropy"))
         assert {x.dtype for x in (*run.grads.values(), *run.state.params.values())} == {torch.float32}
         assert outputs.per_datum[0]["logprobs"].dtype == torch.float32
+
+
+def node(op, name, *args):
+    return {"op": op, "name": name.rpartition(".")[2], "target": name, "args": list(args), "kwargs": {}}
+
+
+WEIGHED = {"tuple": [{"ref": "sum"}, {"dict": {f"custom/x:{how}": {"ref": "sum"} for how in ("sum", "mean")}}]}
+CUSTOM = custom_loss(
+    "weighed",
+    [("logprobs", 1), ("weights", 1)],
+    [
+        *(node("placeholder", name) for name in ("logprobs", "weights")),
+        node("call_function", "operator.mul", {"ref": "logprobs"}, {"ref": "weights"}),
+        node("call_method", "sum", {"ref": "mul"}),
+        node("output", "output", WEIGHED),
+    ],
+)
+
+
+@pytest.mark.parametrize("micro", [MicroBatching(size=6), MicroBatching(size=1), MicroBatching(token_budget=9)])
+def test_a_custom_loss_and_its_metrics_are_over_all_data_whatever_the_micro_batches(micro):
+    run, part = begun(), data(4, 6)
+    run = attrs.evolve(run, base=attrs.evolve(run.base, micro_batching=micro))
+    opposite, plain = forward_backward(run, part, Loss("cross_entropy"))
+    found, outputs = forward_backward(run, part, Loss("custom", {}, CUSTOM))
+    total = sum((x["logprobs"] * d.inputs["weights"]).sum().item() for x, d in zip(plain.per_datum, part, strict=True))
+    assert outputs.metrics == pytest.approx(
+        {"loss:sum": total, "custom/x:sum": total, "custom/x:mean": total / 6}, abs=1e-5
+    )
+    close(found.grads, {name: -x for name, x in opposite.grads.items()})
+    close([x["logprobs"] for x in outputs.per_datum], [x["logprobs"] for x in plain.per_datum], atol=1e-6)
+
+
+def test_state_in_buffers_stays_as_it_is_where_all_weights_are_trained():
+    """As the biases of routers, which have no gradient, and which weight decay would move."""
+    model, params = families.make("glm4_moe")
+    run = create_run(base(model=model, params=params), Adapters(0))
+    run, _ = forward_backward(run, data(3, 2), Loss("cross_entropy"))
+    run, _ = optim_step(run, STEP)
+    assert model.buffers
+    assert {name for name, x in run.state.params.items() if torch.equal(x, params[name])} == model.buffers
+
+
+@pytest.mark.parametrize("name", [name for name, rule in LOSSES.items() if not rule.flat])
+def test_data_of_several_widths_in_one_request_are_those_of_requests_apart(name):
+    """What fills a narrow datum up to the widest has no loss, in whatever loss."""
+    run, parts = begun(), (data(1, 2, width=3), data(2, 2), data(3, 2, width=2))
+    together, outputs = forward_backward(run, [x for part in parts for x in part], Loss(name))
+    apart, total = run, 0.0
+    for part in parts:
+        apart, piece = forward_backward(apart, part, Loss(name))
+        total += piece.metrics["loss:sum"]
+    assert outputs.metrics["loss:sum"] == pytest.approx(total, abs=1e-10)
+    close(together.grads, apart.grads)

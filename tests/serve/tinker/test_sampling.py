@@ -89,6 +89,7 @@ async def until(condition):
 STEPS = st.lists(
     st.tuples(st.sampled_from(["ask", "ask", "newer", "end", "leave", "forget"]), st.sampled_from("abcd")), max_size=12
 )
+USED = [(step, name) for name in "abac" for step in ("ask", "end")]  # the first is used again before a third comes
 
 
 @settings(max_examples=20)
@@ -98,7 +99,7 @@ def test_adapters_are_held_by_their_last_use_while_somebody_draws_by_them(steps)
         loop, recorded = Noting(), []
         engines = SamplerEngines({"tiny": loop}, {}, most_adapters=2)  # pyright: ignore[reportArgumentType]
         versions, held, busy = dict.fromkeys("abcd", 0), {}, []
-        for number, (step, name) in enumerate(steps):
+        for number, (step, name) in enumerate([*USED, *steps]):
             if step in ("ask", "newer"):
                 versions[name] += step == "newer"
                 own, record = f"s:{number}", bool(number % 2)
@@ -259,3 +260,11 @@ def test_a_session_that_ends_leaves_nothing_of_its_samplers(tmp_path):
         assert {*engines._bases["tiny"].adapters} == {samplers[1, 2]}
         assert {*engines._own} == {samplers[1, 0]}
         assert {target[0] for target in ends} == {samplers[1, 2], samplers[1, 0]}
+
+
+def test_a_base_is_sampled_from_by_its_own_engine():
+    loops = {"tiny": Noting(), "second": Noting()}
+    engines = SamplerEngines(loops, {})  # pyright: ignore[reportArgumentType]
+    for name, loop in loops.items():
+        engine, adapter = asyncio.run(engines._engine_of(name))
+        assert (engine.loop, adapter) == (loop, None)

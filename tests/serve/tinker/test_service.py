@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker import types
+from tinker.proto import tinker_public_pb2 as pb
 
-from fppo.serve.tinker import decode
+from fppo.rollout.engine import Sampling
+from fppo.serve.tinker import decode, routes, samples
 from fppo.serve.tinker.checkpoints import CheckpointMeta
 from fppo.serve.tinker.decode import (
     CreateVerb,
@@ -24,10 +27,12 @@ from fppo.serve.tinker.decode import (
     TinkerBounds,
 )
 from fppo.serve.tinker.futures import FailedRequest, Payload, Refusal
-from fppo.serve.tinker.journal import read
+from fppo.serve.tinker.guard import OWNER
+from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.runs import Adapters, StepParams
 from fppo.serve.tinker.service import TinkerService
-from tests.serve.tinker.served import base
+from fppo.serve.tinker.sessions import StoredLoss
+from tests.serve.tinker.served import SIZE, base
 from tests.serve.tinker.test_futures import Clock
 from tests.serve.tinker.test_restart import passed
 
@@ -209,6 +214,24 @@ def test_requests_are_noted_for_good_and_wait_as_verbs(held):
             assert again == verb
 
 
+@pytest.mark.parametrize(
+    ("kind", "body", "breaks"),
+    [
+        ("save_weights", b'{"model_id": "r", "seq_id": 9, "path": "x", "ttl_seconds": 1}', False),
+        ("pass", pb.ForwardBackwardRequest(forward_only=True).SerializeToString(), False),
+        ("pass", pb.ForwardBackwardRequest().SerializeToString(), True),
+    ],
+)
+def test_what_is_refused_breaks_a_step_only_if_it_was_to_add_gradients(held, kind, body, breaks):
+    """When it comes, and by the next server, with other bounds or other models."""
+    _, run = held.create()
+    held.accept(run, 9, kind, body)
+    noted = held.service._verb_of_record(held.service.runs.info(run, "me"), JournalRecord(9, kind, body))
+    for verb in (held.todo(run)[9], noted):
+        assert isinstance(verb, RefusedVerb)
+        assert verb.breaks is breaks
+
+
 def test_a_number_that_came_before_is_the_same_request(held):
     _, run = held.create()
     name = held.accept(run, 3, "optim_step", {"adam_params": {}})
@@ -344,3 +367,175 @@ def test_steps_have_the_numbers_that_a_client_says(numbers):
 
 def test_a_request_that_was_refused_says_what_it_breaks():
     assert RefusedVerb(error="x").breaks
+
+
+def test_runs_without_a_seed_begin_with_adapters_of_their_own(held):
+    seeds = []
+    for number in range(3):
+        _, run = held.create(number, lora_config={"rank": 2, "seed": None})
+        seeds.append(held.service.runs.info(run, "me").adapters.seed)
+    assert len(set(seeds)) == 3
+
+
+@pytest.mark.parametrize(
+    ("bounds", "limit", "vocabulary", "says"),
+    [
+        ({"datums": 3, "tokens": 18, "numbers": 6}, 6, SIZE, None),
+        ({"datums": 2}, 6, SIZE, "data: 3 datums; give 1 to 2"),
+        ({"tokens": 17}, 6, SIZE, "data: over 17 tokens"),
+        ({"numbers": 5}, 6, SIZE, r"data\[0\]\..*: shape \[6\]: .* at most 5 numbers"),
+        ({}, 5, SIZE, r"data\[0\]\.model_input: 6 tokens; the model takes 1 to 5"),
+        ({}, 6, 3, "none of the model's 3"),
+    ],
+)
+def test_a_pass_is_taken_up_to_its_bounds(bounds, limit, vocabulary, says):
+    message = decode.pass_message(passed(1, 0)("r"))
+    take = lambda: decode.pass_verb(message, bounds=TinkerBounds(**bounds), vocabulary=vocabulary, limit=limit)  # noqa: E731
+    if says is None:
+        assert [len(datum.tokens) for datum in take().data] == [6, 6, 6]
+        assert take().backward
+        message.forward_only = True
+        assert not take().backward
+    else:
+        refused(take, says)
+
+
+ASKED = {"samples": 3, "stops": 2, "drawn_top": 4, "scored": 12}
+
+
+@pytest.mark.parametrize(
+    ("taken", "refused_ones"),
+    [
+        ({"num_samples": 3}, ({"num_samples": 4}, {"num_samples": 0})),
+        ({"stop": [3, 4]}, ({"stop": [3, 4, 5]},)),
+        ({"prompt_logprobs_last_n": 3}, ({"prompt_logprobs_last_n": 4}, {"prompt_logprobs_last_n": 0})),
+        ({"topk_prompt_logprobs": 3}, ({"topk_prompt_logprobs": 4},)),
+        ({"prompt_alt_tokens_k": 3}, ({"prompt_alt_tokens_k": 4},)),
+        ({"topk_sample_logprobs": 4}, ({"topk_sample_logprobs": 5},)),
+        ({"max_tokens": 28}, ({"max_tokens": 29}, {"max_tokens": 0})),
+        ({"tokens": [3] * 31, "max_tokens": 1}, ({"tokens": [3] * 32, "max_tokens": 1},)),
+    ],
+)
+def test_samples_are_drawn_up_to_their_bounds(taken, refused_ones):
+    def work(tokens=(3, 4, 5, 6), stop=None, max_tokens=2, **changes):
+        params = {"max_tokens": max_tokens, "stop": stop}
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}, "sampling_params": params}
+        body |= {"num_samples": 1, "prompt_logprobs": True, **changes}
+        request = samples.sample_request(json.dumps(body).encode())
+        return samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds(**ASKED))
+
+    work(**taken)
+    for changes in refused_ones:
+        refused(lambda changes=changes: work(**changes), "give|at most")
+
+
+def test_samples_without_a_seed_are_draws_of_their_own_request():
+    def key(name, seed=None):
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
+        request = samples.sample_request(
+            json.dumps({**body, "sampling_params": {"max_tokens": 1, "seed": seed}}).encode()
+        )
+        return samples.sample_work(request, name, rules=base().rules, bounds=TinkerBounds()).key
+
+    assert key("a") == key("a") != key("b")
+    assert key("a", 1) == key("b", 1) != key("a", 2)
+
+
+def test_a_custom_loss_is_its_sessions(held):
+    info = held.service.runs.info(held.create()[1], "me")
+    for session in (held.session, "other"):
+        held.service.registry.add_loss(StoredLoss(name=f"{session}:loss:1", session=session, owner="me", body="{}"))
+    verb = PassVerb(data=(), loss="custom", config={"loss_id": "other:loss:1"}, backward=True)
+    refused(lambda: held.service._loss_of(info, verb), "the session has no such custom loss")
+    own = attrs.evolve(verb, config={"loss_id": f"{held.session}:loss:1"})
+    refused(lambda: held.service._loss_of(info, own), "Field required|required")
+
+
+def test_samples_of_a_session_share_its_places_and_are_recorded_by_the_server(held):
+    given = []
+
+    class Engines:
+        async def sample(self, *drawn, **how):
+            given.append((drawn, how))
+            return Payload(b"drawn")
+
+    held.service._engines = Engines()
+    sampler = held.service.registry.sampler(held.sampler(3, base_model="second"), "me")
+    held.service.futures.open("a", "me")
+    asyncio.run(held.service._sample("a", sampler, 2 * 10**9 + 1, "work"))
+    held.service._engines = None
+    assert given == [(("a", "work", "second"), {"owner": held.session, "record": held.service.records.add})]
+    assert held.service.futures.state("a", "me").outcome == Payload(b"drawn")
+    ends, _ = asyncio.run(held.service.completions.after((sampler.name, 2), 0, 0.0))
+    assert [(each.name, each.size) for each in ends] == [("a", 5)]
+
+
+def test_targets_of_a_prompt_are_as_many_as_their_shape_says():
+    def targets(count):
+        given = {"data": [3] * count, "dtype": "int64", "shape": [3, 2]}
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5, 6]}]}, "num_samples": 1}
+        body |= {"sampling_params": {"max_tokens": 1}, "target_prompt_logprobs": given}
+        return samples.targets_of(samples.sample_request(json.dumps(body).encode()), 4, TinkerBounds())
+
+    assert targets(6).tolist() == [[3, 3]] * 3
+    refused(lambda: targets(5), r"shape \[3, 2\] with 5 numbers")
+
+
+def test_results_are_read_by_their_owners_and_the_ends_of_a_copy_by_its_own_number(held, monkeypatch):
+    monkeypatch.setattr(routes, "_POLL", 0.01)
+    service, clock = held.service, held.clock
+    name, _ = held.create()
+    asked = lambda **given: types.FutureRetrieveRequest(request_id=given.pop("request_id", name), **given)  # noqa: E731
+    answer = lambda given, owner="me": asyncio.run(routes._result(service, given, owner))  # noqa: E731
+    assert json.loads(answer(asked()).body) == {"type": "try_again", "request_id": name, "queue_state": "active"}
+    service.futures.settle(name, Payload(b"x" * (routes._INLINE + 1)))
+    size = {"status": "complete_metadata", "response_payload_size": routes._INLINE + 1}
+    assert json.loads(answer(asked(allow_metadata_only=True)).body) == size
+    clock.now += 10 * 3600.0
+    assert service.futures.sweep() == []  # its size is not the result
+    assert len(answer(asked()).body) == routes._INLINE + 1
+    refused(lambda: answer(asked(), "you"), "there is no such request", 404)
+    clock.now += 601.0
+    assert service.futures.sweep() == [name]
+    refused(lambda: answer(asked()), "send the request again", 410)
+    refused(lambda: answer(asked(request_id="x:train:1:0")), "there is no such request", 404)
+    sampler = held.sampler(1, base_model="tiny")
+    for number, of in enumerate(("own", "copy", "copy")):
+        service.completions.add((sampler, int(of == "copy")), f"{of} {number}", Payload(b"xyz"))
+    router = routes._sampling_router(service)
+    (poll,) = (route.endpoint for route in router.routes if route.path == "/retrieve_futures")
+
+    def ends(**given):
+        target = {"sampling_session_id": sampler, "cloned_sampler_id": given.pop("copy")}
+        body = json.dumps({"target": target, "timeout": 1e9, **given}).encode()
+
+        async def whole():
+            return body
+
+        return json.loads(asyncio.run(poll(SimpleNamespace(body=whole, scope={OWNER: "me"}))).body)
+
+    first = ends(copy=1)
+    done = {"state": "finished", "response_payload_uncompressed_size": 3}
+    assert first["completions"] == [{**done, "request_id": "copy 1"}, {**done, "request_id": "copy 2"}]
+    assert ends(copy=1, prev_cursor=first["cursor"]) == {"completions": [], "cursor": first["cursor"]}
+    assert [each["request_id"] for each in ends(copy=0)["completions"]] == ["own 0"]
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {"stop_token_ids": (1,)}),
+        ({"temperature": 0.7, "top_k": 5, "top_p": 0.5}, {"temperature": 0.7, "top_k": 5, "top_p": 0.5}),
+        ({"temperature": 0.0, "top_k": -1}, {"greedy": True, "temperature": 1.0}),
+        ({"stop": [4, 6, 4], "top_p": 0.25}, {"stop_token_ids": (4, 6), "top_p": 0.25}),
+        ({"stop": []}, {"stop_token_ids": ()}),
+        ({"max_tokens": None}, {"max_tokens": 31}),
+    ],
+)
+def test_draws_are_as_a_client_says(params, expected):
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3]}]}, "num_samples": 1}
+    body |= {"sampling_params": {"max_tokens": 2, **params}}
+    request = samples.sample_request(json.dumps(body).encode())
+    work = samples.sample_work(request, "a", rules=base().rules, bounds=TinkerBounds())
+    assert work.sampling == Sampling(**{"max_tokens": 2, "stop_token_ids": (1,), **expected})
+    assert work.scores.drawn_top == int("temperature" in params and params["temperature"] > 0)

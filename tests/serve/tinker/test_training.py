@@ -297,3 +297,28 @@ def test_runs_are_their_owners_the_newest_first(world):
     for wrong in (RUN.format(1), RUN.format(9)):
         with pytest.raises(Refusal):
             world.runs.info(wrong, "me")
+
+
+def test_what_waits_stays_in_the_journal_when_a_state_is_saved(world):
+    run, _ = world.create()
+    world.take(run, 1, "pass")
+    world.take(run, 2, "step")
+    for number in (3, 4):
+        world.runs.accept(run, JournalRecord(number, "pass", b"pass"))
+    world.runs.save(run)
+    assert [record.number for record in read(world.held(run).place / "journal.log")] == [3, 4]
+    assert [record.number for record in read(world.held(run).place / "results-2.log")] == [0, 1, 2]
+
+
+def test_what_is_in_a_saved_state_is_not_done_again_by_the_next_server(world, tmp_path):
+    """Also if the server was killed before its journal was made shorter."""
+    run, _ = world.create()
+    world.take(run, 1, "pass")
+    world.take(run, 2, "step")
+    world.runs.accept(run, JournalRecord(3, "pass", b"pass"))
+    world.held(run).journal.compact = lambda keep: None
+    world.runs.save(run)
+    assert [record.number for record in read(world.held(run).place / "journal.log")] == [1, 2, 3]
+    later = World(tmp_path, world.clock)
+    assert list(later.runs.restore()) == [(run, 3, {3: VERBS["pass"]})]
+    later.runs.close()

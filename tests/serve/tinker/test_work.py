@@ -75,6 +75,8 @@ def test_a_runs_requests_are_done_by_their_numbers_whatever_the_order_of_arrival
     worker.stop()
     assert actions.order == [("a", 1), ("a", 2), ("a", 3)]
     assert futures.state("a:3", "me").outcome == Payload(b"")
+    put(worker, futures, "a", 5)
+    assert [worker.knows("a", number) for number in (0, 3, 4, 5, 6)] == [True, True, False, True, False]
 
 
 def test_a_run_with_dear_requests_does_not_hold_up_another():
