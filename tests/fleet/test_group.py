@@ -294,6 +294,19 @@ def test_the_time_of_a_rank_lies_within_that_of_its_call(one):
     assert start + seconds <= call.start + call.seconds
 
 
+def slow_on(here, rank):
+    time.sleep(0.05 if here.rank == rank else 0.0)
+
+
+def test_the_times_of_a_call_stand_in_the_order_of_ranks(two):
+    """Whichever answers last."""
+    for rank in (0, 1):
+        two.calls()
+        two.call(slow_on, HERE, rank)
+        (call,) = two.calls()
+        assert call.ranks[rank][1] >= 0.05
+
+
 def test_each_item_has_the_patience_of_a_call_and_what_stands_still_is_not_silent(one, monkeypatch):
     passed, seen = [0.0], []
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: passed[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fppo.report import viewed
@@ -58,17 +59,18 @@ LINES = st.lists(st.sampled_from(["line", "cut", "rest", "damaged", "again", "lo
 
 
 @given(LINES)
+@example(["line", "line", "look", "again", "line", "line", "look"])
 def test_whoever_looks_now_and_then_has_all_lines(tmp_path_factory, moves):
     """Appended lines, a line that is being written, a damaged one, and a resumed run that replaces the file."""
     run = tmp_path_factory.mktemp("run")
-    path, step, half = run / "metrics.jsonl", 0, ""
+    path, step, half, numbers = run / "metrics.jsonl", 0, "", itertools.count()
     path.touch()
     seen: list[dict] = []
     stamp = None
     for move in [*moves, "rest", "look"]:
         if move in ("line", "cut"):
             step += 1
-            text = json.dumps({"step": step, "x": step})
+            text = json.dumps({"step": step, "x": next(numbers)})
             written = text + "\n" if move == "line" else text[:-3]
             half = "" if move == "line" else text[-3:] + "\n"
             with path.open("a") as file:

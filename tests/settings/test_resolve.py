@@ -123,9 +123,11 @@ def test_a_cpu_takes_kernels_in_cpp_by_itself_for_a_run_that_is_long_enough():
 @pytest.mark.parametrize(("machine", "eager"), [(CPU, True), (H100, False)])
 def test_a_vllm_that_runs_captures_graphs_on_a_gpu(machine, eager):
     changes = {"rollout.engine": "vllm", "reward.judge.engine": "vllm", "reward.judge.path": "m"}
-    settings, _ = resolve.resolved(files.replace(TrainSettings(), changes), machine)
-    assert settings.rollout.vllm.eager is eager
-    assert settings.reward.judge.vllm.eager is eager
+    changes |= {"rollout.vllm.bucket_mb": 7, "reward.judge.vllm.max_rows": 9}
+    given = files.replace(TrainSettings(), changes)
+    settings, _ = resolve.resolved(given, machine)
+    assert settings.rollout.vllm == attrs.evolve(given.rollout.vllm, eager=eager)
+    assert settings.reward.judge.vllm == attrs.evolve(given.reward.judge.vllm, eager=eager)
     other, _ = resolve.resolved(TrainSettings(), machine)
     assert other.rollout == TrainSettings().rollout  # nothing reads it: a value would be a problem
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fppo import losses, metrics
 from fppo.steps.actor import UpdateActor
-from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, tick, tock
+from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, between, tick, tock
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -37,6 +37,7 @@ def rates(kind, steps, *, warmup=0, first=0, each=lambda step: 2, planned=None, 
             found.append(rate(place))
             clock = tock(clock, turn, {"skipped": metrics.mean(float(skipped(number)))})
             number += 1
+        clock = between(clock)
     return found
 
 
