@@ -375,11 +375,13 @@ answered = st.tuples(st.sampled_from([0.0, 0.25, 1.0, -2.0, math.nan]), st.sampl
 
 
 # a vote of two is the mean whoever answered what: only four of five responses or more tell answers apart
-@settings(max_examples=40)
-@given(
-    st.sampled_from([1, 2, 3, 5, 6, 7]).flatmap(lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=4)),
-    st.data(),
+asked = st.sampled_from([1, 2, 3, 5, 6, 7]).flatmap(
+    lambda n: st.lists(st.lists(answered, min_size=n, max_size=n), min_size=1, max_size=4)
 )
+
+
+@settings(max_examples=40)
+@given(asked, st.data())
 def test_a_summary_votes_with_the_answers_of_the_responses_that_have_a_score(prompts, data):
     """By the prompts' sources, over batches whose rows stand in any order; of a prompt without any answer nothing is
     voted on."""

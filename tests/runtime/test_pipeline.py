@@ -81,6 +81,32 @@ def test_stages_together_are_the_whole(ranks, chunks, groups, more):
     assert_same(ranks, chunks, micros, one_f_one_b(ranks, micros, chunks))
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(2, 1), (3, 1), (2, 2)])
+def test_losses_of_earlier_stages_add_to_the_gradient(ranks, chunks):
+    """Every second stage has one, as routers have."""
+    stages, micros = ranks * chunks, 2 * ranks
+
+    def with_own(params, stage, received, micro, *, stages, rows):
+        out = stage_of(params, stage, received, micro, stages=stages, rows=rows)
+        under_grad = torch.is_grad_enabled() and stage < stages - 1 and stage % 2 == 0
+        return (out, out.square().sum() * (1 + stage)) if under_grad else out
+
+    def summed(params, rows):
+        total = whole(params, rows, stages)
+        for x in rows:
+            for stage in range(stages - 1):
+                x = (x @ params[f"w{stage}"]).tanh()
+                total = total + x.square().sum() * (1 + stage) * (stage % 2 == 0)
+        return total
+
+    with torch.no_grad():  # of the forward passes; the others turn gradients on
+        params, rows, found = on_ranks(ranks, chunks, micros, one_f_one_b(ranks, micros, chunks), with_own)
+    _, expected = value_and_grad(summed)(params, rows)
+    for (_, grads), _ in found:
+        for name in grads.keys() - {"both"}:
+            torch.testing.assert_close(grads[name], expected[name], rtol=1e-12, atol=1e-13)
+
+
 def test_a_schedule_of_ones_own_runs():
     """All forward, then all backward, the last rank in another order than the first sends."""
     forward = all_forward(2, 3).actions
