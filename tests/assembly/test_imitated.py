@@ -231,3 +231,13 @@ def test_all_demonstrations_come_in_order_with_what_is_imitated(size):
             assert source == rows.sources[place]
             place += 1
     assert place == 5
+
+
+def test_ids_beyond_the_embedding_are_named_with_their_rows():
+    row = Imitated(prompt=(1, 2), response=(5, 3), mask=(True, True))
+    found: Any = SimpleNamespace(rows=(row, attrs.evolve(row, prompt=(6,))), ids=("line 1", "line 2"))
+    supervised_module._check_ids(found, 7)
+    for words, named in ((6, ["line 2"]), (5, ["line 1", "line 2"])):
+        with pytest.raises(ValueError, match=f"outside the model's vocabulary of {words}") as error:
+            supervised_module._check_ids(found, words)
+        assert [name for name in found.ids if name in str(error.value)] == named

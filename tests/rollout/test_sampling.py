@@ -57,6 +57,15 @@ def test_top_k_and_top_p_keep_what_the_loop_keeps(size, temperature, top_k, top_
         torch.testing.assert_close(got[kept], row[kept] / temperature)
 
 
+def test_a_flat_row_keeps_its_tokens_beside_sharp_ones():
+    """Its own need more than the 256 likeliest, theirs a few."""
+    logits = logits_of(3, 400, 0, scale=0.01) * torch.tensor([[1.0], [900.0], [1.0]])
+    sampling = Sampling(top_p=0.9)
+    assert torch.equal(
+        process_logits(logits, sampling), torch.cat([process_logits(row[None], sampling) for row in logits])
+    )
+
+
 def test_tokens_that_hold_top_p_exactly_are_enough():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]], dtype=torch.float64).log()
     for top_p, kept in ((0.5, 1), (0.75, 2), (0.875, 4), (0.51, 2)):  # the last two are alike

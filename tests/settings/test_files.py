@@ -446,3 +446,11 @@ def test_the_former_name_of_a_setting_is_an_error_that_says_the_name_it_has_now(
 )
 def test_changes_are_all_that_either_has_and_the_other_has_not(before, now, expected):
     assert files.changes(files.to_dict(make(before)), make(now)) == expected
+
+
+@pytest.mark.parametrize("resume", ["never", "runs/other/checkpoints/step_00000003", "auto"])
+def test_a_run_that_is_named_goes_on_however_it_began(tmp_path, resume):
+    files.save(make({"resume": resume, "output_dir": str(tmp_path)}), tmp_path / "settings.toml")
+    assert files.examined(tmp_path / "settings.toml")[0].resume == resume
+    assert files.examined(tmp_path / "settings.toml", run=tmp_path)[0].resume == "auto"
+    assert files.examined(tmp_path / "settings.toml", ["--resume", "never"], run=tmp_path)[0].resume == "never"

@@ -8,7 +8,7 @@ from fppo.settings.resolve import CPU, Machine
 from fppo.settings.train import TrainSettings
 from fppo_kernels.table import BUILTIN, EXACT
 
-H100, T4 = Machine(device="cuda", capability=(9, 0)), Machine(device="cuda", capability=(7, 5))
+H100, A100, T4 = (Machine(device="cuda", capability=version) for version in ((9, 0), (8, 0), (7, 5)))
 NOWHERE = {"attention/varlen": "has no softcap", "log_probs/triton": "triton is not installed"}
 
 
@@ -25,6 +25,7 @@ def on(machine, **changes):
         (CPU, {}, ("float32", "sdpa", "chunked"), []),
         (CPU, {"model__compute_dtype": "bfloat16"}, ("bfloat16", "sdpa", "chunked"), []),
         (H100, {}, ("bfloat16", "varlen", "triton"), []),
+        (A100, {}, ("bfloat16", "varlen", "triton"), []),
         (H100, {"model__attention": "flex"}, ("bfloat16", "flex", "triton"), []),
         (H100, {"model__compute_dtype": "float32"}, ("float32", "sdpa", "chunked"), []),
         (H100, {"critic__compute_dtype": "float32"}, ("bfloat16", "sdpa", "chunked"), []),

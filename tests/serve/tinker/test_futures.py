@@ -65,6 +65,19 @@ def test_outcomes_are_forgotten_some_time_after_they_were_read_and_long_after_th
     assert futures.open("read", "me")
 
 
+def test_an_outcome_that_is_read_late_can_be_read_again_as_long_as_others():
+    clock = Clock()
+    futures = Futures(clock, read_seconds=10.0, seconds=100.0)
+    futures.open("late", "me")
+    futures.settle("late", Payload(b""))
+    clock.now += 50
+    futures.read("late")
+    clock.now += 9
+    assert futures.sweep() == []
+    clock.now += 2
+    assert futures.sweep() == ["late"]
+
+
 def test_ends_come_in_order_behind_a_cursor():
     async def poll():
         ends = Completions(10)
