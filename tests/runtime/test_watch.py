@@ -129,6 +129,10 @@ def test_the_bytes_of_each_collective_are_those_of_a_ring(axes, size):
         assert found == {name: (1, size) for name, size in expected.items()}
 
 
+def test_traffic_since_a_moment_is_what_came_after_it():
+    assert Traffic(5, 70, 2.5).since(Traffic(2, 30, 1.0)) == Traffic(3, 40, 1.5)
+
+
 def test_a_group_knows_its_ranks_among_all():
     def ranks(mesh):
         return watched(watched(mesh)[0])[1].ranks
