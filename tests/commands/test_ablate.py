@@ -241,7 +241,7 @@ def test_a_step_begins_from_the_steps_before_it_as_their_own_starts_made_them(
 
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_each_kernel_of_each_operation_is_compared_until_an_interrupt(tmp_path, monkeypatch, capsys, interrupted):
-    """What was compared before it is in the file; the run's own kernel is marked."""
+    """Earlier comparisons are in the file; the run's own kernel is marked."""
     table = {"gae": dict.fromkeys(("scan", "loop")), "pad": {"reference": None}}
     compared = []
 

@@ -95,7 +95,7 @@ def test_several_images_stand_where_the_prompt_has_them(name):
 
 
 def test_images_in_a_field_of_a_field_are_those_of_a_plain_one():
-    """As the prompt and the answer may be."""
+    """The prompt and the answer may be, too."""
     several = [[picture(1)], None, [picture(2), picture(3)]]
     plain = encoded([{"prompt": "ab", "images": images} for images in several])
     rows = [{"prompt": "ab", "more": {"images": images}} for images in several]

@@ -297,7 +297,7 @@ def test_targets_name_the_weights_whose_paths_they_fit(targets, head):
 
 
 def described(model):
-    """What a placed model is, without the cuts of parameters that it lacks; None of no model."""
+    """A placed model without the cuts of parameters that it lacks; None of no model."""
     fields = ("shapes", "spans", "forms", "frozen", "whole_shapes", "kept_shapes", "extents")
     layout = model and model.layout
     if layout is not None:

@@ -187,7 +187,7 @@ def test_a_critic_has_weights_of_its_own():
 
 
 def test_a_parameter_is_of_the_layer_in_its_name():
-    """Of more than ten layers."""
+    """With more than ten layers."""
     model = models.build(tiny.config(num_hidden_layers=12))
     numbers = [model.layer_of(f"model.layers.{i}.mlp.up_proj.weight") for i in range(12)]
     assert numbers == list(range(12))

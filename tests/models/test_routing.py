@@ -119,7 +119,7 @@ def test_numbers_of_experts_are_kept_as_they_are(experts, dtype):
 
 
 def test_routers_of_several_kinds_are_left_as_they_are():
-    """Of other numbers of experts, or of chosen ones."""
+    """With other numbers of experts, or of chosen ones."""
     for change, count in ((None, 2), ("chosen", 0), ("experts", 0)):
         base = causal_lm(CONFIGS["qwen3_moe"], "meta").base_model
         gate = base.get_submodule("layers.1.mlp.gate")

@@ -54,7 +54,7 @@ def test_other_operations_read_and_write_their_tensors_and_views_do_nothing():
 
 @pytest.mark.parametrize("keys", [6, 9])
 def test_causal_attention_sees_each_pair_once_and_five_times_backward_what_it_is_forward_two(keys):
-    """Of queries that are the last of their sequence."""
+    """For queries that are the last of their sequence."""
     rows, heads, length, width = 2, 3, 6, 4
     query, key = torch.ones(rows, heads, length, width), torch.ones(rows, heads, keys, width)
     pairs = sum(keys - length + place for place in range(1, length + 1))
@@ -78,7 +78,7 @@ def test_attention_backward_adds_up_in_float32_and_has_gradients_of_shared_keys_
 
 
 def test_a_trackers_workspace_is_that_of_gpus_alone():
-    """It is held while the backward pass of attention runs, and no longer."""
+    """Held while the backward pass of attention runs, and no longer."""
     peaks = {}
     for on_gpu in (False, True):
         query = torch.ones(1, 4, 16, 8, requires_grad=True)

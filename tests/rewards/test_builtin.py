@@ -193,7 +193,7 @@ def length_penalty(sample):
 
 
 def length(sample):
-    """Of the same name as another module's."""
+    """With the name of another module's."""
     return 0.0
 
 

@@ -309,7 +309,7 @@ ROLLOUTS = st.lists(
 @settings(max_examples=40)
 @given(ROLLOUTS, st.lists(st.sampled_from(["", "a", "bb"]), min_size=4, max_size=4), st.booleans())
 def test_every_rollout_is_scored_by_its_own_calls_alone(rollouts, responses, alike):
-    """Of the same prompts, with rows that are alike: each row is scored once, those of a rollout with one patience for
+    """For the same prompts, with rows that are alike: each row is scored once, those of a rollout with one patience for
     each function, and what an earlier rollout left is none of it, nor is its fault."""
     sampled, asked = words(["p", "p" if alike else "q"], responses)
     samples, known = rewards.samples_of(sampled, Letters()), []

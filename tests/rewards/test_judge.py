@@ -124,7 +124,7 @@ def test_long_questions_lose_their_middle_and_are_counted():
 
 
 def test_a_question_has_tokens_of_the_models_own_alone_before_it_is_cut():
-    """Of those that the embedding lacks none is asked, nor counted as too long."""
+    """None that the embedding lacks is asked, nor counted as too long."""
     ids = BYTES("abcdexyz")["input_ids"]
     assert len(ids) == 8
     engine = Answering(lambda text: "Score: 1")

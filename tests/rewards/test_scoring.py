@@ -112,7 +112,7 @@ def test_a_first_policy_is_at_fault_for_all_rows_of_one_function(fails, versions
 
 
 def test_a_runner_is_told_which_samples_answer_one_prompt():
-    """Of episodes these are the whole ones."""
+    """For episodes these are the whole ones."""
     asked = []
 
     class Told(RewardRunner):

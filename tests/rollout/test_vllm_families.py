@@ -101,7 +101,7 @@ def test_videos_stand_where_their_tokens_do(name):
 
 @pytest.mark.parametrize("order", ["iv", "iiv", "ivi"])
 def test_a_row_with_images_before_a_short_video_is_taken(order):
-    """What follows an image has positions behind the longest of its sides."""
+    """Tokens behind an image have positions behind the longest of its sides."""
     model = models.build(CONFIGS["qwen2_vl"])
     tokens, inputs = prompt("qwen2_vl", order, torch.Generator().manual_seed(4))
     assert model.vision is not None

@@ -248,7 +248,7 @@ def test_the_first_error_has_a_note_of_its_rank_and_later_ones_are_quiet():
 
 @pytest.mark.usefixtures("run")
 def test_an_error_beside_a_collective_that_waits_is_the_ranks_own(monkeypatch):
-    """Of the thread that makes batches ahead, whose collective has not failed."""
+    """The thread that makes batches ahead has one, whose collective has not failed."""
     monkeypatch.setattr(failure, "sleep", lambda seconds: None)
     store, ahead, error = Kept(), watch(), KeyError("mine")
     ahead.waiting = WaitingCollective("shard", "all_gather", 3, 0.0)

@@ -420,7 +420,7 @@ def test_a_custom_loss_and_its_metrics_are_over_all_data_whatever_the_micro_batc
 
 
 def test_state_in_buffers_stays_as_it_is_where_all_weights_are_trained():
-    """As the biases of routers, which have no gradient, and which weight decay would move."""
+    """Biases of routers are such: they have no gradient, and weight decay would move them."""
     model, params = families.make("glm4_moe")
     run = create_run(base(model=model, params=params), Adapters(0))
     run, _ = forward_backward(run, data(3, 2), Loss("cross_entropy"))
@@ -431,7 +431,7 @@ def test_state_in_buffers_stays_as_it_is_where_all_weights_are_trained():
 
 @pytest.mark.parametrize("name", [name for name, rule in LOSSES.items() if not rule.flat])
 def test_data_of_several_widths_in_one_request_are_those_of_requests_apart(name):
-    """What fills a narrow datum up to the widest has no loss, in whatever loss."""
+    """Tokens that fill a narrow datum up to the widest have no loss, in whatever loss."""
     run, parts = begun(), (data(1, 2, width=3), data(2, 2), data(3, 2, width=2))
     together, outputs = forward_backward(run, [x for part in parts for x in part], Loss(name))
     apart, total = run, 0.0
