@@ -6,7 +6,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from fppo import laws, losses
+from fppo import advantages, laws, losses
 from fppo._errors import UsageError
 from fppo.audit import Audited, audit, report
 from fppo.audit.peers import PEERS, adapters_of
@@ -38,6 +38,13 @@ def test_every_function_gets_every_law(found):
     assert not excused.those("fault")
     assert len(excused.verdicts) == len(means.verdicts) - 2
     assert found.faults == 2
+
+
+def test_an_estimator_that_needs_two_rows_is_asked_for_groups_of_two():
+    alone, paired = (
+        audit("mine", [Audited("pass at k", "advantages", advantages.grpo_passk, group_rows=rows)]) for rows in (1, 2)
+    )
+    assert (alone.faults > 0, paired.faults) == (True, 0)
 
 
 def test_the_table_counts_and_explains(found):

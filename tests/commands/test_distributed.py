@@ -41,6 +41,19 @@ def test_a_single_process_is_on_the_gpu_that_is_named(run):
         run(device="cuda:4")
 
 
+@pytest.mark.parametrize(("attempt", "resume"), [(0, "never"), (1, "auto")])
+def test_a_rank_that_was_started_again_resumes_from_its_run_s_checkpoints(run, monkeypatch, attempt, resume):
+    """A first start does not: what lies in the directory is another run's."""
+    monkeypatch.setattr(
+        distributed.Place, "of_environment", lambda: launch.Place(world=1, started=True, attempt=attempt)
+    )
+    seen = []
+    monkeypatch.setattr(distributed, "no_exit", contextlib.nullcontext)
+    start = files.from_dict({"model": {"path": "m"}, "data": {"path": ["d"]}, "output_dir": "o", "resume": "never"})
+    distributed.run(lambda settings, here: seen.append(settings.resume) or 0, start, [], 1)
+    assert seen == [resume]
+
+
 def test_several_processes_are_not_on_one_gpu(run):
     assert run(2, device="cuda") == [2]
     with pytest.raises(ValueError, match="device = 'cuda:1': 2 processes train on a GPU each; give cuda"):

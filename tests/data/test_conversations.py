@@ -101,6 +101,15 @@ def test_a_template_that_appends_has_one_row_and_others_a_row_for_each_turn():
     assert counts["another end, and calls"] == 3
 
 
+def test_a_row_ends_with_a_turn_that_the_template_does_not_end():
+    """The end token behind it is in no prompt, so the next turn has a row of its own, though the text only grows."""
+    text = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    words = templates.tokenizer_of(text + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    rows = imitated_conversation(words, TALK)
+    assert [row.response.count(words.eos_token_id) for row in rows] == [1, 1, 1]
+    assert [all(row.mask) for row in rows] == [True, True, True]
+
+
 @pytest.mark.slow
 def test_every_template_that_trl_ships_gives_prompts_that_a_policy_answers():
     """Or is refused with the reason. None is imitated behind something else."""

@@ -272,12 +272,19 @@ def by_place(known, indices, scores):
     return replace(known, successes=known.successes + torch.arange(len(indices)).double().dot(scores.nan_to_num()))
 
 
+def by_the_last(known, indices, scores):
+    """Of several rows of a prompt, the last one's score alone."""
+    successes = known.successes.clone()
+    successes[indices] = scores.nan_to_num()
+    return replace(known, successes=successes)
+
+
 WRONG = {
     "purity": [
         PLAIN._replace(update=in_place),
         PLAIN._replace(choose=lambda known, key, step, size: torch.randint(12, (size,))),
     ],
-    "order": [PLAIN._replace(update=by_place)],
+    "order": [PLAIN._replace(update=by_place), PLAIN._replace(update=by_the_last)],
     "key": [PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size))],
     "indices": [
         PLAIN._replace(choose=lambda known, key, step, size: torch.arange(size + 1)),

@@ -34,13 +34,13 @@ def greedy_stage(baselines):
 
 
 def test_a_greedy_baseline_is_that_of_a_rows_own_episode():
-    """Three rows of two episodes, the first of which has the rows 0 and 2."""
-    rollout = batches.narrow(Rollout, tiny.experience(0, 3))
-    rollout = attrs.evolve(rollout, episodes=torch.tensor([9, 7, 9]), observed=Column([[], [], []]))
+    """Four rows of two episodes, the first of which has all rows but one."""
+    rollout = batches.narrow(Rollout, tiny.experience(0, 4))
+    rollout = attrs.evolve(rollout, episodes=torch.tensor([9, 7, 9, 9]), observed=Column([[], [], [], []]))
     prompts = SimpleNamespace(tokens=torch.zeros(2, 1))
     scored, report = greedy_stage([0.25, 0.75])(rollout, params={}, prompts=prompts)
-    assert scored.baselines.tolist() == [0.25, 0.75, 0.25]
-    assert metrics.report(report)["own/metric"] == 3.0  # the metrics are those of the responses, not of the greedy ones
+    assert scored.baselines.tolist() == [0.25, 0.75, 0.25, 0.25]
+    assert metrics.report(report)["own/metric"] == 4.0  # the metrics are those of the responses, not of the greedy ones
 
 
 def test_a_baseline_that_failed_is_no_baseline_of_any_number():

@@ -206,6 +206,16 @@ def test_an_episode_whose_answer_is_under_way_is_not_dropped():
     assert "a" in dropped
 
 
+def test_tokens_of_a_row_that_goes_on_count_once():
+    """Three turns of together eight tokens, and one of two: ten are held, and a limit of nine is too small."""
+    for most, expected in ((10, []), (9, ["a"])):
+        dropped = []
+        episodes = Episodes(most, on_dropped=lambda name, rows, to=dropped: to.append(name))
+        asked(episodes, "a", [1, 2], ([3], [4]), ([5, 6], [7]), ([8], []))
+        asked(episodes, "b", [1], ([9], []))
+        assert dropped == expected
+
+
 def test_what_is_held_is_bounded_and_the_oldest_goes():
     dropped = []
     with parrot_world("lamp", bounds=Bounds(row_tokens=512, recorded_tokens=60)) as world:
