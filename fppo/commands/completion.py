@@ -6,10 +6,10 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
-import attrs
-
 from fppo._errors import UsageError, did_you_mean
+from fppo.commands.help import positional
 from fppo.commands.options import (
+    AuditOptions,
     DiffOptions,
     Export,
     Quickstart,
@@ -22,6 +22,7 @@ from fppo.commands.options import (
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
+from fppo.settings.check import CheckSettings
 from fppo.settings.compare import CompareSettings
 from fppo.settings.component import parts, signature_of
 from fppo.settings.plan import PlanSettings
@@ -42,8 +43,10 @@ _OWN = {
     "diff": DiffOptions,
 }
 _OWN |= {"ablate": AblateSettings, "bias": BiasSettings, "compare": CompareSettings, "plan": PlanSettings}
-_SETTINGS = ("train", "rollout", "eval", "compare", "plan", "bias")
-_LAUNCHED = ("quickstart", "train", "rollout", "eval", "compare")
+_OWN |= {"audit": AuditOptions, "check": CheckSettings}
+_SETTINGS = ("train", "sft", "check", "rollout", "eval", "compare", "plan", "bias")
+_LAUNCHED = ("quickstart", "train", "sft", "rollout", "eval", "compare")
+_RANKS = ("check", "replay")  # take the number of ranks, and restart none
 
 
 def script(shell: str, commands: Sequence[str]) -> str:
@@ -60,8 +63,8 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
     kinds: dict[str, Any] = {}
     if command in _OWN:
         cls = _OWN[command]
-        positional = {field.name for field in attrs.fields(cls) if "Positional" in str(field.type)}
-        kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in positional}
+        places = positional(cls)
+        kinds |= {path: kind for path, kind in files.paths(cls).items() if path not in places}
     if command in _SETTINGS:
         kinds |= {**files.paths(), **_keywords()}
     flags: dict[str, tuple[str, ...]] = {}
@@ -72,7 +75,7 @@ def flags_of(command: str) -> dict[str, tuple[str, ...]]:
             flags[f"--{section}{dot}no-{name}"] = ()
     if command in _LAUNCHED:
         flags |= {"--nproc": (), "--max-restarts": ()}
-    if command == "replay":
+    if command in _RANKS:
         flags["--nproc"] = ()
     return flags | {"--help": (), "--traceback": ()}
 
@@ -135,14 +138,15 @@ def _zsh(flags: Mapping[str, Mapping[str, Sequence[str]]], values: Mapping[str, 
 
 
 def _fish(flags: Mapping[str, Mapping[str, Sequence[str]]], values: Mapping[str, Sequence[str]]) -> str:
-    lines = [f"complete -c fppo -n __fish_use_subcommand -f -a '{' '.join(flags)}'"]
-    lines += [
+    lines = [
+        'function __fppo_runs; set -l words (commandline -opc); test "$words[2]" = $argv[1]; end',
+        f"complete -c fppo -n __fish_use_subcommand -f -a '{' '.join(flags)}'",
         "complete -c fppo -n __fish_use_subcommand -l help",
         "complete -c fppo -n __fish_use_subcommand -l version",
+        f"complete -c fppo -n '__fppo_runs completion' -f -a '{' '.join(SHELLS)}'",
     ]
-    lines.append(f"complete -c fppo -n '__fish_seen_subcommand_from completion' -f -a '{' '.join(SHELLS)}'")
     for command, own in flags.items():
         for flag, choice in own.items():
             words = f" -x -a '{' '.join(choice)}'" if choice else ""
-            lines.append(f"complete -c fppo -n '__fish_seen_subcommand_from {command}' -l {flag[2:]}{words}")
+            lines.append(f"complete -c fppo -n '__fppo_runs {command}' -l {flag[2:]}{words}")
     return "\n".join(lines)

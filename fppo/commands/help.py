@@ -10,7 +10,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -47,8 +47,7 @@ def show(usage: str, cls: type | None, more: str = "") -> None:
     """Print the help of a command whose arguments are the fields of a class, and `more` below it."""
     parts = [f"usage: {usage}"]
     if cls is not None:
-        fields = attrs.fields(attrs.resolve_types(cls, include_extras=True))
-        places = {field.name: _metavar(field.type) for field in fields if "Positional" in str(field.type)}
+        places = positional(cls)
         settings = list(_settings(cls, default=_defaults(cls)))
         parts += ["", inspect.getdoc(cls) or "", ""]
         for setting in settings:
@@ -57,8 +56,13 @@ def show(usage: str, cls: type | None, more: str = "") -> None:
     print("\n".join([*parts, *(["", more] if more else [])]))
 
 
+def positional(cls: type) -> dict[str, str]:
+    """The displayed names of the arguments without a flag, by field."""
+    kinds = get_type_hints(cls, include_extras=True)
+    return {name: _metavar(kind) for name, kind in kinds.items() if "Positional" in str(kind)}
+
+
 def _metavar(kind: Any) -> str:
-    """The displayed name of a positional argument."""
     return next(x.metavar for x in kind.__metadata__ if getattr(x, "metavar", None))
 
 

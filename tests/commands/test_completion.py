@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -34,6 +35,23 @@ def test_bash_completes_what_is_typed():
     assert offered(script, "fppo", "trace", "--nproc") == []
 
 
+@pytest.mark.skipif(shutil.which("fish") is None, reason="there is no fish")
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("fppo comp", ["compare", "completion"]),
+        ("fppo completion ", ["bash", "fish", "zsh"]),
+        ("fppo train x.toml --rollout.engine v", ["vllm"]),
+        ("fppo sft x.toml --sft.optimizer.l", ["--sft.optimizer.lr"]),
+        ("fppo view compare --ex", ["--export", "--export-mb"]),  # a run may have a command's name
+    ],
+)
+def test_fish_completes_what_is_typed(typed, expected):
+    script = completion.script("fish", list(cli.COMMANDS)) + f"\ncomplete -C '{typed}'"
+    said = subprocess.run(["fish", "--no-config"], input=script, capture_output=True, text=True, check=True, cwd="/")
+    assert (said.stderr, [line.split("\t")[0] for line in said.stdout.split("\n") if line]) == ("", expected)
+
+
 def test_every_setting_and_every_option_is_offered():
     flags = completion.flags_of("train")
     wanted = {f"--{path.replace('_', '-')}" for path in files.paths()}
@@ -44,6 +62,18 @@ def test_every_setting_and_every_option_is_offered():
     for shell in completion.SHELLS:
         script = completion.script(shell, list(cli.COMMANDS))
         assert all(command in script for command in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "completion"])
+def test_whatever_flag_the_help_of_a_command_names_is_offered(command, capsys):
+    """And no argument is that has no flag; however often one asks."""
+    assert cli.main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    named = set(re.findall(r"(?m)^  (--[a-z][a-z.-]*)(?=[ ,\n])", said))
+    processes = {flag for flag in ("--nproc", "--max-restarts") if flag in said.splitlines()[0]}
+    assert named | processes <= {*completion.flags_of(command)}
+    assert processes == {*completion.flags_of(command)} & {"--nproc", "--max-restarts"}
+    assert not {"--run", "--runs", "--target", "--targets", "--trainer"} & {*completion.flags_of(command)}
 
 
 def test_a_shell_that_there_is_not(capsys):
