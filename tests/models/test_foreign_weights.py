@@ -159,6 +159,23 @@ def test_codes_that_pass_for_floats_are_told_from_them(tmp_path, monkeypatch):
         models.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda x: x[:-1], r"has shape \(15, 16\), expected \(16, 16\)"),
+        (lambda x: x.double(), r"is torch\.float64, expected torch\.float32"),
+    ],
+    ids=["a row less", "wider"],
+)
+def test_what_a_quantiser_of_transformers_gives_must_be_what_the_model_has(tmp_path, monkeypatch, change, text):
+    params = saved(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "torchao"})
+    name = "model.layers.1.self_attn.q_proj.weight"
+    monkeypatch.setattr(loading, "_read_whole", lambda *_: ({**params, name: change(params[name])}, []))
+    with pytest.raises(ValueError, match=rf"{name} {text}"):
+        models.load(tmp_path)
+
+
 def in_fp8(stored, block=32):
     """The weights of layers as FP8 with a scale for each block, as DeepSeek publishes them."""
     codes = {}

@@ -113,4 +113,5 @@ def test_what_is_written_whole_is_synced_before_it_has_its_name(tmp_path, monkey
                 draft.mkdir()
     assert "name" in done
     for place in (i for i, what in enumerate(done) if what == "name"):
+        assert place > 0
         assert done[place - 1] == done[place + 1] == "sync"

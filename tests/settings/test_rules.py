@@ -130,7 +130,10 @@ OF_ALGORITHMS: list[Rule] = [
         ["algorithm.kl.target", "algorithm.kl.horizon"],
     ),
     ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k1+"}, {"algorithm.kl.coef": 0.0}, ["algorithm.kl.kind"]),
-    ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k1"}, {"algorithm.kl.kind": "abs"}, ["algorithm.kl.kind"]),
+    *(
+        ({"algorithm.kl.coef": 0.1, "algorithm.kl.kind": "k1"}, {"algorithm.kl.kind": kind}, ["algorithm.kl.kind"])
+        for kind in ("abs", "abs+", "k2", "k2+", "k3", "k3+")
+    ),
     ({"algorithm.advantage": "gdpo", "rollout.n": 2}, {"algorithm.kl.coef": 0.1}, ["algorithm.kl.coef"]),
     (KL | {"actor.kl_kind": "k2"}, {"actor.kl_coef": 0.0}, ["actor.kl_kind"]),
     (KL | {"actor.kl_kind": "k1+"}, {"actor.kl_kind": "k1"}, ["actor.kl_kind"]),
