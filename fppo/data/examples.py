@@ -137,7 +137,7 @@ def _prompt(row: Row, fields: Fields) -> str | list[dict[str, Any]]:
         before = _parted(value, fields.prompt)[0] if fields.ground_truth == fields.prompt else value
         return messages_of(before, fields.prompt, kinds=tuple(fields.seen), filled=filled)
     hint = "; messages need the chat template (chat = true)" if isinstance(value, list) else ""
-    raise BadField(f"field {fields.prompt!r}: a {_kind(value)}, not text{hint}")
+    raise BadField(f"field {fields.prompt!r}: {_kind(value)}, not text{hint}")
 
 
 def _parted(messages: Sequence[Any], name: str) -> tuple[Sequence[Any], Any]:
@@ -181,14 +181,15 @@ def _source(row: Row, fields: Fields) -> str:
         return row.source if fields.source_name is None else fields.source_name
     value = lookup(row.fields, fields.source)
     if not isinstance(value, str) or not value:
-        raise BadField(f"field {fields.source!r}: a {_kind(value)}, not the name of a source")
+        raise BadField(f"field {fields.source!r}: {_kind(value)}, not the name of a source")
     return value
 
 
 def _kind(value: Any) -> str:
     if value is None:
         return "null"
-    return "empty text" if value == "" else type(value).__name__
+    name = type(value).__name__
+    return "empty text" if value == "" else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def lookup(fields: Mapping[str, Any], name: str) -> Any:
@@ -224,7 +225,7 @@ def fill(template: str, fields: Mapping[str, Any]) -> str:
             raise ValueError(f"prompt = {template!r}: each {{}} holds the name of a field and nothing else")
         value = lookup(fields, name)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise BadField(f"field {name!r}: a {_kind(value)}, not text")
+            raise BadField(f"field {name!r}: {_kind(value)}, not text")
         if next(missing_in(value), None) is not None:
             raise BadField(f"field {name!r}: {value}, a table's missing value")
         texts.append(str(value))

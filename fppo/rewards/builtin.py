@@ -10,15 +10,28 @@ from typing import Any
 
 import attrs
 
+from fppo._errors import printable
 from fppo.rewards.functions import inline_reward
 from fppo.workers.sample import Sample
 
 
 @inline_reward
 def exact_match(sample: Sample) -> dict[str, Any]:
-    """1 if the response equals the ground truth up to surrounding white space, else 0."""
+    """1 if the response equals the ground truth up to surrounding white space, else 0. Raises ValueError for a ground
+    truth that is neither text nor a number."""
     answer = sample.response.strip()
-    return {"score": float(answer == str(sample.ground_truth).strip()), "answer": answer}
+    return {"score": float(answer == _truth(sample).strip()), "answer": answer}
+
+
+def _truth(sample: Sample) -> str:
+    """The ground truth as text. Raises ValueError for a list, a table or none, which no response equals."""
+    truth = sample.ground_truth
+    if not isinstance(truth, str | int | float):
+        raise ValueError(
+            f"no response equals the ground truth {printable(repr(truth), 80)}: let data.ground_truth name one text or "
+            "number, as answers.0 is the first of a list, or score by a function of your own"
+        )
+    return str(truth)
 
 
 @attrs.frozen
@@ -35,7 +48,7 @@ class RegularExpression:
         answer = matches[-1][1] if matches else None
         if answer is None:
             return {"score": 0.0, "answer": None}
-        return {"score": float(answer.strip() == str(sample.ground_truth).strip()), "answer": answer.strip()}
+        return {"score": float(answer.strip() == _truth(sample).strip()), "answer": answer.strip()}
 
 
 def regular_expression(*, pattern: str) -> RegularExpression:
@@ -67,7 +80,7 @@ def math_verify(sample: Sample) -> dict[str, Any]:
     _prepare_math_verify()
     import math_verify as library
 
-    truth = str(sample.ground_truth)
+    truth = _truth(sample)
     marked = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
     gold = library.parse(marked, parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:

@@ -83,7 +83,7 @@ def check_replaceable(directory: str | os.PathLike[str]) -> None:
     """Raise ValueError unless an export may be written to the directory: it is missing, empty, or holds an earlier
     export and nothing else."""
     target = Path(directory)
-    if not target.exists():
+    if not os.path.exists(target):  # which a name that is too long does not raise
         return
     if not target.is_dir():
         raise ValueError(f"{target} is a file, which a model does not replace; give a new directory")

@@ -33,11 +33,14 @@ _NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _MOST_BYTES = 32 << 20  # of rows that are looked at: reading takes time
+_LONGEST = 255  # bytes of a name in a directory
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def place_problems(settings: TrainSettings) -> list[Problem]:
     """Every file and directory that a setting names and that is not there, or not whole. Names of the hub pass."""
+    if wrong := list(_names(settings)):
+        return wrong
     reward = settings.reward
     models = {"model.path": settings.model.path or None, "reward.model.path": reward.model.path}
     models["reward.judge.path"] = reward.judge.path
@@ -59,9 +62,27 @@ def place_problems(settings: TrainSettings) -> list[Problem]:
     return lines
 
 
+def _names(settings: TrainSettings) -> Problems:
+    """Yield the settings whose name is empty, which would be that of the working directory, or longer than any is."""
+    values = files.flat(files.to_dict(settings))
+    for setting in (*files.PATHS, "model.tokenizer", "data.chat_template", "data.tools", "resume", "output_dir"):
+        names = values[setting] if isinstance(values[setting], list) else [values[setting]]
+        names = [name for name in names if name is not None]
+        longest = max((len(os.fsencode(part)) for name in names for part in Path(name).parts), default=0)
+        if "" in names and setting not in ("model.path", "output_dir", "module_dirs"):  # two are told as not set
+            yield Problem(
+                setting, values[setting], "an empty name; give a file, a directory or a name, or leave it out"
+            )
+        elif longest > _LONGEST:
+            text = f"a part of it has {longest} bytes, and file systems take {_LONGEST}; give a shorter name"
+            yield Problem(setting, values[setting], text)
+
+
 def output_problems(settings: TrainSettings) -> Problems:
     """Yield the reason why a run cannot write to its output_dir, which is not made yet."""
     path, name = Path(settings.output_dir), settings.output_dir
+    if not name:  # told as not set
+        return
     there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         wrong = "is a file" if there.is_file() else "may not be written to" if there.is_dir() else _NO_PLACE

@@ -140,7 +140,8 @@ def described(kind: Any) -> str:
         words = ", ".join(map(str, arguments))
         return f"one of {words}" if len(arguments) > 1 else words
     if origin is tuple:
-        return f"a list, each {described(arguments[0])}"
+        size = "" if Ellipsis in arguments else f" of {len(arguments)}"
+        return f"a list{size}, each {described(arguments[0])}"
     if origin in (Union, types.UnionType):
         return " or ".join(described(a) for a in arguments if a is not types.NoneType)
     if origin is dict:

@@ -12,6 +12,9 @@ from fppo.commands import cli
 from fppo.settings import files, modules
 from tests import tiny_run
 
+UNREAD = {"model.path", "module_dirs", "model.teacher_path", "reward.model.tokenizer"}  # or told as not set
+TOO_LONG = "a part of it has 256 bytes, and file systems take 255; give a shorter name"
+
 
 @pytest.fixture
 def task(tmp_path):
@@ -39,6 +42,33 @@ def test_a_nul_in_a_setting_is_named_as_that(task, capsys, name):
     said = fails(task, capsys)
     assert f"{name} = {text!r}: holds a NUL character, which no path and no text has" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("name", [*sorted({*files.PATHS} - UNREAD), "model.tokenizer"])
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("", "an empty name; give a file, a directory or a name, or leave it out"), ("x" * 256, TOO_LONG)],
+    ids=["empty", "long"],
+)
+def test_a_name_that_is_empty_or_too_long_is_named(task, capsys, name, text, expected):
+    """An empty one would be the working directory's."""
+    with_value(task, name, [text] if name in ("data.path", "data.eval_path") else text)
+    said = fails(task, capsys)
+    assert f"{name} = " in said
+    assert expected in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["--output-dir", ""], "1 problem in {file}:\n  output_dir = '': is not set; give a directory for what"),
+        (["--output-dir", "@/" + "x" * 256], TOO_LONG),
+        (["--actor.optimizer.betas", "0.9"], "actor.optimizer.betas = [0.9]: must be a list of 2, each a number"),
+    ],
+)
+def test_names_and_lists_of_another_length(task, capsys, overrides, text):
+    said = fails(task, capsys, *(word.replace("@", str(task)) for word in overrides))
+    assert text.format(file=task / "run.toml") in said
 
 
 def test_a_byte_that_is_no_text_is_named(task, capsys):

@@ -271,7 +271,7 @@ def test_every_fault_of_a_row_is_noted_once():
     lines = [line.strip() for line in problems.text("data").splitlines()]
     assert lines[0] == "4 problems in the data:"
     for line, part in zip(
-        lines[1:], ("field 'b': a list, not text", "'c': null", "'d': a int", "'tools': "), strict=True
+        lines[1:], ("field 'b': a list, not text", "'c': null", "'d': an int", "'tools': "), strict=True
     ):
         assert line.startswith("f.jsonl:3: field ")
         assert part in line

@@ -137,10 +137,10 @@ def test_all_faults_are_one_error(tmp_path):
         (2, "not JSON: "),
         (3, "a list, not an object"),
         (4, "field 'prompt': missing; the row has ['answer']"),
-        (5, "field 'prompt': a int, not text"),
+        (5, "field 'prompt': an int, not text"),
         (6, "field 'prompt': empty"),
         (7, "field 'answer': null"),
-        (8, "field 'prompt': a null, not text"),
+        (8, "field 'prompt': null, not text"),
         (9, "field 'answer': missing"),
     ):
         assert f"{path}:{line}: {what}" in text, what
@@ -155,7 +155,7 @@ def test_faulty_templates_and_sources(tmp_path):
             load(path, prompt=prompt)
     with pytest.raises(ValueError, match="the name of a field"):
         load(path, prompt="{}")
-    with pytest.raises(ValueError, match="field 'source': a int, not the name of a source"):
+    with pytest.raises(ValueError, match="field 'source': an int, not the name of a source"):
         load(path, source="source")
     with pytest.raises(ValueError, match="over_long = 'cut'"):
         load(path, over_long="cut")

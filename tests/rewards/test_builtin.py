@@ -23,6 +23,16 @@ def test_exact_match():
     assert rewards.exact_match(sample("4 2", "42"))["score"] == 0.0
 
 
+@pytest.mark.parametrize("truth", [["3", "4"], {"answer": "3"}, None])
+def test_a_ground_truth_that_no_response_equals_is_no_score_of_zero(truth):
+    """A list would never be equal, so that every response were wrong without a word."""
+    for fn in (rewards.exact_match, rewards.regular_expression(pattern=r"(\d+)"), rewards.math_verify):
+        with pytest.raises(ValueError, match=r"no response equals the ground truth .*data\.ground_truth"):
+            fn(sample("3", truth))
+    assert rewards.regular_expression(pattern=r"\d+")(sample("3", truth)) == 1.0  # it reads none
+    assert rewards.exact_match(sample("True", True))["score"] == 1.0
+
+
 def test_regular_expression_without_and_with_a_group():
     form = rewards.regular_expression(pattern=r"<think>.*</think>")
     assert (form(sample("a <think>b</think>")), form(sample("<think>"))) == (1.0, 0.0)

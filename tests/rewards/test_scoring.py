@@ -138,7 +138,7 @@ def cost(sample: Sample) -> dict[str, float]:
 
 
 def test_a_failure_has_no_score_or_the_one_that_is_named():
-    rows = rollout(["q"] * 3, ["aeb", "z", "bz"], [None] * 3)
+    rows = rollout(["q"] * 3, ["aeb", "z", "bz"], ["x"] * 3)
     scored, _ = score(rows, cost)
     assert scored.scores.tolist() == [-3.0, NONE, NONE]
     with RewardRunner(rewards.weighted_sum({"c": cost, "e": rewards.exact_match}, {"c": 2.0})) as runner:
@@ -150,7 +150,7 @@ def test_a_failure_has_no_score_or_the_one_that_is_named():
 
 
 def test_a_function_of_weight_0_takes_no_score_away():
-    rows = rollout(["q"] * 2, ["z", "aa"], [None] * 2)
+    rows = rollout(["q"] * 2, ["z", "aa"], ["x"] * 2)
     scored, _ = score(rows, rewards.weighted_sum({"v": vowels, "e": rewards.exact_match}, {"v": 0.0}))
     assert scored.scores.tolist() == [0.0, 0.0]
     assert scored.named_scores["v"].tolist() == [NONE, 2.0]
