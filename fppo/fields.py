@@ -142,6 +142,14 @@ def wrong_values(section: Any, prefix: str = "") -> Problems:
         yield from (Problem(path, value, text) for text in texts if text)
 
 
+def flag_problems(options: Any) -> list[str]:
+    """A line for each failed check of a command's own options, which it takes as flags."""
+    return [
+        f"--{problem.path.rstrip('_').replace('_', '-')} {problem.value!r}: {problem.text}"
+        for problem in wrong_values(options)
+    ]
+
+
 def at_least(low: float) -> Check:
     """The number is `low` or more."""
     return lambda x: None if x is None or x >= low else f"must be {low} or more"

@@ -27,7 +27,7 @@ from fppo.data import PromptSet
 from fppo.fields import Problem
 from fppo.models.flops import PEAKS
 from fppo.plan import text as plans
-from fppo.plan.case import KNOWN
+from fppo.plan.case import KNOWN, hardware_of
 from fppo.plan.needs import RunNeeds, needs_of
 from fppo.rewards.runner import RewardRunner
 from fppo.runtime.mesh import LOCAL
@@ -76,7 +76,10 @@ def check(
     settings: TrainSettings, known: Sequence[Problem], options: CheckSettings, *, where: str, ranks: int | None = None
 ) -> int:
     """Print all that can be known of a run before it starts, on so many `ranks` (None: those of its mesh); see
-    `CheckSettings` for the exit status. Raises SettingsError with every problem, those `known` first."""
+    `CheckSettings` for the exit status. Raises SettingsError with every problem, those `known` first, and ValueError
+    for an unknown GPU."""
+    if options.gpu is not None:
+        hardware_of(options.gpu)
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     chosen, notes = resolved(settings)

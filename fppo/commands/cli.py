@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import TypeVar
 
 import attrs
 import tyro
@@ -30,7 +31,7 @@ from fppo.commands.options import (
     TraceOptions,
     ViewOptions,
 )
-from fppo.fields import Problem
+from fppo.fields import Problem, flag_problems
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import bias as settings_bias
@@ -49,6 +50,7 @@ from fppo.settings.plan import PlanSettings
 from fppo.settings.sft import is_read
 from fppo.settings.train import TrainSettings
 
+T = TypeVar("T")
 EVAL_READS = ("data.eval_path", "data.eval_rows", "data.eval_split", "reward.functions", "rollout.batch_size")
 PROCESSES = "[--nproc N [--max-restarts M]]"
 LEAST = """[model]
@@ -106,12 +108,20 @@ def usage() -> str:
     return f"usage: fppo COMMAND ...\n\n{lines}\n\nfppo COMMAND --help shows a command's arguments."
 
 
+def _options(cls: type[T], words: Sequence[str], command: str) -> T:
+    """The options of a command. Raises SettingsError for values that are out of their bounds."""
+    options = tyro.cli(cls, args=words, prog=f"fppo {command}")
+    if wrong := flag_problems(options):
+        raise files.SettingsError(wrong)
+    return options
+
+
 def _quickstart(rest: Sequence[str]) -> int | None:
     """Train a small model on an addition task, from nothing to a report, in two minutes [--nproc 2]"""
     if helps.wanted(rest):
         return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
     processes, rest = processes_of(rest)
-    options = tyro.cli(Quickstart, args=rest, prog="fppo quickstart")
+    options = _options(Quickstart, rest, "quickstart")
     from fppo.commands import actions, distributed  # here, as below: --help answers before torch is loaded
 
     def run(settings: TrainSettings) -> int:
@@ -216,7 +226,7 @@ def _replay(rest: Sequence[str]) -> int | None:
     processes, rest = processes_of(rest)
     if processes.max_restarts:
         raise UsageError("--max-restarts: a replay is not restarted; leave it out")
-    options = tyro.cli(Replay, args=rest, prog="fppo replay")
+    options = _options(Replay, rest, "replay")
     from fppo.commands import actions, distributed
 
     def command(settings: TrainSettings, here: actions.CommandRank) -> int:
@@ -233,7 +243,7 @@ def _export(rest: Sequence[str]) -> int | None:
     """Write the policy of a run as a Hugging Face directory: fppo export RUN TARGET [--push me/my-model]"""
     if helps.wanted(rest):
         return helps.show("fppo export RUN TARGET [--OPTION VALUE ...]", Export)
-    options = tyro.cli(Export, args=rest, prog="fppo export")
+    options = _options(Export, rest, "export")
     run, target = Path(options.run), Path(options.target)
     if (target / "settings.toml").exists() and not (run / "settings.toml").exists():
         raise UsageError(f"{run} is not a run, but {target} is: give the run first: fppo export {target} {run}")
@@ -258,7 +268,7 @@ def _serve(rest: Sequence[str]) -> int | None:
     """Serve a run's policy, or a model, behind OpenAI's protocol, and record episodes: fppo serve RUN|MODEL"""
     if helps.wanted(rest):
         return helps.show("fppo serve RUN|MODEL [MODEL ...] [--OPTION VALUE ...]", ServeOptions)
-    options = tyro.cli(ServeOptions, args=rest, prog="fppo serve")
+    options = _options(ServeOptions, rest, "serve")
     from fppo.commands import actions
 
     return actions.serve(options, os.environ)
@@ -268,7 +278,7 @@ def _report(rest: Sequence[str]) -> int | None:
     """Draw the curves of a run and write its report.html: fppo report RUN"""
     if helps.wanted(rest):
         return helps.show("fppo report RUN", Report)
-    options = tyro.cli(Report, args=rest, prog="fppo report")
+    options = _options(Report, rest, "report")
     from fppo.report import write as report
 
     print(report.write_report(options.run))
@@ -278,7 +288,7 @@ def _view(rest: Sequence[str]) -> int | None:
     """Look into runs in a browser, live while they train, or in one file: fppo view RUN [RUN ...] [--export FILE]"""
     if helps.wanted(rest):
         return helps.show("fppo view RUN [RUN ...] [--export FILE.html] [--OPTION VALUE ...]", ViewOptions)
-    options = tyro.cli(ViewOptions, args=rest, prog="fppo view")
+    options = _options(ViewOptions, rest, "view")
     from fppo.commands import view
 
     return view.view(options)
@@ -288,7 +298,7 @@ def _trace(rest: Sequence[str]) -> int | None:
     """Write a timeline of the last steps, for viewers of Chrome traces: fppo trace RUN"""
     if helps.wanted(rest):
         return helps.show("fppo trace RUN [--out FILE]", TraceOptions)
-    options = tyro.cli(TraceOptions, args=rest, prog="fppo trace")
+    options = _options(TraceOptions, rest, "trace")
     from fppo.report import timeline
 
     print(timeline.write(options.run, options.out))
@@ -298,7 +308,7 @@ def _diff(rest: Sequence[str]) -> int | None:
     """Print the first difference of two runs: fppo diff RUN RUN"""
     if helps.wanted(rest):
         return helps.show("fppo diff RUN RUN", DiffOptions)
-    options = tyro.cli(DiffOptions, args=rest, prog="fppo diff")
+    options = _options(DiffOptions, rest, "diff")
     from fppo.commands import actions
 
     first, second = map(Path, options.runs)
@@ -321,7 +331,7 @@ def _audit(rest: Sequence[str]) -> int | None:
     """Put another trainer's losses through the laws: fppo audit trl|verl|openrlhf|module:adapters [--dump FILE ...]"""
     if helps.wanted(rest):
         return helps.show("fppo audit trl|verl|openrlhf|module:adapters [--OPTION VALUE ...]", AuditOptions)
-    options = tyro.cli(AuditOptions, args=rest, prog="fppo audit")
+    options = _options(AuditOptions, rest, "audit")
     from fppo.commands import audit
 
     return audit.audit(options)

@@ -7,6 +7,10 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
+from fppo.fields import above, at_least, at_most, setting
+
+_MOST_SEED = 2**64 - 1
+
 
 @attrs.frozen(kw_only=True)
 class Quickstart:
@@ -14,7 +18,7 @@ class Quickstart:
 
     output_dir: str = "runs/quickstart"
     """The directory for everything that the run writes."""
-    seed: int = 0
+    seed: int = setting(0, at_least(0), at_most(_MOST_SEED))
     """The seed of all random draws."""
     exact: bool = False
     """Sample with the log-probs that training computes, bit for bit (rollout.exact)."""
@@ -74,29 +78,29 @@ class ServeOptions:
     """Have tinker's clients compress their data, which pays where they are on other machines."""
     host: str = "127.0.0.1"
     """The address to listen at."""
-    port: int = 8000
+    port: int = setting(8000, at_least(0), at_most(65535))
     """The port to listen at; 0: any that is free."""
     public: bool = False
     """Listen at an address that other machines reach. Nothing is encrypted: put a proxy with TLS in front."""
     name: str | None = None
     """The model's name in the protocol; None: the last part of RUN or MODEL."""
-    max_tokens: int = 1024
+    max_tokens: int = setting(1024, at_least(1))
     """The longest answer, in tokens, where a request says nothing."""
-    row_tokens: int | None = None
+    row_tokens: int | None = setting(None, at_least(1))
     """The longest row, in tokens, of prompt, answers and what is said between; None: 4096, or what the model allows."""
-    temperature: float | None = None
+    temperature: float | None = setting(None, at_least(0))
     """The temperature where a request says nothing; None: that of the run, or 1."""
-    top_p: float | None = None
+    top_p: float | None = setting(None, above(0), at_most(1))
     """The mass of likeliest tokens where a request says nothing; None: that of the run, or 1."""
-    seed: int = 0
+    seed: int = setting(0, at_least(0), at_most(_MOST_SEED))
     """The seed of all draws: answers depend on it, and on the names of their episodes."""
-    requests: int = 1024
+    requests: int = setting(1024, at_least(1))
     """Answers that are drawn, or wait, at once; others are refused."""
     record: str | None = None
     """The directory for files of the recorded episodes; None: they are to be had over HTTP alone."""
     step: int | None = None
     """The step of the run's checkpoint; None: the last."""
-    follow: float = 0.0
+    follow: float = setting(0.0, at_least(0))
     """Seconds between two looks for newer checkpoints of the run; 0: none."""
     device: str = "auto"
     """The device."""
@@ -125,9 +129,9 @@ class ViewOptions:
     """The output_dirs of the runs."""
     export: str | None = None
     """Write everything to this HTML file, which works without a server or a network, and end."""
-    export_mb: float = 64.0
+    export_mb: float = setting(64.0, above(0))
     """Megabytes of sampled rows in that file; of more, every second step is left out, then every fourth, and so on."""
-    port: int = 0
+    port: int = setting(0, at_least(0), at_most(65535))
     """The port on this machine's loopback; 0: any free one."""
 
 

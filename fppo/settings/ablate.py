@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, nonempty, setting, wrong_values
+from fppo.fields import above, at_least, flag_problems, nonempty, setting
 
 SHAPE = "write sizes as N=256,H=512"
 
@@ -86,9 +86,7 @@ def _split(values: tuple[str, ...]) -> tuple[str, ...]:
 
 def problems(settings: AblateSettings) -> list[str]:
     """List the problems of the settings, one line each."""
-    lines = [
-        f"--{name.rstrip('_').replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(settings)
-    ]
+    lines = flag_problems(settings)
     if (settings.replay is None) != (settings.step is None):
         lines.append("--replay RUN and --step N go together: the run, and which of its steps")
     if settings.replay is not None:

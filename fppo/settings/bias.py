@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import attrs
 import tyro
 
 from fppo._errors import did_you_mean
-from fppo.fields import at_least, nonempty, setting, wrong_values
+from fppo.fields import at_least, at_most, flag_problems, nonempty, setting
 from fppo.settings import files
 from fppo.settings.plan import run_of
 from fppo.settings.train import TrainSettings
@@ -18,6 +19,8 @@ _UNREAD = ("model.path = ''", "data.path = []", "reward.functions = []")  # what
 OF_TABLES = ("tables", "with_", "n", "markdown", "png")  # settings that lines about a run do not read
 TABLES = ("estimators", "modes", "kl", "losses", "corrections", "critics", "values")
 
+MOST_GROUPS = 1_000_000  # of one world
+
 
 def _functions(values: tuple[str, ...]) -> str | None:
     wrong = next((text for text in values if not all(text.partition(":")[::2])), None)
@@ -25,7 +28,7 @@ def _functions(values: tuple[str, ...]) -> str | None:
 
 
 def _groups(values: tuple[int, ...]) -> str | None:
-    return None if values and min(values) >= 2 else "give sizes of groups, of 2 or more rows"
+    return None if values and min(values) >= 2 and max(values) <= 100 else "give sizes of groups, of 2 to 100 rows"
 
 
 @attrs.frozen(kw_only=True)
@@ -38,11 +41,11 @@ class BiasSettings:
     """Estimators and policy losses of your own among the rows, as module:function."""
     n: tuple[int, ...] = setting((2, 4, 8), _groups)
     """Rows of a group, in the table of estimators."""
-    vocabulary: int = setting(2, at_least(2))
+    vocabulary: int = setting(2, at_least(2), at_most(100))
     """Tokens of a world; with 3, groups of 4 take minutes."""
-    horizon: int = setting(3, at_least(1))
+    horizon: int = setting(3, at_least(1), at_most(100))
     """The longest response of a world, in tokens."""
-    worlds: int = setting(5, at_least(1))
+    worlds: int = setting(5, at_least(1), at_most(1000))
     """Worlds that medians are taken over."""
     json: str | None = setting(None)
     """Write all numbers to this JSON file; -: print them in place of the tables."""
@@ -75,8 +78,18 @@ def unread(options: BiasSettings) -> list[str]:
     return [f"--{name.rstrip('_')} {text}" for name in given]
 
 
+def _too_many(options: BiasSettings) -> list[str]:
+    """A line if the groups of a world are more than can be summed over."""
+    others, last, n = options.vocabulary - 1, options.horizon - 1, max(options.n)
+    responses = sum(others**length for length in range(last)) + others**last * options.vocabulary
+    if (groups := math.comb(responses + n - 1, n)) <= MOST_GROUPS:
+        return []
+    sizes = f"--vocabulary {options.vocabulary} --horizon {options.horizon} --n {n}"
+    return [f"{sizes}: {groups:.3g} groups to sum over, and {MOST_GROUPS:,} take minutes; give smaller ones"]
+
+
 def problems(options: BiasSettings) -> list[str]:
     """List the problems of the settings, one line each."""
-    lines = [f"--{name.rstrip('_')} {value!r}: {text}" for name, value, text in wrong_values(options)]
+    lines = flag_problems(options) or _too_many(options)
     unknown = [name for name in options.names if name not in TABLES]
     return lines + [f"--tables {name}: there is no such table; {did_you_mean(name, TABLES)}" for name in unknown]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from fppo.fields import at_least, at_most, setting, wrong_values
+from fppo.fields import at_least, at_most, flag_problems, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -25,4 +25,4 @@ class CheckSettings:
 
 def problems(options: CheckSettings) -> list[str]:
     """List the problems of the options, one line each."""
-    return [f"--{name} {value!r}: {text}" for name, value, text in wrong_values(options)]
+    return flag_problems(options)

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fppo.fields import at_least, nonempty, setting, wrong_values
+from fppo.fields import at_least, flag_problems, nonempty, setting
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read, value_of_words
@@ -87,7 +87,7 @@ class Variant:
 
 def problems(settings: CompareSettings) -> list[str]:
     """List the problems of the arguments themselves, one line each."""
-    return [f"--{name} {value!r}: {text}" for name, value, text in wrong_values(settings)]
+    return flag_problems(settings)
 
 
 def variants(vary: Sequence[str]) -> list[Variant]:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import attrs
 import tyro
 
-from fppo.fields import Problem, above, at_least, nonempty, setting, wrong_values
+from fppo.fields import Problem, above, at_least, flag_problems, nonempty, setting
 from fppo.settings import checks, files, placement
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
@@ -121,7 +121,7 @@ def sizes_of(mesh: MeshSettings, gpus: int | None = None) -> dict[str, int]:
 
 def problems(run: TrainSettings, options: PlanSettings) -> list[str]:
     """List the problems of a plan of a run, one line each."""
-    lines = [f"--{name.replace('_', '-')} {value!r}: {text}" for name, value, text in wrong_values(options)]
+    lines = flag_problems(options)
     search, gpus, sizes = options.search, options.gpus, sizes_of(run.mesh, options.gpus)
     if search is not None:
         own = [name for name, size in run.mesh.sizes(run.mesh.shard or 1).items() if size > 1]

@@ -169,3 +169,30 @@ def test_images_without_a_chat_are_told_from_faulty_rows(task, capsys):
 def test_tools_of_rows_need_the_chat_template(task, capsys):
     said = fails(task, capsys, "--data.row-tools", "tools")
     assert "data.row_tools = 'tools': nothing reads it here: it is for data.chat = true" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["serve", "{task}/start", "--max-tokens", "-1"], "--max-tokens -1: must be 1 or more"),
+        (["serve", "{task}/start", "--row-tokens", "0"], "--row-tokens 0: must be 1 or more"),
+        (["serve", "{task}/start", "--port", "70000"], "--port 70000: must be 65535 or less"),
+        (["serve", "{task}/start", "--temperature", "nan"], "--temperature nan: must be finite"),
+        (["serve", "{task}/start", "--top-p", "1.5", "--requests", "0"], "--requests 0: must be 1 or more"),
+        (["serve", "{task}/start", "--follow", "-2"], "--follow -2.0: must be 0 or more"),
+        (["view", "{task}", "--port", "-1"], "--port -1: must be 0 or more"),
+        (["view", "{task}", "--export-mb", "0"], "--export-mb 0.0: must be greater than 0"),
+        (["quickstart", "--seed", "-1", "--output-dir", "{task}/q"], "--seed -1: must be 0 or more"),
+        (["quickstart", "--output-dir", "{task}/run.toml/q"], "{task}/run.toml/q"),
+        (["check", "{task}/run.toml", "--gpu", "h300"], "--gpu 'h300' is not known; did you mean h200?"),
+        (["bias", "--vocabulary", "6"], "--vocabulary 6 --horizon 3 --n 8: 1.04e+13 groups to sum over"),
+        (["bias", "--vocabulary", "1000000"], "--vocabulary 1000000: must be 100 or less"),
+        (["bias", "--n", "4", "1000"], "--n (4, 1000): give sizes of groups, of 2 to 100 rows"),
+        (["bias", "--horizon", "30"], "--vocabulary 2 --horizon 30 --n 8: 4.89e+07 groups to sum over"),
+    ],
+)
+def test_options_of_commands_are_refused_before_any_work(task, capsys, arguments, text):
+    assert cli.main([word.format(task=task) for word in arguments]) == 2
+    said = capsys.readouterr()
+    assert text.format(task=task) in said.err
+    assert said.out == ""

@@ -138,7 +138,7 @@ def test_a_run_is_served_by_its_newest_checkpoint_and_followed(tmp_path, capsys)
         (["{model}", "--follow", "3"], "is no run"),
         (["{model}", "--host", "0.0.0.0"], "--public"),
         (["{model}", "--port", "99999"], "--port 99999"),
-        (["{model}", "--top-p", "3"], "top_p = 3.0"),
+        (["{model}", "--top-p", "3"], "--top-p 3.0: must be 1 or less"),
     ],
 )
 def test_what_cannot_be_served_is_refused(tmp_path, capsys, arguments, text):
