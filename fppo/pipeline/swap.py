@@ -66,8 +66,8 @@ class Trace:
     """A step, stage by stage.
 
     `sampled` is the batch that the step's own stages sampled and scored, None where one waited for it. `gradients` are
-    those of the first update of each role, by parameter; there are none of a role whose optimizer calls AdamW's kernel
-    never, or with a part of its parameters, as muon does.
+    those of the first update of each role, by parameter; there are none of a role whose optimizer does not call AdamW's
+    kernel with all parameters.
     """
 
     sampled: Scored | None
