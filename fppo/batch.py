@@ -355,11 +355,13 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
 
 def _equal(a: Any, b: Any) -> bool:
     """Whether objects of JSON are equal, nan to itself."""
+    if a == b:
+        return True
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(_equal, a, b))
-    return a == b or (a != a and b != b)
+    return a != a and b != b
 
 
 def save(record: Any, path: str | os.PathLike[str]) -> None:
