@@ -142,7 +142,7 @@ def test_mini_batches_are_drawn_anew_in_every_epoch_and_each_row_comes_once():
 
 
 def test_a_selection_has_the_old_log_probs_of_the_loss():
-    """Of an update that takes them from its own pass, whose ratios are 1, they are the log-probs themselves."""
+    """An update that takes them from its own pass has ratios of 1: they are the log-probs themselves."""
     (own,) = selections(epochs=1, size=8, source="update")
     assert torch.equal(own.old, own.log_probs)
     for source in ("pass", "engine", "auto"):
