@@ -196,8 +196,8 @@ def test_the_rows_that_are_compared_lie_all_over_the_batch():
 
     def told(some):
         asked.append(len(some.row_ids))
-        return trainers(some, wrong_from=0)
+        return trainers(some, wrong_from=len(mask))
 
     source, old, _ = gap.of_engine(alone, SimpleNamespace(step=9, actor=run.actor), told)  # a pass over it is over all
     assert (source, asked) == ("pass", [1])
-    assert torch.equal(old, trainers(alone, 0))
+    assert torch.equal(old, alone.rollout_log_probs)
