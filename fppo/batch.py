@@ -353,6 +353,17 @@ def record(cls: type[R], columns: Mapping[str, Tensor | Column]) -> R:
     return _make(cls, values)
 
 
+def _equal(a: Any, b: Any) -> bool:
+    """Whether objects of JSON are equal, nan to itself."""
+    if a == b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return a != a and b != b
+
+
 def save(record: Any, path: str | os.PathLike[str]) -> None:
     """Write a record to one safetensors file; objects per row go to its header as JSON, else ValueError.
 
@@ -370,7 +381,7 @@ def save(record: Any, path: str | os.PathLike[str]) -> None:
         text = json.dumps(objects, ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"{path}: a per-row object does not fit JSON: {error}") from error
-    if json.loads(text) != objects:
+    if not _equal(json.loads(text), objects):
         raise ValueError(
             f"{path}: a per-row object would come back changed from JSON (a tuple, or a key that is no str)"
         )

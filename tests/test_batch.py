@@ -214,6 +214,15 @@ def test_objects_that_json_would_change_are_refused(tmp_path, item):
         batch.save(record, tmp_path / "batch.safetensors")
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), 0.1 + 0.2, -0.0, 2**70])
+def test_numbers_of_objects_come_back_as_they_are(tmp_path, number):
+    """Also those that are none, as rows of data may hold, deep in their objects."""
+    rows = attrs.evolve(prompts(2), inputs=None, extras=Column([{"a": [{"b": number}, 1]}, {}]))
+    batch.save(rows, tmp_path / "rows.safetensors")
+    again = batch.load(Prompts, tmp_path / "rows.safetensors")
+    assert repr(again.extras) == repr(rows.extras)
+
+
 def test_column_is_an_immutable_sequence():
     column = Column(x for x in "abc")
     assert list(column) == ["a", "b", "c"]

@@ -66,7 +66,8 @@ class Trace:
     """A step, stage by stage.
 
     `sampled` is the batch that the step's own stages sampled and scored, None where one waited for it. `gradients` are
-    those of the first update of each role, by parameter.
+    those of the first update of each role, by parameter; there are none of a role whose optimizer does not call AdamW's
+    kernel with all parameters.
     """
 
     sampled: Scored | None
@@ -111,9 +112,11 @@ def trace(
 
     def announcing(role: str, update: UpdateStage) -> UpdateStage:
         def announced(state: TrainState, batch: Experience, *, key: Key, donate: bool) -> tuple[TrainState, Metrics]:
-            watched.announced.append(role)
+            watched.announced[:] = [role]
             parameters[role] = list(state.params)
-            return update(state, batch, key=key, donate=donate)
+            done = update(state, batch, key=key, donate=donate)
+            watched.announced.clear()  # an update by another optimizer leaves it to none
+            return done
 
         return announced
 
@@ -125,7 +128,11 @@ def trace(
         update_actor=announcing("actor", program.update_actor),
     )
     after, experience, _ = next(iterate(run, program=whole, draw=draw, ahead=ahead, donate=False))
-    gradients = {role: list(zip(parameters[role], grads, strict=True)) for role, grads in watched.gradients.items()}
+    gradients = {
+        role: list(zip(parameters[role], grads, strict=True))
+        for role, grads in watched.gradients.items()
+        if len(grads) == len(parameters[role])
+    }
     sampled = batches[0] if batches else None
     return Trace(sampled=sampled, experience=experience, after=after, gradients=gradients)
 

@@ -25,8 +25,9 @@ def score(
     """Score a rollout: scores [B] float32, the weighted sum of the reward's terms, and each term by name.
 
     `named_scores` holds every term, unweighted, and further numbers returned by functions: by their own names if the
-    reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer".
-    `outcomes` are the sums without the terms marked by `shaping_reward`, if there are any.
+    reward is one function, else as "term/name". Answers returned by functions go to `extras` as "extracted_answer", for
+    each sample that of the last function that returns one. `outcomes` are the sums without the terms marked by
+    `shaping_reward`, if there are any.
 
     An episode of several rows is scored as one response (`episodes.joined`), and each of its rows has that score.
 

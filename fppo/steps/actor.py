@@ -212,7 +212,8 @@ class UpdateActor:
         if isinstance(self.loss_fn, SelectiveLoss):
             log_probs = _log_probs(params, mini, forward=forward, temperature=self.terms.temperature)
             noise = mini.key.uniform(rows.row_ids, rows.response_mask.shape[1])
-            columns = (log_probs, rows.old_log_probs, rows.advantages, rows.response_mask)
+            old = log_probs if self.old_log_probs == "update" else rows.old_log_probs
+            columns = (log_probs, old, rows.advantages, rows.response_mask)
             selected = self.loss_fn.select_fn(*columns, noise=noise)
         own = [x if x is None or len(mini.shares) == 1 else x[_numbers(mini, forward)] for x in (selected, positive)]
         return extend(PreparedRows, mini.own, selected=own[0], positive=own[1])

@@ -106,7 +106,7 @@ def muon(
         rest = {name: p for name, p in params.items() if name not in matrices}
         return MuonState(momentum=zeros_like(matrices), adamw=init_adamw(rest))
 
-    return clipped(init, write_, max_grad_norm=max_grad_norm, schedule=schedule)
+    return clipped(init, write_, max_grad_norm=max_grad_norm, schedule=schedule)._replace(kernel=kernel)
 
 
 def _check(mesh: Mesh) -> None:

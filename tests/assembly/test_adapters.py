@@ -167,12 +167,12 @@ def on_files(monkeypatch):
     heads: list[Any] = [{}]
     monkeypatch.setattr(adapters, "directory_of", lambda path, name: (path, name))
     monkeypatch.setattr(adapters, "read_value_head", lambda at, dtype: asked.append((at, dtype)) or heads[0])
-    bare = models.build(model.config, "value", outputs=1)
+    bare = models.build(model.config, "value", outputs=1, checkpoint_layers=True)
     monkeypatch.setattr(adapters, "bare_model", lambda section, critic: asked.append((section, critic)) or bare)
     return policy, heads, asked
 
 
-@pytest.mark.parametrize("again", [None, True, "selective"])
+@pytest.mark.parametrize("again", [None, False, True, "selective"])
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_critic_on_the_policys_base_has_its_tensors_and_a_head_of_its_own(on_files, again, stored):
     policy, heads, asked = on_files
@@ -181,7 +181,7 @@ def test_a_critic_on_the_policys_base_has_its_tensors_and_a_head_of_its_own(on_f
     critic = CriticSettings(checkpoint_layers=again)
     model, params = adapters._on_base(ADAPTED, critic, policy, KEY, LOCAL)
     assert asked == [(ADAPTED, critic), (("p", "model.path"), torch.float32)]
-    assert (model.head, model.checkpoint_layers) == ("value", again or False)
+    assert (model.head, model.checkpoint_layers) == ("value", True if again is None else again)
     fresh = models.init.init_value_head(model, KEY.fold("value head"))
     base = lora.frozen_of(policy).params
     own = {name: x for name, x in params.items() if name not in base}

@@ -192,6 +192,11 @@ def test_a_role_is_made_where_the_run_has_it(made, changes, there):
     assert {name for name in ("critic", "reference") if getattr(found, name) is not None} == there - {"actor"}
 
 
+def of_squares(scores, mask, sum_squared_probs):
+    """An estimator of the user's that reads sums of squares, and no old log-probs."""
+    return (scores[:, None] * (1 - sum_squared_probs)).where(mask, 0.0)
+
+
 @pytest.mark.parametrize(
     ("changes", "source", "offload"),
     [
@@ -205,6 +210,12 @@ def test_a_role_is_made_where_the_run_has_it(made, changes, there):
             None,
         ),
         (NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}, "update", "none"),
+        (
+            {"algorithm__advantage": "tests.assembly.test_roles:of_squares"}
+            | (NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}),
+            "update",
+            None,
+        ),
     ],
 )
 def test_old_log_probs_and_offloading_are_those_that_fit_together(made, changes, source, offload):

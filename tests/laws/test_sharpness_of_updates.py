@@ -518,6 +518,18 @@ def test_passes_of_every_cut_take_rows_in_an_order_of_their_own(cut, monkeypatch
         assert [(x[0], x[1], x[2]) for x in seen] == [(None, None, share)]
 
 
+def test_passes_of_one_engine_take_its_rows_in_several_orders(monkeypatch):
+    orders = []
+    monkeypatch.setattr(exact, "_ask", lambda example: None)
+    monkeypatch.setattr(exact, "_pass", lambda case, rows, *cut: rows.rollout_log_probs)
+    monkeypatch.setattr("fppo.batch.rows", lambda rows, order: orders.append(order) or rows)
+    case = exact.ExactCase(FakeEngine(torch.linspace(-3, -0.1, 12).view(3, 4)), {})  # type: ignore[arg-type]
+    law = {law.name: law for law in exact._LAWS}["any pass"]
+    assert reason(law, case, example_of()) is None
+    assert [sorted(order) for order in orders] == [[0, 1, 2]] * 4
+    assert len({tuple(order) for order in orders}) > 1
+
+
 def test_an_engine_is_asked_with_every_sampling():
     asks = [exact._ask(exact._example(20, 40, 3, 5, seed)) for seed in range(4)]
     assert {ask.sampling.temperature for ask in asks} == {1.0, 0.7, 1.6}

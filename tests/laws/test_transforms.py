@@ -187,3 +187,35 @@ def test_memory_of_a_hessian_vector_product_is_that_of_a_piece(monkeypatch):
     torch.func.jvp(torch.func.grad(fn, argnums=(0, 1)), (hidden, weight), (hidden, weight))
     assert seen
     assert max(seen) == 4
+
+
+class _Beside(torch.autograd.Function):
+    """The first of two arguments, off by little in a map over it alone."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(x, other):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        del ctx, inputs, output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], None
+
+    @staticmethod
+    def vmap(info, in_dims, x, other):
+        return x * (1 + 1e-6 * (in_dims[1] is None)), in_dims[0]
+
+
+def test_a_map_over_one_argument_that_shares_the_others_is_seen():
+    glu = table.get("glu", "eager")
+
+    def kernel(gate, up, *, activation):
+        return glu(_Beside.apply(gate, up), up, activation=activation)
+
+    with pytest.raises(LawViolation, match=r"vmap\(grad\) over the first"):
+        laws.check_func("glu", kernel, transforms=("vmap",))

@@ -61,3 +61,31 @@ def test_a_mistake_is_seen(name):
     assert caught.value.law == "expectation"
     assert str(caught.value).startswith(f'{name} breaks the law "expectation"')
     assert "26 rows in all" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("packed", "words"), [(True, "packed, in micro-batches of 3"), (False, "padded, in micro-batches of 26")]
+)
+def test_a_mistake_of_packed_or_of_padded_rows_alone_is_seen(packed, words):
+    def make(*, forward, loop, optimizer):
+        wrong = WRONG["sign"][0] if forward.remove_padding == packed else _made(lambda batch: batch)
+        return wrong(forward=forward, loop=loop, optimizer=optimizer)
+
+    with pytest.raises(LawViolation, match=f"ran {words} rows, 26 rows in all"):
+        laws.check_update_gradient(make)
+
+
+def test_a_gradient_that_is_no_number_is_seen():
+    def make(**how):
+        own = _made(lambda batch: batch)(**how)
+
+        def update(state, batch):
+            state, report = own(state, batch)
+            mu = {name: x.clone() for name, x in state.opt.mu.items()}
+            mu["model.norm.weight"][3] = torch.nan
+            return tree.replace(state, opt=tree.replace(state.opt, mu=mu)), report
+
+        return update
+
+    with pytest.raises(LawViolation, match=r"the gradient of model\.norm\.weight at \[3\] is nan"):
+        laws.check_update_gradient(make)

@@ -87,6 +87,12 @@ def test_the_old_log_probs_are_those_of_their_source(source, sum_squared):
     assert (said["timing_s/ref"], said["timing_s/values"]) == (0.0, 0.0)
 
 
+def test_a_pass_that_is_made_anyway_gives_the_old_log_probs_where_either_would_do():
+    found, report = Annotate(passes=passes_of([]), old_log_probs="auto", sum_squared=True)(ROWS, run_of())
+    assert torch.equal(found.old_log_probs, numbers(OF["log_probs"]))
+    assert [name for name in report if name.startswith("training/old_log_probs/")] == ["training/old_log_probs/pass"]
+
+
 def test_a_reference_and_a_critic_have_columns_of_their_own():
     calls, run = [], run_of(ref={"ref": torch.ones(1)}, critic=True)
 

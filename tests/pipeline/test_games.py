@@ -245,6 +245,55 @@ def test_the_value_of_kuhns_poker_is_known():
     assert sum(roots).item() / 3 == pytest.approx(1 / 2 - 1 / 18 / 4, rel=1e-12)
 
 
+def twice_seen(state):
+    """A coin is hidden, and looked at after each of two turns: heads look like "c" mostly, tails like "x"."""
+    if state == "x":
+        return Chance([(0.25, ("heads", 0, "")), (0.75, ("tails", 0, ""))])
+    coin, looks, shown = state
+    if shown is not None:
+        return Turn(shown, {"b": (coin, looks, None)})
+    if looks == 2:
+        return End(float(coin == "heads"))
+    seen = 0.9 if coin == "heads" else 0.2
+    return Chance([(seen, (coin, looks + 1, "c")), (1 - seen, (coin, looks + 1, "x"))])
+
+
+def test_each_look_at_what_is_hidden_weighs_the_states_anew():
+    """A policy that always says "b" may expect the chance of heads, given what it has seen, by Bayes's rule."""
+    tokenizer = character_tokenizer("xbc")
+    sampling = Sampling(max_tokens=9, stop_token_ids=(END,), stop_texts=stop_texts(tokenizer, "b"))
+    ways = Ways(played(Game(twice_seen, draws=3), tokenizer, sampling))
+    ways.add((2,), "x")
+    values, said = advantages.game_values(torch.ones(len(ways.row), dtype=torch.float64), ways.tree())
+    found = {tokenizer.decode(path.said): values[i].item() for path, i in ways._places.items()}
+    expected = {"": 0.25}
+    expected |= {"bc": 0.6, "bx": 0.25 * 0.1 / (0.25 * 0.1 + 0.75 * 0.8)}
+    for first, p in (("bc", expected["bc"]), ("bx", expected["bx"])):
+        expected[f"{first}bc"] = p * 0.9 / (p * 0.9 + (1 - p) * 0.2)
+        expected[f"{first}bx"] = p * 0.1 / (p * 0.1 + (1 - p) * 0.8)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert sorted(said.tolist()) == pytest.approx(sorted(expected.values()), rel=1e-12)
+
+
+def test_a_text_is_said_as_the_engine_ends_it():
+    """A letter that ends responses ends the turns that it is said in, and no turn in front of it."""
+    tokenizer = character_tokenizer("xbc")
+    letter = tokenizer.convert_tokens_to_ids("c")
+    game = Game(lambda state: Turn("", {"b": 0.25, "bc": 1.0}) if state == "x" else End(state))
+    ways = Ways(played(game, tokenizer, Sampling(max_tokens=4, stop_token_ids=(END, letter))))
+    ways.add((2,), "x")
+    tokens = ways.rows(torch.device("cpu")).tokens[ways.row, 1 + torch.tensor(ways.column)]
+    b = tokenizer.convert_tokens_to_ids("b")
+    assert sorted(zip(tokens.tolist(), ways.tree().ends.tolist(), strict=True)) == [
+        (END, 0.25),
+        (b, 0.0),
+        (letter, 1.0),
+    ]
+    stops = Sampling(max_tokens=4, stop_token_ids=(END,), stop_texts=stop_texts(tokenizer, "b"))
+    with pytest.raises(ValueError, match="'bc' cannot be said"):
+        Ways(played(game, tokenizer, stops)).add((2,), "x")
+
+
 BAD = [
     (lambda state: End(1.0), {}, "must begin with a turn that shows ''"),
     (lambda state: Turn("look", {"b": 0}), {}, "must begin with a turn that shows ''"),

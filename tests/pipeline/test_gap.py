@@ -68,6 +68,10 @@ def test_rows_of_an_earlier_policy_are_passed_over(tmp_path):
     assert stage(scored, run) == (scored, report)
     with pytest.raises(ValueError, match=r" = 3, where rounding explains at most 0\.1"):
         stage(tree.replace(scored, versions=torch.full_like(scored.versions, run.actor.step)), run)
+    mixed = scored.versions.where(
+        torch.arange(len(scored.versions)) > 0, run.actor.step
+    )  # the first row is the policy's
+    assert stage(tree.replace(scored, versions=mixed), run)[1] == report
 
 
 EXACT = {"rollout__exact": True, "actor__mini_batch_size": 4, "actor__epochs": 2}

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from fppo import batch as batches
 from fppo import losses, metrics, tree
 from fppo.assembly import announce
 from fppo.assembly.inputs import read_inputs
@@ -191,3 +192,12 @@ def test_the_rows_that_are_compared_lie_all_over_the_batch():
         source, old, _ = gap.of_engine(rows, run, partial(trainers, wrong_from=2 * gap.COMPARED))
     assert source == "pass"
     assert torch.equal(old, trainers(rows, 2 * gap.COMPARED))
+    alone, asked = batches.rows(rows, [0]), []
+
+    def told(some):
+        asked.append(len(some.row_ids))
+        return trainers(some, wrong_from=len(mask))
+
+    source, old, _ = gap.of_engine(alone, SimpleNamespace(step=9, actor=run.actor), told)  # a pass over it is over all
+    assert (source, asked) == ("pass", [1])
+    assert torch.equal(old, alone.rollout_log_probs)

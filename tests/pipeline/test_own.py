@@ -12,7 +12,7 @@ from fppo.assembly.run import assemble
 from fppo.pipeline import Program, checks, local_passes, stages
 from fppo.rollout import EmbeddedEngine, Sampling
 from fppo.settings.files import SettingsError
-from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, UpdateActor, UpdateCritic, adamw, init_state
+from fppo.steps import Forward, Loop, MicroBatching, SelectiveLoss, UpdateActor, UpdateCritic, adamw, init_state, muon
 from fppo_kernels import table
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.attention.eager import eager
@@ -90,6 +90,7 @@ WRONG = [
     ),
     ({"optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
     ({"critic_optimizer": adamw(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
+    ({"optimizer": muon(lambda step: 1e-3, kernel=forgetful)}, "adamw: forgetful breaks"),
 ]
 
 

@@ -176,7 +176,12 @@ def test_a_trace_has_the_batch_and_the_gradients_of_the_first_update_of_each_rol
     from tests.pipeline.test_step import Stages
 
     called = []
-    kernels = attrs.evolve(Kernels.named(), adamw=lambda params, grads, *rest, **named: called.append(grads))
+
+    def adamw(params, grads, *rest):
+        called.append(grads)
+        grads[0].zero_()  # its own from now on
+
+    kernels = attrs.evolve(Kernels.named(), adamw=adamw)
     watched, stages = watch(kernels), Stages()
     program = stages.program(update_actor=updating("actor", watched), update_critic=updating("critic", watched))
     run = RunState(actor=state(1.0), critic=state(2.0), key=Key(2), step=3)
@@ -199,3 +204,25 @@ def test_a_trace_has_the_batch_and_the_gradients_of_the_first_update_of_each_rol
     again = trace(run, program=program, draw="draw", watched=watch(kernels), reference=reference)
     assert again.sampled is found.sampled  # what was sampled here
     assert again.experience is reference.sampled  # what the stages began with
+
+
+@pytest.mark.parametrize("critic", ["none", "some"])
+def test_gradients_of_a_role_are_those_of_its_own_update_with_all_its_parameters(critic):
+    """An update by another optimizer calls no kernel of AdamW's, and one by muon calls it with some parameters."""
+    from tests.pipeline.test_step import Stages
+
+    kernels = attrs.evolve(Kernels.named(), adamw=lambda *args: None)
+    watched = watch(kernels)
+
+    def other(state, batch, *, key, donate):
+        if critic == "some":
+            watched.kernels.adamw([state.params["b"]], [torch.ones(1)], [])
+        return attrs.evolve(state, step=state.step + 2), {}
+
+    program = Stages().program(update_actor=updating("actor", watched), update_critic=other)
+    run = RunState(actor=state(1.0), critic=state(2.0), key=Key(2), step=3)
+    found = trace(run, program=program, draw="draw", watched=watched)
+    assert {role: [name for name, _ in grads] for role, grads in found.gradients.items()} == {"actor": ["a", "b"]}
+    assert found.gradients["actor"][0][1].tolist() == [5.0, 5.0]
+    stages = [x.stage for x in partings(found, found)]
+    assert [name for name in STAGES[-4:] if name in stages] == ["critic state", "actor gradients", "actor state"]

@@ -197,6 +197,23 @@ def test_sums_with_functions_of_the_rollout():
     assert scored.extras[1]["row"] == 1
 
 
+def test_the_answer_of_a_sample_is_that_of_the_last_function_that_gives_one():
+    @rewards.inline_reward
+    def first(sample):
+        return {"score": 0.0, "answer": f"first of {sample.response}"}
+
+    @rewards.inline_reward
+    def second(sample):
+        return {"score": 0.0, "answer": "second" if sample.response == "a" else None}
+
+    for functions_of in (
+        {"x": first, "y": second},
+        {"x": first, "y": second, "z": rewards.length_penalty(max_tokens=9, buffer=9)},
+    ):
+        scored, _ = score(rollout(["q"] * 2, ["a", "b"], [None] * 2), rewards.weighted_sum(functions_of))
+        assert [extra["extracted_answer"] for extra in scored.extras] == ["second", "first of b"]
+
+
 def test_a_sample_on_which_several_functions_fail_is_one_that_failed():
     rows = rollout(["q"] * 3, ["z", "az", "a"], [None] * 3)
     _, report = score(rows, rewards.weighted_sum({"v": vowels, "c": cost}))

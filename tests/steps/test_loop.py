@@ -1,10 +1,13 @@
 """What an update loop refuses: sizes that the batch has not, and sources that fit one update alone."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fppo import losses
+from fppo.key import Key
 from fppo.steps.actor import UpdateActor
 from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward
@@ -48,3 +51,16 @@ def test_old_log_probs_of_the_update_itself_are_for_one_update(changes, fits):
     else:
         with pytest.raises(ValueError, match=r"old_log_probs='update' with .*the ratio is not 1; give 'pass'"):
             run(old_log_probs="update")
+
+
+def test_episodes_of_a_prompt_are_drawn_together_whatever_rows_lie_between_them():
+    """Episodes 7 and 9 are of one prompt, 8 and 4 of another; 7 and 9 have two rows each, one of them apart."""
+    rows = SimpleNamespace(
+        row_ids=torch.arange(6),
+        groups=torch.tensor([0, 0, 1, 0, 1, 0]),
+        episodes=torch.tensor([7, 7, 8, 9, 4, 9]),
+    )
+    loop = Loop(mini_batch_size=2, micro_batching=CUT, by_prompt=True)
+    for seed in range(20):
+        parts = {frozenset(part.tolist()) for part in loop.mini_batches(rows, Key(seed))}
+        assert parts == {frozenset({0, 1, 3, 5}), frozenset({2, 4})}

@@ -32,7 +32,7 @@ class Call:
     noise: torch.Tensor
 
 
-def selections(name="clip_cov", key=None, temperature=1.0, epochs=EPOCHS, size=SIZE) -> list[Call]:
+def selections(name="clip_cov", key=None, temperature=1.0, epochs=EPOCHS, size=SIZE, source="pass") -> list[Call]:
     """The calls of a selection over an update, in order."""
     calls: list[Call] = []
 
@@ -46,6 +46,7 @@ def selections(name="clip_cov", key=None, temperature=1.0, epochs=EPOCHS, size=S
         loop=Loop(mini_batch_size=size, micro_batching=MicroBatching(size=3), epochs=epochs),
         optimizer=STILL,
         terms=PolicyTerms(temperature=temperature),
+        old_log_probs=source,
     )(init_state(PARAMS, STILL), BATCH, key=key or Key(5))
     return calls
 
@@ -138,3 +139,27 @@ def test_mini_batches_are_drawn_anew_in_every_epoch_and_each_row_comes_once():
     assert split == split_of(Key(2)) != split_of(Key(3))
     in_order = split_of(None)
     assert in_order == [[0, 1, 2], [3, 4, 5], [6, 7]] * 4
+
+
+def test_a_selection_has_the_old_log_probs_of_the_loss():
+    """An update that takes them from its own pass has ratios of 1: they are the log-probs themselves."""
+    (own,) = selections(epochs=1, size=8, source="update")
+    assert torch.equal(own.old, own.log_probs)
+    for source in ("pass", "engine", "auto"):
+        (call,) = selections(epochs=1, size=8, source=source)
+        assert torch.equal(call.log_probs, own.log_probs)
+        assert not torch.equal(call.old, call.log_probs)
+
+
+@pytest.mark.parametrize("source", ["pass", "engine", "update", "auto"])
+def test_the_gap_to_the_engine_is_reported_where_no_pass_before_the_update_has_measured_it(source):
+    stage = UpdateActor(
+        forward=Forward(MODEL),
+        loss_fn=losses.ppo_clip,
+        loop=Loop(mini_batch_size=8, micro_batching=MicroBatching(size=3)),
+        optimizer=STILL,
+        old_log_probs=source,
+    )
+    _, report = stage(init_state(PARAMS, STILL), BATCH)
+    gap = {name for name in report if name.startswith(("training/rollout_", "rollout_corr/"))}
+    assert bool(gap) == (source in ("engine", "update"))

@@ -182,6 +182,7 @@ def test_rows_share_prompts_whole_and_more_in_steps(monkeypatch):
     assert made([([1, 2, 3], [1, 1, 1, 5]), ([1, 2, 3], [1, 1, 1, 6])]).depths == [0, 5]
     assert made([([1, 2, 3], [1, 1]), ([1, 2], [3, 1, 1])]).depths == [0, 5]  # the same rows in full
     assert made([([1, 2, 3], [1]), ([1, 2, 4], [1])]).depths == [0, 2]
+    assert made([([1, 2, 3, 4], [1]), ([1, 2, 3, 5], [1])]).depths == [0, 2]  # no prompt as a whole
     assert made([([1], [1]), ([1], [2])]).depths == [0, 1]
 
 
