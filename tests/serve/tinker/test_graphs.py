@@ -168,6 +168,11 @@ SUM = call("sum", P, op="call_method")
         (graph(call("torch.add", P, {"ref": "later"})), "'later', which does not come before"),
         (graph(call("torch.add", P, {"ref": "x"})), "'x', which does not come before"),
         (graph(call("torch.add", P, 2**70)), "integer above"),
+        (graph(call("torch.add", P, "x" * 65)), "text of 65 characters"),
+        (graph(call("torch.add", P, {"float": "1.5"})), "is not on the list"),
+        ([graph()[0] | {"args": [1.0]}, *graph(SUM)[1:]], "an input has no default"),
+        (graph({**SUM, "args": "logprobs"}), "args are a list"),
+        (graph(call("torch.add", P, {"ref": "logprobs", "float": "inf"})), "a form that the protocol does not have"),
         (graph({"op": "call_module", "name": "m", "target": "m"}), "no modules"),
         (graph({"op": "get_attr", "name": "m", "target": "m"}), "captures no tensors"),
         (graph({"op": "call_lambda", "name": "m", "target": "m"}), "unknown kind"),
@@ -187,6 +192,13 @@ SUM = call("sum", P, op="call_method")
 def test_what_is_not_on_the_lists_is_refused_before_it_runs(nodes, says):
     with pytest.raises(ValueError, match=says):
         custom_loss("mine", [("logprobs", 1)], nodes)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numbers_that_json_has_not_are_written_by_name(number):
+    added = call("torch.add", P, encoded(number))
+    loss = custom_loss("mine", [("logprobs", 1)], graph(added, call("torch.sum", {"ref": "x"}, name="y")))
+    assert loss(torch.zeros(3), {})[0].item() == pytest.approx(number, nan_ok=True)
 
 
 @pytest.mark.parametrize(
