@@ -52,6 +52,7 @@ MALFORMED = {  # name: (path, body, status, parameter or part of the message)
     "half a token": (CHAT, asked(max_tokens=1.5), 400, "max_tokens"),
     "no answer": (CHAT, asked(n=0), 400, "n"),
     "many answers": (CHAT, asked(n=100_000), 400, "n"),
+    "many answers to two prompts": (COMPLETIONS, {"prompt": ["find", "list"], "n": 65}, 400, "n"),
     "an empty stop": (CHAT, asked(stop=""), 400, "stop"),
     "many stops": (CHAT, asked(stop=["x"] * 100), 400, "stop"),
     "a stop id beyond": (CHAT, asked(stop_token_ids=[10**9]), 400, "stop_token_ids"),
