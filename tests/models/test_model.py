@@ -186,6 +186,14 @@ def test_a_critic_has_weights_of_its_own():
     assert shared == []
 
 
+def test_a_critic_runs_as_its_policy_does():
+    model, params = tiny.model_and_params("lm")
+    how = {"compute_dtype": torch.bfloat16, "checkpoint_layers": True, "compile_layers": True}
+    critic, _ = models.as_critic(attrs.evolve(model, **how), params, Key(0), outputs=3)
+    assert {name: getattr(critic, name) for name in how} == how
+    assert (critic.head, critic.outputs, critic.layers) == ("value", 3, model.layers)
+
+
 def test_a_parameter_is_of_the_layer_in_its_name():
     """With more than ten layers."""
     model = models.build(tiny.config(num_hidden_layers=12))
