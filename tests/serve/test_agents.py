@@ -183,18 +183,6 @@ def test_what_goes_wrong_in_the_engine_is_not_the_agents_failure():
         generated(players.counting, asked(prompts(1)), parrot)
 
 
-def test_an_engine_that_fails_on_the_way_ends_the_rollout():
-    draws = by_key(SIZE - 2)
-
-    def says(request, before):
-        if len(before) > len(request.ids):  # an answer after the first
-            raise ValueError("out of memory")
-        return draws(request, before)
-
-    with pytest.raises(ValueError, match="out of memory"):
-        generated(players.counting, asked(prompts(1)), Parrot(says))
-
-
 def test_answers_are_by_the_newest_weights_there_are():
     rollout = generated(players.counting, asked(prompts(1), newer=lambda: ({}, 7)))
     assert rollout.token_versions[rollout.response_mask].unique().tolist() == [7]

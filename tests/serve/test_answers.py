@@ -280,6 +280,11 @@ def test_a_template_of_parts_shows_what_is_said():
     assert other.decode(said) == "<|user|>find<eos>\n<|assistant|>"
 
 
+def test_a_turn_ends_by_a_token_that_the_policy_has():
+    assert texts_of(tokenizer(), vocabulary=END + 1).ends == (END,)
+    assert texts_of(tokenizer(), vocabulary=END).ends == ()
+
+
 def test_the_tokenizers_own_response_template_reads_calls():
     import copy
 
