@@ -120,7 +120,7 @@ def test_weights_outside_of_the_directory_are_refused(name, tmp_path):
 
 
 def test_what_comes_from_the_hub_is_a_model_once(monkeypatch, tmp_path):
-    """Without the weights in the makers' own layouts, and without pickles."""
+    """No weights in the makers' own layouts come, and no pickles."""
     (tmp_path / "model.safetensors").touch()
     asked = {}
 

@@ -174,7 +174,7 @@ def test_a_vision_tower_is_on_the_first_stage_alone():
 
 
 class Seeing(torch.nn.Module):
-    """What `vision_of` asks of a model of images and text."""
+    """A stand-in for a model of images and text."""
 
     def __init__(self):
         super().__init__()

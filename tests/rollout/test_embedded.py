@@ -232,7 +232,7 @@ def test_a_bound_in_bytes_holds_for_keys_and_values_and_changes_nothing_else(row
     ("how", "passes"), [({}, [26]), ({"prefill_tokens": 8}, [5, 7, 7, 7]), ({"max_rows": 3}, [12, 14])]
 )
 def test_a_pass_over_prompts_has_no_more_tokens_than_asked_and_a_step_no_more_rows(how, passes):
-    """Also where there is room in the cache for more rows."""
+    """The cache has room for more rows."""
     model, params = make("llama")
     read, rows = [], []
 

@@ -181,7 +181,7 @@ def broken():
 
 
 class Echoes:
-    """What answers turns otherwise than `ToolRunner`: "end" ends a response, "=" is let go on, others are repeated."""
+    """Answers to turns, without a `ToolRunner`: "end" ends a response, "=" is let go on, others are repeated."""
 
     def respond(self, conversations):
         said = [conversation[-1]["content"] for conversation in conversations]

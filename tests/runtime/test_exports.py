@@ -53,7 +53,7 @@ def test_a_file_has_its_old_contents_until_it_has_the_new_ones(tmp_path, monkeyp
 
 
 def test_files_of_an_export_may_be_read_by_whoever_may_read_new_files(tmp_path):
-    """Whatever the library that wrote them gave them."""
+    """The library that wrote them may have given them other modes."""
     with replacing(tmp_path / "m") as draft:
         (draft / "sub").mkdir(parents=True)
         for name, mode in (("a.txt", 0o600), ("sub/b.txt", 0o700)):

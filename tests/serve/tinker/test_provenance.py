@@ -78,7 +78,7 @@ def span(name):
     ],
 )
 def test_data_that_name_no_samples_of_the_session_are_refused(spans, inputs, says):
-    """A datum that brings what was sampled is as it is."""
+    """A datum that brings its samples stays as it is."""
     own = pb.Datum(loss_fn_inputs={"sampled": numbers([1])})
     other = pb.Datum(loss_fn_inputs=inputs, loss_fn_input_spans=spans)
     with pytest.raises(Refusal) as raised:
