@@ -200,3 +200,20 @@ def test_results_of_a_pass_come_in_records_of_one_width():
     offsets = [np.frombuffer(field.offsets, np.int64).tolist() for field in fields]
     assert offsets == [[0, 8, 12], [0, 24, 40], [0, 24], [0, 4]]
     assert [x for field in fields for x in floats(field.data)] == torch.cat([x.flatten() for x in numbers]).tolist()
+
+
+@pytest.mark.parametrize(("width", "fits"), [(3, True), (4, False)])
+def test_targets_of_a_prompt_are_bounded(width, fits):
+    shape = [19, width]
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3] * 20}]},
+        "sampling_params": {"max_tokens": 1},
+        "target_prompt_logprobs": {"data": [5] * math.prod(shape), "dtype": "int64", "shape": shape},
+    }
+    request = sample_request(json.dumps(body).encode())
+    if fits:
+        assert sample_work(request, "s:1", rules=RULES, bounds=BOUNDS).scores.targets.shape == (19, 3)
+        return
+    with pytest.raises(Refusal) as raised:
+        sample_work(request, "s:1", rules=RULES, bounds=BOUNDS)
+    assert raised.match("20 tokens times 4 targets; at most 60")
