@@ -173,8 +173,8 @@ def test_a_vision_tower_is_on_the_first_stage_alone():
     assert not model.seeing & last
 
 
-class Seeing(torch.nn.Module):
-    """A stand-in for a model of images and text."""
+class Blind(torch.nn.Module):
+    """A stand-in for a model of text alone."""
 
     def __init__(self):
         super().__init__()
@@ -182,6 +182,10 @@ class Seeing(torch.nn.Module):
 
     def get_decoder(self):
         return self.text
+
+
+class Seeing(Blind):
+    """A stand-in for a model of images and text."""
 
     def get_image_features(self):
         raise NotImplementedError
@@ -198,7 +202,7 @@ class Itself(Seeing):
     ("base", "token", "lacks"),
     [
         (Seeing(), 5, None),
-        (torch.nn.Module(), 5, "get_image_features"),
+        (Blind(), 5, "get_image_features"),
         (Itself(), 5, "text model of its own inside"),
         (Seeing(), None, "image_token_id in its config"),
     ],
