@@ -216,3 +216,11 @@ def test_a_model_has_one_list_of_layers_whose_attention_gets_its_function():
     heads = torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="Linear does not pass keyword arguments on to its attention"):
         attention_seam(torch.nn.Linear(1, 1), heads, heads, heads, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("qwen2", set()), ("mistral", {"window"}), ("gemma2", {"window", "softcap"}), ("gpt_oss", {"window", "sinks"})],
+)
+def test_a_model_needs_what_its_attention_does_beside_softmax(name, needs):
+    assert models.attention_needs(make(name)[0]) == needs
