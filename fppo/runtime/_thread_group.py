@@ -219,7 +219,8 @@ def _reduced(tensors: Sequence[Tensor], op: Any) -> Tensor:
     """Reduce tensors in the order of the ranks."""
     combine = next((fn for known, fn in _COMBINE if op == known), None)
     if combine is None:
-        raise ValueError(f"the simulated mesh does not reduce by {op}; it knows SUM, AVG, MAX, MIN and PRODUCT")
+        name = next((name for name, known in dist.ReduceOp.RedOpType.__members__.items() if op == known), op)
+        raise ValueError(f"the simulated mesh does not reduce by {name}; it knows SUM, AVG, MAX, MIN and PRODUCT")
     total = tensors[0].clone()
     for x in tensors[1:]:
         combine(total, x)

@@ -198,6 +198,18 @@ def test_an_error_on_a_rank_is_raised_here_and_ends_those_that_wait_for_it(two, 
     assert two.call(reduced, HERE, 1.0) == 2.0
 
 
+def fails_with_its_own():
+    class Own(ValueError):
+        pass
+
+    raise Own("what no other process knows")
+
+
+def test_an_error_that_does_not_pickle_is_named(one):
+    with pytest.raises(RuntimeError, match=r"^Own: what no other process knows"):
+        one.call(fails_with_its_own)
+
+
 def test_an_error_on_all_ranks_ends_none(two):
     with pytest.raises(TypeError):
         two.call(double, 3)

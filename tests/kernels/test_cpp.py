@@ -86,3 +86,16 @@ def test_threads_share_the_work_of_attention_and_change_no_bit(threads):
         slopes = torch.autograd.grad(out.square().sum(), packed)
         results.append((out, *slopes, table.get("decode_attention", "cpp")(*cache, start=2, end=8, scale=0.2)))
     assert all(torch.equal(one, three) for one, three in zip(*results, strict=True))
+
+
+@pytest.mark.skipif(needs_cpp() is not None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("count", [4095, 4096, 13_001])
+def test_threads_share_the_numbers_of_a_gated_activation(count):
+    """Each takes some thousands at a time."""
+    generator, found = torch.Generator().manual_seed(0), []
+    gate, up, slope = torch.randn(3, count, generator=generator)
+    for name in ("eager", "cpp"):
+        inputs = [x.clone().requires_grad_() for x in (gate, up)]
+        out = table.get("glu", name)(*inputs, activation="silu")
+        found.append((out.detach(), *torch.autograd.grad(out, inputs, slope)))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from fppo import losses, models, tree
 from fppo.models import run
-from fppo.models.model import _fill
+from fppo.models.model import _fill, compute_constants
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -109,6 +109,13 @@ def test_a_buffer_that_the_whole_model_computes_for_its_layers_is_its_own():
     base._init_weights = lambda module: None
     with pytest.raises(ValueError, match=r"Module does not say how to compute its buffers \['slopes'\]"):
         _fill(base, base.layer, ["slopes"])
+
+
+def test_integers_that_checkpoints_keep_are_refused_by_name():
+    base = plain(*make("qwen2")).model
+    base.layers[1].register_buffer("steps", torch.tensor([3]))
+    with pytest.raises(ValueError, match=r"'qwen2' keeps integers in buffers: \['layers.1.steps'\]; fppo cannot run"):
+        compute_constants(base)
 
 
 def test_constants_are_copied_to_each_device_once():

@@ -278,6 +278,15 @@ def test_what_a_class_computes_is_not_written():
     assert list(_filled(module, dict(reversed(params.items())))) == [n for n in module.state_dict() if n != computed]
 
 
+def test_other_parameters_than_those_of_the_class_are_not_saved():
+    model, params = make("qwen2", dtype=FLOATS)
+    name = "model.norm.weight"
+    fewer, more = {n: x for n, x in params.items() if n != name}, {**params, "model.other.weight": params[name]}
+    for given, said in ((fewer, rf"does not hold: \['{name}'\]"), (more, r"or lacks \['model.other.weight'\]")):
+        with pytest.raises(ValueError, match=f"cannot save: Qwen2ForCausalLM has parameters that fppo .*{said}"):
+            _filled(causal_lm(model.config, "meta"), given)
+
+
 @pytest.mark.parametrize("name", ["qwen2", "cohere"])
 def test_a_head_of_several_values_has_a_label_for_each(name, tmp_path):
     """Where the family has a class for it, and where not."""

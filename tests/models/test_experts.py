@@ -139,6 +139,8 @@ def test_what_cannot_be_cut_is_refused_by_name_and_number():
         ValueError, match=r"axis of 3 ranks: it does not divide the model's 4 experts; give one of \[1, 2"
     ):
         models.dispatched(make("mixtral")[0], 3)
+    with pytest.raises(ValueError, match="the model is placed already"):
+        models.dispatched(models.place(make("qwen3_moe")[0], Mesh({"expert": Axis(2, 1)})), 2)
 
 
 def test_layers_that_exchange_tokens_are_not_compiled():

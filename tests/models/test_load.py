@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from fnmatch import fnmatch
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, LlamaConfig
 
 from fppo import models, tree
-from fppo.models.load import VALUE_HEADS, read_value_head
+from fppo.models.load import VALUE_HEADS, find_directory, read_value_head
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Sharding
 from fppo.runtime.simulate import simulate
@@ -116,3 +117,26 @@ def test_weights_outside_of_the_directory_are_refused(name, tmp_path):
         weight_files(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"transformers_weights": "a/../m.safetensors"}))
     assert weight_files(tmp_path) == [tmp_path / "a/../m.safetensors"]
+
+
+def test_what_comes_from_the_hub_is_a_model_once(monkeypatch, tmp_path):
+    """No weights in the makers' own layouts come, and no pickles."""
+    (tmp_path / "model.safetensors").touch()
+    asked = {}
+
+    def came(name, **how):
+        asked.update(how, name=name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", came)
+    assert find_directory("some/model") == tmp_path
+    assert asked["name"] == "some/model"
+
+    def comes(file):
+        allowed, ignored = (any(fnmatch(file, x) for x in asked[f"{what}_patterns"]) for what in ("allow", "ignore"))
+        return allowed and not ignored
+
+    for file in ("config.json", "model-00001-of-00002.safetensors", "tokenizer.model", "chat_template.jinja", "own.py"):
+        assert comes(file), file
+    for file in ("original/consolidated.00.safetensors", "consolidated.safetensors", "pytorch_model.bin", "README.md"):
+        assert not comes(file), file

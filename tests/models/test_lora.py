@@ -234,6 +234,23 @@ def test_an_adapted_weight_refuses_what_would_lose_its_factors(use):
         use(value())
 
 
+@pytest.mark.parametrize("use", [lambda w: w.unbind(1), lambda w: w.unbind(2), lambda w: w.transpose(0, 1)])
+def test_a_stack_of_adapted_weights_comes_apart_by_its_experts_alone(use):
+    stack = Adapted.of(Parts(torch.ones(3, 8, 6), torch.ones(3, 2, 6), torch.ones(3, 8, 2), 0.5, False))
+    assert [x.shape for x in stack.unbind()] == [(8, 6)] * 3
+    with pytest.raises(RuntimeError, match=r"pieces along another dimension|exchange of other dimensions"):
+        use(stack)
+
+
+def test_an_adapted_model_is_held_against_merged_weights(monkeypatch):
+    model, _ = tiny.model_and_params()
+    lora.check_adapted(model, SPEC)
+    merged = lora.merged
+    monkeypatch.setattr(lora, "merged", lambda *given: {name: 1.5 * x for name, x in merged(*given).items()})
+    with pytest.raises(ValueError, match=r"cannot adapt model type .* that differ by [0-9.e-]+ from those with merged"):
+        lora.check_adapted(model, SPEC)
+
+
 def test_products_of_an_adapted_weight_are_those_of_the_merged_one():
     weight = value()
     merged = values.merged_weight(weight.parts)

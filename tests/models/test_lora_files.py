@@ -108,6 +108,17 @@ def test_what_has_no_such_files_or_does_what_is_not_known_is_refused(tmp_path):
         read(model, params, tmp_path / "a")
 
 
+def test_tensors_that_are_no_factors_and_half_of_the_experts_are_refused(tmp_path):
+    made("llama", tmp_path / "a")
+    stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    for other, message in (("x.bias", r"\['x.bias'\]$"), ("x.base_layer.weight", "save_embedding_layers=False")):
+        save_file(stored | {other: torch.ones(2)}, tmp_path / "a" / "adapter_model.safetensors")
+        with pytest.raises(ValueError, match=f"holds tensors that are no factor of a weight: .*{message}"):
+            lora_files.read_config(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"down_proj: .* only where both of their stacks are adapted"):
+        made("qwen3_moe", tmp_path / "b", targets=("experts.down_proj",))
+
+
 @pytest.mark.parametrize(
     ("name", "targets"),
     [(name, ("all-linear",)) for name in FAMILIES] + [("llama", ("q_proj", "embed_tokens", "lm_head"))],

@@ -13,7 +13,7 @@ from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models.model import _has_shared
 from fppo.models.run import call_layer, checkpointed_layers
-from fppo.models.seams import LayerSeam
+from fppo.models.seams import LayerSeam, attention_seam, find_layers
 from fppo_kernels.padding import make_lengths
 from fppo_kernels.table import Kernels
 from tests import tiny
@@ -186,9 +186,41 @@ def test_a_critic_has_weights_of_its_own():
     assert shared == []
 
 
+def test_a_critic_runs_as_its_policy_does():
+    model, params = tiny.model_and_params("lm")
+    how = {"compute_dtype": torch.bfloat16, "checkpoint_layers": True, "compile_layers": True}
+    critic, _ = models.as_critic(attrs.evolve(model, **how), params, Key(0), outputs=3)
+    assert {name: getattr(critic, name) for name in how} == how
+    assert (critic.head, critic.outputs, critic.layers) == ("value", 3, model.layers)
+
+
 def test_a_parameter_is_of_the_layer_in_its_name():
     """With more than ten layers."""
     model = models.build(tiny.config(num_hidden_layers=12))
     numbers = [model.layer_of(f"model.layers.{i}.mlp.up_proj.weight") for i in range(12)]
     assert numbers == list(range(12))
     assert [model.layer_of(name) for name in model.shapes if ".layers." not in name] == [None, None]
+
+
+def test_a_model_has_one_list_of_layers_whose_attention_gets_its_function():
+    base = torch.nn.Module()
+    base.config = tiny.config(num_hidden_layers=2)
+    base.inner = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))})
+    assert find_layers(base) == ("inner.layers.0", "inner.layers.1")
+    for others in ({"others": torch.nn.ModuleList(torch.nn.Linear(1, 1) for _ in range(2))}, {"inner": None}):
+        changed = copy.deepcopy(base)
+        for name, module in others.items():
+            setattr(changed, name, module)
+        with pytest.raises(ValueError, match="expected one list of 2 decoder layers in Module, found"):
+            find_layers(changed)
+    heads = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ValueError, match="Linear does not pass keyword arguments on to its attention"):
+        attention_seam(torch.nn.Linear(1, 1), heads, heads, heads, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("qwen2", set()), ("mistral", {"window"}), ("gemma2", {"window", "softcap"}), ("gpt_oss", {"window", "sinks"})],
+)
+def test_a_model_needs_what_its_attention_does_beside_softmax(name, needs):
+    assert models.attention_needs(make(name)[0]) == needs

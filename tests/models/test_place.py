@@ -6,7 +6,7 @@ import attrs
 import pytest
 import safetensors.torch
 import torch
-from transformers import LlamaConfig
+from transformers import GptOssConfig, LlamaConfig
 
 from fppo import models, tree
 from fppo.key import Key
@@ -151,3 +151,23 @@ def test_merged_projections_are_cut_by_heads_of_any_width():
     heads = Cut(0, 2, (24, 12, 12))
     expected = {"b.gate_up_proj.weight": Cut(0, 2, (10, 10)), "c": Cut(1, 2, (16,))}
     assert cuts == {"a.qkv_proj.weight": heads, "a.qkv_proj.bias": heads, **expected}
+
+
+@pytest.mark.parametrize(
+    ("name", "fewer", "message"),
+    [
+        ("x", (4,), "x is no parameter of the narrower model, or has other dimensions"),
+        ("y", (4, 6), "x is no parameter of the narrower model"),
+        ("x", (2, 3), r"x of \[4, 6\] is \[2, 3\] in the narrower model, which is no equal part"),
+        ("x", (4, 4), r"x of \[4, 6\] is \[4, 4\] in the narrower model, which is no equal part"),
+    ],
+)
+def test_parameters_that_are_cut_otherwise_than_in_equal_parts_are_refused(name, fewer, message):
+    with pytest.raises(ValueError, match=message):
+        find_cuts({"x": torch.Size((4, 6))}, {name: torch.Size(fewer)}, LlamaConfig())
+
+
+def test_experts_that_alternate_gate_and_up_are_cut_as_one_run():
+    whole, fewer = ({"mlp.experts.gate_up_proj": torch.Size((4, 8, n))} for n in (12, 6))
+    assert find_cuts(whole, fewer, GptOssConfig())["mlp.experts.gate_up_proj"] == Cut(2, 2, (12,))
+    assert find_cuts(whole, fewer, LlamaConfig())["mlp.experts.gate_up_proj"] == Cut(2, 2, (6, 6))

@@ -161,3 +161,11 @@ def test_placing_cuts_over_both_axes():
     found = simulate({"pipeline": 2, "tensor": 2}, run)
     assert all(same for same, _ in found)
     assert sum(count for _, count in found) == 2 * (len(params) + 1)
+
+
+def test_layers_that_return_more_than_hidden_states_are_refused():
+    placed = staged(models.build(tiny.config()), Axis(2, 0))
+    relay = spans.Relay(placed.spans[0], None, None)
+    relay(placed.spans[0].layers[0], lambda x: (x, None), (torch.ones(1),), {})
+    with pytest.raises(ValueError, match="the layers return tuple, but only hidden states pass between stages"):
+        relay.result(torch.ones(1))

@@ -13,7 +13,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.models import vision_pass
 from fppo.models.spans import staged
-from fppo.models.vision import image_token
+from fppo.models.vision import image_token, vision_of
 from fppo.models.vision_pass import place_images, row_positions
 from fppo_kernels.collectives import Axis
 from tests.models.vision import CONFIGS, GEMMA, IMAGE, make, prompt
@@ -171,3 +171,49 @@ def test_a_vision_tower_is_on_the_first_stage_alone():
     assert model.seeing
     assert model.seeing <= first
     assert not model.seeing & last
+
+
+class Blind(torch.nn.Module):
+    """A stand-in for a model of text alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.text = torch.nn.Module()
+
+    def get_decoder(self):
+        return self.text
+
+
+class Seeing(Blind):
+    """A stand-in for a model of images and text."""
+
+    def get_image_features(self):
+        raise NotImplementedError
+
+
+class Itself(Seeing):
+    """A model that is its own language model."""
+
+    def get_decoder(self):
+        return self
+
+
+@pytest.mark.parametrize(
+    ("base", "token", "lacks"),
+    [
+        (Seeing(), 5, None),
+        (Blind(), 5, "get_image_features"),
+        (Itself(), 5, "text model of its own inside"),
+        (Seeing(), None, "image_token_id in its config"),
+    ],
+)
+def test_a_model_without_a_part_of_seeing_is_refused_by_that_part(base, token, lacks):
+    config = SimpleNamespace(model_type="x", image_token_id=token, vision_config=SimpleNamespace())
+    if lacks is None:
+        found = vision_of(config, base)
+        assert (found.text, found.token, found.axes, found.deep) == ("text", 5, 1, 0)
+        return
+    with pytest.raises(
+        ValueError, match=f"cannot run model type 'x' with images: {type(base).__name__} has no {lacks}"
+    ):
+        vision_of(config, base)

@@ -52,6 +52,13 @@ def say_or_stop(state):
     return End({2: 0.5, 3: 0.1, 5: float(coin == "heads"), 6: 0.75 * (coin == "tails")}[turn])
 
 
+@pytest.mark.parametrize(
+    ("u", "state"), [(0.0, "a"), (0.2, "a"), (0.25, "b"), (0.74, "b"), (0.75, "d"), (1 - 1e-16, "d")]
+)
+def test_what_is_dealt_is_the_outcome_whose_share_a_number_lies_in(u, state):
+    assert Chance([(0.0, "never"), (0.25, "a"), (0.5, "b"), (0.0, "nor this"), (0.25, "d")]).at(u) == state
+
+
 class Policy:
     """Log-probs of the next token in float64, drawn for every prefix."""
 

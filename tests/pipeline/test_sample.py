@@ -388,6 +388,16 @@ def test_a_rollout_that_cannot_be_written_leaves_the_one_that_was_there(tmp_path
     assert saved.steps(tmp_path) == [1]
 
 
+def test_rows_of_one_episode_count_once_among_saved_rows(tmp_path):
+    table = {str(i): [0, 1] for i in range(2)}
+    prompts, _ = _draw(2)(DataCursor())
+    scored, _ = _score(_rollout(prompts, {}, key=Key(0), version=0, n=2)[0], params={}, prompts=prompts, table=table)
+    saved.write(attrs.evolve(scored, episodes=torch.tensor([4, 4, 4, 7])), tmp_path, 1)
+    saved.check(tmp_path, until=1, rows=2)
+    with pytest.raises(ValueError, match=r"holds 2 rows; give rollout.batch_size = 2"):
+        saved.check(tmp_path, until=1, rows=4)
+
+
 def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
     table = {str(i): [0, 1] for i in range(4)}
     made = partial(_rollout, n=2)
@@ -400,6 +410,13 @@ def test_what_is_wrong_with_saved_rollouts_is_said_before_any_work(tmp_path):
         saved.check(tmp_path, until=1, rows=16)
     with pytest.raises(ValueError, match="there is no such directory"):
         saved.check(tmp_path / "none", until=1, rows=8)
+    with pytest.raises(ValueError, match=r'"rollout": .*step_00000001.* does not tell which experts the engine chose'):
+        saved.check(tmp_path, until=1, rows=8, routed=True)
+    top = int(saved.read(tmp_path, 1, torch.device("cpu"), vocabulary=100).tokens.max())
+    with pytest.raises(ValueError, match=f"holds token {top}, and the model has a vocabulary of {top}"):
+        saved.read(tmp_path, 1, torch.device("cpu"), vocabulary=top)
+    with pytest.raises(ValueError, match="there is no such file; the directory holds steps 1 to 3"):
+        saved.read(tmp_path, 2, torch.device("cpu"), vocabulary=top + 1)
     path = saved.path_of(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="not a whole file"):

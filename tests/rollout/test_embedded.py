@@ -228,6 +228,29 @@ def test_a_bound_in_bytes_holds_for_keys_and_values_and_changes_nothing_else(row
         engine_of(model, cache_bytes=7).generate(params, ask)
 
 
+@pytest.mark.parametrize(
+    ("how", "passes"), [({}, [26]), ({"prefill_tokens": 8}, [5, 7, 7, 7]), ({"max_rows": 3}, [12, 14])]
+)
+def test_a_pass_over_prompts_has_no_more_tokens_than_asked_and_a_step_no_more_rows(how, passes):
+    """The cache has room for more rows."""
+    model, params = make("llama")
+    read, rows = [], []
+
+    def reads(query, *given, **keywords):
+        read.append(len(query))
+        return KERNELS.attention(query, *given, **keywords)
+
+    def decodes(query, *given, **keywords):
+        rows.append(len(query))
+        return KERNELS.decode_attention(query, *given, **keywords)
+
+    kernels = attrs.evolve(KERNELS, attention=reads, decode_attention=decodes)
+    engine = EmbeddedEngine(model=model, kernels=kernels, pad_token_id=PAD, cache_bytes=1 << 30, **how)
+    engine.generate(params, Ask(make_prompts(), Sampling(max_tokens=2), Key(0)))
+    assert [size for size in read if size > 1][:: len(model.layers)] == passes
+    assert max(rows) == how.get("max_rows", 6)
+
+
 def test_a_cache_grows_layer_by_layer():
     cache = {i: (torch.full((2, 1, 3, 2), i), torch.full((2, 1, 3, 2), -i)) for i in range(4)}
     old, alive = [weakref.ref(x) for pair in cache.values() for x in pair], []

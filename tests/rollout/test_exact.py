@@ -19,6 +19,7 @@ from fppo.runtime.mesh import Mesh
 from fppo.runtime.simulate import simulate
 from fppo.steps.forward import Forward, compute_log_probs
 from fppo.steps.micro_batching import MicroBatching
+from fppo_kernels.collectives import Axis
 from fppo_kernels.table import EXACT, Kernels, get, needs_cpp
 from tests import tiny
 from tests.models.families import make
@@ -193,3 +194,26 @@ def test_what_cannot_be_exact_is_refused_by_name():
 
     with pytest.raises(ValueError, match="a tensor axis of 2 ranks adds up in parts"):
         simulate({"tensor": 2}, on)
+
+
+@pytest.mark.parametrize(
+    ("changes", "mesh", "why"),
+    [
+        ({}, {}, []),
+        ({"stateful": (0,)}, {}, ["layers of model type 'qwen2' carry states"]),
+        ({"routers": ("r",)}, {}, ["model type 'qwen2' has experts"]),
+        ({"vision": True}, {}, ["model type 'qwen2' takes images"]),
+        ({"frozen": True}, {}, ["an adapter is merged to decode"]),
+        ({"compile_layers": True}, {}, ["compiled layers are programs"]),
+        ({}, {"context": 2}, []),
+        ({}, {"context": 2, "ring": True}, ["a context axis of 2 ranks merges attention"]),
+        ({}, {"tensor": 2, "expert": 4}, ["a tensor axis of 2 ranks adds up", "a expert axis of 4 ranks adds up"]),
+    ],
+)
+def test_each_thing_that_keeps_an_engine_from_being_exact_is_said(changes, mesh, why, monkeypatch):
+    model, ring = make("qwen2")[0], mesh.get("ring", False)
+    monkeypatch.setattr(type(model), "text_of", lambda model, skeleton: skeleton)
+    axes = {name: Axis(size) for name, size in mesh.items() if name != "ring"}
+    kernels = Kernels.named(**EXACT)
+    found = [*exact.hindrances(attrs.evolve(model, **changes), kernels, Mesh(axes, ring=ring))]
+    assert [text.startswith(start) for text, start in zip(found, why, strict=True)] == [True] * len(why)

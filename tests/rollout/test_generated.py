@@ -174,3 +174,26 @@ def test_what_it_cannot_do_and_too_many_are_refused():
         requests.add([Request(name="a", **how), Request(name="b", **how)])
         with pytest.raises(QueueFull):
             requests.add([Request(name="c", **how)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "images", "asked"),
+    [
+        ((0, 1), "aa", [(0,)]),  # two samples of a prompt
+        ((1, 2), "aa", [(1, 2)]),  # of two prompts
+        ((2, 3, 4, 5), "aabb", [(1, 2)]),
+        ((0, 1), "ab", [(0, 1)]),
+        ((0, 1, 2, 3), "abab", [(0, 1, 2, 3)]),
+    ],
+)
+def test_samples_of_a_prompt_are_asked_for_at_once_and_rows_of_others_by_themselves(rows, images, asked):
+    engine, shown, key = Generating(routed=False, versioned=False), {name: object() for name in images}, Key(0)
+    sampling = Sampling(max_tokens=4)
+    with opened(engine, {"x": torch.tensor(0.0)}) as requests:
+        how = {"ids": (4, 6), "sampling": sampling, "key": key}
+        requests.add([Request(name=f"{i}", row=i, inputs=shown[x], **how) for i, x in zip(rows, images)])
+        answers = {int(one.name): one.tokens.tolist() for one in requests.step().finished}
+    assert answers == {row: alone((4, 6), key, row, 0, sampling, 4)[0] for row in rows}
+    assert [tuple(ask.prompts.row_ids.tolist()) for ask in engine.asked] == asked
+    (ask,) = engine.asked
+    assert [*ask.prompts.inputs] == [shown[x] for x in images][:: ask.sampling.n]

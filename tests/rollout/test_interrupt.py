@@ -280,3 +280,16 @@ def test_whoever_comes_again_at_once_stands_behind_those_who_wait():
         order.append("again")
     thread.join()
     assert order == ["other", "again"]
+
+
+def test_who_is_interrupted_in_line_is_not_waited_for(monkeypatch):
+    def interrupted(changed, ready):
+        if not ready():
+            raise InterruptedError
+
+    monkeypatch.setattr(threading.Condition, "wait_for", interrupted)
+    lock = InOrder()
+    with lock, pytest.raises(InterruptedError), lock:
+        pass
+    with lock:
+        pass

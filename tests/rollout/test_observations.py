@@ -55,6 +55,15 @@ def test_what_stands_between_turns_is_read_as_the_template_writes_it(gap):
     assert words.decode(found).startswith(f"{gap}<|tool|>\n The answer is 12 {gap}<|user|>")
 
 
+def test_prompts_are_written_with_the_arguments_that_were_given():
+    turns = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
+    words = templates.tokenizer_of(turns + "{% if add_generation_prompt %}<|assistant|>{{ begins }}{% endif %}")
+    shown = chat_template(words, options=ChatOptions(arguments={"begins": "Let me"})).prompt(
+        [{"role": "user", "content": "x"}]
+    )
+    assert words.decode(shown) == "<|user|>x<|eot|><|assistant|>Let me"
+
+
 def test_chat_templates_that_cannot_go_on_are_refused():
     with pytest.raises(ValueError, match="does not show once what an assistant said"):
         chat_template(chat_tokenizer(CHATML.replace("m.content", "(m.content if loop.last else '')")))

@@ -247,3 +247,21 @@ def test_scores_that_an_engine_does_not_have_are_refused():
             requests.add([request()])
         with pytest.raises(ValueError, match="'a': adapter is for the embedded engine"):
             requests.add([request(scores=None, adapter="x")])
+
+
+def test_a_prompt_of_one_token_has_nothing_to_score():
+    model, params = make("qwen2")
+    how = {"prompt": True, "prompt_top": 2, "draws": 3, "targets": torch.zeros(0, 1, dtype=torch.int64)}
+    asked = Request(name="a", ids=(3,), sampling=Sampling(max_tokens=1), key=Key(0), scores=Scores(**how))
+    with opened(engine_of(model), params) as requests:
+        requests.add([asked])
+        (found,) = requests.step().finished
+    scores = found.prompt_scores
+    assert (scores.log_probs.isnan().tolist(), scores.top.ids.tolist()) == ([True], [[-1, -1]])
+    assert scores.top.log_probs.isnan().all()
+    assert (scores.targets.shape, scores.draws.ids.shape) == ((0, 1), (0, 3))
+
+
+def test_images_come_with_a_whole_prompt():
+    with pytest.raises(ValueError, match="request 'a': images come with a whole prompt, not after 'b'"):
+        request(scores=None, after="b", inputs=object())

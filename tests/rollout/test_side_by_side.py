@@ -13,12 +13,14 @@ from fppo.key import Key
 from fppo.models import lora
 from fppo.models.adapted import Lora
 from fppo.models.precision import KeepDouble
-from fppo.models.several import Adapter
+from fppo.models.several import Adapter, fitted
 from fppo.rollout import opened as opening
 from fppo.rollout import places
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
 from fppo.rollout.scores import Scores
+from fppo.runtime.mesh import Mesh
+from fppo_kernels.collectives import Axis
 from tests.models.families import make, plain
 from tests.models.hybrids import HYBRIDS
 from tests.rollout.test_embedded import engine_of
@@ -285,3 +287,13 @@ def test_adapters_that_cannot_run_beside_others_are_refused():
             requests.put("x", adapter)
     with pytest.raises(ValueError, match="the model has no adapter"):
         Adapter.of(model, params)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_adapters_run_beside_a_whole_model_alone(axis):
+    (model, _), adapters = family("qwen2")
+    adapter, cpu = Adapter.of(*adapters["one"]), torch.device("cpu")
+    assert fitted(model, adapter, "x", cpu, torch.float32).factors.keys() == adapter.factors.keys()
+    placed = models.place(model, Mesh({axis: Axis(2, 0)}))
+    with pytest.raises(ValueError, match="adapter 'x': adapters side by side run on one rank, not on parts of a model"):
+        fitted(placed, adapter, "x", cpu, torch.float32)

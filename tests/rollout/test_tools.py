@@ -7,8 +7,10 @@ import time
 
 import pytest
 
+from fppo.data.examples import MESSAGES
+from fppo.environments.protocol import Reply
 from fppo.rollout.turns import tools
-from fppo.rollout.turns.runner import ToolResult, ToolRunner
+from fppo.rollout.turns.runner import ToolResult, ToolRunner, player_of
 
 HERE = __name__
 ASK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<<2*3=", "end": "="}]
@@ -24,6 +26,7 @@ ASK = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "<<2*3
         ("10/3", "3.3333"),
         ("2/3", "0.6667"),
         ("-7/2", "-3.5"),
+        ("+7/2 - +1", "2.5"),
         ("0.1+0.2", "0.3"),
         ("1/30000-1/30000", "0"),
         ("-1/30000", "0"),
@@ -175,3 +178,32 @@ def broken():
         return next(numbers)
 
     return broken
+
+
+class Echoes:
+    """Answers to turns, without a `ToolRunner`: "end" ends a response, "=" is let go on, others are repeated."""
+
+    def respond(self, conversations):
+        said = [conversation[-1]["content"] for conversation in conversations]
+        answers = {"end": ToolResult(None), "=": ToolResult([], failed=True)}
+        return [answers.get(text, ToolResult([{"role": "tool", "content": f"{text}!"}])) for text in said]
+
+
+def test_what_answers_all_turns_together_plays_like_a_tool():
+    player, asked = player_of(Echoes()), [{"role": "user", "content": "x"}]
+    assert not player.judges
+    with player.open() as calls:
+        for number in (4, 7, 9):
+            calls.reset(number, {MESSAGES: asked}, 0)
+        begun = dict(calls.taken(wait=True))
+        assert [played.state for played in begun.values()] == [asked] * 3
+        for number, text in zip(begun, ("a", "=", "end")):
+            calls.step(number, begun[number].state, Reply(text, (1,), "."))
+        again, on, over = (played for _, played in sorted(calls.taken(wait=True)))
+    answer = [{"role": "tool", "content": "a!"}]
+    assert (again.state, again.messages) == (
+        [*asked, {"role": "assistant", "content": "a", "end": "."}, *answer],
+        answer,
+    )
+    assert (on.state, on.messages, on.done, on.failed) == (asked, [], False, True)  # its turn goes on
+    assert (over.state, over.done, over.failed) == (asked, True, False)

@@ -18,7 +18,7 @@ from fppo.rollout.requests import QueueFull, Request
 from fppo.rollout.sampling import draw, process_logits
 from fppo.rollout.scores import Scores
 from fppo.rollout.vllm import local
-from fppo.rollout.vllm.host import EngineDied, EngineFailure, HostBatch, HostRow
+from fppo.rollout.vllm.host import EngineDied, EngineFailure, HostBatch, HostDraws, HostRow
 from fppo.rollout.vllm.options import VllmOptions
 from fppo.rollout.vllm.requests import VllmRequests
 from tests.rollout.vllm_stand_in import SIZE, StandIn, host_of, logits_of, worker_of
@@ -399,6 +399,56 @@ def test_images_stay_with_their_rows_and_what_it_cannot_do_is_refused():
     with pytest.raises(QueueFull, match="3 requests would wait, and at most 2 may"):
         requests.add([Request(name="f", ids=(3,), **how)])
     assert requests.counts == (2, 0, 1)
+
+
+class Script:
+    """`VllmTurns` whose rows draw the same tokens for ever, until they are ended."""
+
+    limit = 20
+
+    def __init__(self, tokens):
+        self.tokens, self.drawn, self.asked = tokens, {}, []
+
+    def begin(self, params, version):
+        pass
+
+    def turn(self, new, ended):
+        self.asked += [row.number for row in new]
+        self.drawn = {number: n for number, n in self.drawn.items() if number not in ended}
+        self.drawn |= {row.number: 0 for row in new}
+        found = [HostDraws(number, [self.tokens[n]], [-1.0], [-1.0], False, 0) for number, n in self.drawn.items()]
+        self.drawn = {number: n + 1 for number, n in self.drawn.items()}
+        return found
+
+
+def test_a_row_that_a_text_or_its_asker_ends_is_drawn_no_further():
+    turns = Script([5, 4, 6, 6, 6, 6, 6, 6])  # as text "bac..."
+    requests = VllmRequests(turns, {}, 0, size=SIZE, most_waiting=None, check_inputs=lambda request: None)
+    by_text = Sampling(max_tokens=8, stop_texts=StopTexts((b"ba",), PIECES))
+    requests.add([Request(name="a", ids=(3,), sampling=by_text, key=Key(0), keep=True)])
+    requests.add([Request(name="b", ids=(3,), sampling=Sampling(max_tokens=8), key=Key(0))])
+    assert not requests.step().finished
+    (a,) = requests.step().finished
+    assert (a.name, a.tokens.tolist(), a.end) == ("a", [5, 4], "stop")
+    requests.add([Request(name="c", ids=(3,), sampling=by_text, key=Key(0))])
+    requests.cancel(["c"])
+    (c,) = requests.step().finished
+    assert (c.name, c.tokens.tolist(), c.end) == ("c", [], "cancelled")
+    assert (turns.drawn, turns.asked) == ({1: 3}, [0, 1])  # vLLM has been told that the first is over
+    assert requests.counts == (0, 1, 1)
+    requests.release(["a", "nobody"])
+    assert requests.counts == (0, 1, 0)
+    with pytest.raises(ValueError, match="after = 'a' is not kept"):
+        requests.add([Request(name="d", ids=(3,), after="a", sampling=by_text, key=Key(0))])
+
+
+@pytest.mark.parametrize("inputs", [None, [None, None]])
+def test_images_of_earlier_rows_are_forgotten_where_rows_may_have_some(inputs):
+    with pytest.MonkeyPatch.context() as patch:
+        llm = StandIn(worker_of(patch))
+        rows = {"prompts": [[3], [4]], "row_ids": torch.arange(2), "inputs": inputs}
+        host_of(local, llm).generate(HostBatch(sampling=Sampling(max_tokens=1), key=Key(0), **rows), lambda *_: None)
+        assert llm.llm_engine.forgotten == (inputs is not None)
 
 
 @pytest.mark.parametrize(

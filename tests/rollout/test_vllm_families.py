@@ -99,6 +99,27 @@ def test_videos_stand_where_their_tokens_do(name):
     assert all(tokens[x.start - (x.features is None)] == START for x in videos)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tokens, at: ([5 if i == at[0] else x for i, x in enumerate(tokens)], at), "do not hold token"),
+        (lambda tokens, at: (tokens[: at[-1]], at), "places that do not hold token"),
+        (lambda tokens, at: (tokens, at[:-1]), "19 tokens stand for images that have 20 features"),
+        (lambda tokens, at: ([*tokens, IMAGE], [*at, len(tokens)]), "21 tokens stand for images that have 20 features"),
+        (
+            lambda tokens, at: ([*tokens[: at[1]], 5, *tokens[at[1] :]], [at[0], *(place + 1 for place in at[1:])]),
+            "tokens of one of the images do not stand together",
+        ),
+    ],
+    ids=["another", "cut", "fewer", "more", "apart"],
+)
+def test_images_without_their_tokens_are_refused(change, message):
+    tokens, inputs = prompt("qwen2_vl", 3, torch.Generator().manual_seed(0))
+    changed_tokens, places = change(tokens, inputs.places.tolist())
+    with pytest.raises(ValueError, match=message):
+        placed_images(CONFIGS["qwen2_vl"], changed_tokens, attrs.evolve(inputs, places=torch.tensor(places)))
+
+
 @pytest.mark.parametrize("order", ["iv", "iiv", "ivi"])
 def test_a_row_with_images_before_a_short_video_is_taken(order):
     """Tokens behind an image have positions behind the longest of its sides."""

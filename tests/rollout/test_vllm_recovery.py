@@ -229,6 +229,25 @@ def test_weights_are_sent_where_the_version_or_any_tensor_is_another(start):
         assert log == ["loaded"] * sent + ["asked for 12"]
 
 
+def test_only_weights_that_may_change_are_sent_again_and_buffers_in_their_own_dtype(monkeypatch):
+    monkeypatch.setattr(vllm_engine, "check_installed", lambda: "0")
+    hosts = []
+    monkeypatch.setattr(vllm_engine, "start_host", lambda *_: hosts.append(Stub([], [])) or hosts[-1])
+    first, second, third = sorted(PARAMS)[:3]
+    model, params = attrs.evolve(MODEL, buffers=frozenset([first])), {name: x.clone() for name, x in PARAMS.items()}
+    how = {"pad_token_id": 0, "probe": "never", "send": "changed", "frozen": frozenset([second])}
+    engine, seen = VllmEngine(model, options=VllmOptions(host="process", dtype="bfloat16"), **how), {}
+    take_in = hosts[0].take_in
+    monkeypatch.setattr(hosts[0], "take_in", lambda tensors: (seen.update(tensors), take_in(tensors)))
+    assert engine.sync(params, version=1).tensors == len(PARAMS)
+    assert {name for name, x in seen.items() if x.dtype == torch.float32} == {first}
+    seen.clear()
+    for name in (second, third):
+        params[name] += 1
+    assert engine.sync(params, version=2).tensors == 1
+    assert [*seen] == [third]
+
+
 def test_an_engine_that_may_replace_no_more_starts_anew_when_it_is_asked_again(start):
     engine, log = start(("generate", DIED), ("start", DIED), restarts=1)
     with pytest.warns(RuntimeWarning), pytest.raises(EngineDied, match="it died") as raised:

@@ -80,7 +80,12 @@ class OnRank:
     def wake(self, part):
         raise KeyError(part)
 
+    def turn(self, new, ended):
+        self.sleep()
+
     def answers(self, request):
+        if request == "silent":
+            self.sleep()
         ones = np.ones(2, np.float32)
         yield [(0, Answer(ones.astype(np.int64), ones, ones)), (1, Answer(ones.astype(np.int64), 2 * ones, ones))]
         yield []
@@ -138,7 +143,8 @@ def test_a_caller_that_fails_leaves_no_answers_to_the_next_question(host):
         host.call("names")
 
 
-def test_silence_is_a_death_and_the_setting_is_named(host, monkeypatch):
+@pytest.mark.parametrize(("what", "arguments"), [("sleep", ()), ("generate", ("silent", None)), ("turn", ([], []))])
+def test_silence_is_a_death_and_the_setting_is_named(host, what, arguments, monkeypatch):
     passed = [0.0]
 
     def passing():
@@ -147,7 +153,7 @@ def test_silence_is_a_death_and_the_setting_is_named(host, monkeypatch):
 
     monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=passing))
     monkeypatch.setattr(group, "_LOOK", 0.1)
-    with pytest.raises(EngineDied, match=r"no sign of life for 0.5 s \(setting: patience\), in sleep"):
-        host.sleep()
+    with pytest.raises(EngineDied, match=rf"no sign of life for 0.5 s \(setting: patience\), in {what}"):
+        getattr(host, what)(*arguments)
     with pytest.raises(EngineDied):
         host.call("names")

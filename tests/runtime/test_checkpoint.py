@@ -115,6 +115,28 @@ def test_the_same_state_is_saved_once_and_another_does_not_replace_it(tmp_path):
     assert tree.digest(checkpoint.load(_state(2), tmp_path, 1)) == tree.digest(_state())
 
 
+def test_a_step_that_is_saved_again_is_whole_or_an_error(tmp_path):
+    checkpoint.begin_save(_state(), tmp_path, 7).wait()
+    data = checkpoint.path_of(tmp_path, 7) / "shard_00000.safetensors"
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with pytest.raises(checkpoint.CheckpointError, match="there is one, and it is not whole"):
+        checkpoint.begin_save(_state(), tmp_path, 7).wait()
+
+
+@pytest.mark.parametrize("number", [5, 8])
+def test_formats_of_other_versions_are_named(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(files, "FORMAT", number)
+    checkpoint.begin_save(_state(), tmp_path, 7).wait()
+    with pytest.raises(checkpoint.CheckpointError, match=f"has format {number}; this version reads 6 and 7"):
+        checkpoint.load(_state(), tmp_path, 7)
+
+
+def test_leaves_that_no_checkpoint_can_give_back_are_refused(tmp_path):
+    with pytest.raises(checkpoint.CheckpointError, match="a leaf of type set does not fit a checkpoint"):
+        checkpoint.begin_save(_state() | {"more": {1}}, tmp_path, 7)
+    assert checkpoint.steps(tmp_path) == []
+
+
 def test_a_checkpoint_of_another_dtype_is_refused(tmp_path):
     """Copied into it, the numbers would be rounded without a word."""
     checkpoint.begin_save({"w": torch.ones(2, dtype=torch.float64)}, tmp_path, 1).wait()

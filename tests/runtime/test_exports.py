@@ -52,6 +52,17 @@ def test_a_file_has_its_old_contents_until_it_has_the_new_ones(tmp_path, monkeyp
     assert file.read_bytes() == b"new"
 
 
+def test_files_of_an_export_may_be_read_by_whoever_may_read_new_files(tmp_path):
+    """The library that wrote them may have given them other modes."""
+    with replacing(tmp_path / "m") as draft:
+        (draft / "sub").mkdir(parents=True)
+        for name, mode in (("a.txt", 0o600), ("sub/b.txt", 0o700)):
+            (draft / name).touch(mode)
+    (tmp_path / "new").touch(0o666)
+    mode = (tmp_path / "new").stat().st_mode
+    assert {path.stat().st_mode for path in (tmp_path / "m").rglob("*") if path.is_file()} == {mode}
+
+
 def test_an_export_replaces_an_export_as_a_whole_and_lists_its_files(tmp_path):
     target = tmp_path / "deep" / "m"
     export(target, config_json="1", sub__a_txt="2")

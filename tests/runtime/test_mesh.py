@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -263,3 +264,10 @@ def test_a_device_that_is_not_there_is_named_by_its_setting(monkeypatch):
     assert [meshes.named_device(name, "a.b").index for name in ("cuda", "cuda:1")] == [None, 1]
     with pytest.raises(ValueError, match=r"^a\.b: there are 2 GPUs here, cuda:0 the first"):
         meshes.named_device("cuda:2", "a.b")
+
+
+@pytest.mark.parametrize("names", [None, ("shard",)])
+def test_dimensions_of_a_device_mesh_have_names(names):
+    device_mesh = SimpleNamespace(mesh_dim_names=names, ndim=2)
+    with pytest.raises(ValueError, match=r"have no names: give mesh_dim_names, some of \['pipeline', "):
+        Mesh.of(device_mesh)  # pyright: ignore[reportArgumentType]

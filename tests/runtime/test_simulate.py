@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fppo import losses, tree
 from fppo.runtime import _thread_group
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import Mesh, all_reduce
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
@@ -39,6 +39,22 @@ def test_each_rank_gets_its_arguments_and_sums_over_its_own_axis():
     found = simulate(AXES, sums, xs, "abcdef")
     assert found[1] == [10010, 111, "b"]
     assert found[5] == [100100, 111000, "f"]
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("SUM", [12.0, 2.0]), ("AVG", [4.0, 2 / 3]), ("MAX", [7.0, 3.0]), ("MIN", [2.0, -2.0]), ("PRODUCT", [42.0, -6.0])],
+)
+def test_ranks_reduce_by_each_operation(op, expected):
+    xs = [torch.tensor([a, b]) for a, b in ((2.0, 1.0), (3.0, -2.0), (7.0, 3.0))]
+    found = simulate({"shard": 3}, lambda mesh, x: all_reduce(x, mesh["shard"], getattr(dist.ReduceOp, op)), xs)
+    for each in found:
+        torch.testing.assert_close(each, torch.tensor(expected))
+
+
+def test_operations_that_the_simulated_mesh_has_not_are_named():
+    with pytest.raises(ValueError, match="does not reduce by BAND; it knows SUM, AVG, MAX, MIN and PRODUCT"):
+        simulate({"shard": 2}, lambda mesh: all_reduce(torch.ones(2).int(), mesh["shard"], dist.ReduceOp.BAND))
 
 
 def test_the_number_of_arguments_must_be_that_of_the_ranks():

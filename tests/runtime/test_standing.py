@@ -5,10 +5,11 @@ import threading
 import time
 
 import attrs
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fppo.runtime._standing import Standing, broken, causes, missing, too_long
+from fppo.runtime._standing import Standing, broken, causes, described, missing, too_long
 from fppo.runtime.watch import WaitingCollective, Watch
 
 
@@ -138,3 +139,10 @@ def test_a_circle_of_waiting_ends_and_a_cause_of_several_is_named_once():
     text = too_long(waiting, 7, 60.0, [1, 3], both)  # both are late; one of them is a cause itself
     assert text.count("rank 3, at a/b.py") == 1
     assert "that is for" not in text
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 9])
+def test_ranks_that_never_reported_are_named_and_many_are_counted(count):
+    said = described(range(3, 3 + count), dict.fromkeys(range(20)))
+    shown = [f"rank {rank}, which has never reported" for rank in range(3, 3 + min(count, 4))]
+    assert said == "; ".join(shown) + ("" if count < 5 else f"; and {count - 4} more")

@@ -183,6 +183,11 @@ def test_what_goes_wrong_in_the_engine_is_not_the_agents_failure():
         generated(players.counting, asked(prompts(1)), parrot)
 
 
+def test_answers_are_by_the_newest_weights_there_are():
+    rollout = generated(players.counting, asked(prompts(1), newer=lambda: ({}, 7)))
+    assert rollout.token_versions[rollout.response_mask].unique().tolist() == [7]
+
+
 class Named:
     """A player that names every second episode itself, at the base, and notes what it gets. A stranger speaks, too."""
 

@@ -271,6 +271,20 @@ def test_a_template_whose_calls_cannot_be_read_takes_no_tools():
     assert refused.json()["error"]["param"] == "tools"
 
 
+def test_a_template_of_parts_shows_what_is_said():
+    import copy
+
+    other = copy.deepcopy(tokenizer())
+    other.chat_template = KINDS["parts"]
+    said = texts_of(other, vocabulary=len(other)).prompt([{"role": "user", "content": "find"}], ())
+    assert other.decode(said) == "<|user|>find<eos>\n<|assistant|>"
+
+
+def test_a_turn_ends_by_a_token_that_the_policy_has():
+    assert texts_of(tokenizer(), vocabulary=END + 1).ends == (END,)
+    assert texts_of(tokenizer(), vocabulary=END).ends == ()
+
+
 def test_the_tokenizers_own_response_template_reads_calls():
     import copy
 

@@ -179,6 +179,14 @@ def test_an_answer_that_nobody_reads_is_ended_once_and_leaves_nothing():
     assert again.plan.start.number == 0  # whose place is free
 
 
+def test_a_prompt_that_is_refused_leaves_no_answer_to_those_before_it():
+    service = service_of()
+    with pytest.raises(ApiError, match="beyond the policy's"):
+        service.completions(completion_request({"prompt": ["find", [10**8]], "n": 2}), "7")
+    assert service.loop.cancelled == [request.name for request, *_ in service.loop.asked]
+    assert (len(service.loop.cancelled), service._open, service.episodes.names()) == (2, 0, [])
+
+
 ASKS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 30), st.booleans()), min_size=1, max_size=12)
 
 

@@ -16,6 +16,7 @@ from fppo.serve.service import Bounds
 from tests.serve.world import END, chat, parrot_world, says, texts, tokenizer
 
 CHAT = "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "read", "parameters": {"type": "object", "properties": {}}}}
 
 
 def content(response):
@@ -64,6 +65,7 @@ def test_ids_never_go_through_text():
         (chat("find", "lamp", "again", "made up", "and"), "an answer of somebody else's behind it"),
         (chat("find"), "the beginning, again"),
         (chat("find", "lamp"), "nothing behind the answer"),
+        (chat("find", "lamp", "again", tools=[TOOL]), "other tools"),
     ],
 )
 def test_anything_else_begins_another_row(body, why):
@@ -72,7 +74,7 @@ def test_anything_else_begins_another_row(body, why):
         content(world.post(f"/e/7{CHAT}", body))
         rows = world.episodes.rows("7")
     assert [row.number for row in rows] == [0, 1], why
-    assert rows[1].prompt == tuple(texts().prompt(body["messages"], ()))
+    assert rows[1].prompt == tuple(texts().prompt(body["messages"], body.get("tools", ())))
     requests = world.engine.requests
     assert requests[0].key != requests[1].key  # it has draws of its own
 

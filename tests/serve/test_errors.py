@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fppo.serve.service import Bounds
-from tests.serve.world import KEY, MODEL, parrot_world
+from tests.serve.world import KEY, MODEL, SIZE, parrot_world
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "find"}
@@ -52,9 +52,10 @@ MALFORMED = {  # name: (path, body, status, parameter or part of the message)
     "half a token": (CHAT, asked(max_tokens=1.5), 400, "max_tokens"),
     "no answer": (CHAT, asked(n=0), 400, "n"),
     "many answers": (CHAT, asked(n=100_000), 400, "n"),
+    "many answers to two prompts": (COMPLETIONS, {"prompt": ["find", "list"], "n": 65}, 400, "n"),
     "an empty stop": (CHAT, asked(stop=""), 400, "stop"),
     "many stops": (CHAT, asked(stop=["x"] * 100), 400, "stop"),
-    "a stop id beyond": (CHAT, asked(stop_token_ids=[10**9]), 400, "stop_token_ids"),
+    "a stop id beyond": (CHAT, asked(stop_token_ids=[SIZE]), 400, "stop_token_ids"),
     "seed": (CHAT, asked(seed=2**70), 400, "seed"),
     "top_logprobs alone": (CHAT, asked(top_logprobs=3), 400, "top_logprobs"),
     "likeliest tokens of a stream": (CHAT, asked(logprobs=True, top_logprobs=3, stream=True), 400, "top_logprobs"),

@@ -123,3 +123,6 @@ def test_each_key_has_an_owner_of_its_own():
     for headers in ((), ((b"x-api-key", b"three"),), ((b"x-api-key", b"one"),) * 2):
         assert called(made, headers=headers)[0]["status"] == 401
     assert called(made, headers=((b"x-api-key", b"one"),), parts=(BODY, b" "))[0]["status"] == 413
+    for keys in ((), ("one", "")):
+        with pytest.raises(ValueError, match="no key, or an empty one"):
+            guard.KeyGuard(app, keys=keys, bounds=decode.TinkerBounds())

@@ -190,6 +190,23 @@ def test_results_are_checked_by_their_definition(result):
     assert found == Outcome("value", float(result["score"]), named, result.get("answer"))
 
 
+class Raises:
+    """A number that raises as it is read, or shown."""
+
+    def __float__(self):
+        raise OverflowError("too large")
+
+    def __repr__(self):
+        raise KeyError("nothing to show")
+
+
+def test_results_that_raise_are_no_scores():
+    for result in (Raises(), {"score": Raises()}):
+        found = outcome_of(result)
+        assert (found.kind, "it must return a finite number" in found.text) == ("bad", True)
+    assert outcome_of(Raises()).text.startswith("a Raises whose repr raises KeyError; it must")
+
+
 @pytest.mark.parametrize("length", [198, 199, 500])
 def test_a_long_result_that_is_no_score_is_cut(length):
     text = repr("x" * length)

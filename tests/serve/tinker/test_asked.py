@@ -17,8 +17,9 @@ from fppo.key import Key
 from fppo.rollout.requests import FinishedRequest
 from fppo.rollout.scores import DrawnScores, PromptScores, TopTokens
 from fppo.serve.tinker.decode import TinkerBounds
-from fppo.serve.tinker.encode import EMPTY, sample_payload
+from fppo.serve.tinker.encode import EMPTY, pass_payload, sample_payload
 from fppo.serve.tinker.futures import Refusal
+from fppo.serve.tinker.runs import PassOutputs
 from fppo.serve.tinker.samples import sample_request, sample_work
 from tests.serve.tinker.served import LIMIT, SIZE, base, tokenizer
 
@@ -184,3 +185,35 @@ def test_samples_and_scores_come_back_in_the_protocols_layout(scored, sparse):
         assert np.frombuffer(found.sparse_csr.col_indices, np.int64).tolist() == [0, 2, 2]
     else:
         assert floats(found.dense) == [-5.0, 0.0, -0.125, 0.0, 0.0, -7.0]
+
+
+def test_results_of_a_pass_come_in_records_of_one_width():
+    widths = [(2,), (1,), (3, 2), (2, 2), (2, 3), (1,)]
+    numbers = [torch.arange(float(math.prod(shape))).view(shape) + 10 * i for i, shape in enumerate(widths)]
+    message = pb.ForwardBackwardOutput()
+    outputs = PassOutputs(per_datum=[{"logprobs": x} for x in numbers], metrics={"loss:sum": 2.5})
+    message.ParseFromString(pass_payload(outputs).body)
+    assert dict(message.metrics) == {"loss:sum": 2.5}
+    assert [record.num_datums for record in message.loss_fn_outputs] == [2, 2, 1, 1]
+    fields = [record.fields["logprobs"] for record in message.loss_fn_outputs]
+    assert [[*field.trailing_shape] for field in fields] == [[], [2], [3], []]
+    offsets = [np.frombuffer(field.offsets, np.int64).tolist() for field in fields]
+    assert offsets == [[0, 8, 12], [0, 24, 40], [0, 24], [0, 4]]
+    assert [x for field in fields for x in floats(field.data)] == torch.cat([x.flatten() for x in numbers]).tolist()
+
+
+@pytest.mark.parametrize(("width", "fits"), [(3, True), (4, False)])
+def test_targets_of_a_prompt_are_bounded(width, fits):
+    shape = [19, width]
+    body = {
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [3] * 20}]},
+        "sampling_params": {"max_tokens": 1},
+        "target_prompt_logprobs": {"data": [5] * math.prod(shape), "dtype": "int64", "shape": shape},
+    }
+    request = sample_request(json.dumps(body).encode())
+    if fits:
+        assert sample_work(request, "s:1", rules=RULES, bounds=BOUNDS).scores.targets.shape == (19, 3)
+        return
+    with pytest.raises(Refusal) as raised:
+        sample_work(request, "s:1", rules=RULES, bounds=BOUNDS)
+    assert raised.match("20 tokens times 4 targets; at most 60")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from fppo.serve.tinker import graphs
 from fppo.serve.tinker.graphs import custom_loss
 from fppo.serve.tinker.losses import Loss
-from fppo.serve.tinker.operations import FUNCTIONS, METHODS
+from fppo.serve.tinker.operations import FUNCTIONS, METHODS, check_call
 from fppo.serve.tinker.runs import Adapters, create_run, forward_backward
 from tests.serve.tinker.made import base, data
 
@@ -168,6 +168,11 @@ SUM = call("sum", P, op="call_method")
         (graph(call("torch.add", P, {"ref": "later"})), "'later', which does not come before"),
         (graph(call("torch.add", P, {"ref": "x"})), "'x', which does not come before"),
         (graph(call("torch.add", P, 2**70)), "integer above"),
+        (graph(call("torch.add", P, "x" * 65)), "text of 65 characters"),
+        (graph(call("torch.add", P, {"float": "1.5"})), "is not on the list"),
+        ([graph()[0] | {"args": [1.0]}, *graph(SUM)[1:]], "an input has no default"),
+        (graph({**SUM, "args": "logprobs"}), "args are a list"),
+        (graph(call("torch.add", P, {"ref": "logprobs", "float": "inf"})), "a form that the protocol does not have"),
         (graph({"op": "call_module", "name": "m", "target": "m"}), "no modules"),
         (graph({"op": "get_attr", "name": "m", "target": "m"}), "captures no tensors"),
         (graph({"op": "call_lambda", "name": "m", "target": "m"}), "unknown kind"),
@@ -187,6 +192,13 @@ SUM = call("sum", P, op="call_method")
 def test_what_is_not_on_the_lists_is_refused_before_it_runs(nodes, says):
     with pytest.raises(ValueError, match=says):
         custom_loss("mine", [("logprobs", 1)], nodes)
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_numbers_that_json_has_not_are_written_by_name(number):
+    added = call("torch.add", P, encoded(number))
+    loss = custom_loss("mine", [("logprobs", 1)], graph(added, call("torch.sum", {"ref": "x"}, name="y")))
+    assert loss(torch.zeros(3), {})[0].item() == pytest.approx(number, nan_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +240,59 @@ def test_what_fails_or_grows_in_a_run_is_an_error_that_names_the_node(nodes, say
     loss = custom_loss("mine", [("logprobs", 1)], nodes)
     with pytest.raises(ValueError, match=says):
         loss(torch.randn(300), {})
+
+
+X, ROWS = torch.zeros(4, 3), torch.tensor([0, 1, 1, 3, 2])
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "count"),
+    [
+        ("operator.getitem", (X, ROWS), 15),
+        ("operator.getitem", (X, X[:, 0] > 0), 12),
+        ("operator.getitem", (X, (slice(0, 2), None, ...)), 12),
+        ("operator.getitem", ((4, 3), 1), 0),
+        ("torch.gather", (X, 0, ROWS[:, None]), 12),
+        ("reshape", (X, (2, 6)), 12),
+        ("torch.cat", ([X, X],), 24),
+        ("torch.mul", (X[:, :1], X[0]), 12),
+        ("torch.dot", (X[0], X[0]), 1),
+        ("operator.mul", (3, 4), 0),
+        ("builtins.getattr", (X, "shape"), 0),
+    ],
+)
+def test_a_result_has_at_most_the_elements_that_were_counted(target, args, count):
+    assert check_call(target, args, {}) == count
+    result = (METHODS | FUNCTIONS)[target](*args)
+    assert not isinstance(result, torch.Tensor) or result.numel() <= count
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "says"),
+    [
+        ("operator.getitem", (X, ROWS[None]), "an index has one dimension"),
+        ("operator.getitem", (X, slice(0, ROWS[0])), "slices have whole numbers"),
+        ("operator.getitem", (X, (0, "x")), "items at numbers, slices, None"),
+        ("operator.getitem", ((4, 3), None), "a shape has items at numbers"),
+        ("operator.getitem", ("text", 0), "items of tensors"),
+        ("torch.cat", (X,), "it joins a list of tensors"),
+        ("torch.stack", ([X, 1],), "it joins a list of tensors"),
+        ("torch.add", (X, slice(0, 1)), "tensors and numbers"),
+        ("torch.add", (X, {}), "tensors and numbers"),
+        ("torch.zeros_like", (3,), "it takes tensors"),
+    ],
+)
+def test_arguments_of_other_kinds_are_refused(target, args, says):
+    with pytest.raises(ValueError, match=says):
+        check_call(target, args, {})
+
+
+def test_attributes_are_those_of_tensors():
+    read = FUNCTIONS["getattr"]
+    assert read(X, "shape") == (4, 3)
+    assert read(X.max(0), "indices").shape == (3,)
+    with pytest.raises(ValueError, match="attribute shape is one of tensors"):
+        read((X,), "shape")
 
 
 def test_results_are_bounded_before_they_are_made():

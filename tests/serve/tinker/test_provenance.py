@@ -3,9 +3,13 @@
 import attrs
 import pytest
 import torch
+from tinker.proto import tinker_public_pb2 as pb
 
 from fppo.serve.tinker.data import Datum
+from fppo.serve.tinker.decode import TinkerBounds
+from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
+from fppo.serve.tinker.records import SampleRecords
 
 RECORDS = {
     "a": SampledRecord(torch.tensor([5, 6]), torch.tensor([7, 8, 9]), torch.tensor([-1.0, -2.0, -3.0])),
@@ -54,3 +58,29 @@ def test_runs_that_do_not_fit_are_refused(change, says):
 def test_several_targets_of_a_token_have_no_provenance():
     with pytest.raises(ValueError, match="one target"):
         with_records(attrs.evolve(DATUM, targets=DATUM.targets[:, None].expand(-1, 2)), RUNS, RECORDS)
+
+
+def numbers(values):
+    return pb.Tensor(dtype=pb.DTYPE_INT64, shape=[len(values)], dense=torch.tensor(values).numpy().tobytes())
+
+
+def span(name):
+    return pb.ProvenanceSpan(sampled_tokens={"sequence_id": name, "offset": 0, "length": 1})
+
+
+@pytest.mark.parametrize(
+    ("spans", "inputs", "says"),
+    [
+        ([], {}, r"data\[1\]: stable_reinforce needs the samples"),
+        ([span("s:1")], {}, r"data\[1\]: there is no target_tokens"),
+        ([span("s:1")], {"target_tokens": numbers([7])}, r"data\[1\]: .*'s:1' has no record"),
+        ([span("t:1")], {"target_tokens": numbers([7])}, r"data\[1\]: the sample t:1 is of another session"),
+    ],
+)
+def test_data_that_name_no_samples_of_the_session_are_refused(spans, inputs, says):
+    """A datum that brings its samples stays as it is."""
+    own = pb.Datum(loss_fn_inputs={"sampled": numbers([1])})
+    other = pb.Datum(loss_fn_inputs=inputs, loss_fn_input_spans=spans)
+    with pytest.raises(Refusal) as raised:
+        SampleRecords().resolve(pb.ForwardBackwardRequest(data=[own, other]), "s", TinkerBounds())
+    assert raised.match(says)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fppo import losses as plain_losses
 from fppo import tree
-from fppo.batch import Experience
+from fppo.batch import Experience, RowInputs
 from fppo.grad import value_and_grad
 from fppo.key import Key
 from fppo.models import bases, lora
@@ -440,3 +440,12 @@ def test_data_of_several_widths_in_one_request_are_those_of_requests_apart(name)
         total += piece.metrics["loss:sum"]
     assert outputs.metrics["loss:sum"] == pytest.approx(total, abs=1e-10)
     close(together.grads, apart.grads)
+
+
+def test_images_of_a_base_that_takes_none_are_refused():
+    seeing = RowInputs({}, torch.arange(1), torch.zeros(1, 1, 1, 3, dtype=torch.uint8))
+    first, second = data(0, 2)
+    with pytest.raises(ValueError, match="datum 1 has images, and base 'tiny' takes none"):
+        forward_backward(
+            create_run(base(), Adapters(2)), [first, attrs.evolve(second, images=seeing)], Loss("cross_entropy")
+        )

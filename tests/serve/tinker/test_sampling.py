@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinker import types
 
-from fppo.rollout.requests import FinishedRequest
+from fppo.rollout.requests import FinishedRequest, QueueFull
+from fppo.serve.loop import ServerStopped
 from fppo.serve.tinker.decode import TinkerBounds
 from fppo.serve.tinker.futures import FailedRequest, Payload
 from fppo.serve.tinker.runs import Adapters, create_run
@@ -268,3 +269,26 @@ def test_a_base_is_sampled_from_by_its_own_engine():
     for name, loop in loops.items():
         engine, adapter = asyncio.run(engines._engine_of(name))
         assert (engine.loop, adapter) == (loop, None)
+
+
+@pytest.mark.parametrize(
+    ("event", "category", "error"),
+    [
+        (ValueError("too long"), "user", "too long"),
+        (QueueFull("9 wait"), "server", "9 wait"),
+        (ServerStopped("the server is stopping"), "server", "the server is stopping"),
+        (RuntimeError("secret"), "server", "the engine failed: RuntimeError"),
+    ],
+)
+def test_what_goes_wrong_in_an_engine_is_said_by_whose_fault_it_is(event, category, error):
+    async def play():
+        loop = Noting()
+        engines = SamplerEngines({"tiny": loop}, {})  # pyright: ignore[reportArgumentType]
+        task = asyncio.create_task(engines.sample("s", work_of("s", 2), "tiny", owner="me", record=lambda *_: None))
+        await until(lambda: "s:1" in loop.asked)
+        for row in (0, 1):
+            loop.asked[f"s:{row}"][1](event)
+        assert await task == FailedRequest(error, category)
+        assert sorted(loop.cancelled) == ["s:0", "s:1"]
+
+    asyncio.run(asyncio.wait_for(play(), 10))

@@ -11,6 +11,7 @@ import torch
 
 from fppo import models, tree
 from fppo.models import lora, lora_files
+from fppo.runtime import checkpoint
 from fppo.serve.tinker import runs, stores
 from fppo.serve.tinker.checkpoints import CheckpointMeta
 from fppo.serve.tinker.decode import LoadVerb
@@ -124,3 +125,15 @@ def test_weights_to_sample_from_are_gone_on_with_by_a_fresh_optimizer(held, monk
     assert tree.digest(found.state.params) == tree.digest(other)
     with pytest.raises(Refusal, match="has no optimizer state"):
         made.load(run, SimpleNamespace(owner="me"), LoadVerb(path=META.path, optimizer=True))
+
+
+def test_a_training_checkpoint_is_sampled_by_the_weights_it_holds(tmp_path):
+    run, _ = runs.forward_backward(runs.create_run(base(torch.float32), Adapters(2)), data(1, 2), Loss("cross_entropy"))
+    run, _ = runs.optim_step(run, runs.StepParams(learning_rate=0.1))
+    meta = attrs.evolve(META, kind="weights", number=3)
+    checkpoint.begin_save(run.state, tmp_path / "state", 3).wait()
+    checkpoints = SimpleNamespace(data=lambda meta: tmp_path)
+    made = WeightStores(checkpoints, tmp_path, {"tiny": SimpleNamespace(base=run.base)}, Registry(), lambda: 0.0)
+    assert tree.digest(made.sampled(meta).params) == tree.digest(run.state.params)
+    with pytest.raises(Refusal, match="the server has no model 'other' now; it has tiny"):
+        made.sampled(attrs.evolve(meta, base="other", number=4))
