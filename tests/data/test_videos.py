@@ -188,6 +188,21 @@ def test_videos_of_the_datasets_library_are_read(tmp_path):
     assert prompts.inputs[0] == encoded([{"prompt": "ab", "videos": clip(0)}], fields=VIDEOS).inputs[0]
 
 
+def test_frames_of_a_decoder_have_their_colours_last():
+    """torchcodec's decoders give tensors [T, 3, H, W]."""
+    frames, asked = clip(4, 6), []
+
+    def get_frames_at(numbers):
+        asked.append(numbers)
+        return SimpleNamespace(data=torch.from_numpy(frames[numbers]).permute(0, 3, 1, 2))
+
+    decoder = SimpleNamespace(get_frames_at=get_frames_at, metadata=SimpleNamespace(num_frames=6, average_fps=2.0))
+    found = opened_video(decoder, 1, FramePicker(QWEN3.processor.video_processor, None, 3), opened)
+    assert (found.total, found.fps, asked) == (6, 2.0, [[*found.indices]])
+    assert len(found.indices) == 3
+    assert np.array_equal(found.frames, frames[[*found.indices]])
+
+
 def test_text_that_stands_for_a_video_is_refused():
     with pytest.raises(
         ValueError, match=r"rows:1: .* the text holds \['<\|video_pad\|>'\], placeholders of images or v"

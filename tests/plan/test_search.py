@@ -179,6 +179,21 @@ def test_more_gpus_are_named_with_what_else_they_take(monkeypatch):
     assert tried == [4, 8]
 
 
+def test_more_gpus_together_with_other_changes_are_named_with_all_of_these(monkeypatch):
+    kept = [[{"model.checkpoint-layers": True}]]
+    monkeypatch.setattr(search, "families", lambda case: [] if case.checkpoint_layers else kept)
+
+    def found(at, *, only_if_fits, built):
+        return planned(at, 1.0, at.size("shard") >= 4 and at.checkpoint_layers is True)
+
+    monkeypatch.setattr(search, "plan", found)
+    what = whole(mesh={"shard": 2})
+    base = SimpleNamespace(case=what, peak=SimpleNamespace(memory={ACTIVATIONS: 1.0, LOGITS: 1.0}))
+    (remedy,) = remedies(base)
+    assert remedy.flags == {"gpus": 4, "mesh.shard": 4, "model.checkpoint-layers": True}
+    assert remedy.plan.case == applied(what, remedy.flags)
+
+
 @pytest.mark.parametrize(("seconds", "fits", "counts"), [(range(30), 1, (5, 0, 25)), (range(30), 3, (4, 8, 18))])
 def test_meshes_are_planned_by_the_formulas_order_until_enough_fit(monkeypatch, seconds, fits, counts):
     """At most twelve, of which the first of so many fits; the fastest by their plans come first."""
