@@ -121,6 +121,16 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
         files.load(tmp_path)
 
 
+def test_none_is_a_choice_where_a_setting_has_one_of_that_name():
+    """A critic may stay on the device though model.offload puts the policy away; None says as model.offload does."""
+    for words, value in ((["none"], "none"), (["None"], None), (["moments"], "moments")):
+        begun = files.replace(TrainSettings(), {"critic.offload": "all", "model.offload": "all"})
+        found, problems = files.override(begun, ["--critic.offload", *words])
+        assert (found.critic.offload, problems) == (value, [])
+    found, problems = files.override(TrainSettings(), ["--critic.compute-dtype", "none", "--model.offload", "none"])
+    assert (found.critic.compute_dtype, found.model.offload, problems) == (None, "none", [])
+
+
 def test_a_word_is_a_number_where_toml_or_a_plain_number_is_written():
     for word, number in (
         ("1e-6", 1e-6),
@@ -346,7 +356,7 @@ def flag_words(value: Any) -> list[str]:
         return [word for each in value for word in flag_words(each)]
     if isinstance(value, dict):
         return [json.dumps(value)]
-    return [str(value).lower() if value is None or isinstance(value, bool) else str(value)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 @given(st.data())
