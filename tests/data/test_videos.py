@@ -297,6 +297,15 @@ def test_a_clip_says_what_it_is_of():
     }
 
 
+def test_a_frame_that_cannot_be_opened_is_named_by_its_number():
+    frames = [*images(clip(0, 2)), "gone.png"]
+    with pytest.raises(ValueError, match=r"video 4: image 3 \(gone\.png\): "):
+        opened_video(frames, 4, ALL, opened)
+    frames[2] = images(clip(0, 2))[0].resize((4, 4))
+    with pytest.raises(ValueError, match=r"video 4: frames of several sizes: 8 by 16 and 4 by 4 \(frame 3\)"):
+        opened_video(frames, 4, ALL, opened)
+
+
 def test_files_of_a_directory_are_frames_by_number_but_for_hidden_ones(tmp_path):
     frames = clip(2, 12)
     for number, image in enumerate(images(frames)):

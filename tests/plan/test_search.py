@@ -49,6 +49,15 @@ def test_every_kind_of_change_is_tried_the_smallest_first():
     ]
 
 
+def test_half_of_an_odd_number_of_sequences_is_rounded_up():
+    budgets = {rows: families(whole(tokens=rows * 64))[2] for rows in (2, 5, 7)}
+    assert {rows: [each["actor.token-budget"] // 64 for each in budgets[rows]] for rows in budgets} == {
+        2: [1],
+        5: [3, 2, 1],
+        7: [4, 2, 1],
+    }
+
+
 def test_what_is_changed_already_is_not_tried():
     done = whole(
         compute_dtype=torch.bfloat16,
