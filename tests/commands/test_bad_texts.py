@@ -9,7 +9,7 @@ import os
 import pytest
 
 from fppo.commands import cli
-from fppo.settings import files, modules
+from fppo.settings import checks, files, modules
 from tests import tiny_run
 
 
@@ -39,6 +39,25 @@ def test_a_nul_in_a_setting_is_named_as_that(task, capsys, name):
     said = fails(task, capsys)
     assert f"{name} = {text!r}: holds a NUL character, which no path and no text has" in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("data.chat_arguments", {"a": "TEXT"}),
+        ("data.chat_arguments", {"TEXT": 1}),
+        ("data.chat_arguments", {"a": [1, {"b": ["c", "TEXT"]}]}),
+        ("data.chat_arguments", {"a": {"TEXT": {}}}),
+        ("reward.arguments", {"mine:score": {"TEXT": 0.5}}),
+        ("placement.pools", {"TEXT": {"ranks": 1}}),
+        ("rollout.stop", ["a", "TEXT"]),
+    ],
+)
+def test_texts_that_nothing_holds_are_found_however_deep_and_as_names_too(path, value):
+    for text in ("a\0b", "a\ud800"):
+        given = json.loads(json.dumps(value).replace("TEXT", json.dumps(text)[1:-1]))
+        (problem,) = checks.text_problems(files.replace(files.TrainSettings(), {path: given}))
+        assert (problem.path, problem.value) == (path, text)
 
 
 def test_a_byte_that_is_no_text_is_named(task, capsys):
