@@ -297,6 +297,12 @@ def test_a_clip_says_what_it_is_of():
     }
 
 
+@pytest.mark.parametrize("fps", [True, "4", 0, -1.0, float("nan"), [4]])
+def test_frames_in_a_second_are_a_number_above_0(fps):
+    with pytest.raises(ValueError, match=r"video 2: fps = .*: give a number above 0"):
+        opened_video({"frames": clip(0, 2), "fps": fps}, 2, ALL, opened)
+
+
 def test_a_frame_that_cannot_be_opened_is_named_by_its_number():
     frames = [*images(clip(0, 2)), "gone.png"]
     with pytest.raises(ValueError, match=r"video 4: image 3 \(gone\.png\): "):
