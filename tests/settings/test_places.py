@@ -75,3 +75,24 @@ def test_an_export_does_not_replace_what_the_run_reads_by_whatever_name(tmp_path
             text == f"{target} is what model.critic_path names, and an export would replace it; give another directory"
         )
     assert places.target_problem(settings, tmp_path / "link" / "actor") is None
+
+
+NAMED = (
+    *("model.path", "model.critic_path", "model.ref_path", "model.teacher_path", "model.lora.path", "rollout.from"),
+    *("reward.model.path", "reward.model.tokenizer", "reward.judge.path", "data.path", "data.eval_path", "module_dirs"),
+)
+
+
+def test_all_that_settings_name_inside_of_a_run_moves_with_it(tmp_path):
+    """Places outside, names of the hub, and what is not there stay as they are written."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    (new / "here").mkdir(parents=True)
+
+    def paths(directory, name):
+        several = name in ("data.path", "data.eval_path", "module_dirs")
+        return [f"{directory}/here", f"{old}/gone", "/usr", "team/model"] if several else f"{directory}/here"
+
+    begun = files.replace(TrainSettings(), {"output_dir": str(old)} | {name: paths(old, name) for name in NAMED})
+    found = files.flat(files.to_dict(files.relocated(begun, new)))
+    assert {name: found[name] for name in NAMED} == {name: paths(new, name) for name in NAMED}
+    assert found["output_dir"] == str(new)
