@@ -222,11 +222,11 @@ def value_of_words(words: Sequence[str], kind: Any) -> Any:
 
 def _one(word: str, kind: Any) -> Any:
     kinds = _kinds(kind)
-    if types.NoneType in kinds and word in ("none", "None"):
-        return None
     for each in kinds:
         if get_origin(each) is Literal and word in get_args(each):
             return word
+    if types.NoneType in kinds and word in ("none", "None"):
+        return None
     if bool in kinds and word.lower() in _TRUTHS:
         return _TRUTHS[word.lower()]
     if any((get_origin(each) or each) is dict for each in kinds):

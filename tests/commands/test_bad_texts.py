@@ -9,7 +9,7 @@ import os
 import pytest
 
 from fppo.commands import cli
-from fppo.settings import files, modules
+from fppo.settings import checks, files, modules
 from tests import tiny_run
 
 UNREAD = {"model.path", "module_dirs", "model.teacher_path", "reward.model.tokenizer"}  # or told as not set
@@ -69,6 +69,25 @@ def test_a_name_that_is_empty_or_too_long_is_named(task, capsys, name, text, exp
 def test_names_and_lists_of_another_length(task, capsys, overrides, text):
     said = fails(task, capsys, *(word.replace("@", str(task)) for word in overrides))
     assert text.format(file=task / "run.toml") in said
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("data.chat_arguments", {"a": "TEXT"}),
+        ("data.chat_arguments", {"TEXT": 1}),
+        ("data.chat_arguments", {"a": [1, {"b": ["c", "TEXT"]}]}),
+        ("data.chat_arguments", {"a": {"TEXT": {}}}),
+        ("reward.arguments", {"mine:score": {"TEXT": 0.5}}),
+        ("placement.pools", {"TEXT": {"ranks": 1}}),
+        ("rollout.stop", ["a", "TEXT"]),
+    ],
+)
+def test_texts_that_nothing_holds_are_found_however_deep_and_as_names_too(path, value):
+    for text in ("a\0b", "a\ud800"):
+        given = json.loads(json.dumps(value).replace("TEXT", json.dumps(text)[1:-1]))
+        (problem,) = checks.text_problems(files.replace(files.TrainSettings(), {path: given}))
+        assert (problem.path, problem.value) == (path, text)
 
 
 def test_a_byte_that_is_no_text_is_named(task, capsys):

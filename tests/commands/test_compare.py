@@ -102,6 +102,7 @@ def test_a_spread_is_students_interval():
     assert found.half == pytest.approx(4.303 * math.sqrt(7 / 3) / math.sqrt(3))  # the deviation is sqrt(7 / 3)
     assert math.isnan(spread([1.0]).half)
     assert spread([float(i) for i in range(200)]).half == pytest.approx(8.071, rel=1e-3)
+    assert spread([float(i) for i in range(21)]).half == pytest.approx(2.086 * math.sqrt(38.5 / 21), rel=1e-6)
 
 
 def test_differences_are_those_of_equal_seeds():

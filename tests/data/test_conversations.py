@@ -189,6 +189,18 @@ def test_faulty_rows_are_named_with_their_line(row, given, text):
     assert text in str(caught.value)
 
 
+def test_white_space_between_a_prompt_and_its_answer_is_not_imitated(monkeypatch):
+    """Templates may end a prompt with a space or a line end that they do not write before an answer."""
+    words = chats.tokenizer()
+    words.chat_template = (
+        "{% for m in messages %}{{ m.role }} :{{ '\\n\\n' }}{{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant :{{ ' ' }}{% endif %}"
+    )
+    monkeypatch.setattr(words, "encode", lambda text, **_: [*map(ord, text)])
+    (row,) = imitated_conversation(words, TALK[:2])
+    assert row.response == (*map(ord, f"{TALK[1]['content']} "), words.eos_token_id)
+
+
 def test_a_template_with_another_header_than_its_prompt_is_refused():
     text = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
     words = templates.tokenizer_of(text + "{% if add_generation_prompt %}<|assistant|><think>{% endif %}")

@@ -311,6 +311,7 @@ def test_laws_notice_what_is_wrong(law, number):
         (lambda: data.easy_to_hard(steps=5, width=0.0), "width = 0"),
         (lambda: data.mixture(begin={"a": -1.0}), "a table of sources with weights"),
         (lambda: data.mixture(end={}), "one above 0"),
+        (lambda: data.mixture(begin={"a": True}), "a table of sources with weights"),
         (lambda: data.mixture(begin={"gms8k": 1.0}).init(prompts(["gsm8k"])), "did you mean gsm8k"),
         (lambda: data.next_batch(prompts("aa"), DataCursor(), size=1, key=Key(0), curriculum=PLAIN), "begin_course"),
         (lambda: data.Learn.of(PLAIN, data.select(prompts("ab"), [0, 0])), "two prompts have the id '0'"),

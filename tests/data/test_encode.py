@@ -263,6 +263,17 @@ def test_an_example_has_each_value_in_its_role(tmp_path, there):
     )
 
 
+def test_videos_of_a_row_are_told_from_the_frames_of_one():
+    frames, several = np.zeros((2, 4, 4, 3), np.uint8), np.zeros((3, 2, 4, 4, 3), np.uint8)
+    counts = [(frames, 1), ([*frames], 1), (several, 3), ([*several], 3), (["a.mp4", "b.mp4"], 2), ([], 0), (None, 0)]
+    for value, count in counts:
+        asked = [{"role": "user", "content": "<video>" * count + "a"}]
+        row = Row("f.jsonl", 1, {"prompt": asked, "answer": "1", "films": value}, "f")
+        found = example_of(row, Fields(chat=True, videos="films"), Problems())
+        assert found is not None
+        assert len(found.videos) == count
+
+
 def test_every_fault_of_a_row_is_noted_once():
     fields = Fields(prompt="{a} {b}", ground_truth="c", source="d", tools="tools", chat=True)
     problems = Problems()

@@ -96,10 +96,15 @@ def test_nulls_that_arrow_fills_in_do_not_enter_prompts(tmp_path):
     dicts = list(datasets.Dataset.from_list(rows))
     got = data.encode_rows(data.rows_of(dicts, "mine"), tooled(), fields=data.Fields(chat=True))
     assert got.tokens == wanted.tokens
-    explicit = [{**CALL, "function": {"name": "add", "arguments": {"a": None}}}]
+    explicit = [{**CALL, "function": {"name": "add", "arguments": {"a": None, "c": [None, 1]}}}]
     row = {"prompt": [*ASK, {"role": "assistant", "tool_calls": explicit}, *ASK], "answer": "3"}
     kept = load(write(tmp_path / "b.jsonl", [row]), chat=True, tokenizer=tooled()).extras[0]["prompt_messages"]
     assert kept[1]["tool_calls"] == explicit
+    whole = explicit[0]["function"]["arguments"]
+    for value, arguments in ((row["prompt"], {"c": [None, 1]}), (json.dumps(row["prompt"]), whole)):
+        rows = data.rows_of([{**row, "prompt": value}], "mine")
+        kept = data.encode_rows(rows, tooled(), fields=data.Fields(chat=True)).extras[0]["prompt_messages"]
+        assert kept[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def _plainly(rows):
@@ -114,6 +119,10 @@ def test_a_call_of_a_tool_needs_no_words(tmp_path, content):
     row = {"prompt": [*ASK, call, {"role": "tool", "content": "3"}], "answer": "3"}
     prompts = load(write(tmp_path / "a.jsonl", [row]), chat=True, tokenizer=tooled())
     assert prompts.extras[0]["prompt_messages"][1] == {"role": "assistant", "tool_calls": [CALL], "content": ""}
+    older = {"role": "assistant", "function_call": {"name": "add"}, **said}
+    row = {"prompt": [*ASK, older, *ASK], "answer": "3"}
+    prompts = load(write(tmp_path / "a.jsonl", [row]), chat=True, tokenizer=tooled())
+    assert prompts.extras[0]["prompt_messages"][1] == {**older, "content": ""}
     for wrong in ({"role": "assistant", **said}, {"role": "tool", "content": None}, {"role": "user", "tool_calls": []}):
         if wrong.get("content") != "":
             path = write(tmp_path / "b.jsonl", [{"prompt": [wrong, *ASK], "answer": "3"}])
@@ -190,16 +199,17 @@ def test_messages_in_numpy_are_messages():
 def test_rows_have_tools_of_their_own(tmp_path):
     tools = [{"type": "function", "function": {"name": name}} for name in ("7", "8")]
     rows = [{"prompt": "1", "answer": "1", "tools": own} for own in (tools, None, [], json.dumps(tools[:1]))]
-    rows.append({"prompt": "1", "answer": "1"})
+    rows += [{"prompt": "1", "answer": "1"}, *({"prompt": "1", "answer": "1", "tools": own} for own in ("", " "))]
     chat = data.ChatOptions(tools=[{"function": {"name": "9"}}], row_tools=True)
     path = write(tmp_path / "a.jsonl", rows)
     prompts = data.load_prompts(path, tooled(), fields=data.Fields(chat=True, tools="tools"), chat=chat)
     end = (3, 5, 11, 4, 5)
-    assert prompts.tokens == ((6, 17, 6, 18, *end), (6, 19, *end), (6, 19, *end), (6, 17, *end), (6, 19, *end))
+    own, others = ((6, 17, 6, 18, *end), (6, 19, *end), (6, 19, *end), (6, 17, *end)), ((6, 19, *end),) * 3
+    assert prompts.tokens == own + others
     assert all("tools" not in extra for extra in prompts.extras)
     with pytest.raises(ValueError, match=r"does not read \['tools'\]"):
         data.load_prompts(path, tokenizer(chat=True), fields=data.Fields(chat=True, tools="tools"), chat=chat)
-    for wrong in ("{", 3, [3], {"a": 1}, '{"a": 1}'):
+    for wrong in ("{", 3, [3], {"a": 1}, '{"a": 1}', ['{"function": {}, "function": {}}']):
         path = write(tmp_path / "b.jsonl", [{"prompt": "1", "answer": "1", "tools": wrong}])
         with pytest.raises(ValueError, match=r"b\.jsonl:1: field 'tools': (not JSON|not a list of tool schemas)"):
             data.load_prompts(path, tooled(), fields=data.Fields(chat=True, tools="tools"), chat=chat)

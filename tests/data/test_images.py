@@ -141,6 +141,42 @@ def test_bad_images_are_named_with_row_and_field(tmp_path):
     assert "mine:rows:1:" not in lines
 
 
+def test_an_image_of_too_many_pixels_is_named(monkeypatch):
+    """pillow refuses more than twice as many as it warns of."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 16 * 16 // 2 - 1)
+    with pytest.raises(ValueError, match=r"mine:rows:1: field 'images': image 1: .* decompression bomb"):
+        encoded([{"prompt": "x", "images": png(picture(0))}])
+
+
+def test_an_image_in_the_place_of_tokens_has_as_many_placeholders_as_beside_others():
+    """A processor that reads images together otherwise than one by one is refused."""
+    at_once = SimpleNamespace(count=4)
+
+    def read(*, text, images, return_tensors):
+        count = 2 if len(images) == 1 else at_once.count
+        return {"input_ids": torch.tensor([[9, *[TOKEN] * count, 9]]), "pixel_values": torch.zeros(len(images), 2)}
+
+    reader = ImageReader(_Reads(read), TOKEN)
+    parts = [[7], png(picture(0)), [8], png(picture(1))]
+    tokens, inputs = reader.joined(parts)
+    assert (tokens, inputs.places.tolist()) == ([7, TOKEN, TOKEN, 8, TOKEN, TOKEN], [1, 2, 4, 5])
+    at_once.count = 3
+    with pytest.raises(ValueError, match="3 placeholders of all images, and 4 of each alone"):
+        reader.joined(parts)
+
+
+class _Reads:
+    """A processor that is a function."""
+
+    image_token = "<image>"
+
+    def __init__(self, read):
+        self._read = read
+
+    def __call__(self, **given):
+        return self._read(**given)
+
+
 def test_text_that_stands_for_an_image_is_refused():
     reader = ImageReader(processor("idefics3"), TOKEN)
     marks = [{"type": "text", "text": "a"}]

@@ -195,6 +195,9 @@ def test_damaged_and_empty_files(tmp_path, name, content, text):
 def test_files_that_are_not_there(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"gone.jsonl: no such file"):
         load(tmp_path / "gone.jsonl")
+    for path in ("~/gone", "./gone", "/gone/a", "GONE.CSV"):
+        with pytest.raises(ValueError, match=f"^{path}: no such file"):
+            load(path)
     with pytest.raises(ValueError, match="no files"):
         load([])
     (tmp_path / "empty").mkdir()

@@ -60,6 +60,7 @@ def test_rows_of_arrays_columns_directories_and_functions_are_numbered_and_say_w
     (tmp_path / "set").mkdir()
     table.to_parquet(str(tmp_path / "set" / "train.parquet"))
     table.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict(dev=table, train=table.select([1])).save_to_disk(str(tmp_path / "splits"))
 
     def rows(file, source, *, filled):
         return [Row(str(file), number, each, source, filled) for number, each in enumerate(objects, 1)]
@@ -69,6 +70,7 @@ def test_rows_of_arrays_columns_directories_and_functions_are_numbered_and_say_w
     assert read_rows(parquet) == rows(parquet, "train", filled=True)
     assert read_rows(tmp_path / "set") == rows(parquet, "set", filled=True)
     assert read_rows(tmp_path / "saved") == rows(f"{tmp_path / 'saved'}[train]", "saved", filled=True)
+    assert read_rows(tmp_path / "splits", split="dev") == rows(f"{tmp_path / 'splits'}[dev]", "splits", filled=True)
     assert rows_of(iter(objects), "mine:rows") == rows("mine:rows", "mine:rows", filled=True)
     both = read_rows([parquet, str(tmp_path / "one.json")])
     assert both == rows(parquet, "train", filled=True) + rows(tmp_path / "one.json", "one", filled=False)

@@ -188,6 +188,21 @@ def test_videos_of_the_datasets_library_are_read(tmp_path):
     assert prompts.inputs[0] == encoded([{"prompt": "ab", "videos": clip(0)}], fields=VIDEOS).inputs[0]
 
 
+def test_frames_of_a_decoder_have_their_colours_last():
+    """torchcodec's decoders give tensors [T, 3, H, W]."""
+    frames, asked = clip(4, 6), []
+
+    def get_frames_at(numbers):
+        asked.append(numbers)
+        return SimpleNamespace(data=torch.from_numpy(frames[numbers]).permute(0, 3, 1, 2))
+
+    decoder = SimpleNamespace(get_frames_at=get_frames_at, metadata=SimpleNamespace(num_frames=6, average_fps=2.0))
+    found = opened_video(decoder, 1, FramePicker(QWEN3.processor.video_processor, None, 3), opened)
+    assert (found.total, found.fps, asked) == (6, 2.0, [[*found.indices]])
+    assert len(found.indices) == 3
+    assert np.array_equal(found.frames, frames[[*found.indices]])
+
+
 def test_text_that_stands_for_a_video_is_refused():
     with pytest.raises(
         ValueError, match=r"rows:1: .* the text holds \['<\|video_pad\|>'\], placeholders of images or v"
@@ -280,6 +295,21 @@ def test_a_clip_says_what_it_is_of():
         "height": 16,
         "width": 8,
     }
+
+
+@pytest.mark.parametrize("fps", [True, "4", 0, -1.0, float("nan"), [4]])
+def test_frames_in_a_second_are_a_number_above_0(fps):
+    with pytest.raises(ValueError, match=r"video 2: fps = .*: give a number above 0"):
+        opened_video({"frames": clip(0, 2), "fps": fps}, 2, ALL, opened)
+
+
+def test_a_frame_that_cannot_be_opened_is_named_by_its_number():
+    frames = [*images(clip(0, 2)), "gone.png"]
+    with pytest.raises(ValueError, match=r"video 4: image 3 \(gone\.png\): "):
+        opened_video(frames, 4, ALL, opened)
+    frames[2] = images(clip(0, 2))[0].resize((4, 4))
+    with pytest.raises(ValueError, match=r"video 4: frames of several sizes: 8 by 16 and 4 by 4 \(frame 3\)"):
+        opened_video(frames, 4, ALL, opened)
 
 
 def test_files_of_a_directory_are_frames_by_number_but_for_hidden_ones(tmp_path):

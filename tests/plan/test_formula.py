@@ -187,6 +187,19 @@ def test_what_a_ring_sends_is_the_others_part():
     assert estimate._over(what, "tensor", 8e9) == 0.0
 
 
+@pytest.mark.parametrize(
+    "op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive", "broadcast"]
+)
+def test_between_nodes_rings_leave_by_all_links_of_a_node_and_single_messages_by_one(op):
+    """Of four stages two are in each node; a third of what goes to three others stays inside."""
+    what, cost = case(hardware=GPU, mesh={"pipeline": 4, "tensor": 4}, layers=4), Cost()
+    cost.sent["pipeline", op, True], cost.calls["pipeline", op, True] = 8e9, 1
+    ring = op.startswith(("all_g", "reduce", "all_r"))
+    rate = GPU.network_bandwidth * (2 if ring else 3 / 2)
+    found = estimate.wires([Phase("setup", (), cost)], what)["pipeline"].seconds
+    assert found == pytest.approx(estimate.LATENCY[True] + 8e9 / (rate * LINK_SHARE))
+
+
 @pytest.mark.parametrize(("ranks", "load", "more"), [(2, 1.0, 1.0), (4, 1.0, 1.0), (4, 2.0, 1.5), (8, 4.0, 1.75)])
 def test_a_crowded_rank_receives_more_than_it_sends(ranks, load, more):
     """load (r - 1) / r received, 1 - load / r sent, of which the larger takes the time of both ways."""

@@ -487,6 +487,10 @@ def test_what_does_not_fit_is_said_with_its_remedies(tmp_path, capsys):
         ([*NAMED, "--rollout.n", "3"], "rollout.batch_size = 64: must be a multiple of rollout.n = 3"),
         ([*NAMED, "--actor.tokens", "4"], "did you mean actor.token_budget?"),
         ([*NAMED, "--model.lora.rank", "4", "--search", "2"], "--search 2: it does not know adapters"),
+        (
+            [*NAMED, "--mesh.pipeline", "2", "--mesh.virtual-stages", "2", "--search", "4", "--gpus", "4"],
+            "--search 4: it looks for the mesh of so many GPUs; leave out --mesh.pipeline --mesh.virtual-stages --gpus",
+        ),
         ([*NAMED, "--model.lora.base", "nf4"], "model.lora.base = 'nf4': nothing reads it"),
         (
             [*NAMED, "--model.lora.rank", "4", "--model.lora.base", "nf4", "--mesh.tensor", "4"],

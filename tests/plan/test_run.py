@@ -244,3 +244,5 @@ def test_each_pool_of_a_run_has_its_own_mesh_and_models(tmp_path):
     assert pools_of_run(alone)["here"] == (alone.mesh, ["reward model"])
     assert list(pools_of_run(files.replace(settings, {"reward.model.path": None}))) == ["a", "c", "e"]
     assert pools_of_run(tiny_run.settings(tmp_path, reward__model__path="m")) == {}
+    reads_hidden = files.replace(settings, {"critic.reads": "hidden"})  # no model
+    assert [models for _, models in pools_of_run(reads_hidden).values() if "critic" in models] == []

@@ -49,6 +49,15 @@ def test_every_kind_of_change_is_tried_the_smallest_first():
     ]
 
 
+def test_half_of_an_odd_number_of_sequences_is_rounded_up():
+    budgets = {rows: families(whole(tokens=rows * 64))[2] for rows in (2, 5, 7)}
+    assert {rows: [each["actor.token-budget"] // 64 for each in budgets[rows]] for rows in budgets} == {
+        2: [1],
+        5: [3, 2, 1],
+        7: [4, 2, 1],
+    }
+
+
 def test_what_is_changed_already_is_not_tried():
     done = whole(
         compute_dtype=torch.bfloat16,
@@ -177,6 +186,21 @@ def test_more_gpus_are_named_with_what_else_they_take(monkeypatch):
     (remedy,) = remedies(SimpleNamespace(case=what, peak=SimpleNamespace(memory=memory)))
     assert remedy.flags == {"gpus": 8, "mesh.shard": 8}
     assert tried == [4, 8]
+
+
+def test_more_gpus_together_with_other_changes_are_named_with_all_of_these(monkeypatch):
+    kept = [[{"model.checkpoint-layers": True}]]
+    monkeypatch.setattr(search, "families", lambda case: [] if case.checkpoint_layers else kept)
+
+    def found(at, *, only_if_fits, built):
+        return planned(at, 1.0, at.size("shard") >= 4 and at.checkpoint_layers is True)
+
+    monkeypatch.setattr(search, "plan", found)
+    what = whole(mesh={"shard": 2})
+    base = SimpleNamespace(case=what, peak=SimpleNamespace(memory={ACTIVATIONS: 1.0, LOGITS: 1.0}))
+    (remedy,) = remedies(base)
+    assert remedy.flags == {"gpus": 4, "mesh.shard": 4, "model.checkpoint-layers": True}
+    assert remedy.plan.case == applied(what, remedy.flags)
 
 
 @pytest.mark.parametrize(("seconds", "fits", "counts"), [(range(30), 1, (5, 0, 25)), (range(30), 3, (4, 8, 18))])

@@ -122,6 +122,9 @@ def test_commits_are_those_that_git_names(tmp_path):
     assert origins.commit_of(tmp_path / "b" / "mine.py") == git("rev-parse", "HEAD", where=tmp_path / "b")
     git("checkout", "--detach", "HEAD~1", where=tmp_path / "b")
     assert origins.commit_of(tmp_path / "b" / "mine.py") == git("rev-parse", "HEAD")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".git").write_text("gitdir: ../a/.git\n")  # as submodules have it
+    assert origins.commit_of(tmp_path / "c" / "mine.py") == git("rev-parse", "HEAD")
 
 
 def test_what_differs_is_named():

@@ -149,6 +149,30 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch, resume,
     assert found == (None if expected is None else Path(tmp_path / "run" / "checkpoints" / f"of {expected}"))
 
 
+@pytest.mark.parametrize(("source", "asked", "refused"), [("b", "b", False), ("b", "c", True), (None, "b", True)])
+def test_a_run_that_began_from_anothers_checkpoint_goes_on_when_it_is_started_as_before(
+    tmp_path, monkeypatch, source, asked, refused
+):
+    """It goes on from its own newest checkpoint; another one's would be mixed with it."""
+    at = {name: str(tmp_path / name / "step_00000004") for name in "bc"}
+    settings = tiny_run.settings(tmp_path, resume=at[asked])
+    own = Path(settings.output_dir) / session.CHECKPOINTS / "step_00000002"
+    for place in (*at.values(), own):
+        Path(place).mkdir(parents=True)
+    monkeypatch.setattr(checkpoint, "steps", lambda directory: [2])
+    monkeypatch.setattr(checkpoint, "misnamed", lambda directory: [])
+    monkeypatch.setattr(starts, "source", lambda directory: at.get(source))
+    monkeypatch.setattr(session, "_loaded", lambda settings, assembly, path, donate: (path, donate))
+    assembly = SimpleNamespace(mesh=session.LOCAL)
+    if not refused:
+        assert session.restore(settings, assembly) == (own, True)
+        return
+    with pytest.raises(ValueError, match="holds the checkpoint of step 2 already: give another output_dir to start"):
+        session.restore(settings, assembly)
+    named = attrs.evolve(settings, resume=str(own))
+    assert session.restore(named, assembly) == (own, True)
+
+
 def test_batches_of_a_policy_are_numbered_from_one_and_keep_its_place(tmp_path, monkeypatch):
     """The run's own cursor is where they begin."""
     drawn, written = [], []

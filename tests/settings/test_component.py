@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 from functools import partial
 from typing import Any, Literal
@@ -198,6 +199,23 @@ def test_functions_get_the_keywords_that_they_take():
         ValueError, match=r"^actor\.loss\.name = 'clp_cov': there is no such name; did you mean clip_cov"
     ):
         functions_of(LossSettings(name="clp_cov"), POLICY_LOSSES, "actor.loss")
+
+
+def test_a_function_that_takes_any_keyword_gets_all_that_are_given(tmp_path, monkeypatch):
+    (tmp_path / "own_keywords.py").write_text("def own(x, **more): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    part = LossSettings(name="own_keywords:own", keywords={"x": 1, "low": [1, 2], "more": "a"})
+    (found,) = bound(part, {}, "actor.loss")
+    assert found.keywords == {"x": 1, "low": (1, 2), "more": "a"}
+
+
+def test_the_parameters_of_a_file_that_has_changed_are_read_again(module, tmp_path):
+    assert list(signature_of(f"{module}:bare", {}).keywords) == ["y", "z"]
+    file = tmp_path / f"{module}.py"
+    changed = file.stat().st_mtime_ns + 1_000_000_000
+    file.write_text("def bare(x, *, w=1.0): ...")
+    os.utime(file, ns=(changed, changed))
+    assert signature_of(f"{module}:bare", {}) == Signature(("x",), {"w": Keyword(float, 1.0)}, frozenset())
 
 
 def test_a_function_takes_the_names_of_its_parameters():

@@ -19,7 +19,7 @@ from fppo.settings import train as train_settings
 from fppo.settings.component import parts, signature_of
 from fppo.settings.learning import DEFAULT_TOKEN_BUDGET
 from fppo.settings.train import TrainSettings
-from fppo.settings.values import RENAMED, read_section
+from fppo.settings.values import RENAMED, read, read_section
 
 BASE = {"model.path": "m", "data.path": ["a.jsonl"], "reward.functions": ["exact_match"]}
 
@@ -95,6 +95,8 @@ def test_every_problem_of_file_and_result_is_named_at_once(tmp_path):
         ("actor = 3", r"write \[actor\]"),
         ("[optimizer]\nlr = 3", "did you mean actor.optimizer or critic.optimizer|there are output_dir"),
         ("zzz = 3", "there are output_dir"),
+        ('[placement]\nreference = "a"', "did you mean placement.roles.reference or model.lora.reference?"),
+        ('[reward]\npath = "a"', "did you mean reward.model.path or reward.judge.path or model.path?"),
         ("steps = true", "whole number"),
         ('steps = "3"', "whole number"),
         ("model.path = 3", "must be text"),
@@ -117,6 +119,31 @@ def test_a_missing_file_and_a_directory_are_named(tmp_path):
         files.load(tmp_path / "nothing.toml")
     with pytest.raises(files.SettingsError, match="directory"):
         files.load(tmp_path)
+
+
+def test_none_is_a_choice_where_a_setting_has_one_of_that_name():
+    """A critic may stay on the device though model.offload puts the policy away; None says as model.offload does."""
+    for words, value in ((["none"], "none"), (["None"], None), (["moments"], "moments")):
+        begun = files.replace(TrainSettings(), {"critic.offload": "all", "model.offload": "all"})
+        found, problems = files.override(begun, ["--critic.offload", *words])
+        assert (found.critic.offload, problems) == (value, [])
+    found, problems = files.override(TrainSettings(), ["--critic.compute-dtype", "none", "--model.offload", "none"])
+    assert (found.critic.compute_dtype, found.model.offload, problems) == (None, "none", [])
+
+
+def test_a_word_is_a_number_where_toml_or_a_plain_number_is_written():
+    for word, number in (
+        ("1e-6", 1e-6),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("1E3", 1000.0),
+        ("-inf", -math.inf),
+        ("INF", math.inf),
+    ):
+        assert read(word) == number, word
+    assert math.isnan(read("NaN"))
+    for word in ("infinity", "-Infinity", "1e", "e5", "nano", "1 2"):
+        assert read(word) == word
 
 
 @pytest.mark.parametrize("behind", [["false"], ["=False"], ["no"], [], ["=true"], ["Yes"]])
@@ -329,7 +356,7 @@ def flag_words(value: Any) -> list[str]:
         return [word for each in value for word in flag_words(each)]
     if isinstance(value, dict):
         return [json.dumps(value)]
-    return [str(value).lower() if value is None or isinstance(value, bool) else str(value)]
+    return [str(value).lower() if isinstance(value, bool) else str(value)]
 
 
 @given(st.data())

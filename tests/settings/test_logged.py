@@ -42,6 +42,8 @@ def test_a_known_name_may_be_logged_unless_it_is_of_what_is_not_there():
         ),
         ("critic/popart/mean", {}, None),
         ("critic/ensemble/std", {"algorithm.advantage": "rloo"}, "no critic is trained"),
+        ("critic/pretrain/r2", {"algorithm.advantage": "rloo"}, "no critic is trained"),
+        ("critic/pretrain/r2", {}, None),
         ("critic/score/mean", {"algorithm.advantage": "grpo"}, None),
         ("critic/true/r2", {}, "exact values are not computed; give eval.exact_values = true"),
         ("actor/pg_los", {}, "there is no such metric; did you mean actor/pg_loss"),

@@ -2,10 +2,13 @@
 
 import pytest
 
+from fppo.settings import files as settings_files
 from fppo.settings import machine
 from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
 from fppo.settings.train import LogSettings, TrainSettings
+
+POOLED = {"placement.pools": {"a": {"ranks": 1}}, "placement.roles.actor": "a"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,27 @@ def test_pools_of_this_machine_take_no_more_gpus_than_it_has(tmp_path, monkeypat
     (line,) = lines("processes")
     assert line.endswith("they want 1.5 GPUs together, and this machine has 1; give fewer, or shares of one")
     assert not any(" GPUs " in line for line in lines("10.0.0.1:6379"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"placement.cluster": "local"}, []),
+        ({"placement.cluster": "local", **POOLED}, ["placement.cluster"]),
+        (POOLED, []),
+        ({"rollout.vllm.host": "ray"}, []),
+        ({"rollout.vllm.host": "ray", "rollout.engine": "vllm"}, ["rollout.vllm.host"]),
+        ({"reward.judge.vllm.host": "ray"}, []),
+        ({"reward.judge.vllm.host": "ray", "reward.judge.path": "j"}, ["reward.judge.vllm.host"]),
+    ],
+)
+def test_ray_is_asked_for_where_something_runs_on_it(monkeypatch, changes, told):
+    monkeypatch.setattr(machine, "_installed", lambda package: package != "ray")
+    settings = settings_files.replace(TrainSettings(), changes)
+    found = [*machine.machine_problems(settings, 1, visible=None)]
+    assert [(each.path, each.text) for each in found] == [
+        (x, "Ray is not installed; pip install 'fppo[ray]'") for x in told
+    ]
 
 
 def test_loggers_that_are_not_installed_are_named(monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from fppo.settings import checks, files, places
@@ -76,6 +78,37 @@ def test_a_judge_on_several_ranks_needs_a_process_of_its_own():
     assert [p.path for p in said] == ["reward.judge.vllm.host"]
     assert checks.mesh_problems(make(VLLM | {"reward.judge.vllm.host": "process"}), 2) == []
     assert checks.mesh_problems(make(VLLM), 1) == []
+
+
+def test_rows_of_large_files_are_not_looked_at_beforehand(tmp_path):
+    """Reading them takes time: what is wrong with them is told once the run reads them."""
+    file = tmp_path / "a.jsonl"
+    file.write_text("no row\n")
+    (problem,) = places.row_problems(make({"data.path": [str(file)]}))
+    assert "a.jsonl:1: not JSON" in str(problem)
+    with file.open("r+b") as opened:
+        opened.truncate((32 << 20) + 1)
+    assert places.row_problems(make({"data.path": [str(file)]})) == []
+
+
+def test_ids_that_a_tokenizer_lacks_are_named_though_it_has_larger_ones(tmp_path):
+    written = {"model": {"vocab": {"a": 0, "b": 2}}, "added_tokens": [{"id": 7, "content": "<end>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written))
+    given = {"model.path": str(tmp_path), "rollout.stop_token_ids": [0, 1, 2, 7, 8]}
+    (problem,) = places.token_problems(make(given))
+    assert str(problem) == "rollout.stop_token_ids = [1, 8]: the tokenizer has no such ids; they go up to 7"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(written | {"model": {"vocab": [["a", 0.0], ["b", -1.0]]}}))
+    (problem,) = places.token_problems(make(given))
+    assert problem.value == [2, 8]
+
+
+def test_of_many_names_the_first_three_are_shown_and_the_others_counted():
+    assert [places.some("abcde"[:count]) for count in (1, 3, 4, 5)] == [
+        "a",
+        "a, b, c",
+        "a, b, c and 1 more",
+        "a, b, c and 2 more",
+    ]
 
 
 def test_nothing_that_scores_is_an_error_and_the_old_name_too():
