@@ -35,9 +35,7 @@ from fppo.fields import Problem, flag_problems
 from fppo.runtime.parent import end_with_launcher
 from fppo.settings import ablate as settings_ablate
 from fppo.settings import bias as settings_bias
-from fppo.settings import check as settings_check
 from fppo.settings import checks, files, machine, modules, places
-from fppo.settings import compare as settings_compare
 from fppo.settings import plan as settings_plan
 from fppo.settings.ablate import AblateSettings
 from fppo.settings.bias import BiasSettings
@@ -175,7 +173,7 @@ def _check(rest: Sequence[str]) -> int | None:
         return _no_file("check")
     file, own = file_and_overrides(own, "check")
     options, own = tyro.cli(CheckSettings, args=own, prog=prog, return_unknown_args=True)
-    if wrong := settings_check.problems(options):
+    if wrong := flag_problems(options):
         raise files.SettingsError(wrong)
     settings, known = files.examined(file, own, look=partial(_look, processes, exports=True))
     from fppo.commands import check
@@ -345,7 +343,7 @@ def _compare(rest: Sequence[str]) -> int | None:
     processes, own = processes_of(rest)
     file, own = file_and_overrides(own, "compare")
     options, own = tyro.cli(CompareSettings, args=own, prog=prog, return_unknown_args=True)
-    if wrong := settings_compare.problems(options):
+    if wrong := flag_problems(options):
         raise files.SettingsError(wrong)
     settings = files.load(file, own, look=partial(_look, processes))
     from fppo.commands import actions, compare, distributed

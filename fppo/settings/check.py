@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from fppo.fields import at_least, at_most, flag_problems, setting
+from fppo.fields import at_least, at_most, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -21,8 +21,3 @@ class CheckSettings:
     """What a rank runs on, as fppo plan has it: a100-80, h100, h200, b200 or cpu; None: what is here."""
     json: str | None = setting(None)
     """Write everything to this JSON file; -: print it in place of the text."""
-
-
-def problems(options: CheckSettings) -> list[str]:
-    """List the problems of the options, one line each."""
-    return flag_problems(options)

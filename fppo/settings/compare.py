@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fppo.fields import at_least, flag_problems, nonempty, setting
+from fppo.fields import at_least, nonempty, setting
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read, value_of_words
@@ -83,11 +83,6 @@ class Variant:
         if _PLAIN.fullmatch(self.name) and len(self.name) <= _LONGEST:
             return plain
         return f"{plain[:_LONGEST].rstrip('_.')}_{hashlib.sha256(self.name.encode()).hexdigest()[:8]}"
-
-
-def problems(settings: CompareSettings) -> list[str]:
-    """List the problems of the arguments themselves, one line each."""
-    return flag_problems(settings)
 
 
 def variants(vary: Sequence[str]) -> list[Variant]:
