@@ -65,7 +65,8 @@ def stage(name: str, scale: float, **changes: Any) -> Stage:
     return Stage(name, "backward 1", memory, wire, seconds, scale * 3e15, **changes)
 
 
-STAGES = stage("log-probs", 1.0), stage("update critic", 3.0), stage("update actor", 2.0, recorded=True)
+LOG_PROBS = attrs.evolve(stage("log-probs", 1.0), model_flops=6e15)  # so that its MFU is not that of the updates
+STAGES = LOG_PROBS, stage("update critic", 3.0), stage("update actor", 2.0, recorded=True)
 PLAN = Plan(
     CASE,
     {"actor": 1_500_000_000, "critic": 2_250_000_000},
@@ -84,6 +85,7 @@ def words(sections: Any) -> str:
 
 
 MFU_OF_UPDATES = f"{15e15 / (57.5 * GPU.flops):.0%}"
+MFU_OF_LOG_PROBS = f"{6e15 / (11.5 * GPU.flops):.0%}"
 MFU = f"{3e15 / (11.5 * GPU.flops):.0%}"
 HEAD = (
     "small: actor 1.50 B, critic 2.25 B parameters; bfloat16 passes on float32 state, layers recomputed but for "
@@ -114,8 +116,8 @@ REST = (
     "waiting for ranks and host 1 3 2 "
     "waiting for other stages 0.5 1.5 1 "
     "sent while computing 3 9 6 "
-    "PFLOPs a rank needs 3 9 6 "
-    f"MFU {MFU} {MFU} {MFU} "
+    "PFLOPs a rank needs 6 9 6 "
+    f"MFU {MFU_OF_LOG_PROBS} {MFU} {MFU} "
     f"{text.LAUNCHES} {text.GRAPHS.format(stages='update actor')} "
 )
 OF_ROLLOUT = (
@@ -225,9 +227,9 @@ def test_a_plan_as_json_values():
         "tokens": 1536,
         "peak_stage": "update critic",
     }
-    assert read["mfu"] == pytest.approx(
-        dict.fromkeys(("log-probs", "update critic", "update actor", "step"), 3e15 / (11.5 * GPU.flops))
-    )
+    updates = 3e15 / (11.5 * GPU.flops)
+    expected = {"update critic": updates, "update actor": updates, "step": 21e15 / (69.0 * GPU.flops)}
+    assert read["mfu"] == pytest.approx({**expected, "log-probs": 2 * updates})
     assert [stage["name"] for stage in read["stages"]] == ["log-probs", "update critic", "update actor"]
     last = read["stages"][-1]
     assert (last["total"], last["recorded"], last["seconds"]["total"]) == (12 * GIB, True, 23.0)

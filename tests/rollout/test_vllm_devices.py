@@ -4,6 +4,7 @@ import math
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ from fppo.rollout.vllm.devices import (
     memory_keywords,
 )
 from fppo.rollout.vllm.options import VllmOptions
+from fppo.rollout.vllm.transfer import Meta, metadata
 from fppo.runtime.launch import visible
 
 MEMORIES = st.integers(1, 200 * GIB).flatmap(lambda total: st.tuples(st.integers(100, max(total, 100)), st.just(total)))
@@ -150,6 +152,14 @@ def test_gpus_that_are_not_there_are_named(changes, place, message):
 )
 def test_gpus_are_counted_as_this_process_sees_them(gpus, now, expected):
     assert visible(gpus, now) == expected
+
+
+def test_parameters_that_are_sent_in_their_own_dtype_are_announced_in_it():
+    dtypes = {"weight": torch.float32, "bias": torch.float32, "count": torch.int64, "unsent": torch.float32}
+    shapes = {name: torch.Size([2, 3]) for name in dtypes}
+    found = metadata(dtypes, shapes, ["weight", "bias", "count"], lambda *x: [x], torch.bfloat16, {"bias"})
+    kinds = {"weight": torch.bfloat16, "bias": torch.float32, "count": torch.int64}
+    assert found == [Meta(name, kind, (2, 3)) for name, kind in kinds.items()]
 
 
 @given(st.integers(1, 1 << 30), st.lists(st.integers(0, 1 << 40)))

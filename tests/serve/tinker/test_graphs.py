@@ -305,6 +305,17 @@ def test_results_are_bounded_before_they_are_made():
         loss(torch.randn(10**5), {})  # 40 GB
 
 
+def test_results_of_all_nodes_are_bounded_together(monkeypatch):
+    """Three of 100 elements each are above 250, though none is alone."""
+    nodes = [call("operator.neg", P, name="a"), *(call("operator.neg", {"ref": x}, name=y) for x, y in ("ab", "bc"))]
+    loss = custom_loss("three", [("logprobs", 1)], graph(*nodes, call("torch.sum", {"ref": "c"})))
+    monkeypatch.setattr(graphs, "MOST_ELEMENTS", 400)  # the sum counts as what it could be
+    assert loss(torch.ones(100), {})[0] == -100
+    monkeypatch.setattr(graphs, "MOST_ELEMENTS", 250)
+    with pytest.raises(ValueError, match=r"node c .* brings the results of one datum above 250 elements"):
+        loss(torch.ones(100), {})
+
+
 def test_a_rank_that_was_not_declared_is_an_error():
     loss = custom_loss("mine", [("logprobs", 2)], graph(SUM))
     assert loss(torch.randn(3, 2), {})[0].dim() == 0
