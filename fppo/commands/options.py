@@ -89,7 +89,7 @@ class ServeOptions:
     row_tokens: int | None = setting(None, at_least(1))
     """The longest row, in tokens, of prompt, answers and what is said between; None: 4096, or what the model allows."""
     temperature: float | None = setting(None, at_least(0))
-    """The temperature where a request says nothing; None: that of the run, or 1."""
+    """The temperature where a request says nothing, 0 for the likeliest tokens; None: that of the run, or 1."""
     top_p: float | None = setting(None, above(0), at_most(1))
     """The mass of likeliest tokens where a request says nothing; None: that of the run, or 1."""
     seed: int = setting(0, at_least(0), at_most(_MOST_SEED))

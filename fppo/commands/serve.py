@@ -165,11 +165,10 @@ def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
 
 def sources_of(options: ServeOptions, policy: ServedPolicy, bounds: Bounds, target: str) -> Sources:
     """The parts of a policy's answers that stay the same."""
-    given = {"temperature": options.temperature, "top_p": options.top_p}
-    changes = {name: value for name, value in given.items() if value is not None}
+    sampling = policy.sampling if options.temperature is None else policy.sampling.at(options.temperature)
     return Sources(
         texts=policy.texts,
-        sampling=attrs.evolve(policy.sampling, n=1, **changes),
+        sampling=attrs.evolve(sampling, n=1, top_p=sampling.top_p if options.top_p is None else options.top_p),
         key=Key(options.seed),
         bounds=bounds,
         model=options.name or Path(target).name,

@@ -61,6 +61,14 @@ class Sampling:
     stop_texts: StopTexts | None = None
     greedy: bool = False
 
+    def at(self, temperature: float) -> Sampling:
+        """These settings with a temperature, of which 0 takes the likeliest token."""
+        return (
+            attrs.evolve(self, greedy=True)
+            if temperature == 0
+            else attrs.evolve(self, greedy=False, temperature=temperature)
+        )
+
     def stopped(self, response: Sequence[int]) -> bool:
         """Whether a response ended with a stop token or text, rather than at its maximal length."""
         texts = self.stop_texts

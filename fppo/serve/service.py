@@ -346,11 +346,9 @@ class Service:
         sampling, texts = self.sources.sampling, self.sources.texts
         given = {"top_p": options.top_p, "top_k": options.top_k}
         changes = {name: value for name, value in given.items() if value is not None}
-        if options.temperature is not None:
-            greedy = options.temperature == 0
-            changes |= {"greedy": greedy} if greedy else {"greedy": False, "temperature": options.temperature}
+        temperature = options.temperature
         if self.sources.keeps_sampling:
-            changes = {}
+            changes, temperature = {}, None
         if changes.get("top_k") == -1:
             changes["top_k"] = None
         tokens, stop = texts.stops(options.stop)
@@ -362,7 +360,7 @@ class Service:
         stop_texts = stop if stop is not None else sampling.stop_texts
         try:
             how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop_texts}
-            return attrs.evolve(sampling, **how, **changes)
+            return attrs.evolve(sampling if temperature is None else sampling.at(temperature), **how, **changes)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
 

@@ -48,6 +48,9 @@ def test_a_models_sizes_are_taken(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "N=5 H=8 V=21" in out
     assert "R=2 L=4 heads=2 kv_heads=2 head_dim=4" in out
+    given[5] = "R=2,L=4,kv_heads=1"  # the user's own goes before the model's
+    assert cli.main(["ablate", *given, "--implementations", "sdpa"]) == 0
+    assert "R=2 L=4 heads=2 kv_heads=1 head_dim=4" in capsys.readouterr().out
 
 
 def test_a_replayed_step_is_bit_equal_under_the_same_kernel_and_parts_under_another(run, tmp_path, capsys):

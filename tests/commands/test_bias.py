@@ -94,9 +94,9 @@ def test_three_lines_say_what_a_run_optimises(capsys):
     ("words", "text"),
     [
         (["--tables", "estimatrs"], "did you mean estimators?"),
-        (["--n", "1"], "give sizes of groups, of 2 or more rows"),
-        (["--n", "1", "4"], "give sizes of groups, of 2 or more rows"),
-        (["--n", "0", "8"], "give sizes of groups, of 2 or more rows"),
+        (["--n", "1"], "give sizes of groups, of 2 to 100 rows"),
+        (["--n", "1", "4"], "give sizes of groups, of 2 to 100 rows"),
+        (["--n", "0", "8"], "give sizes of groups, of 2 to 100 rows"),
         (["--with", "own"], "is not of the form module:function"),
         (["--tables", "modes", "--with", f"{HERE}:neither"], "neither a policy loss nor an estimator"),
         (["--actor.loss", "kl_cov"], "selects tokens by noise"),

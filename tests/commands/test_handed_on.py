@@ -234,6 +234,10 @@ def test_a_server_answers_as_its_flags_say_or_as_the_run_does():
     asked = ServeOptions(targets=("a/b",), temperature=0.75, top_p=0.125, name="mine")
     given = serve.sources_of(asked, policy, bounds, "a/b")
     assert (given.model, given.sampling) == ("mine", attrs.evolve(own.sampling, temperature=0.75, top_p=0.125))
+    likeliest = serve.sources_of(ServeOptions(targets=("a/b",), temperature=0.0), policy, bounds, "a/b")
+    assert likeliest.sampling == attrs.evolve(own.sampling, greedy=True)
+    policy.sampling = likeliest.sampling  # as of a run that takes them
+    assert serve.sources_of(asked, policy, bounds, "a/b").sampling == given.sampling
 
 
 def test_newer_checkpoints_are_looked_for_now_and_then(monkeypatch):

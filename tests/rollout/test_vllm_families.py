@@ -162,6 +162,8 @@ def test_text_that_vllm_gives_other_positions_is_refused(name):
         if fits:
             check_videos(model, row)
             assert inputs_of(model, [tokens], ask) == [inputs]
+            several = attrs.evolve(ask, sampling=Sampling(n=2), prompts=SimpleNamespace(inputs=[inputs, None]))
+            assert inputs_of(model, [tokens, [5, 7]], several) == [inputs, inputs, None, None]
             continue
         with pytest.raises(ValueError, match=f"longer in time than in height and width, .* type '{name}'"):
             inputs_of(model, [tokens], ask)

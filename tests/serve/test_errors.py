@@ -45,6 +45,7 @@ MALFORMED = {  # name: (path, body, status, parameter or part of the message)
         "messages[1].tool_calls[0]",
     ),
     "temperature": (CHAT, asked(temperature=-1), 400, "temperature"),
+    "a temperature of almost nothing": (CHAT, asked(temperature=1e-40), 400, "temperature"),
     "a text for temperature": (CHAT, asked(temperature="hot"), 400, "temperature"),
     "true for temperature": (CHAT, asked(temperature=True), 400, "temperature"),
     "top_p": (CHAT, asked(top_p=0), 400, "top_p"),

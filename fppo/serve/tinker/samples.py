@@ -125,17 +125,14 @@ def _check_known(tokens: Sequence[int], rules: SampleRules) -> None:
 def _sampling(params: types.SamplingParams, most: int, rules: SampleRules, bounds: TinkerBounds) -> Sampling:
     tokens, texts = _stops(params.stop, rules, bounds)
     stop_tokens, stop_texts = rules.texts.stops(texts) if texts else ((), None)
-    greedy = params.temperature == 0
     try:
         return Sampling(
-            temperature=1.0 if greedy else params.temperature,
-            greedy=greedy,
             top_k=None if params.top_k == -1 else params.top_k,
             top_p=params.top_p,
             max_tokens=most,
             stop_token_ids=tuple(dict.fromkeys((*tokens, *stop_tokens))),
             stop_texts=stop_texts,
-        )
+        ).at(params.temperature)
     except ValueError as error:
         raise refused("sampling_params", str(error)) from error
 
