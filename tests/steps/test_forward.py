@@ -20,6 +20,7 @@ from fppo.steps.forward import (
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.scores import compute_reward_scores
 from tests import tiny
+from tests.models.families import make, plain
 
 MODEL, PARAMS = tiny.model_and_params()
 VALUE_MODEL, VALUE_PARAMS = tiny.model_and_params("value", seed=1)
@@ -96,6 +97,21 @@ def test_outputs_equal_the_plain_forward_packed_and_padded(rows, seed, temperatu
         for name in VOCABULARY:
             torch.testing.assert_close(getattr(out, name), expected[name], atol=1e-10, rtol=1e-10)
             assert (getattr(out, name)[~batch.response_mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["cohere", "granite", "gemma2"])
+def test_log_probs_are_those_of_each_family_s_head(name):
+    """With a factor of the logits, a divisor, and a soft cap."""
+    model, params = make(name)
+    batch = tiny.experience(3, 3)
+    batch = attrs.evolve(batch, tokens=batch.tokens % model.config.vocab_size)
+    out = forward_micro_batch(params, batch, forward=Forward(model), outputs=("log_probs",), temperature=0.7)
+    module = plain(model, params)
+    for found, (tokens, columns, places) in zip(out.log_probs, _rows(batch), strict=True):
+        with KeepDouble(), torch.no_grad():
+            log_probs = torch.log_softmax(module(tokens[None]).logits[0] / 0.7, -1)
+        expected = torch.stack([log_probs[place - 1, tokens[place]] for place in places])
+        torch.testing.assert_close(found[columns], expected, atol=1e-10, rtol=1e-10)
 
 
 @settings(max_examples=15)
