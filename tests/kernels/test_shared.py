@@ -157,6 +157,21 @@ def test_the_laws_see_mistakes(wrong, law, monkeypatch):
     assert caught.value.law == law
 
 
+@pytest.mark.parametrize("place", range(4), ids=laws.LEAVES)
+def test_the_laws_see_a_gradient_that_one_argument_lacks(place):
+    def constant(made):
+        def attend(*args, **settings):
+            given = [*args, settings.pop("sinks", None)]
+            given[place] = None if given[place] is None else given[place].detach()
+            return shared_attention(eager, made)(*given[:3], sinks=given[3], **settings)
+
+        return attend
+
+    with pytest.raises(LawViolation, match=f"the gradient by {laws.LEAVES[place]}") as caught:
+        check_shared(constant)
+    assert caught.value.law == "gradients"
+
+
 def test_the_laws_see_gradients_in_two_orders():
     """As atomics would add them: here, in an order that changes with each call."""
     calls = iter(range(10**6))
