@@ -145,4 +145,6 @@ def side_by_side(results: Any, *names: str) -> Tensor:
     """Concatenate several results along the last dimension. Raises ValueError for another number of results."""
     if isinstance(results, tuple | list) and len(cast(list[Tensor], results)) == len(names):
         return torch.cat(list(cast(list[Tensor], results)), -1)
-    raise ValueError(f"the kernel returned a {type(cast(object, results)).__name__}, expected ({', '.join(names)})")
+    several = isinstance(results, tuple | list)
+    found = f"{len(cast(list[Tensor], results))} results" if several else f"a {type(cast(object, results)).__name__}"
+    raise ValueError(f"the kernel returned {found}, expected ({', '.join(names)})")

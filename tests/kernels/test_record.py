@@ -2,10 +2,12 @@
 
 import attrs
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fppo_kernels import table
+from fppo_kernels.operation import side_by_side
 from fppo_kernels.table import Kernels
 
 
@@ -35,6 +37,17 @@ def test_a_registered_kernel_is_found_and_its_refusal_told():
         Kernels.named(attention="fast", table=extended)
     with pytest.raises(ValueError, match="is in the table already"):
         table.register("attention", "fast", fast, table=extended)
+
+
+@pytest.mark.parametrize(
+    ("results", "found"),
+    [((torch.ones(2, 3),), "1 results"), ([torch.ones(2, 3)] * 3, "3 results"), (torch.ones(2, 3), "a Tensor")],
+)
+def test_another_number_of_results_is_not_compared(results, found):
+    """As of a rotary kernel that returns what it makes of the query alone."""
+    assert side_by_side((torch.ones(2, 3), torch.zeros(2, 1)), "query", "key").sum(0).tolist() == [2.0, 2.0, 2.0, 0.0]
+    with pytest.raises(ValueError, match=rf"the kernel returned {found}, expected \(query, key\)"):
+        side_by_side(results, "query", "key")
 
 
 def test_all_that_is_available():
