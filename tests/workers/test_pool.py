@@ -73,6 +73,7 @@ class Scripted:
         self.functions, self.ready_at, self.stuck, self.tasks = None, math.inf, False, []
         world.made.append(self)
         assert len(world.alive) <= world.most
+        assert len(world.made) < 200, "processes are started again and again"
 
     def end(self, code):
         self.code = code if self.code is None else self.code
