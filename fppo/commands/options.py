@@ -129,7 +129,7 @@ class ViewOptions:
     """The output_dirs of the runs."""
     export: str | None = None
     """Write everything to this HTML file, which works without a server or a network, and end."""
-    export_mb: float = setting(64.0, above(0))
+    export_mb: float = setting(64.0, at_least(0))
     """Megabytes of sampled rows in that file; of more, every second step is left out, then every fourth, and so on."""
     port: int = setting(0, at_least(0), at_most(65535))
     """The port on this machine's loopback; 0: any free one."""

@@ -27,7 +27,7 @@ def view(options: ViewOptions) -> int:
     served = Viewed(runs=runs, titles=viewed.titles(runs), key=secrets.token_urlsafe(18))
     try:
         running = view_server.server(served, options.port)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise UsageError(f"--port {options.port}: {error}; give another, or 0 for any free one") from error
     try:
         print(f"{view_server.address_of(served, running)}\n\nOpen it in a browser; ctrl-C ends it.", flush=True)
@@ -42,8 +42,6 @@ def view(options: ViewOptions) -> int:
 def _export(runs: list[Path], target: Path, megabytes: float) -> int:
     if target.is_dir():
         raise UsageError(f"--export {target}: a directory; give a file")
-    if megabytes < 0:
-        raise UsageError(f"--export-mb {megabytes:g}: must be at least 0")
     path = view_page.export(runs, target, most_bytes=megabytes * 1e6)
     print(f"{printable(str(path))} ({path.stat().st_size / 1e6:.1f} MB)")
     return 0

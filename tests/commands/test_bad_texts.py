@@ -200,7 +200,7 @@ def test_tools_of_rows_need_the_chat_template(task, capsys):
         (["serve", "{task}/start", "--top-p", "1.5", "--requests", "0"], "--requests 0: must be 1 or more"),
         (["serve", "{task}/start", "--follow", "-2"], "--follow -2.0: must be 0 or more"),
         (["view", "{task}", "--port", "-1"], "--port -1: must be 0 or more"),
-        (["view", "{task}", "--export-mb", "0"], "--export-mb 0.0: must be greater than 0"),
+        (["view", "{task}", "--export-mb", "-1"], "--export-mb -1.0: must be 0 or more"),
         (["quickstart", "--seed", "-1", "--output-dir", "{task}/q"], "--seed -1: must be 0 or more"),
         (["quickstart", "--output-dir", "{task}/run.toml/q"], "{task}/run.toml/q"),
         (["check", "{task}/run.toml", "--gpu", "h300"], "--gpu 'h300' is not known; did you mean h200?"),

@@ -433,10 +433,11 @@ def test_completion_has_the_flags_of_each_command():
     for command, own in flags.items():
         assert list(own)[-2:] == ["--help", "--traceback"]
         assert {name: own[name] for name in ("--help", "--traceback")} == {"--help": (), "--traceback": ()}
-        launched = command in ("quickstart", "train", "rollout", "eval", "compare")
+        launched = command in ("quickstart", "train", "sft", "rollout", "eval", "compare")
         assert ("--max-restarts" in own) == launched
-        assert ("--nproc" in own) == (launched or command == "replay")
-        assert ("--actor.optimizer.lr" in own) == (command in ("train", "rollout", "eval", "compare", "plan", "bias"))
+        assert ("--nproc" in own) == (launched or command in ("check", "replay"))
+        run = command in ("train", "sft", "check", "rollout", "eval", "compare", "plan", "bias")
+        assert ("--actor.optimizer.lr" in own) == run
     assert list(flags["export"]) == [
         *("--step", "--critic", "--no-critic", "--merge", "--no-merge", "--device", "--push", "--public"),
         *("--no-public", "--help", "--traceback"),
@@ -449,18 +450,16 @@ def test_completion_has_the_flags_of_each_command():
 
 def test_fish_has_a_line_for_each_flag():
     lines = completion.script("fish", ["train", "diff"]).splitlines()
-    assert lines[0] == "complete -c fppo -n __fish_use_subcommand -f -a 'train diff'"
-    assert lines[1:4] == [
+    assert lines[1] == "complete -c fppo -n __fish_use_subcommand -f -a 'train diff'"
+    assert lines[2:5] == [
         "complete -c fppo -n __fish_use_subcommand -l help",
         "complete -c fppo -n __fish_use_subcommand -l version",
-        "complete -c fppo -n '__fish_seen_subcommand_from completion' -f -a 'bash zsh fish'",
+        "complete -c fppo -n '__fppo_runs completion' -f -a 'bash zsh fish'",
     ]
-    assert lines[-2:] == [
-        f"complete -c fppo -n '__fish_seen_subcommand_from diff' -l {x}" for x in ("help", "traceback")
-    ]
+    assert lines[-2:] == [f"complete -c fppo -n '__fppo_runs diff' -l {x}" for x in ("help", "traceback")]
     engine = next(line for line in lines if line.endswith("'embedded vllm'"))
-    assert engine == "complete -c fppo -n '__fish_seen_subcommand_from train' -l rollout.engine -x -a 'embedded vllm'"
-    assert len(lines) == 4 + len(completion.flags_of("train")) + len(completion.flags_of("diff"))
+    assert engine == "complete -c fppo -n '__fppo_runs train' -l rollout.engine -x -a 'embedded vllm'"
+    assert len(lines) == 5 + len(completion.flags_of("train")) + len(completion.flags_of("diff"))
     zsh = completion.script("zsh", ["train"]).splitlines()
     assert zsh[0] == "autoload -Uz compinit bashcompinit && compinit && bashcompinit"
     assert "\n".join(zsh[1:]) == completion.script("bash", ["train"])

@@ -269,8 +269,8 @@ def test_ctrl_c_is_the_regular_end_of_the_command(tmp_path, capsys, monkeypatch)
         (["nowhere"], "no record of a run"),
         (["{run}", "--export", "{run}"], "a directory; give a file"),
         (["{run}", "--export", "x.html", "--port", "3"], "has no server"),
-        (["{run}", "--export", "x.html", "--export-mb", "-1"], "must be at least 0"),
-        (["{run}", "--port", "99999999"], "give another, or 0"),
+        (["{run}", "--export", "x.html", "--export-mb", "-1"], "--export-mb -1.0: must be 0 or more"),
+        (["{run}", "--port", "99999999"], "--port 99999999: must be 65535 or less"),
     ],
 )
 def test_the_command_says_what_is_wrong(tmp_path, capsys, words, said):

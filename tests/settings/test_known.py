@@ -89,7 +89,7 @@ def options_of() -> Iterator[str]:
     for name, cls in inspect.getmembers(options, attrs.has):
         for field in attrs.fields(cls) if cls.__module__ == options.__name__ else ():
             default = "" if field.default is attrs.NOTHING else f" = {field.default!r}"
-            yield f"{name}.{field.name}{default}: {field.type}"
+            yield f"{name}.{field.name}{default}: {cls.__annotations__[field.name]}"  # as written, resolved or not
 
 
 def known() -> list[str]:
