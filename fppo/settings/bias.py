@@ -65,7 +65,7 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings | No
     problem."""
     options, rest = tyro.cli(BiasSettings, args=arguments, prog="fppo bias [FILE.toml]", return_unknown_args=True)
     run, wrong = (None, []) if file is None and not rest else run_of(file, rest, _UNREAD)
-    wrong = [*wrong, *problems(options), *(unread(options) if run is not None else ())]
+    wrong = [*wrong, *problems(options, of_run=run is not None), *(unread(options) if run is not None else ())]
     if wrong:
         raise files.SettingsError(list(dict.fromkeys(wrong)))
     return run, options
@@ -78,18 +78,19 @@ def unread(options: BiasSettings) -> list[str]:
     return [f"--{name.rstrip('_')} {text}" for name in given]
 
 
-def _too_many(options: BiasSettings) -> list[str]:
-    """A line if the groups of a world are more than can be summed over."""
-    others, last, n = options.vocabulary - 1, options.horizon - 1, max(options.n)
+def _too_many(options: BiasSettings, *, of_run: bool) -> list[str]:
+    """A line if the groups of a world are more than can be summed over, those of the table of estimators or pairs."""
+    others, last = options.vocabulary - 1, options.horizon - 1
+    n = max(options.n) if "estimators" in options.names and not of_run else 2
     responses = sum(others**length for length in range(last)) + others**last * options.vocabulary
     if (groups := math.comb(responses + n - 1, n)) <= MOST_GROUPS:
         return []
-    sizes = f"--vocabulary {options.vocabulary} --horizon {options.horizon} --n {n}"
-    return [f"{sizes}: {groups:.3g} groups to sum over, and {MOST_GROUPS:,} take minutes; give smaller ones"]
+    sizes = f"--vocabulary {options.vocabulary} --horizon {options.horizon}{f' --n {n}' if n > 2 else ''}"
+    return [f"{sizes}: {groups:.3g} groups to sum over, more than {MOST_GROUPS:,}; give smaller ones"]
 
 
-def problems(options: BiasSettings) -> list[str]:
-    """List the problems of the settings, one line each."""
-    lines = flag_problems(options) or _too_many(options)
+def problems(options: BiasSettings, *, of_run: bool) -> list[str]:
+    """List the problems of the settings, one line each; `of_run`: for lines about a run."""
+    lines = flag_problems(options) or _too_many(options, of_run=of_run)
     unknown = [name for name in options.names if name not in TABLES]
     return lines + [f"--tables {name}: there is no such table; {did_you_mean(name, TABLES)}" for name in unknown]

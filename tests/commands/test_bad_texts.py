@@ -206,6 +206,7 @@ def test_tools_of_rows_need_the_chat_template(task, capsys):
         (["check", "{task}/run.toml", "--gpu", "h300"], "--gpu 'h300' is not known; did you mean h200?"),
         (["bias", "--vocabulary", "6"], "--vocabulary 6 --horizon 3 --n 8: 1.04e+13 groups to sum over"),
         (["bias", "--vocabulary", "1000000"], "--vocabulary 1000000: must be 100 or less"),
+        (["bias", "--tables", "kl", "--vocabulary", "100"], "--vocabulary 100 --horizon 3: 4.8e+11 groups to sum over"),
         (["bias", "--n", "4", "1000"], "--n (4, 1000): give sizes of groups, of 2 to 100 rows"),
         (["bias", "--horizon", "30"], "--vocabulary 2 --horizon 30 --n 8: 4.89e+07 groups to sum over"),
     ],

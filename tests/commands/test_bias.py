@@ -8,6 +8,7 @@ import pytest
 
 from fppo import advantages, losses
 from fppo.commands import cli
+from fppo.settings import bias
 
 
 def own_estimator(scores, mask, groups):
@@ -88,6 +89,15 @@ def test_three_lines_say_what_a_run_optimises(capsys):
     assert "gae, not whitened" in score
     assert "0.1 * k1 in the reward, the gradient of KL(policy || reference) of whole responses" in kl
     assert "errors of its values turn the gradient by" in critic
+
+
+@pytest.mark.parametrize(
+    "words", [["--tables", "kl", "--vocabulary", "6"], ["--actor.epochs", "2", "--vocabulary", "4"]]
+)
+def test_large_worlds_are_taken_where_nothing_sums_over_their_groups(words):
+    """A table without groups, and lines about a run: neither reads --n."""
+    _, options = bias.load(None, words)
+    assert options.vocabulary == int(words[-1])
 
 
 @pytest.mark.parametrize(
