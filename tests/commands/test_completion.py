@@ -66,7 +66,7 @@ def test_every_setting_and_every_option_is_offered():
 
 @pytest.mark.parametrize("command", [name for name in cli.COMMANDS if name != "completion"])
 def test_whatever_flag_the_help_of_a_command_names_is_offered(command, capsys):
-    """And no argument is that has no flag; however often one asks."""
+    """Arguments without a flag are not offered, however often one asks."""
     assert cli.main([command, "--help"]) == 0
     said = capsys.readouterr().out
     named = set(re.findall(r"(?m)^  (--[a-z][a-z.-]*)(?=[ ,\n])", said))

@@ -273,7 +273,7 @@ def by_place(known, indices, scores):
 
 
 def by_the_last(known, indices, scores):
-    """Of several rows of a prompt, the last one's score alone."""
+    """Learns from the last score of a prompt alone."""
     successes = known.successes.clone()
     successes[indices] = scores.nan_to_num()
     return replace(known, successes=successes)

@@ -44,7 +44,7 @@ def test_a_registered_kernel_is_found_and_its_refusal_told():
     [((torch.ones(2, 3),), "1 results"), ([torch.ones(2, 3)] * 3, "3 results"), (torch.ones(2, 3), "a Tensor")],
 )
 def test_another_number_of_results_is_not_compared(results, found):
-    """As of a rotary kernel that returns what it makes of the query alone."""
+    """For example a rotary kernel that returns the query alone."""
     assert side_by_side((torch.ones(2, 3), torch.zeros(2, 1)), "query", "key").sum(0).tolist() == [2.0, 2.0, 2.0, 0.0]
     with pytest.raises(ValueError, match=rf"the kernel returned {found}, expected \(query, key\)"):
         side_by_side(results, "query", "key")

@@ -191,7 +191,7 @@ def test_what_a_ring_sends_is_the_others_part():
     "op", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send", "receive", "broadcast"]
 )
 def test_between_nodes_rings_leave_by_all_links_of_a_node_and_single_messages_by_one(op):
-    """Of four stages two are in each node; a third of what goes to three others stays inside."""
+    """Two of four stages are in each node; a third of what goes to three others stays inside."""
     what, cost = case(hardware=GPU, mesh={"pipeline": 4, "tensor": 4}, layers=4), Cost()
     cost.sent["pipeline", op, True], cost.calls["pipeline", op, True] = 8e9, 1
     ring = op.startswith(("all_g", "reduce", "all_r"))

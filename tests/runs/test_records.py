@@ -153,7 +153,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint(tmp_path, monkeypatch, resume,
 def test_a_run_that_began_from_anothers_checkpoint_goes_on_when_it_is_started_as_before(
     tmp_path, monkeypatch, source, asked, refused
 ):
-    """It goes on from its own newest checkpoint; another one's would be mixed with it."""
+    """The run goes on from its own newest checkpoint, and not from the other's."""
     at = {name: str(tmp_path / name / "step_00000004") for name in "bc"}
     settings = tiny_run.settings(tmp_path, resume=at[asked])
     own = Path(settings.output_dir) / session.CHECKPOINTS / "step_00000002"
