@@ -11,22 +11,10 @@ import pytest
 from fppo.commands import cli
 from fppo.settings import checks, files, modules
 from tests import tiny_run
+from tests.commands.refused import fails
 
 UNREAD = {"model.path", "module_dirs", "model.teacher_path", "reward.model.tokenizer"}  # or told as not set
 TOO_LONG = "a part of it has 256 bytes, and file systems take 255; give a shorter name"
-
-
-@pytest.fixture
-def task(tmp_path):
-    tiny_run.write_task(tmp_path)
-    files.save(tiny_run.settings(tmp_path), tmp_path / "run.toml")
-    return tmp_path
-
-
-def fails(task, capsys, *overrides):
-    assert cli.main(["train", str(task / "run.toml"), *overrides]) == 2
-    assert not (task / "run").exists()
-    return capsys.readouterr().err
 
 
 def with_value(task, path, value):

@@ -18,13 +18,6 @@ from fppo.settings.plan import PlanSettings
 from tests import tiny_run
 
 
-@pytest.fixture
-def task(tmp_path):
-    tiny_run.write_task(tmp_path)
-    files.save(tiny_run.settings(tmp_path), tmp_path / "run.toml")
-    return tmp_path
-
-
 def _numbers(file):
     """The bytes of a file's tensors, without its header."""
     return file.stat().st_size - 8 - int.from_bytes(file.read_bytes()[:8], "little")
