@@ -47,3 +47,8 @@ def case(*, stage: int = 3, layers: int = 3, **changes: Any) -> Case:
         full=True,
     )
     return Case(**{**settings, **changes})
+
+
+def bare(**changes: Any) -> Case:
+    """The quickest case: one layer, one pass, no critic."""
+    return case(**{"layers": 1, "micro_batches": 1, "critic": False, "reference": False, **changes})
