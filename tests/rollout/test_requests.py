@@ -101,7 +101,7 @@ def test_states_leave_with_their_rows(name):
 def test_each_request_has_a_sampling_of_its_own():
     model, params, rows, _ = reference("qwen2")
     greedy, hot = Sampling(greedy=True, max_tokens=3), Sampling(temperature=1.7, max_tokens=6)
-    rows = with_samplings(rows, CUT, greedy, hot, attrs.evolve(hot, top_p=0.2))
+    rows = with_samplings(rows, CUT, greedy, hot, attrs.evolve(hot, top_p=0.2), attrs.evolve(CUT, top_k=2))
     expected, _ = told(only_generate(engine_of(model)), params, rows)
     found, _ = told(engine_of(model), params, rows, delay=lambda row, turn: row % 3)
     same(found, expected)
@@ -166,6 +166,7 @@ def test_what_is_wrong_with_a_request_is_said_at_once(whole):
     ("changes", "text"),
     [
         ({"ids": (3, 31)}, "'b': tokens that the model's vocabulary of 31 tokens"),
+        ({"ids": (3, -1, 4)}, "'b': tokens that the model's vocabulary of 31 tokens"),
         ({"sampling": Sampling(max_tokens=63)}, "'b' has 2 tokens; with max_tokens = 63 .* may reach 65.*at most 64:"),
         ({"sampling": Sampling(stop_token_ids=(40,))}, r"stop_token_ids \[40\]"),
     ],

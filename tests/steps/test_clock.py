@@ -4,12 +4,15 @@ import itertools
 
 import attrs
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fppo import losses, metrics
+from fppo.key import Key
 from fppo.steps.actor import UpdateActor
 from fppo.steps.clock import Clock, Timeline, UpdateTurn, at_step, between, tick, tock
+from fppo.steps.confidence import UpdateConfidence, init_confidence
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
@@ -125,3 +128,14 @@ def test_a_mini_batch_that_is_not_full_is_an_update_too():
     loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(4), epochs=2, timeline=Timeline(1, 10))
     assert loop.turn(5, 10) == UpdateTurn(Timeline(1, 10), 5, 6)
     assert loop.turn(0, 8) == UpdateTurn(Timeline(1, 10), 0, 4)
+
+
+def test_an_update_of_a_perceptron_counts_episodes_too():
+    asked = []
+    optimizer = sgd(lambda place: asked.append(place) or 0.1)
+    batch = attrs.evolve(tiny.experience(0, 4), episodes=torch.tensor([0, 0, 1, 1]))
+    batch = attrs.evolve(batch, entropy=batch.old_log_probs.exp())
+    loop = Loop(mini_batch_size=1, micro_batching=MicroBatching(size=1), timeline=Timeline(0, 2))
+    state = replace(init_state(init_confidence(Key(0), width=3), optimizer), clock=at_step(Clock(), 0, 1))
+    UpdateConfidence(loop=loop, optimizer=optimizer)(state, batch)
+    assert asked[::2] == [0, 1]

@@ -276,6 +276,13 @@ def test_a_skipped_update_leaves_the_biases():
     assert torch.equal(state.params[BIAS], params[BIAS])
 
 
+def test_compiled_layers_report_no_loads():
+    model, _ = make("qwen3_moe")
+    assert experts.reports_loads(model)
+    assert not experts.reports_loads(attrs.evolve(model, compile_layers=True))
+    assert not experts.reports_loads(tiny.model_and_params()[0])
+
+
 def test_what_replay_lacks_is_named():
     model, params = make("qwen3_moe")
     with pytest.raises(ValueError, match="replay=True, and the rows have no `routed`"):

@@ -273,6 +273,9 @@ def test_muons_matrices_are_the_linear_layers_of_the_blocks():
         assert muon(rate).init(params).momentum.keys() == expected
     outside = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wpe.weight")
     assert not any(is_hidden_matrix(name, torch.ones(3, 2)) for name in outside)
+    experts = "model.layers.0.mlp.experts.down_proj"  # a stack of matrices, which is none
+    assert is_hidden_matrix(experts, torch.ones(3, 2))
+    assert not any(is_hidden_matrix(experts, torch.ones(*shape)) for shape in ((3,), (4, 3, 2)))
 
 
 def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():

@@ -27,6 +27,7 @@ from fppo.steps.optimizers import adamw
 from fppo.steps.outputs import Forward
 from fppo.steps.packed import indexed, masks_of
 from fppo.steps.scores import compute_reward_scores
+from fppo.steps.shared import SortedRows
 from fppo.steps.train_state import init_state
 from fppo_kernels import table
 from fppo_kernels.table import Kernels
@@ -271,6 +272,17 @@ def test_what_cannot_share_is_named_or_shares_none():
     assert not shares_tokens(tiny.experience(1, 6), auto)  # nothing to save
 
 
+def test_a_row_that_is_too_long_is_refused_though_each_of_its_pieces_is_not(monkeypatch):
+    model, params = tiny.model_and_params("lm")
+    batch = alike(1, 6)
+    longest, forward = int(batch.attention_mask.sum(1).max()), Forward(model, share_prompts=True)
+    monkeypatch.setattr("fppo.models.run.longest_row", lambda config: longest - 1)
+    with pytest.raises(ValueError, match=f"a row of {longest} tokens"):
+        forward_micro_batch(params, batch, forward=forward)
+    monkeypatch.setattr("fppo.models.run.longest_row", lambda config: longest)
+    forward_micro_batch(params, batch, forward=forward)
+
+
 def test_rows_share_where_that_saves_a_tenth():
     model, _ = tiny.model_and_params("lm")
     batch = alike(2, 12, each=2)
@@ -281,6 +293,10 @@ def test_rows_share_where_that_saves_a_tenth():
             patch.setattr(packed, "LEAST_SAVED", least)
             assert shares_tokens(batch, Forward(model)) == shares
             assert shares_tokens(batch, Forward(model, share_prompts=True))
+    for depth, shares in ((2, False), (3, True)):  # of 26 tokens
+        rows = SortedRows([0, 1], [13, 13], [0, depth])
+        assert packed.saves_enough(rows, Forward(model)) == shares
+        assert packed.saves_enough(rows, Forward(model, share_prompts=True))
 
 
 @pytest.mark.parametrize("axes", [{}, {"replicate": 2}], ids=str)

@@ -41,8 +41,8 @@ OUTPUTS = ("log_probs", "entropy", "sum_squared_probs")
 
 
 @cache
-def deep(head="lm", **changes):
-    model = models.build(tiny.config(num_hidden_layers=4), head=head)
+def deep(head="lm", layers=4, **changes):
+    model = models.build(tiny.config(num_hidden_layers=layers), head=head)
     params = models.init_params(model, Key(0))
     noise = Key(0).fold("noise").generator()
     wide = {n: p.double() + 0.1 * torch.randn(p.shape, generator=noise, dtype=torch.float64) for n, p in params.items()}
@@ -78,10 +78,10 @@ def test_outputs_values_and_scores_are_those_of_one_process(axes, virtual):
             torch.testing.assert_close(x, wanted, rtol=tolerance, atol=tolerance)
 
 
-def updated(mesh, update, *, optimizer, virtual=1, **loop):
+def updated(mesh, update, *, optimizer, virtual=1, layers=4, **loop):
     """Whole parameters and metrics after two mini-batches."""
     mesh = ready(mesh, virtual)
-    model, params = deep()
+    model, params = deep(layers=layers)
     placed = models.place(model, mesh)
     state, report = update(
         forward=Forward(placed, mesh=mesh),
@@ -91,9 +91,9 @@ def updated(mesh, update, *, optimizer, virtual=1, **loop):
     return models.whole_params(placed, state.params, mesh), metrics.report(report)
 
 
-def assert_same(axes, update, *, optimizer=None, **settings):
+def assert_same(axes, update, *, optimizer=None, layers=4, **settings):
     optimizer = optimizer or adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0)
-    call = partial(updated, update=update, optimizer=optimizer)
+    call = partial(updated, update=update, optimizer=optimizer, layers=layers)
     ((params, report),) = simulate({}, call)
     for got, numbers in simulate(axes, partial(call, **settings)):
         assert numbers == pytest.approx(report, rel=1e-10, abs=1e-10, nan_ok=True)
@@ -116,6 +116,11 @@ def test_updates_are_those_of_one_process(name):
     """The supervised one with a loss that is scaled."""
     own = loss_scaled(adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0)) if name == "supervised" else None
     assert_same({"pipeline": 2}, UPDATES[name], optimizer=own, virtual=2)
+
+
+def test_more_ranks_than_stages_on_each_take_turns_too():
+    """Two micro-batches, and a blank one, as stages in turns need as many as there are ranks."""
+    assert_same({"pipeline": 3}, UpdateSupervised, virtual=2, layers=6)
 
 
 @pytest.mark.slow
