@@ -19,7 +19,7 @@ from fppo.steps.critic import UpdateCritic
 from fppo.steps.forward import Forward, compute_values
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
-from fppo.steps.optimizers import adamw
+from fppo.steps.optimizers import adamw, sgd
 from fppo.steps.schedules import schedule
 from fppo.steps.train_state import init_state
 from tests import tiny
@@ -218,3 +218,20 @@ def test_the_gap_to_the_engine_is_that_of_the_first_mini_batch_alone():
     )
     _, report = update(init_state(ACTOR_PARAMS, GRADIENT), batch)
     assert report["training/rollout_equal"].count == batch.response_mask[:2].sum()
+
+
+@pytest.mark.parametrize("source", ["pass", "engine", "update"])
+def test_a_loss_of_ones_own_sees_old_log_probs_as_constants(source):
+    seen = []
+
+    def ratio(log_probs, old_log_probs, advantages, mask):
+        seen.append((log_probs.requires_grad, old_log_probs.requires_grad))
+        return -(log_probs - old_log_probs).exp() * advantages, {}
+
+    model, params = tiny.model_and_params()
+    loop = Loop(mini_batch_size=4, micro_batching=MicroBatching(size=4))
+    optimizer = sgd(lambda step: 0.1)
+    stage = UpdateActor(forward=Forward(model), loss_fn=ratio, loop=loop, optimizer=optimizer, old_log_probs=source)
+    state, _ = stage(init_state(params, optimizer), tiny.experience(1, 4))
+    assert seen == [(True, False)]
+    assert any(not torch.equal(x, params[name]) for name, x in state.params.items())

@@ -14,7 +14,7 @@ from fppo.runtime.offload import Lane, OnHost
 from fppo.runtime.schedule import Action, Schedule, all_forward
 from fppo.runtime.simulate import simulate
 from fppo.steps import stages as staging
-from fppo.steps.actor import SelectiveLoss, UpdateActor
+from fppo.steps.actor import PolicyTerms, SelectiveLoss, UpdateActor
 from fppo.steps.forward import (
     Forward,
     compute_outputs,
@@ -116,6 +116,13 @@ def test_updates_are_those_of_one_process(name):
     """The supervised one with a loss that is scaled."""
     own = loss_scaled(adamw(lambda step: 0.1, betas=(0.0, 0.9), eps=1.0)) if name == "supervised" else None
     assert_same({"pipeline": 2}, UPDATES[name], optimizer=own, virtual=2)
+
+
+@pytest.mark.parametrize("axis", ["replicate", "shard"])
+def test_ranks_with_some_of_the_rows_select_tokens_and_weigh_rows_of_all(axis):
+    """By all of a mini-batch, as one process does, and each takes those of its own rows."""
+    update = partial(UPDATES["selective"], terms=PolicyTerms(nll_coef=0.5, temperature=0.7))
+    assert_same({axis: 2}, update)
 
 
 def test_more_ranks_than_stages_on_each_take_turns_too():

@@ -81,6 +81,16 @@ def test_equal_the_log_softmax_of_the_logits(form, seed):
     torch.testing.assert_close(found, by_transformers(batch, form), rtol=0.0, atol=1e-8)  # its angles are float32
 
 
+def test_logits_of_bfloat16_states_and_weights_are_not_rounded():
+    """Differences of targets' log-probs are those of the logits, products that are summed in float32."""
+    g = torch.Generator().manual_seed(0)
+    states, weight = (torch.randn(n, 64, generator=g).bfloat16() for n in (20, 9))
+    targets = torch.randint(0, 9, (20, 4), generator=g)
+    found = _scores(states, targets, Head(weight), Forward(MODEL))
+    logits = (states.double() @ weight.double().T).gather(1, targets)
+    torch.testing.assert_close(found.double().diff(dim=1), logits.diff(dim=1), rtol=0.0, atol=1e-4)
+
+
 @given(seed=st.integers(0, 2**20))
 @few
 def test_of_next_tokens_are_those_of_a_pass_over_responses(seed):
