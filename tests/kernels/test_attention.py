@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import inspect
+import itertools
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -191,6 +192,26 @@ def test_garbage_in_another_sequence_does_not_leak(sizes):  # but 0 * nan under 
             out = attention(leaf, leaf, leaf, lengths=lengths, scale=1.0)[own]
             found.append((out, torch.autograd.grad(out.sum(), leaf)[0][own]))
         torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("window", [15, 61, 97, 128, 150])
+@pytest.mark.parametrize("name", ON_CPUS)
+def test_wide_windows_end_where_they_should(name, window):
+    """A token of a window of w sees itself and the w - 1 before it: its values say which."""
+    sizes = (140, 3, 70)
+    total = sum(sizes)
+    zeros = torch.zeros(total, 1, 8, dtype=torch.float64)  # so that all keys that are seen weigh the same
+    value = torch.eye(total, dtype=torch.float64)[:, None].requires_grad_()
+    found = KERNELS[name].load()(zeros, zeros, value, lengths=make_lengths(sizes), scale=1.0, window=window)
+    expected = torch.zeros(total, total, dtype=torch.float64)
+    for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        for i in range(end - size, end):
+            first = max(end - size, i - window + 1)
+            expected[i, first : i + 1] = 1 / (i + 1 - first)
+    torch.testing.assert_close(found[:, 0], expected, rtol=1e-12, atol=1e-14)
+    (grad,) = torch.autograd.grad(found[:, 0, 0].sum() + 2 * found[:, 0, 139].sum(), [value])
+    torch.testing.assert_close(grad[:, 0, 0], expected.sum(0), rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(grad[:, 0, 139], 2 * expected.sum(0), rtol=1e-12, atol=1e-13)
 
 
 def stand_in(query, key, value, ends, ends_of_keys, longest, longest_key, *, scale, window_size, softcap=None, **rest):
