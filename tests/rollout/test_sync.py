@@ -8,11 +8,12 @@ import torch
 
 from fppo import models
 from fppo.rollout import sync
-from fppo.rollout.sync import Bucket, SyncError, compare, digest, renamed, reshard
+from fppo.rollout.sync import Bucket, CopyOrigin, SyncError, compare, digest, renamed, reshard
 from fppo.runtime import digests, fsdp
 from fppo.runtime.layout import Layout
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.simulate import simulate
+from fppo.tree import Away
 from tests.models.families import make
 
 
@@ -211,3 +212,22 @@ def test_what_went_wrong_is_named():
     sync.compare_names("abc", "cab")
     with pytest.raises(SyncError, match="missing: a; unknown: x, y"):
         sync.compare_names("abc", "bcxy")
+
+
+class Elsewhere(Away):
+    """A handle of a tensor in another process."""
+
+
+def test_a_copy_is_of_the_same_tensors_of_one_version():
+    """A tensor may be written into, so another version of it is none; one that stands elsewhere never changes."""
+    params = {"a": torch.ones(2), "b": torch.ones(3)}
+    handles = {"a": Elsewhere(), "b": Elsewhere()}
+    for own, fixed in ((params, False), (handles, True)):
+        origin = CopyOrigin.of(own, 4)
+        assert origin.matches(dict(own), 4)
+        assert origin.matches(own, 5) is fixed
+        assert not origin.matches({"a": own["a"]}, 4)
+        assert not origin.matches({**own, "c": own["a"]}, 4)
+        assert not origin.matches({"a": own["b"], "b": own["a"]}, 4)
+    assert not CopyOrigin.of(params, 4).matches({name: x.clone() for name, x in params.items()}, 4)
+    assert not CopyOrigin.of(params, 4).matches({**params, "b": handles["b"]}, 4)
