@@ -122,3 +122,28 @@ def test_a_gpu_is_asked_for_what_it_can(asked):
 def test_a_long_run_is_one_of_the_policy_that_is_there(asked, tmp_path):
     _, found = asked
     assert found(work=1e14, **{"model.path": str(tmp_path / "nowhere")}) == CPU
+
+
+NONE = {"algorithm.advantage.name": "grpo", "actor.kl_coef": 0.0, "algorithm.kl.coef": 0.0}
+USES = {
+    "model.ref_path": {"actor.kl_coef": 0.1},
+    "model.critic_path": {"algorithm.advantage.name": "gae"},
+    "model.teacher_path": {"algorithm.advantage.name": "distill"},
+    "reward.model.path": {"reward.model.path": "elsewhere"},
+}
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize("used", [*USES, None])
+def test_models_that_a_run_does_not_use_decide_nothing(asked, monkeypatch, used, device):
+    _, found = asked
+    paths = []
+
+    def built(section, own):
+        paths.extend(name for name, path in own.items() if path)
+        return iter(())
+
+    monkeypatch.setattr(machine, "_built", built)
+    given = dict.fromkeys(("model.ref_path", "model.critic_path", "model.teacher_path"), "elsewhere")
+    found(device, **{"model.cpp": True, **given, **NONE, **USES.get(used, {})})
+    assert paths == ["model.path", *([used] if used else [])]
