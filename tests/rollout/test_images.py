@@ -16,9 +16,11 @@ from fppo_kernels.table import Kernels
 from tests.models.vision import CONFIGS, make, prompt
 
 
-def prompts_of(name: str, counts: tuple[int | str, ...]) -> Prompts:
+def prompts_of(name: str, counts: tuple[int | str, ...], *, even: bool = False) -> Prompts:
+    """Prompts with so many images, `even` with one more without any that is as long as the first."""
     generator = torch.Generator().manual_seed(5)
     every = [prompt(name, count, generator, 3 + i) for i, count in enumerate(counts)]
+    every += [prompt(name, 0, generator, len(every[0][0]) - 2)] if even else []
     width = max(len(tokens) for tokens, _ in every)
     names = Column([""] * len(every))
     return Prompts(
@@ -48,6 +50,18 @@ def test_log_probs_are_those_of_the_pass(name):
     again = pieces.generate(params, Ask(prompts, sampling, Key(3)))
     assert torch.equal(again.tokens, rollout.tokens)
     assert (again.rollout_log_probs - rollout.rollout_log_probs).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_of_one_length_have_positions_of_their_own(name):
+    """Images take fewer positions than tokens, so that rows without padding are at different positions too."""
+    _, model, params = make(name)
+    prompts = prompts_of(name, (2,), even=True)
+    assert bool(prompts.attention_mask.all())
+    engine = EmbeddedEngine(model=model, kernels=Kernels.named(), pad_token_id=0)
+    rollout = engine.generate(params, Ask(prompts, Sampling(max_tokens=3), Key(3)))
+    expected = compute_log_probs(params, rollout, forward=Forward(model), micro_batching=MicroBatching(size=1))
+    assert (rollout.rollout_log_probs - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(("name", "axis"), [("qwen2_5_vl", "tensor"), ("idefics3", "tensor"), ("qwen3_vl", "shard")])

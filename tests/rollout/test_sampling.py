@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
-from fppo.rollout.sampling import Columns, draw, inverse_cdf, process_logits
+from fppo.rollout.sampling import Columns, draw, draw_each, inverse_cdf, process_logits
 from fppo.runtime.layout import Cut
 from fppo.runtime.simulate import simulate
 
@@ -214,3 +214,14 @@ def test_frequencies_are_the_distribution(size, sampling):
 def test_settings_that_mean_nothing_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1.0, 50.0])
+@pytest.mark.parametrize("shift", [-3000.0, 0.0, 3000.0])
+def test_alternatives_are_drawn_by_the_tempered_distribution_wherever_logits_lie(temperature, shift):
+    """The first token of which the mass up to and with it exceeds the uniform number."""
+    g = torch.Generator().manual_seed(0)
+    logits, uniforms = torch.randn(7, 40, generator=g), torch.rand(7, 3, generator=g, dtype=torch.float64)
+    found = draw_each(logits + shift, uniforms, Sampling(temperature=temperature, top_k=1, top_p=0.1))
+    mass = ((logits + shift).double() / temperature).softmax(-1).cumsum(-1)
+    assert torch.equal(found, (mass[:, None] <= uniforms[..., None]).sum(-1))
