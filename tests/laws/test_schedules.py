@@ -21,6 +21,14 @@ def test_bubbles_and_results_kept_are_those_of_the_literature(ranks):
             laws.check_schedule(all_forward(ranks, micros + 1, chunks))
 
 
+@pytest.mark.parametrize("backward", [0.5, 1.0, 3.0])
+def test_a_backward_pass_takes_the_time_that_is_given(backward):
+    """A rank works on 6 micro-batches, and waits for as long as the 2 other ranks take for one."""
+    time, bubble, _ = laws.check_schedule(one_f_one_b(3, 6), backward=backward)
+    assert time == pytest.approx((1 + backward) * (6 + 2))
+    assert bubble == pytest.approx(2 / 8)
+
+
 def test_interleaving_passes_forward_alone_without_a_bubble_for_each_stage():
     time, bubble, kept = laws.check_schedule(all_forward(4, 8, 2))
     assert (time, kept) == (2 * 8 + 3, (0,) * 4)
@@ -46,6 +54,11 @@ def moved(actions, place, to):
 PLAIN, MIXED, PASSES = one_f_one_b(2, 3), one_f_one_b(2, 4, 2), all_forward(6, 2).actions
 MISTAKES = {
     "another's stage": (changed(PLAIN, 0, lambda x: [*x, Action("forward", 1, 0)]), "stages", "rank 0 runs stage 1"),
+    "an earlier rank's stage": (
+        changed(PLAIN, 1, lambda x: [*x, Action("forward", 0, 0)]),
+        "stages",
+        "rank 1 runs stage 0, which is rank 0's",
+    ),
     "no stages": (Schedule(((), ())), "stages", "it has 0 stages"),
     "uneven stages": (
         Schedule((PASSES[0] + PASSES[4], PASSES[1] + PASSES[5], *PASSES[2:4])),

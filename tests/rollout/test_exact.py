@@ -206,6 +206,7 @@ def test_what_cannot_be_exact_is_refused_by_name():
         ({"frozen": True}, {}, ["an adapter is merged to decode"]),
         ({"compile_layers": True}, {}, ["compiled layers are programs"]),
         ({}, {"context": 2}, []),
+        ({}, {"ring": True}, []),
         ({}, {"context": 2, "ring": True}, ["a context axis of 2 ranks merges attention"]),
         ({}, {"tensor": 2, "expert": 4}, ["a tensor axis of 2 ranks adds up", "a expert axis of 4 ranks adds up"]),
     ],
