@@ -123,6 +123,33 @@ def test_estimators_that_would_train_on_are_named(mistake, words):
         laws.screen_estimator(mistake, group=4)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["advantages", "returns"])
+def test_one_number_that_is_not_finite_is_named(name, number):
+    """In the response; what stands elsewhere is no estimate."""
+
+    def estimator(rows, rewards, *, inside):
+        columns = {"advantages": rewards.clone(), "returns": rewards.clone()}
+        row, place = (rows.response_mask == inside).nonzero()[0]
+        columns[name][row, place] = number
+        return Advantages(**columns)
+
+    with pytest.raises(laws.LawViolation, match=f"{name} are not finite in row"):
+        laws.screen_estimator(partial(estimator, inside=True), group=4)
+    laws.screen_estimator(partial(estimator, inside=False), group=4)
+
+
+@pytest.mark.parametrize("name", ["advantages", "returns"])
+def test_estimates_of_another_shape_or_dtype_are_named(name):
+    for change in (lambda x: x[:, :1], lambda x: x.long()):
+
+        def estimator(rows, rewards, change=change):
+            return Advantages(**{"advantages": rewards, "returns": rewards, name: change(rewards)})
+
+        with pytest.raises(laws.LawViolation, match=f"{name} are torch.*, expected floating"):
+            laws.screen_estimator(estimator, group=4)
+
+
 def wrong_temperature(*args, temperature=1.0, **keywords):
     return reference(*args, temperature=temperature**2, **keywords)
 
