@@ -73,6 +73,8 @@ def test_sizes_that_do_not_divide_are_named():
         collectives.all_to_all(x, Axis(2, 0), split_dim=0, concat_dim=1)
     with pytest.raises(ValueError, match=r"exchange: x has 3 rows, but sent = \[2, 2\] has 4"):
         collectives.exchange(x, Axis(2, 0), sent=[2, 2], received=[1, 1])
+    with pytest.raises(ValueError, match=r"exchange: x has 3 rows, but sent = \[1, 1\] has 2"):
+        collectives.exchange(x, Axis(2, 0), sent=[1, 1], received=[1, 1])
 
 
 class WithBackward(torch.autograd.Function):

@@ -225,18 +225,6 @@ def test_any_optimizers_state_can_be_on_the_host(optimizer, late, donate):
         assert all(x.numel() == 0 for x in home.params.values()) if donate else tree.digest(home) == before
 
 
-def test_an_update_with_its_state_on_the_host_leaves_the_state_unless_it_is_given_up():
-    lane, grads = Watched(), tiny.model_and_params()[1]
-    away = optimizers.kept_on_host(OPTIMIZER, lane)
-    state = init_state({name: x.clone() for name, x in grads.items()}, away)
-    before = tree.digest(state)
-    expected, _ = optimizer_step(state, tree.copy(grads), optimizer=away)
-    assert tree.digest(state) == before != tree.digest(expected)
-    found, _ = optimizer_step(state, tree.copy(grads), optimizer=away, donate=True)
-    assert tree.digest(found) == tree.digest(expected)
-    assert all(x.numel() == 0 for x in state.opt.mu.values())
-
-
 @pytest.mark.parametrize("donate", [False, True])
 def test_nothing_of_the_old_state_is_kept(donate):
     batch = tiny.experience(3, 4)

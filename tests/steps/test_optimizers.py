@@ -9,13 +9,14 @@ import torch
 from fppo import losses, metrics, tree
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
+from fppo.runtime.offload import Lane
 from fppo.runtime.simulate import simulate
 from fppo.steps.actor import UpdateActor
 from fppo.steps.forward import Forward
 from fppo.steps.loop import Loop
 from fppo.steps.micro_batching import MicroBatching
 from fppo.steps.muon import COEFFICIENTS, is_hidden_matrix, muon, orthogonalized
-from fppo.steps.optimizers import adamw, from_function, lion, sgd
+from fppo.steps.optimizers import adamw, from_function, kept_on_host, lion, sgd
 from fppo.steps.train_state import init_state, optimizer_step, whole_shapes
 from tests import tiny
 
@@ -324,3 +325,14 @@ def test_muon_refuses_meshes_that_cut_matrices():
 
     with pytest.raises(ValueError, match="muon needs whole matrices, and the tensor axis of 2 ranks cuts them"):
         simulate({"tensor": 2}, run)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_with_its_state_on_the_host_leaves_the_state_unless_it_is_given_up(name):
+    away = kept_on_host(OPTIMIZERS[name], Lane(torch.device("cpu")))
+    state = init_state(tree.copy(PARAMS), away)
+    before = tree.digest(state)
+    expected, _ = optimizer_step(state, tree.copy(PARAMS), optimizer=away)
+    assert tree.digest(state) == before != tree.digest(expected)
+    found, _ = optimizer_step(state, tree.copy(PARAMS), optimizer=away, donate=True)
+    assert tree.digest(found) == tree.digest(expected)
