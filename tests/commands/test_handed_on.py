@@ -72,6 +72,21 @@ def test_a_group_has_no_more_rows_than_can_be_listed(tmp_path):
         assert bias.run_bias(own, "sizes").step.n == max(2, n)
 
 
+def test_a_correction_is_studied_where_the_engine_lies_off_the_policy(tmp_path):
+    corrected = bias.run_bias(tiny_run.settings(tmp_path, algorithm__correction__name="rollout"), "sizes")
+    assert corrected.lag == bias.LAG > bias.run_bias(tiny_run.settings(tmp_path), "sizes").lag == 0.0
+
+
+@pytest.mark.parametrize(
+    ("advantage", "whiten", "expected"),
+    [("gae", None, True), ("gae", False, False), ("rloo", None, False), ("rloo", True, True)],
+)
+def test_a_run_s_own_word_on_whitening_comes_before_its_estimator_s(tmp_path, advantage, whiten, expected):
+    of = tiny_run.settings(tmp_path, algorithm__advantage=advantage, rollout__n=4)
+    of = attrs.evolve(of, algorithm=attrs.evolve(of.algorithm, whiten=whiten))
+    assert bias.run_bias(of, "sizes").whitens is expected
+
+
 def test_a_batch_is_audited_by_the_recipe_of_the_flags(monkeypatch):
     asked = []
     monkeypatch.setattr(audit.dump, "load", lambda *args: args)

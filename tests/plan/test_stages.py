@@ -51,13 +51,13 @@ def test_only_updates_train(monkeypatch, name):
         monkeypatch.setattr(PLAN, part, lambda *_, made=stand_in, **__: made)
     monkeypatch.setattr(PLAN, "peak_of", lambda phases: ("there", SimpleNamespace(peak={})))
     monkeypatch.setattr(PLAN, "flops", counts)
-    whole = case(mesh={"shard": 2})
+    whole = case(mesh={"shard": 2, "tensor": 2})
     at = whole.at(name)
     made = _stage(whole, at, name, {}, [], Built())
     trains, head = name.startswith("update"), "value" if name in ("values", "update critic") else "lm"
     tokens = {"head_tokens": at.rows * at.response_tokens, "shared": at.shared}
     assert asked == [("train" if trains else "forward", head, [at.length] * at.rows, tokens)]
-    assert made.model_flops == (30.0 if trains else 12.0) / at.rows * whole.mini_batch / 2
+    assert made.model_flops == (30.0 if trains else 12.0) / at.rows * whole.mini_batch / 4  # ranks
 
 
 LEVELS = ["none", "moments", "all"]

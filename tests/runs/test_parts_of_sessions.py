@@ -143,6 +143,17 @@ def test_a_run_is_trained_to_its_last_step_and_ended_once(tmp_path, stood, capsy
     )
 
 
+@pytest.mark.parametrize(("supervised", "command"), [(True, "sft"), (False, "train")])
+def test_a_stopped_run_goes_on_by_the_command_that_began_it(tmp_path, monkeypatch, stood, capsys, supervised, command):
+    """Whatever its file says of demonstrations."""
+    _, here = stood
+    here["ends"] = 3
+    made = simple(mesh=Mesh(), inputs=simple(device=None))
+    monkeypatch.setattr(session, "SupervisedAssembly", type(made) if supervised else str)
+    session.run_training(tiny_run.settings(tmp_path), made)
+    assert f"to go on: fppo {command} " in capsys.readouterr().err
+
+
 def test_saved_rollouts_do_not_mix_with_sampled_ones(tmp_path, stood):
     made = simple(mesh=session.LOCAL, inputs=simple(device=None))
     (tmp_path / "run" / "rollouts").mkdir(parents=True)
