@@ -315,6 +315,26 @@ def test_exact_quickstarts_are_exact(tmp_path, monkeypatch):
         assert saved.rollout.exact is trained[-1].rollout.exact is bool(flags)
 
 
+@pytest.mark.parametrize("status", [0, 130])
+def test_a_quickstart_is_warmed_up_once_and_trained_by_its_own_seed(tmp_path, monkeypatch, capsys, status):
+    """And one that was stopped says nothing of its end."""
+    seen = []
+
+    def prepare(directory, seed, on_step):
+        (directory / actions.task.MODEL).mkdir()
+        seen.append(("warmed up", seed))
+
+    monkeypatch.setattr(actions.task, "prepare", prepare)
+    monkeypatch.setattr(actions.report, "held_out_change", lambda directory: (0.25, 0.5))
+    for _ in range(2):
+        assert (
+            actions.quickstart(tmp_path / "q", 7, lambda own: seen.append((own.output_dir, own.seed)) or status)
+            == status
+        )
+    assert seen == [("warmed up", 7), *[(str(tmp_path / "q"), 7)] * 2]
+    assert ("held-out exact match: 25.0% before PPO, 50.0% after\n" in capsys.readouterr().out) is (status == 0)
+
+
 def test_a_page_has_as_many_megabytes_as_are_asked_for(tmp_path, monkeypatch, capsys):
     asked = []
     page = tmp_path / "page.html"
