@@ -156,6 +156,8 @@ def test_weights_go_to_vllm_through_a_bucket_of_which_cut_ones_fill_a_third():
     third = attrs.evolve(what, sampling=attrs.evolve(whole, bucket=1_100_000))
     cut = attrs.evolve(what, mesh={"shard": 2})
     assert host.bucket_bytes(cut, built) == host.bucket_bytes(third, built) < host.bucket_bytes(what, built)
+    half = attrs.evolve(what, sampling=attrs.evolve(whole, bucket=1_650_000, dtype=torch.float16))  # vLLM's own
+    assert 2 * host.bucket_bytes(half, built) == host.bucket_bytes(what, built)
     alone = attrs.evolve(what, sampling=attrs.evolve(whole, shared=False))
     assert host.bucket_bytes(alone, built) == 0
 

@@ -16,6 +16,7 @@ from fppo import models, tree
 from fppo.batch import Column, Prompts
 from fppo.key import Key
 from fppo.models import flops
+from fppo.models.adapted import Lora
 from fppo.plan import host, passes
 from fppo.plan.case import GIB, PlannedSampling, Role, hardware_of, overhead
 from fppo.plan.estimate import ATTENTION_SHARE, COPY_SHARE, MATMUL_SHARE
@@ -168,6 +169,19 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
     assert gpu.rest[host.STATE] == sum(1 << (x.nbytes - 1).bit_length() for x in away)  # as torch pins it
     assert gpu.starting[host.READ] == largest + sum(x.nbytes for x in states["critic"].params.values())
     assert gpu.needs == sum(gpu.rest.values()) + sum(gpu.meanwhile.values())
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h100"])
+def test_adapters_have_their_base_read_in_the_dtype_that_it_is_computed_in(gpu):
+    """Through a buffer of the largest tensor as it is in a file; on a CPU what was read stays."""
+    adapters = Lora(2, 1.0, ("q_proj",))
+    what = case(layers=1, critic=False, lora=adapters, compute_dtype=torch.bfloat16, hardware=hardware_of(gpu))
+    model = model_of(what, "actor")
+    base = sum(x.numel() for x in model.plain.shapes.values())
+    largest = max(x.numel() for x in model.whole_shapes.values())
+    found = host.read_bytes(what, Built()) - 4 * largest
+    factors = 2 * 2 * 128  # of 2 x 128 and 128 x 2
+    assert found == (2 * (base + factors) if gpu == "h100" else 0)
 
 
 @pytest.mark.slow

@@ -157,6 +157,9 @@ def test_axes_and_adapters_of_a_case_are_the_settings_own(tmp_path):
         ({"memory_share": 0.25, "max_rows": 33}, {"share": 0.25, "max_rows": 33}),
         ({"cache_gb": 2.0, "dtype": "float16"}, {"cache": 2.0 * GIB, "dtype": torch.float16}),
         ({"tensor_parallel": 2, "host": "process"}, {"tensor": 2, "apart": True, "shared": True}),
+        ({"tensor_parallel": 2, "host": "ray"}, {"tensor": 2, "apart": True, "shared": True}),
+        ({"transport": "nccl", "host": "ray"}, {"apart": True}),
+        ({"devices": [1], "host": "process"}, {"apart": True, "shared": True}),
         ({"sleep": True, "bucket_mb": 3}, {"sleeps": True, "bucket": 3 * 2**20}),
     ],
     ids=str,
@@ -220,6 +223,15 @@ def test_a_run_takes_its_steps_and_a_step_its_mini_batches_and_epochs(tmp_path, 
     assert found.disk == 5 * found.checkpoint + found.model + 0.25e9
     none = needs.needs_of(attrs.evolve(settings, log=attrs.evolve(settings.log, samples=0)), PlanSettings(gpu="cpu"))
     assert none.disk == 5 * found.checkpoint + found.model
+
+
+def test_log_probs_of_the_update_itself_take_no_pass_before_it(tmp_path):
+    own = {"actor__epochs": 1, "actor__mini_batch_size": 64, "algorithm__old_log_probs": "update"}
+    own |= {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    own |= {"model__path": "quickstart", "rollout__batch_size": 64, "actor__micro_batch_size": 16}
+    settings = tiny_run.settings(tmp_path, **own)
+    planned = planned_of(case_of(settings, PlanSettings(gpu="cpu")), {"log-probs": 1.0, "update actor": 16.0}, 5.0)
+    assert needs._step_seconds(settings, planned) == 16 + 5
 
 
 def test_a_checkpoint_has_the_state_of_all_ranks_and_an_export_the_policy():
