@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from fppo import data
+from fppo.data.chat import ChatOptions
 from fppo.data.examples import _placed
 from fppo.data.images import FRAMES, SHOWN, ImageReader, _spread, opened
 from tests.data import rows
@@ -163,6 +164,23 @@ def test_an_image_in_the_place_of_tokens_has_as_many_placeholders_as_beside_othe
     at_once.count = 3
     with pytest.raises(ValueError, match="3 placeholders of all images, and 4 of each alone"):
         reader.joined(parts)
+
+
+@pytest.mark.parametrize("tools", [(), ({"name": "calculator"},)])
+def test_a_processors_template_gets_the_chats_own_arguments_and_tools(tools):
+    """None where there are none: to a template an empty list may be tools."""
+    given = []
+
+    def apply_chat_template(conversation, **how):
+        given.append((how["tools"], how["enable_thinking"], how["add_generation_prompt"]))
+        return {"input_ids": torch.tensor([[7, 8]])}
+
+    words = SimpleNamespace(convert_ids_to_tokens=lambda ids: [])
+    template = SimpleNamespace(tokenizer=words, apply_chat_template=apply_chat_template)
+    reader = ImageReader(template, TOKEN, chat=ChatOptions(arguments={"enable_thinking": False}, tools=tools))
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    assert reader.encode(messages, []) == ([7, 8], None)
+    assert given == [([*tools] or None, False, True)]
 
 
 class _Reads:
