@@ -116,7 +116,7 @@ def a_set(count: int, first: int = 0) -> DemonstrationSet:
     )
 
 
-@pytest.mark.parametrize(("most", "kept"), [(None, 4), (2, 2), (9, 4)])
+@pytest.mark.parametrize(("most", "kept"), [(None, 4), (3, 3), (9, 4)])
 def test_held_out_demonstrations_are_the_first_of_their_own_rows(monkeypatch, log, most, kept):
     found = a_set(4)
     log.stub("load_demonstrations", found)

@@ -116,6 +116,17 @@ def test_the_time_of_a_rollout_is_that_of_its_steps(engine):
     assert planned.prefill == pytest.approx(max(needed, 2 * whole / bandwidth))
 
 
+@pytest.mark.parametrize("cut", [1, 2, 4])
+def test_prompts_take_several_gpus_a_share_of_the_time(cut):
+    """Many prompts, so that products take longer than reading the weights."""
+    gpu = hardware_of("h100")
+    sampling = PlannedSampling(sequences=256, engine="vllm", tensor=cut, pool=1)
+    what = case(hardware=gpu, compute_dtype=torch.bfloat16, length=96, sampling=sampling)
+    prompts = [what.length - what.response_tokens] * 256
+    needed = flops.forward_flops(model_of(what, "actor"), prompts, head_tokens=256) / (gpu.flops * MATMUL_SHARE)
+    assert rollout_of(what, {}, Built()).prefill == pytest.approx(needed / cut)
+
+
 def test_rows_meet_more_experts_the_more_they_are():
     model = model_of(case(config=mixture(chosen=2)), "actor")
     one = sum(flops.layer_weights(model)) + flops.head_weights(model)
@@ -169,6 +180,14 @@ def test_the_host_has_the_state_that_is_there_and_copies_of_what_is_written(tmp_
     assert gpu.rest[host.STATE] == sum(1 << (x.nbytes - 1).bit_length() for x in away)  # as torch pins it
     assert gpu.starting[host.READ] == largest + sum(x.nbytes for x in states["critic"].params.values())
     assert gpu.needs == sum(gpu.rest.values()) + sum(gpu.meanwhile.values())
+
+
+@pytest.mark.parametrize(("starting", "meanwhile"), [((5.0,), (1.0, 3.0)), ((2.0, 3.0), (4.0,))])
+def test_a_process_needs_what_it_has_and_the_more_of_its_start_and_its_savings(starting, meanwhile):
+    of = {
+        name: dict(zip("ab", sizes, strict=False)) for name, sizes in (("starting", starting), ("meanwhile", meanwhile))
+    }
+    assert host.HostMemory(rest={"c": 1.0, "d": 2.0}, **of).needs == 8.0
 
 
 @pytest.mark.parametrize("gpu", ["cpu", "h100"])
