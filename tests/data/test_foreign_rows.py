@@ -273,6 +273,14 @@ def test_a_template_says_where_the_assistant_speaks(template, refused):
         data.check_chat_template(words)
 
 
+def test_where_the_assistant_speaks_may_depend_on_the_given_arguments():
+    words = tokenizer()
+    words.chat_template = "{% for m in messages %}{{ opens if m.role == 'assistant' }}{{ m.content }}{% endfor %}"
+    data.check_chat_template(words, options=data.ChatOptions(arguments={"opens": ""}))
+    with pytest.raises(ValueError, match=r"ignores add_generation_prompt: it writes 'A' before"):
+        data.check_chat_template(words, options=data.ChatOptions(arguments={"opens": "A "}))
+
+
 # files
 
 

@@ -97,6 +97,8 @@ def test_what_does_not_fit_is_named():
     ):
         with pytest.raises(ValueError, match=r"the row that was dealt has 16 tokens, but lengths have 15 tokens"):
             attend(x, x, x, lengths=make_lengths([15]), scale=1.0)
+        with pytest.raises(ValueError, match=r"dealt has 16 tokens, but .* 16 tokens, and 2 ranks hold 7 each"):
+            attend(x[1:], x[1:], x[1:], lengths=make_lengths([16]), scale=1.0)
 
 
 def of_first_tokens(query, key, value, *, lengths, key_lengths=None, **settings):

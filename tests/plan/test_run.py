@@ -99,6 +99,16 @@ def test_every_field_of_a_case_is_what_settings_say(tmp_path):
     assert found.config.to_dict() == found.reward_model.to_dict() == quickstart.to_dict()
 
 
+def test_a_teacher_has_a_place_and_a_dtype_of_its_own(tmp_path):
+    taught = {f"model__{name}": "quickstart" for name in ("path", "teacher_path")}
+    taught |= {"model__teacher_offload": True, "model__teacher_dtype": "bfloat16", "model__ref_offload": False}
+    taught |= {"algorithm__advantage": "distill", "algorithm__kl__coef": 0.0, "actor__kl_coef": 0.1}
+    settings = tiny_run.settings(tmp_path, **taught, algorithm__kl__controller="fixed", algorithm__kl__horizon=10000)
+    roles = case_of(settings, PlanSettings(gpu="h100")).roles
+    assert roles["teacher"] == Role(offload="all", dtype=torch.bfloat16)
+    assert roles["reference"] == Role(offload="none", dtype=torch.float32)
+
+
 def test_a_case_without_what_settings_leave_out(tmp_path):
     bare = {"algorithm__advantage": "reinforce_plus_plus", "algorithm__kl__coef": 0.0}
     bare |= {"algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000, "model__path": "quickstart"}

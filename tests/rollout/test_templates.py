@@ -93,7 +93,8 @@ def test_the_end_of_a_turn_stands_once():
     for end in ("<|return|>", "<|end|>"):
         assert shown("another end, and calls", "user", end) == "<|start|>user<|message|>so<|end|><|start|>assistant"
     tool = '<|start|>functions.tool<|message|>"so"<|end|><|start|>assistant'
-    assert shown("another end, and calls", "tool", "<|call|>") == tool
+    for end in ("<|call|>", "<|return|>"):
+        assert shown("another end, and calls", "tool", end) == tool
     assert shown("another end, and calls", "tool", "x") == f"<|call|>{tool}"
     assert shown("ends at the end", "user") == "\n<|user|>\nso<|end|>\n<|assistant|>\n"
     assert shown("ends at the end", "user", "x") == "<|end|>\n<|user|>\nso<|end|>\n<|assistant|>\n"
