@@ -343,3 +343,8 @@ def test_a_processor_is_told_of_the_whole_video_and_of_what_is_asked_for():
     assert FramePicker(reader, 3.0).pick(12, 8.0) == ((0, 5), 8.0)
     assert FramePicker(reader, None, 7).pick(12, None) == ((0, 5), 2.0)
     assert told == [(12, 8.0, 1.5, {"fps": 3.0, "num_frames": None}), (12, 2.0, 6.0, {"fps": None, "num_frames": 7})]
+
+
+def test_a_processor_that_samples_no_frames_gets_all_of_them():
+    reader = SimpleNamespace(sample_frames=None, do_sample_frames=False, fps=2)
+    assert FramePicker(reader).pick(12, 8.0) == (tuple(range(12)), 8.0)
