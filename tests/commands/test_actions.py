@@ -317,7 +317,7 @@ def test_exact_quickstarts_are_exact(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("status", [0, 130])
 def test_a_quickstart_is_warmed_up_once_and_trained_by_its_own_seed(tmp_path, monkeypatch, capsys, status):
-    """And one that was stopped says nothing of its end."""
+    """One that was stopped says nothing of its end."""
     seen = []
 
     def prepare(directory, seed, on_step):
