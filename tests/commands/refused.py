@@ -1,4 +1,4 @@
-"""What commands say of input that they refuse."""
+"""Refusals of commands, as their users read them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fppo.commands import cli
 
 
 def fails(task, capsys, *overrides, begun=False):
-    """What `fppo train` says of bad settings; nothing may have been written unless the run had begun."""
+    """The refusal of bad settings by `fppo train`; nothing may have been written unless the run had begun."""
     assert cli.main(["train", str(task / "run.toml"), *overrides]) == 2
     assert (task / "run").exists() == begun
     return capsys.readouterr().err

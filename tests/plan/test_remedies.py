@@ -14,7 +14,7 @@ ONE_HEAD = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_hea
 
 
 def with_memory(planned, memory):
-    """The same plan on a machine with so much memory."""
+    """A plan on a machine with so much memory."""
     case = attrs.evolve(planned.case, hardware=attrs.evolve(planned.case.hardware, memory=memory))
     return attrs.evolve(planned, case=case)
 
@@ -63,7 +63,7 @@ def test_changes_are_put_together_where_none_is_enough():
     ],
 )
 def test_an_axis_makes_fit_what_no_other_change_does(axis, taken, changes, monkeypatch):
-    """What the formula takes for too large is not planned."""
+    """Meshes that the formula takes for too large are not planned."""
     free = bare(**{"mesh": {taken: 2}, "checkpoint_layers": True, "tokens": 64, **changes})
     flags = {f"mesh.{taken}": 1, f"mesh.{axis}": 2}
     needs = plan(applied(free, flags)).peak.total
