@@ -14,6 +14,8 @@ from fppo.runs import sample_files
 from fppo.settings import files, resolve
 from fppo.settings.train import TrainSettings
 
+NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+
 
 def write_task(directory: Path, *, rows: int = 24, layers: int = 1) -> None:
     """A model that knows nothing, and prompts like "3+4="."""

@@ -17,7 +17,6 @@ from fppo.quickstart import small_model
 from tests import tiny_run
 from tests.assembly.walk import differing, walked
 
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 WITHOUT_KL = {
     "program.estimate.kl_in_reward": False,
     "program.estimate.update_kl.kind": "fixed",
@@ -311,7 +310,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "greedy baselines": (
-        {"algorithm__advantage": "remax", "rollout__n": 2, "rollout__temperature": 0.75, **NO_KL},
+        {"algorithm__advantage": "remax", "rollout__n": 2, "rollout__temperature": 0.75, **tiny_run.NO_KL},
         temperature(0.75)
         | WITHOUT_KL
         | WITHOUT_CRITIC
@@ -328,7 +327,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "algorithm__advantage": "optimal_token_baseline",
             "algorithm__old_log_probs": "engine",
             "rollout__n": 4,
-            **NO_KL,
+            **tiny_run.NO_KL,
         },
         WITHOUT_KL
         | WITHOUT_CRITIC
@@ -408,7 +407,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "actor__epochs": 1,
             "actor__token_budget": 44,
             "rollout__temperature": 0.75,
-            **NO_KL,
+            **tiny_run.NO_KL,
         },
         temperature(0.75)
         | WITHOUT_KL

@@ -18,9 +18,8 @@ from fppo_kernels.collectives import Axis
 from tests import tiny_run
 
 MESH = Mesh({"shard": Axis(8)})
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 PATHS = {"model__path": "p", "model__critic_path": "c", "model__ref_path": "r"}
-TAUGHT = {"algorithm__advantage": "distill", "model__teacher_path": "t", "actor__epochs": 1, **NO_KL}
+TAUGHT = {"algorithm__advantage": "distill", "model__teacher_path": "t", "actor__epochs": 1, **tiny_run.NO_KL}
 POOLS = {
     "placement__pools": {
         "a": {"ranks": 2, "tensor": 2},

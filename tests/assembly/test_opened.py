@@ -39,7 +39,6 @@ INPUTS: Any = inputs_module
 REWARDS: Any = rewards_module
 TEACHER: Any = teacher_module
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 NAMES = {"attention": "model.attention"}
 AXES, MICRO = AxesSettings(tensor=2), MicroBatching(token_budget=77)
 
@@ -276,7 +275,8 @@ def test_an_order_of_ones_own_has_a_key_for_each_epoch(monkeypatch):
 @pytest.mark.parametrize("apart", [True, False])
 def test_responses_are_scored_by_all_that_settings_name(tmp_path, monkeypatch, rewarded, apart):
     changes: dict[str, Any] = {"reward__workers": 3, "reward__time_limit": 7.0, "reward__batch_time_limit": 9.0}
-    changes |= {"algorithm__advantage": "distill", "model__teacher_path": "t", "actor__epochs": 1, "seed": 5, **NO_KL}
+    changes |= tiny_run.NO_KL | {"algorithm__advantage": "distill", "actor__epochs": 1, "seed": 5}
+    changes |= {"model__teacher_path": "t"}
     changes |= {"model__path": "p", "rollout__max_tokens": 6, "module_dirs": ["here"], "data__teacher_prompt": "q"}
     changes |= {"model__forward_token_budget": 44, "reward__overlap": not apart}
     if not rewarded:

@@ -328,7 +328,7 @@ def test_a_machine_is_asked_about_every_model_that_a_run_has(tmp_path, monkeypat
     names = {"model.path": "p", "reward.model.path": "w", "model.critic_path": "c", "model.ref_path": "r"}
     assert sorted(seen) == sorted((names | {"model.teacher_path": None}).items())
     seen.clear()
-    no_kl = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    no_kl = tiny_run.NO_KL
     taught = {"algorithm__advantage": "distill", "model__teacher_path": "t", "model__path": "p"}
     machine.resolved(tiny_run.settings(tmp_path, **taught, **no_kl), torch.device("cuda"))
     wanted = dict.fromkeys(names) | {"model.path": "p", "model.teacher_path": "t"}

@@ -19,8 +19,6 @@ from tests import tiny_run
 from tests.assembly.walk import placed, walked
 from tests.runs.test_supervised import settings_of
 
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
@@ -117,7 +115,7 @@ def beside(task, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"model__teacher_path": "teacher", "algorithm__advantage": "distill", "actor__epochs": 1, **NO_KL},
+        {"model__teacher_path": "teacher", "algorithm__advantage": "distill", "actor__epochs": 1, **tiny_run.NO_KL},
         {"reward__model__path": "scorer", **JUDGED},
         {"rollout__turns__respond": "tests.rollout.functions:adder", "rollout__interrupt": 0},
     ],
@@ -144,7 +142,7 @@ EVALUATED: list[dict[str, Any]] = [
     {**JUDGED, "reward__judge__offload": True, "seed": 3},
     {"rollout__turns__respond": "tests.rollout.functions:adder", "rollout__turns__max_turns": 5},
     {"rollout__environment": "tests.rollout.environments:Count", "reward__functions": []},
-    {"model__teacher_path": "teacher", "algorithm__advantage": "distill", "actor__epochs": 1, **NO_KL},
+    {"model__teacher_path": "teacher", "algorithm__advantage": "distill", "actor__epochs": 1, **tiny_run.NO_KL},
     {"model__attention": "eager", "model__compute_dtype": "bfloat16"},
 ]
 

@@ -112,8 +112,7 @@ GPU = torch.device("cuda")
 
 
 NO_CRITIC = {"algorithm__advantage": "remax"}
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
-TAUGHT = NO_KL | {"algorithm__advantage": "distill", "model__teacher_path": "x"}
+TAUGHT = tiny_run.NO_KL | {"algorithm__advantage": "distill", "model__teacher_path": "x"}
 
 
 @pytest.mark.parametrize(

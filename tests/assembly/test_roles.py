@@ -35,7 +35,6 @@ from tests import tiny_run
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MODEL = small_model(15, width=16, layers=1)
 KERNELS = Kernels.named()
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 
 
 def options(**changes: Any) -> PassOptions:
@@ -182,8 +181,8 @@ def test_a_critic_beside_an_adapted_actor_stands_on_its_model(made, places, rank
     ("changes", "there"),
     [
         ({"algorithm__advantage": "grpo", "rollout__n": 2}, {"actor", "reference"}),
-        (NO_KL, {"actor", "critic"}),
-        (NO_KL | {"actor__kl_coef": 0.1}, {"actor", "critic", "reference"}),
+        (tiny_run.NO_KL, {"actor", "critic"}),
+        (tiny_run.NO_KL | {"actor__kl_coef": 0.1}, {"actor", "critic", "reference"}),
     ],
 )
 def test_a_role_is_made_where_the_run_has_it(made, changes, there):
@@ -205,14 +204,14 @@ def of_squares(scores, mask, sum_squared_probs):
         ({"algorithm__old_log_probs": "engine"}, "engine", "none"),
         (
             {"algorithm__old_log_probs": "engine", "algorithm__advantage": "optimal_token_baseline", "rollout__n": 2}
-            | NO_KL,
+            | tiny_run.NO_KL,
             "pass",
             None,
         ),
-        (NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}, "update", "none"),
+        (tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}, "update", "none"),
         (
             {"algorithm__advantage": "tests.assembly.test_roles:of_squares"}
-            | (NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}),
+            | (tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}),
             "update",
             None,
         ),
@@ -225,7 +224,7 @@ def test_old_log_probs_and_offloading_are_those_that_fit_together(made, changes,
 
 
 def test_only_an_update_of_one_step_is_watched(made):
-    once = NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}
+    once = tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 8}
     for changes, watched in ((once, True), ({}, False), (once | {"rollout__gap": "off"}, False)):
         _, _, calls = made(EVERYWHERE, **changes)
         assert (calls["make actor"][2][5] is not None) is watched

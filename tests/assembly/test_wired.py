@@ -47,7 +47,6 @@ RUN: Any = run_module
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MODEL = small_model(15, width=16, layers=1)
 VALUES = small_model(15, width=16, layers=1)
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 SAMPLING = Sampling(n=2, max_tokens=5, temperature=0.75)
 
 
@@ -160,7 +159,7 @@ def test_a_program_has_all_that_settings_and_roles_say(tmp_path, monkeypatch, fi
 def test_a_program_without_all_of_that_has_what_is_left(tmp_path, monkeypatch):
     changes = {"algorithm__old_log_probs": "engine", "algorithm__whiten": True, "critic__warmup_steps": 2}
     changes |= {"algorithm__router_replay": "all", "rollout__gap": "off", "rollout__max_tokens": 5}
-    _, made, *_ = wired(tmp_path, monkeypatch, **changes, **NO_KL)
+    _, made, *_ = wired(tmp_path, monkeypatch, **changes, **tiny_run.NO_KL)
     assert made.rollout.measure == ()
     assert made.score == Score(score=("score", 1.0))
     assert made.annotate == Annotate(passes="passes", old_log_probs="engine", replay="all", together="together")

@@ -40,7 +40,7 @@ def test_a_wrong_engine_warns_or_ends_the_run(dtype, tmp_path):
 @pytest.mark.parametrize("source", ["update", "engine"])
 def test_a_run_without_a_pass_before_the_update_is_watched_in_the_update(source, tmp_path):
     own = {"algorithm__old_log_probs": source, "actor__mini_batch_size": 8, "actor__epochs": 1, "rollout__gap": "stop"}
-    own |= {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    own |= tiny_run.NO_KL
     take_step(tmp_path / "right", wrong=False, **own)
     with pytest.raises(ValueError, match="another policy than the one that is trained"):
         take_step(tmp_path / "wrong", **own)

@@ -29,7 +29,6 @@ from tests import tiny, tiny_run
 from tests.parts import EVERY_ESTIMATOR, WHITENED
 
 PAD = 7
-NO_KL = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
 
 
 def _draw(size):
@@ -298,7 +297,7 @@ def test_what_whitens_does_so_over_what_is_trained_on(task, name):
     rows = _annotated([1.0, 0.0, 3.0, 3.0, 0.0, 5.0], ["stop", "stop", "stop", "stop", "length", "stop"])
     rows = attrs.evolve(rows, named_scores={"exact_match": rows.scores})
     filters = {"rollout__filter__groups": True, "rollout__filter__truncated": True}
-    found = _estimated(task, rows, algorithm__advantage=name, **filters, **(NO_KL if name == "gdpo" else {}))
+    found = _estimated(task, rows, algorithm__advantage=name, **filters, **(tiny_run.NO_KL if name == "gdpo" else {}))
     kept = found.advantages[found.response_mask].double()
     assert len(kept) == 6
     plain = OfRows(EVERY_ESTIMATOR[name])(rows, found.token_rewards).advantages
@@ -315,7 +314,7 @@ def test_gdpo_weighs_the_reward_functions_and_nothing_else(task):
     parts = {"exact_match": torch.tensor([1.0, 0.0, 0.0, 1.0]), "length": torch.tensor([2.0, 1.0, 5.0, 5.0])}
     rows = attrs.evolve(rows, named_scores={**parts, "length/more": torch.tensor([9.0, 0.0, 1.0, 7.0])})
     reward = {"functions": ["exact_match", "tests.rewards.functions:length"], "weights": [1.0, 3.0]}
-    changes = {f"reward__{name}": value for name, value in reward.items()} | NO_KL
+    changes = {f"reward__{name}": value for name, value in reward.items()} | tiny_run.NO_KL
     found = _estimated(task, rows, algorithm__advantage="gdpo", **changes)
     weights = {"exact_match": 1.0, "length": 3.0}
     expected = advantages.gdpo(parts, rows.response_mask, rows.groups, weights=weights)

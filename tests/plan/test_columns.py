@@ -67,14 +67,14 @@ def traced(settings):
         pytest.param(
             {"actor": "a", "reward": "j"},
             {"rollout__n": 2, "algorithm__advantage": "remax", "algorithm__old_log_probs": "auto", "steps": 3}
-            | {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+            | tiny_run.NO_KL
             | {"rollout__batch_size": 20},
             marks=pytest.mark.slow,
         ),
         pytest.param(
             {"actor": "a", "teacher": "t"},
             {"algorithm__advantage": "distill", "algorithm__old_log_probs": "pass", "actor__epochs": 1}
-            | {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000},
+            | tiny_run.NO_KL,
             id="teacher",
         ),
         pytest.param(

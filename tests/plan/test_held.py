@@ -87,7 +87,7 @@ def test_a_critic_of_tokens_gets_the_scored_rows(tmp_path):
 
 
 def test_greedy_baselines_are_a_second_rollout_of_one_row_for_each_prompt(tmp_path):
-    none = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    none = tiny_run.NO_KL
     roles = {"actor": "a", "reward": "j"}
     placed = {f"placement__roles__{role}": pool for role, pool in roles.items()}
     settings = tiny_run.settings(

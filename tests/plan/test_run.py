@@ -102,16 +102,15 @@ def test_every_field_of_a_case_is_what_settings_say(tmp_path):
 def test_a_teacher_has_a_place_and_a_dtype_of_its_own(tmp_path):
     taught = {f"model__{name}": "quickstart" for name in ("path", "teacher_path")}
     taught |= {"model__teacher_offload": True, "model__teacher_dtype": "bfloat16", "model__ref_offload": False}
-    taught |= {"algorithm__advantage": "distill", "algorithm__kl__coef": 0.0, "actor__kl_coef": 0.1}
-    settings = tiny_run.settings(tmp_path, **taught, algorithm__kl__controller="fixed", algorithm__kl__horizon=10000)
+    taught |= tiny_run.NO_KL | {"algorithm__advantage": "distill", "actor__kl_coef": 0.1}
+    settings = tiny_run.settings(tmp_path, **taught)
     roles = case_of(settings, PlanSettings(gpu="h100")).roles
     assert roles["teacher"] == Role(offload="all", dtype=torch.bfloat16)
     assert roles["reference"] == Role(offload="none", dtype=torch.float32)
 
 
 def test_a_case_without_what_settings_leave_out(tmp_path):
-    bare = {"algorithm__advantage": "reinforce_plus_plus", "algorithm__kl__coef": 0.0}
-    bare |= {"algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000, "model__path": "quickstart"}
+    bare = tiny_run.NO_KL | {"algorithm__advantage": "reinforce_plus_plus", "model__path": "quickstart"}
     bare |= {"model__share_prompts": False, "rollout__n": 4, "rollout__batch_size": 64, "rollout__max_tokens": 8}
     settings = tiny_run.settings(tmp_path, **bare, actor__micro_batch_size=3, data__max_prompt_tokens=24)
     found = budgeted(settings, PlanSettings(gpu="cpu", sampling=False))
@@ -236,8 +235,7 @@ def test_a_run_takes_its_steps_and_a_step_its_mini_batches_and_epochs(tmp_path, 
 
 
 def test_log_probs_of_the_update_itself_take_no_pass_before_it(tmp_path):
-    own = {"actor__epochs": 1, "actor__mini_batch_size": 64, "algorithm__old_log_probs": "update"}
-    own |= {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    own = tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 64, "algorithm__old_log_probs": "update"}
     own |= {"model__path": "quickstart", "rollout__batch_size": 64, "actor__micro_batch_size": 16}
     settings = tiny_run.settings(tmp_path, **own)
     planned = planned_of(case_of(settings, PlanSettings(gpu="cpu")), {"log-probs": 1.0, "update actor": 16.0}, 5.0)

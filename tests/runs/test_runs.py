@@ -326,7 +326,7 @@ def _two_steps(task, **changes):
     ],
 )
 def test_every_estimator_and_every_policy_loss_run_as_settings(task, advantage, n, loss):
-    no_kl = {"algorithm__kl__coef": 0.0, "algorithm__kl__controller": "fixed", "algorithm__kl__horizon": 10000}
+    no_kl = tiny_run.NO_KL
     reports = _two_steps(
         task,
         algorithm__advantage=advantage,

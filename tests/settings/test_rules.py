@@ -1,4 +1,4 @@
-"""Every rule between settings from both sides: what may stand together has no problem, and one step further has one.
+"""Rules between settings of models, algorithms and updates from both sides: one step further, and there is a problem.
 
 Each row gives settings without a problem, a change of them, and the settings that are named then: these and no others.
 """
