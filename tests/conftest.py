@@ -2,8 +2,11 @@
 
 import gc
 import importlib.util
+import random
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,9 +66,31 @@ else:
     jaxtyping = None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options for those who change the tests; `.ci/run` gives both."""
+    parser.addoption("--budgets", action="store_true", help="fail if a folder exceeds tests/budgets.toml")
+    parser.addoption("--order", default="files", help="of the tests: files, reversed, or a text that shuffles them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """The tests' costs are measured and printed."""
     config.pluginmanager.register(Costs(config), "costs")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reverse or shuffle the modules, and the tests in each. A module's tests stay together: they share fixtures."""
+    order = config.getoption("--order")
+    if order == "files":
+        return
+    modules: dict[Path, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        modules[item.path].append(item)
+    drawn = random.Random(order)
+    parts = list(modules.values())
+    for part in (parts, *parts):
+        part.reverse() if order == "reversed" else drawn.shuffle(part)
+    items[:] = [item for part in parts for item in part]
 
 
 def pytest_collectstart(collector: pytest.Collector) -> None:
@@ -93,6 +118,20 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_sessionfinish() -> None:
     """Some libraries complain of what was not collected."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget what a test imported from a temporary directory: the next test has a `mine.py` of its own."""
+    before, path = {*sys.modules}, [*sys.path]
+    yield
+    place = str(tmp_path_factory.getbasetemp())
+    for name in {*sys.modules} - before:
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        if any(isinstance(x, str) and x.startswith(place) for x in places):
+            del sys.modules[name]
+    sys.path[:] = path
 
 
 @pytest.fixture
