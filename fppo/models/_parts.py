@@ -48,10 +48,6 @@ def read_parts(
     known = {name for name in model.whole_shapes if name.startswith(model.prefix) or model.head == "lm"}
     converters, groups = _groups(module, files)
     _check_sources({target: sources for target, sources in groups.items() if target in known})
-    kept = [*(module._keep_in_fp32_modules or ()), *(module._keep_in_fp32_modules_strict or ())]
-    kept = [name for name in model.shapes if name not in model.buffers and any(part in name for part in kept)]
-    if kept and dtype != torch.float32:
-        return None
     beyond = [target for target in groups if target not in known and not ignored(target)]
     unknown = {name for name in _unexpected(module, beyond) if not _is_tied_copy(module, name, groups)}
     parts: Params = {}
@@ -68,7 +64,8 @@ def read_parts(
             parts[target] = _read(sources[0], model.extents[target], state_dtype(model, target, dtype), mesh)
         else:
             whole = _converted(module, target, sources, converter)
-            parts |= {name: _own(x, dtype) for name, x in own_params(model, whole, mesh).items()}
+            own = own_params(model, whole, mesh)
+            parts |= {name: _own(x, state_dtype(model, name, dtype)) for name, x in own.items()}
     own = {name: shape for name, shape in model.shapes.items() if name in known}
     fits = {name: tuple(x.shape) for name, x in parts.items()} == fsdp.shard_shapes(own, mesh, model.cuts)
     return parts if fits and known == parts.keys() | others else None

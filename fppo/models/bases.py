@@ -20,9 +20,11 @@ from fppo.runtime.mesh import LOCAL, Mesh
 
 
 def quantised_weights(model: Model) -> dict[str, bool]:
-    """The weights of a plain model to be quantised (linear layers and stacks of experts, as in "all-linear"), and
-    whether each is stored [..., in, out]. Raises ValueError for a model without any."""
-    linear = linear_weights(model.unplaced or model)
+    """The weights of a plain model to be quantised (linear layers and stacks of experts, as in "all-linear", without
+    those that transformers keeps in float32), and whether each is stored [..., in, out]. Raises ValueError for a model
+    without any."""
+    wide = frozenset[str]().union(*model.wide.values())
+    linear = {name: turned for name, turned in linear_weights(model.unplaced or model).items() if name not in wide}
     if not linear:
         raise ValueError(f"model.lora.base: model type {model.config.model_type!r} has no linear layer to quantise")
     return linear

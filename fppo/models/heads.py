@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fppo.models.adapted import FACTORS, Parts, merged_weight
 from fppo.models.logits import LogitForm
-from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params
+from fppo.models.model import SCORE_BIAS, SCORE_WEIGHT, Model, Params, pass_dtype
 from fppo_kernels.linear.plain import plain
 
 VOCABULARY_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -38,9 +38,7 @@ def output_head(model: Model, params: Params) -> Head:
     if model.frozen is not None and name in model.frozen.places:
         a, b = (params[name + factor] for factor in FACTORS)
         weight = merged_weight(Parts(weight, a, b, model.frozen.lora.scale, model.frozen.places[name]))
-    if model.compute_dtype is not None:
-        weight = weight.to(model.compute_dtype)
-    return Head(weight, offset, *model.logit_form)
+    return Head(weight.to(pass_dtype(model, name, weight.dtype)), offset, *model.logit_form)
 
 
 def vocabulary_head(model: Model) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -63,7 +64,8 @@ def load(
     model is placed (`place`), after `check_placed` and the like for the mesh's axes.
     A value head is read from token- or sequence-classification checkpoints (`score`, `classifier`) and TRL's
     (`v_head.summary`), in float32 or wider; `outputs` is its number of outputs, or a range of the outputs to take. A
-    checkpoint without one gets a head drawn from `key`, or zeros without a key. `config` overrides fields of the
+    checkpoint without one gets a head drawn from `key`, or zeros without a key. The model of a sequence classifier
+    has its padding token as `padding`, which `compute_reward_scores` passes over. `config` overrides fields of the
     model's own config. Only safetensors files are read.
     Raises ValueError with a list of missing and unknown parameters, and of those with another shape or dtype; for a
     quantised checkpoint that transformers cannot dequantise; and for a model that fppo would compute differently from
@@ -80,6 +82,8 @@ def load(
         trust_remote_code=trust_remote_code,
     )
     check_model(model)
+    if head == "value" and any(name.endswith("ForSequenceClassification") for name in own.architectures or ()):
+        model = attrs.evolve(model, padding=own.get_text_config().pad_token_id)
     whole, model = model, place(model, mesh)
     if (ranks := mesh["tensor"].size) > 1:
         check_placed(whole, ranks)
@@ -225,13 +229,13 @@ def _is_float(dtype: torch.dtype) -> bool:
 
 
 def _misfits(model: Model, named: Params, dtype: torch.dtype) -> list[str]:
-    """The parameters read with a shape or dtype other than the model's. transformers keeps some parameters wider."""
+    """The parameters read with a shape or dtype other than the model's."""
     wrong = []
     for name, x in named.items():
         wanted = state_dtype(model, name, dtype)
         if x.shape != model.whole_shapes[name]:
             wrong.append(f"{name} has shape {tuple(x.shape)}, expected {tuple(model.whole_shapes[name])}")
-        elif x.dtype not in (wanted, torch.promote_types(wanted, torch.float32)):
+        elif x.dtype != wanted:
             wrong.append(f"{name} is {x.dtype}, expected {wanted}")
     return wrong
 
@@ -252,7 +256,7 @@ def _read_whole(
         )
     module, info = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     named = {name: x.detach() for name, x in named_state(module).items() if name in model.whole_shapes}
-    named |= {name: x.to(state_dtype(model, name, dtype)) for name, x in named.items() if name in model.buffers}
+    named = {name: x.to(state_dtype(model, name, dtype)) if _is_float(x.dtype) else x for name, x in named.items()}
     wanted = {name for name in model.whole_shapes if name not in (SCORE_WEIGHT, SCORE_BIAS)}
     missing = sorted(wanted & set(info["missing_keys"]) | (wanted - set(named)))
     unknown = sorted(name for name in info["unexpected_keys"] if not _expected(name, model))

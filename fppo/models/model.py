@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import threading
 from collections.abc import Mapping
 from typing import Any, Literal, cast
@@ -55,8 +56,9 @@ class Span:
 class Model:
     """A decoder-only language model without its parameters, or one with a vision tower before it.
 
-    Parameters are cast to `compute_dtype` inside a pass. `checkpoint_layers` recomputes layers in the backward pass,
-    whole or, if "selective", but for their attention. `compile_layers` runs layers as programs of torch.compile in
+    Parameters are cast to `compute_dtype` inside a pass, but for those that transformers keeps in float32 beside it
+    (`pass_dtype`). `checkpoint_layers` recomputes layers in the backward pass, whole or, if "selective", but for their
+    attention. `compile_layers` runs layers as programs of torch.compile in
     `hidden_states`, with other rounding. `attrs.evolve(model, checkpoint_layers=True)` changes these.
     """
 
@@ -71,6 +73,7 @@ class Model:
     routers: tuple[routing.Router, ...] = ()  # in the order of the layers
     stateful: tuple[int, ...] = ()  # the layers that carry a state along a row
     buffers: frozenset[str] = frozenset()  # those of `shapes` without gradient: state that checkpoints keep in buffers
+    wide: Mapping[torch.dtype, frozenset[str]] = attrs.field(factory=dict)  # kept in float32 beside others in a dtype
     shares: bool = True  # whether tensors of the skeleton have several names, to be tied in each pass
     compute_dtype: torch.dtype | None = None
     checkpoint_layers: Recompute = False
@@ -82,6 +85,7 @@ class Model:
     frozen: Frozen | None = None  # the base of an adapted model, whose factors are `shapes` (`lora.adapt`)
     forms: codes.Forms = attrs.field(factory=dict)  # of weights in codes (`bases.quantise`)
     vision: Vision | None = None  # of a model that takes images
+    padding: int | None = None  # of a sequence classifier: the token that its score passes over at a row's end
     _copies: threading.local = attrs.field(factory=threading.local, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -262,12 +266,12 @@ def model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
-def causal_lm(config: PreTrainedConfig, device: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
+def causal_lm(
+    config: PreTrainedConfig, device: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The plain Hugging Face model in `dtype`, freshly initialised on "cpu", or without storage on "meta"."""
     with BUILDING, torch.device(device):
-        module = model_class(config).from_config(
-            plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
+        module = model_class(config).from_config(plain_config(config), dtype=dtype, trust_remote_code=trust_remote_code)
     module.tie_weights()
     return module.eval()
 
@@ -324,6 +328,7 @@ def build(
         stateful=stateful,
         routers=tuple(attrs.evolve(x, bias=x.bias and prefix + x.bias) for x in routers),
         buffers=buffers,
+        wide=_wide(config, shapes, trust_remote_code),
         shares=_has_shared(base),
         compute_dtype=compute_dtype,
         checkpoint_layers=checkpoint_layers,
@@ -363,9 +368,46 @@ def _has_shared(base: PreTrainedModel) -> bool:
     return len({id(x) for _, x in named}) < len(named)
 
 
+def _wide(
+    config: PreTrainedConfig, shapes: Mapping[str, torch.Size], trust_remote_code: bool
+) -> dict[torch.dtype, frozenset[str]]:
+    """The parameters that transformers' `from_pretrained` gives in float32 when asked for 16 bits: those that modules
+    create in float32, and those that a class lists in `_keep_in_fp32_modules_strict` (for both dtypes) or
+    `_keep_in_fp32_modules` (for float16). Entries are found anywhere in a name, as transformers finds them."""
+    wide = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        module = causal_lm(config, "meta", dtype=dtype, trust_remote_code=trust_remote_code)
+        created = {name for name, x in named_state(module).items() if x.dtype == torch.float32}
+        listed = [re.compile(entry.replace("*", ".*")) for entry in module._get_dtype_plan(dtype)]
+        wide[dtype] = frozenset(name for name in shapes if name in created or any(x.search(name) for x in listed))
+    return wide
+
+
 def state_dtype(model: Model, name: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter or buffer for parameters in `dtype`: buffers are in float32 or wider."""
-    return torch.promote_types(dtype, torch.float32) if name in model.buffers else dtype
+    """The dtype of a parameter or buffer for parameters in `dtype`: buffers, and what transformers keeps in float32
+    beside `dtype`, are in float32 or wider. Factors of an adapter follow their weight."""
+    weight = name.removesuffix(FACTORS[0]).removesuffix(FACTORS[1])
+    kept = name in model.buffers or weight in model.wide.get(dtype, ())
+    return torch.promote_types(dtype, torch.float32) if kept else dtype
+
+
+def kept_wide(model: Model, dtype: torch.dtype) -> frozenset[str]:
+    """The parameters and buffers that stay in float32 or wider where the others are sent or stored in `dtype`."""
+    return model.buffers | model.wide.get(dtype, frozenset())
+
+
+def pass_dtype(model: Model, name: str, own: torch.dtype) -> torch.dtype:
+    """The dtype in which a pass takes a parameter that is kept in the dtype `own`: the compute dtype, or what
+    `state_dtype` says beside it. Buffers, codes, a value head and a bias of the vocabulary head keep their own.
+
+    All that makes copies of parameters for passes goes by this rule, so that copies equal what a pass makes itself.
+    """
+    read = name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias"))
+    if model.compute_dtype is None or not own.is_floating_point:
+        return own
+    if not read or name in model.buffers or codes.is_coded(name):
+        return own
+    return state_dtype(model, name, model.compute_dtype)
 
 
 def compute_constants(base: PreTrainedModel) -> dict[str, Tensor]:

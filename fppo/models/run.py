@@ -17,7 +17,7 @@ from fppo.models.codes import is_coded, values
 from fppo.models.heads import vocabulary_head
 from fppo.models.inner import OWN, Inner, inner_of
 from fppo.models.lengths import longest_row, over_long
-from fppo.models.model import Model, Params, Span
+from fppo.models.model import Model, Params, Span, pass_dtype
 from fppo.models.precision import KeepDouble
 from fppo.models.recompute import recomputed
 from fppo.models.routing import Routes
@@ -107,15 +107,10 @@ class Bound:
 def in_compute_dtype(model: Model, params: Mapping[str, Tensor]) -> Params:
     """Cast parameters, whole or parts, to the compute dtype where a pass would, so that its numbers stay the same bit
     for bit. An adapted vocabulary head keeps its dtype, since its factors are merged before the cast."""
-    head, bias = vocabulary_head(model)
+    head, _ = vocabulary_head(model)
     adapted = model.frozen is not None and head in model.frozen.places
-    kept = {bias} | ({head, *(head + factor for factor in FACTORS)} if adapted else set[str]())
-
-    def casts(name: str) -> bool:
-        read = name == head or name.startswith(model.prefix)
-        return read and name not in kept and name not in model.buffers and not is_coded(name)
-
-    return {name: _cast(x, model.compute_dtype) if casts(name) else x for name, x in params.items()}
+    kept = {head, *(head + factor for factor in FACTORS)} if adapted else set[str]()
+    return {name: x if name in kept else x.to(pass_dtype(model, name, x.dtype)) for name, x in params.items()}
 
 
 def _base_params(model: Model, params: Params) -> Params:
@@ -131,7 +126,7 @@ def _bound(model: Model, name: str, x: Tensor) -> Tensor:
         return x.detach()
     layout = model.layout
     x = x * 0.0 if layout is not None and layout.rank and name in layout.once else x
-    return _cast(x, model.compute_dtype)
+    return x.to(pass_dtype(model, name, x.dtype))
 
 
 def _woven(model: Model, start: str, tensors: Params) -> Params:
@@ -146,10 +141,6 @@ def _woven(model: Model, start: str, tensors: Params) -> Params:
         parts = Parts(woven[name], a, b, model.frozen.lora.scale, model.frozen.places[start + name])
         woven[name] = Adapted.of(parts)
     return woven
-
-
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return x.to(dtype) if dtype is not None and x.is_floating_point() else x
 
 
 def _precision(params: Params) -> AbstractContextManager[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fppo.models.adapted import FACTORS, Adapted, Factors, Several, add_own_
 from fppo.models.codes import shapes_of_weights
 from fppo.models.heads import vocabulary_head
-from fppo.models.model import Model
+from fppo.models.model import Model, pass_dtype
 from fppo.models.run import Bound
 
 
@@ -75,13 +75,13 @@ def fitted(model: Model, adapter: Adapter, name: str, device: torch.device, head
             raise ValueError(
                 f"{what}: factors {[*a.shape]} and {[*b.shape]} of {own} do not fit a weight {[*shapes[own]]}"
             )
-    factors = {n: _copied(x, device, model.compute_dtype) for n, x in adapter.factors.items()}
+    factors = {n: _copied(x, device, pass_dtype(model, n, x.a.dtype)) for n, x in adapter.factors.items()}
     last = adapter.factors.get(vocabulary_head(model)[0])
     return Adapter(factors, adapter.flipped, None if last is None else _copied(last, device, head))
 
 
-def _copied(factors: Factors, device: torch.device, dtype: torch.dtype | None) -> Factors:
-    a, b = (x.detach().to(device, dtype or x.dtype, copy=True) for x in (factors.a, factors.b))
+def _copied(factors: Factors, device: torch.device, dtype: torch.dtype) -> Factors:
+    a, b = (x.detach().to(device, dtype, copy=True) for x in (factors.a, factors.b))
     return Factors(a, b, factors.scale)
 
 

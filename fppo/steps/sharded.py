@@ -12,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fppo import models
 from fppo.models.adapted import Frozen
-from fppo.models.codes import is_coded
-from fppo.models.model import Model
+from fppo.models.model import Model, pass_dtype
 from fppo.models.recompute import recomputed
 from fppo.models.seams import ApplyLayer
 from fppo.runtime import fsdp
@@ -86,7 +85,7 @@ def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
     if not group:
         return params
     wire = wire_dtypes(model, group)
-    shapes, dtypes = [model.all_shapes[name] for name in group], [wire.get(n, x.dtype) for n, x in group.items()]
+    shapes, dtypes = [model.all_shapes[name] for name in group], [*wire.values()]
     axes = fsdp.axes_of(group, mesh, model.cuts)
     return Rooted(params=params, root=_Root(fsdp.begin_gather(list(group.values()), shapes, dtypes, axes)))
 
@@ -94,7 +93,7 @@ def rooted(params: Params, model: Model, mesh: Mesh) -> Params | Rooted:
 def cast(params: Params, model: Model) -> Params:
     """Cast parameters that are not cut to their compute dtypes; tensors that have them are not copied."""
     kinds = wire_dtypes(model, params)
-    return {name: x.to(kinds.get(name, x.dtype)) for name, x in params.items()}
+    return {name: x.to(kinds[name]) for name, x in params.items()}
 
 
 def scattered(grads: Whole, params: Params, model: Model, mesh: Mesh) -> Params:
@@ -162,16 +161,8 @@ def _groups(model: Model, params: Params) -> list[Params]:
 
 
 def wire_dtypes(model: Model, params: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtypes that parameters are cast to before use: besides the base model's, only a vocabulary head's weight is
-    cast."""
-    return {
-        name: model.compute_dtype
-        for name, x in params.items()
-        if model.compute_dtype is not None
-        and x.is_floating_point()
-        and not (name in model.buffers or is_coded(name))
-        and (name.startswith(model.prefix) or (model.head == "lm" and not name.endswith("bias")))
-    }
+    """The dtypes that parameters are gathered in: those that passes take them in."""
+    return {name: pass_dtype(model, name, x.dtype) for name, x in params.items()}
 
 
 class _Stream:
@@ -188,8 +179,7 @@ class _Stream:
         self._groups, self._mesh, self._lane = groups, mesh, lane
         shapes = model.all_shapes
         self._shapes = [[shapes[name] for name in group] for group in groups]
-        wire = [wire_dtypes(model, group) for group in groups]
-        self._dtypes = [[w.get(n, x.dtype) for n, x in group.items()] for w, group in zip(wire, groups, strict=True)]
+        self._dtypes = [list(wire_dtypes(model, group).values()) for group in groups]
         self._axes = [fsdp.axes_of(group, mesh, model.cuts) for group in groups]
         self._begun: dict[int, fsdp.Finish] = {} if root is None else {0: root.take}
         self._sums = fsdp.Sums()

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from fppo import models
 from fppo.key import Key
 from fppo.models import lora
+from fppo.models.model import kept_wide
 from fppo.models.precision import KeepDouble
 from tests.models import families
 from tests.models.test_lora import SPEC, logits, noisy
@@ -51,4 +52,6 @@ def test_parameters_in_the_compute_dtype_are_what_a_pass_makes_of_them(name, tar
     assert torch.equal(logits(narrow, model=model), logits(params, model=model))
     wide = {n for n, x in narrow.items() if x.dtype == torch.float32}
     head = {n for n in params if n.startswith(models.heads.vocabulary_head(model)[0])}
-    assert wide == set(model.buffers) | (head if set(targets) - {"q_proj"} else set())
+    kept = kept_wide(model, torch.bfloat16)
+    assert wide == kept | (head if set(targets) - {"q_proj"} else set())
+    assert kept == ({n for n in params if ".gate." in n} if name == "deepseek_v3" else set())

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fppo.batch import Rollout
 from fppo.key import Key
 from fppo.models import lora
-from fppo.models.model import Model
+from fppo.models.model import Model, kept_wide
 from fppo.rollout import sync
 from fppo.rollout.engine import Ask, Sampling
 from fppo.rollout.records import check_prompts, number_rows, response_limits, rollout_of
@@ -105,6 +105,8 @@ class VllmEngine:
         self._dtype: str = self._options.dtype or str(own).removeprefix("torch.")
         if self._dtype not in TOLERANCE:
             raise ValueError(f"dtype = {self._dtype!r}: vLLM computes in one of {sorted(TOLERANCE)}")
+        # sent as they are: vLLM keeps what it computes in float32 itself, and rounds what it does not
+        self._exact = kept_wide(self._model, getattr(torch, self._dtype))
         check_installed()
         self._info = transfer or (None if self._options.transport == "auto" else transfer_info)
         self._transfer: WeightTransfer | None = None  # of the host
@@ -222,7 +224,7 @@ class VllmEngine:
 
         def recorded() -> Iterator[Bucket]:
             nonlocal count
-            model, size, exact, layout = self._model, self._bucket_bytes, self._model.buffers, self._model.layout
+            model, size, exact, layout = self._model, self._bucket_bytes, self._exact, self._model.layout
             shards = sync.reshard(
                 params, model.shapes, self._mesh, bucket_bytes=size, dtype=dtype, only=only, exact=exact, layout=layout
             )
@@ -294,8 +296,8 @@ class VllmEngine:
         return None
 
     def _announced(self, dtypes: Mapping[str, torch.dtype], only: Iterable[str]) -> list[Meta]:
-        shapes, dtype, exact = self._model.whole_shapes, getattr(torch, self._dtype), self._model.buffers
-        return metadata(dtypes, shapes, only, self._rename, dtype, exact)
+        shapes, dtype = self._model.whole_shapes, getattr(torch, self._dtype)
+        return metadata(dtypes, shapes, only, self._rename, dtype, self._exact)
 
     def sleep(self) -> None:
         """Release vLLM's memory for weights and cache until the next rollout, which is sent all weights.
