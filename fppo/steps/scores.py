@@ -23,7 +23,8 @@ def compute_reward_scores(
 ) -> Float[Tensor, " b"]:
     """A reward model's score [B] of each row: the output of its value head at the row's last real token.
 
-    Rows are always packed.
+    For a sequence classifier that is the last token other than its config's padding token (`Model.padding`), as in
+    transformers, also where that token ends a text; for a row of nothing else the first. Rows are always packed.
     """
     check_outputs(forward.model, ("values",))
     forward = attrs.evolve(forward, remove_padding=True)
@@ -36,11 +37,22 @@ def compute_reward_scores(
 def _scores(
     params: Params | Gathered | OnHost, micro: MicroBatch, *, forward: Forward, received: Tensor | None
 ) -> Tensor:
-    """The head's output at the last token of each row [b]."""
+    """The head's output at the token of each row that is read [b]."""
     ready = opened(params, forward.model, forward.mesh)
     head, axis = models.output_head(forward.model, ready.root), forward.mesh.token_axis
     hidden, places, _ = packed_hidden(ready, micro.rows, micro.indices, forward, received=received)
-    last = places[micro.rows.attention_mask.sum(1).cumsum(0) - 1]
-    own = own_tokens(last, len(hidden), axis)
+    own = own_tokens(places[_read(micro.rows, forward.model.padding)], len(hidden), axis)
     numbers = F.linear(hidden[own.places].to(head.weight.dtype), head.weight, head.bias)[:, 0].float()
     return gathered([numbers], own, axis)[0]
+
+
+def _read(rows: Rows, padding: int | None) -> Tensor:
+    """The index of each row's token that a score reads, among the real tokens of all rows, int64 [b]."""
+    real = rows.attention_mask.bool()
+    lengths = real.sum(1)
+    last = lengths.cumsum(0) - 1
+    if padding is None:
+        return last
+    numbers = real.cumsum(1)  # of a row's real tokens, from 1
+    said = numbers.where(real & (rows.tokens != padding), 0).amax(1)
+    return last - (lengths - said.clamp(min=1)).where(lengths > 0, 0)

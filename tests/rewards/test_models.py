@@ -36,9 +36,9 @@ CPU = torch.device("cpu")
 END = 2
 
 
-def classifier(family: str, head: str, directory, *, labels: int = 1, seed: int = 0):
+def classifier(family: str, head: str, directory, *, labels: int = 1, seed: int = 0, pad: int | None = 0):
     """transformers' module with a classification head, with weights that are far from zero, and saved."""
-    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "num_labels": labels})
+    config = type(CONFIGS[family])(**{**CONFIGS[family].to_dict(), "num_labels": labels, "pad_token_id": pad})
     module = HEADS[head].from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -93,6 +93,32 @@ def reward(loaded, *, size: int = 2, mesh=LOCAL):
     model, params = loaded
     batching = MicroBatching(size=size)
     return model_reward(params, model=model, kernels=Kernels.named(), mesh=mesh, micro_batching=batching)
+
+
+@pytest.mark.parametrize("axis", ["replicate", "sequence", "tensor"])
+@pytest.mark.parametrize(("head", "pad"), [("sequence", END), ("sequence", None), ("token", END)])
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_a_padding_token_that_ends_texts_is_read_where_transformers_reads_it(axis, head, pad, share_prompts, tmp_path):
+    """Rows that end with it, hold it inside, or are nothing else, padded on both sides; a prompt's score, too."""
+    module = classifier("llama", head, tmp_path, pad=pad)
+    rollout = random_rollout(7, 8)
+    tokens = rollout.tokens.clone()
+    tokens[0:2, 2:4], tokens[0], tokens[2, 4:] = END, END, END
+    tokens[4:, 3:5] = END
+    tokens[1::2, :4] = tokens[::2, :4]  # two responses to each prompt
+    attended = rollout.attention_mask.clone()
+    attended[1::2, :4] = attended[::2, :4]
+    rollout = attrs.evolve(rollout, tokens=tokens, attention_mask=attended, groups=torch.arange(8) // 2)
+    want = expected_scores(module, head, rollout)
+
+    def run(mesh):
+        model, params = load_reward_model(tmp_path, mesh=mesh)
+        batching = MicroBatching(size=8 // mesh["replicate"].size)
+        how = {"kernels": Kernels.named(), "mesh": mesh, "share_prompts": share_prompts}
+        return model_reward(params, model=model, micro_batching=batching, **how)(rollout)
+
+    for scores in simulate({axis: 2}, run):
+        torch.testing.assert_close(scores, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gpt2"])
