@@ -119,18 +119,15 @@ class Centred(NamedTuple):
 def centre(scores: Rows, present: Bool[Tensor, " b"], groups: Groups, weights: Tensor | None = None) -> Centred:
     """Deviations [B] from the (weighted) mean of the group over its `present` rows; 0 for the others.
 
-    Scores are taken relative to the group's lowest, so that scores equal up to rounding give exactly 0. The only row
-    of a group has no baseline: its deviation is its score, its std 1.
+    Scores are taken relative to the group's lowest, so that scores equal up to rounding give exactly 0, and so does the
+    only row of a group.
     """
     within = span(scores, present, groups)
-    scores = scores.detach().double()
-    above = (scores - within.lowest).where(present & ~within.equal, 0.0)
+    above = (scores.detach().double() - within.lowest).where(present & ~within.equal, 0.0)
     weights = present.double() if weights is None else weights.double().where(present, 0.0)
     total = groups.reduce(weights, "sum")
     deviation = above - groups.reduce(above * weights, "sum") / total.where(total > 0, 1.0)
     deviation = deviation.where(present, 0.0)
     count = groups.reduce(present.double(), "sum")
     mean_square = groups.reduce(deviation.square(), "sum") / (count - 1).clamp(min=1)
-    alone = count == 1
-    deviation = torch.where(alone, scores, deviation).where(present, 0.0)
-    return Centred(deviation, mean_square.sqrt().where(~alone, 1.0), count)
+    return Centred(deviation, mean_square.sqrt(), count)

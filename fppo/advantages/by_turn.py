@@ -19,7 +19,9 @@ def by_turn(estimate: Grouped, rewards: Tokens, mask: Mask, groups: RowIds, turn
 
     The score of a turn is the sum of the row's rewards from the turn's first token on, so that a turn answers for what
     follows it. `estimate` sees one row for each turn of each response, whose mask is that turn's tokens; a response
-    without the turn is an empty row. `turn_ids` are integers [B, T]; rewards, mask and results are [B, T].
+    without the turn is an empty row. A turn that one response alone has reached is the only row of its group: the
+    estimators of `grouped` give it 0, before any whitening. `turn_ids` are integers [B, T]; rewards, mask and results
+    are [B, T].
     """
     check_tokens(mask, rewards=rewards)
     if turn_ids.shape != mask.shape or turn_ids.is_floating_point():

@@ -34,7 +34,7 @@ def reverse_kl(
     `log_probs` and `teacher_log_probs` [B, T] are of the sampled tokens, the policy's before its update. `limit` bounds
     each |d|: with it a token that the teacher all but rules out turns the gradient less than it should. A `score_coef`
     above 0 adds score_coef * (score [B] - the mean score of the other rows of its group, int64 [B]), as `rloo` does;
-    the only row of a group has no baseline. returns = the sum over d without the score. All [B, T], 0 outside the mask.
+    nothing for the only row of a group. returns = the sum over d without the score. All [B, T], 0 outside the mask.
 
     Raises ValueError for a gamma outside [0, 1], a limit that is not above 0, and a score_coef without scores.
     """

@@ -2,9 +2,10 @@
 
 `scores` floating [B], `mask` bool [B, T], `groups` int64 [B] (rows of one prompt share an id, in any order), else
 ValueError. All are constants to the gradient; results have the dtype of the scores. A row without tokens counts
-nowhere, whatever its score. The only row of a group has no baseline: it is treated as if the mean were 0 and the std 1,
-so its advantage is its score (over 1 + 1e-6 in grpo). Equal scores within a group of two or more give exactly 0 (before
-any whitening); scores are equal if they differ by no more than 8 rounding errors of the group's largest.
+nowhere, whatever its score. Equal scores within a group give exactly 0 (before any whitening), and so does the only row
+of a group: there is nothing to compare it with. Scores are equal if they differ by no more than 8 rounding errors of
+the group's largest. So a constant added to all scores of a group changes no advantage (but in maxrl, which divides by
+the mean).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     probability, its series cut at order n, so that rare successes weigh more. Means of other scores may be near 0.
     """
     stats = _centre(scores, mask, groups)
-    mean = (scores.detach().double() - stats.deviation).where(stats.rows > 1, 1.0)
+    mean = scores.detach().double() - stats.deviation
     kept = mask.any(1) & (mean > _EPS)
     return spread((stats.deviation / mean.where(kept, 1.0)).where(kept, 0.0), scores, mask)
 
@@ -59,8 +60,7 @@ def maxrl(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
 def rloo(scores: Rows, mask: Mask, groups: RowIds) -> Advantages:
     """S minus the mean of the group's other rows, n / (n - 1) (S - mean); arXiv:2402.14740."""
     stats = _centre(scores, mask, groups)
-    factor = (stats.rows / (stats.rows - 1).clamp(min=1)).where(stats.rows > 1, 1.0)
-    return spread(factor * stats.deviation, scores, mask)
+    return spread(stats.rows / (stats.rows - 1).clamp(min=1) * stats.deviation, scores, mask)
 
 
 def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False) -> Advantages:
@@ -77,7 +77,7 @@ def opo(scores: Rows, mask: Mask, groups: RowIds, *, leave_one_out: bool = False
         return spread(stats.deviation, scores, mask)
     every = group_rows(groups).reduce(lengths.double(), "sum")
     others = every - lengths  # S - mean of the others = (S - mean) * every / others
-    return spread(stats.deviation * (every / others.clamp(min=1)).where(others > 0, 1.0), scores, mask)
+    return spread(stats.deviation * every / others.clamp(min=1), scores, mask)
 
 
 def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = None) -> Advantages:
@@ -97,17 +97,14 @@ def gpg(scores: Rows, mask: Mask, groups: RowIds, *, outcomes: Rows | None = Non
 def grpo_passk(scores: Rows, mask: Mask, groups: RowIds, *, scale: str = "std") -> Advantages:
     """The group's best row gets (best - second) / (std + 1e-6), all others 0; arXiv:2503.19595.
 
-    Rows that share the best score, up to rounding, get 0. Raises ValueError for a group of one row.
+    Rows that share the best score, up to rounding, get 0, and so does a row without a second.
     """
     stats = _centre(scores, mask, groups)
     present, members = mask.any(1), group_rows(groups)
-    if (stats.rows[present] == 1).any():
-        alone = groups[present & (stats.rows == 1)][0].item()
-        raise ValueError(f"grpo_passk needs two rows or more in each group, group {alone} has one; raise n")
     full, within = scores.detach().double().where(present, -torch.inf), span(scores, present, members)
     best = full >= within.highest - within.rounding
     second = members.reduce(full.where(~best, -torch.inf), "max")
-    only = best & present & (members.reduce(best.double(), "sum") == 1)
+    only = best & present & (stats.rows > 1) & (members.reduce(best.double(), "sum") == 1)
     gap = (full - second).where(only, 0.0)
     return spread(gap / _divisor(stats, scale), scores, mask)
 

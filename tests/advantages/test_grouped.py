@@ -22,6 +22,8 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "gdpo": lambda s, m, g: gdpo({"a": s, "b": -s.abs()}, m, g, weights={"a": 1.0, "b": 0.5}),
 }
+WHITENS = ("reinforce_plus_plus_baseline", "gdpo")
+SHIFTED = {"gdpo": lambda s, m, g: gdpo({"a": s, "b": -s}, m, g, weights={"a": 1.0, "b": 0.5})}
 each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
@@ -44,15 +46,10 @@ DEFINED = {
 def test_estimator_is_its_definition(name, case, alone):
     function = name.split(" ")[0].removesuffix(",")
     own, reference = (partial(getattr(of, function), **DEFINED[name]) for of in (advantages, references.advantages))
-    for batch in (case, alone)[: 1 if "passk" in name else 2]:
+    for batch in (case, alone):
         result, expected = (fn(batch.scores, batch.mask, batch.groups) for fn in (own, reference))
         close(result.advantages, expected.advantages, 1e-7 if "plus" in name else 1e-10)
         close(result.returns, expected.returns)
-
-
-def test_grpo_passk_refuses_a_lonely_row():
-    with pytest.raises(ValueError, match="group 5 has one"):
-        grpo_passk(torch.zeros(3), torch.ones(3, 1, dtype=torch.bool), torch.tensor([4, 5, 4]))
 
 
 @given(cases())
@@ -105,16 +102,37 @@ def test_rows_without_tokens_count_nowhere(name, case):
 
 
 @each_estimator
-def test_a_lonely_row_keeps_its_score(name):
-    scores, groups = torch.tensor([0.5, 3.0, 1.5]).double(), torch.tensor([8, 2, 8])
-    mask = torch.ones(3, 2, dtype=torch.bool)
-    if "passk" in name:
-        pytest.skip("refuses it")
-    result = ESTIMATORS[name](scores, mask, groups).advantages[1, 0].item()
-    if name in ("grpo", "grpo without std", "rloo", "opo", "gpg"):
-        assert result == pytest.approx(3.0, rel=2e-6)
-    else:  # whitened afterwards
-        assert result > 0
+@given(case=cases(), shift=st.floats(-100.0, 100.0))
+def test_a_row_without_another_to_compare_with_has_no_advantage(name, case, shift):
+    """Also where the group's others have no tokens, and whatever its score."""
+    fn, present = ESTIMATORS[name], case.mask.any(1)
+    sizes = torch.stack([(present & (case.groups == group)).sum() for group in case.groups])
+    alone, scores = present & (sizes == 1), case.scores.clone()
+    scores[alone] += shift
+    result, plain = (fn(x, case.mask, case.groups).advantages for x in (scores, case.scores))
+    if name not in WHITENS:
+        assert not result[alone].any()
+    if name != "gpg":  # which counts the scores that are 0
+        close(result, plain, 1e-9)
+    everyone = fn(scores, case.mask, torch.arange(len(case.groups))).advantages
+    assert not everyone.any()
+
+
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ("maxrl", "gpg")])  # of ratios of scores
+@given(case=cases(), shifts=st.lists(st.integers(-1000, 1000), min_size=4, max_size=4))
+def test_a_constant_added_to_the_scores_of_a_group_changes_no_advantage(name, case, shifts):
+    ids = case.groups.unique()
+    shift = torch.tensor(shifts, dtype=torch.float64)[torch.searchsorted(ids, case.groups)]
+    fn = SHIFTED.get(name, ESTIMATORS[name])
+    plain, shifted = (fn(x, case.mask, case.groups).advantages for x in (case.scores, case.scores + shift))
+    close(shifted, plain, 1e-5 if name in ("grpo_passk", *WHITENS) else 1e-8)
+
+
+def test_gpg_compares_whatever_constant_the_scores_have():
+    scores, mask, groups = torch.tensor([0.0, 2.0, 5.0]), torch.ones(3, 1, dtype=torch.bool), torch.tensor([0, 0, 1])
+    for shift in (0.0, 50.0):
+        result = gpg(scores + shift, mask, groups, outcomes=scores).advantages[:, 0]
+        close(result, torch.tensor([-1.5, 1.5, 0.0]))
 
 
 def test_no_rows_and_no_gradient():

@@ -79,3 +79,26 @@ def test_a_rounding_between_equal_rewards_is_no_advantage(dtype, case):
         rewards, mask, case.groups, log_probs=log_probs.to(dtype), sum_squared_probs=squares.to(dtype)
     )
     assert not result.advantages.any()
+
+
+@given(cases())
+def test_a_constant_added_to_the_returns_of_a_group_changes_no_advantage(case):
+    rewards, log_probs, squares = inputs(case)
+    last = token_rewards(10.0 + case.groups % 5, case.mask)
+    for out in (False, True):
+        how = {"log_probs": log_probs, "sum_squared_probs": squares, "leave_one_out": out}
+        plain, shifted = (
+            optimal_token_baseline(x, case.mask, case.groups, **how).advantages for x in (rewards, rewards + last)
+        )
+        close(shifted, plain, 1e-8)
+
+
+def test_tokens_that_one_row_alone_has_are_compared_with_the_others_last_ones():
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, True]])
+    rewards = token_rewards(torch.tensor([3.0, 1.0, 7.0]).double(), mask)
+    certain, groups = torch.zeros(3, 3, dtype=torch.float64), torch.tensor([0, 0, 1])
+    for out, expected in ((False, [1.0, -1.0, 0.0]), (True, [2.0, -2.0, 0.0])):
+        run = optimal_token_baseline(
+            rewards, mask, groups, log_probs=certain, sum_squared_probs=certain + 1.0, leave_one_out=out
+        )
+        assert run.advantages.tolist() == (torch.tensor(expected)[:, None] * mask).tolist()

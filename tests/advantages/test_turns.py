@@ -21,6 +21,9 @@ def turns_of(seed, rows=5, width=12):
     return rewards, values, mask, steps.cumsum(1).where(mask, -1).int()
 
 
+NAMES = ("grpo", "rloo", "opo", "gpg", "maxrl", "grpo_passk")  # whitened ones have no zeros
+
+
 def lists(ids):
     """The columns of each turn, by number, of a row."""
     found = {}
@@ -83,13 +86,27 @@ def test_turns_are_compared_with_those_of_the_same_number(estimate, seed):
             peers = [r for r in range(len(mask)) if groups[r] == groups[row] and (ids[r] == number).any()]
             score = {r: rewards[r, ids[r] >= number].sum() for r in peers}
             others = [score[r] for r in peers if r != row or estimate is not rloo]
-            mean = sum(others) / len(others) if len(peers) > 1 else 0.0
+            mean = sum(others) / len(others) if len(peers) > 1 else score[row]
             got = result.advantages[row, ids[row] == number]
             torch.testing.assert_close(got, (score[row] - mean).expand_as(got))
     assert (result.advantages[~mask] == 0).all()
     one = by_turn(estimate, rewards, mask, groups, torch.zeros_like(ids))
     scores = rewards.where(mask, 0.0).sum(1)
     torch.testing.assert_close(one.advantages, estimate(scores, mask, groups).advantages)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("shift", [0.0, 50.0])
+def test_a_turn_that_one_response_alone_reached_teaches_nothing(name, shift):
+    """The third turn of the first row, and all of the last row, the only one of its group."""
+    ids = torch.tensor([[0, 0, 1, 1, 2, 2], [0, 0, 1, 1, -1, -1], [0, -1, -1, -1, -1, -1], [0, 0, 1, -1, -1, -1]])
+    mask, groups = ids >= 0, torch.tensor([5, 5, 5, 3])
+    rewards = token_rewards(torch.tensor([0.5, 2.0, -2.0, 1.0]) + shift, mask)
+    result = by_turn(getattr(advantages, name), rewards, mask, groups, ids).advantages
+    assert not result[0, 4:].any()
+    assert not result[3].any()
+    assert result[0, :4].all() or name == "grpo_passk"
+    assert result[1, 2] != 0
 
 
 def test_nothing_to_compare_and_numbers_that_are_none():

@@ -232,7 +232,7 @@ def test_a_right_verl_has_fppos_advantages(monkeypatch):
     for name in groups:
         audited = found[name]
         assert audited.kind == "advantages"
-        assert (audited.group_rows, audited.tokens) == (1 + ("passk" in name), 2 * ("plus_plus" in name))
+        assert (audited.group_rows, audited.tokens) == (2, 2 * ("plus_plus" in name))
         for seed in range(3):
             for ours, theirs in zip(audited.reference(*of_groups(seed)), audited.fn(*of_groups(seed)), strict=True):
                 torch.testing.assert_close(theirs, ours)

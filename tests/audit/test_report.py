@@ -41,9 +41,12 @@ def test_every_function_gets_every_law(found):
 
 
 def test_an_estimator_that_needs_two_rows_is_asked_for_groups_of_two():
-    alone, paired = (
-        audit("mine", [Audited("pass at k", "advantages", advantages.grpo_passk, group_rows=rows)]) for rows in (1, 2)
-    )
+    def pairs(scores, mask, groups):
+        if (groups[mask.any(1)].unique(return_counts=True)[1] == 1).any():
+            raise ValueError("two rows or more")
+        return advantages.grpo_passk(scores, mask, groups)
+
+    alone, paired = (audit("mine", [Audited("pass at k", "advantages", pairs, group_rows=rows)]) for rows in (1, 2))
     assert (alone.faults > 0, paired.faults) == (True, 0)
 
 

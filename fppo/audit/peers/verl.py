@@ -99,10 +99,10 @@ def adapters() -> tuple[Audited, ...]:
     found.append(Audited("value loss, token-mean", "whole_value_loss", value(core, "token-mean"), ours))
     found.append(Audited("gae, before whitening", "gae", partial(gae, core)))
     for name in ESTIMATORS:
-        rows = 2 if name == "grpo_passk" else 1  # verl raises an error for it, and for whitening a single token
-        tokens = 2 if name == "reinforce_plus_plus_baseline" else 0
+        # in a group of one row verl keeps the score as its advantage or raises an error, and fppo gives 0
+        tokens = 2 if name == "reinforce_plus_plus_baseline" else 0  # verl whitens no single token
         ours = getattr(advantages, name.removesuffix("_vectorized"))
         found.append(
-            Audited(f"estimator {name}", "advantages", partial(grouped, core, algorithm, name), ours, rows, tokens)
+            Audited(f"estimator {name}", "advantages", partial(grouped, core, algorithm, name), ours, 2, tokens)
         )
     return tuple(found)

@@ -32,44 +32,44 @@ def _grouped(of_row: Callable[[Tensor, Tensor, int], Tensor | float], scores: Te
 
 def _deviation(s: Tensor, i: int) -> Tensor:
     """A score minus its group's mean, computed relative to the first score, so that equal scores give exactly 0."""
-    return s[i] if len(s) == 1 else (s[i] - s[0]) - (s - s[0]).mean()
+    return (s[i] - s[0]) - (s - s[0]).mean()
 
 
 def _divisor(s: Tensor, scale: str) -> Tensor | float:
-    return 1.0 if scale == "none" else (1.0 if len(s) == 1 else s.std()) + 1e-6
+    return 1.0 if scale == "none" or len(s) == 1 else s.std() + 1e-6
 
 
 def grpo(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "std") -> Advantages:
-    """(S - mean) / (std + 1e-6) over the group; a single row has a mean of 0 and a deviation of 1."""
+    """(S - mean) / (std + 1e-6) over the group; 0 for a single row."""
     return _grouped(lambda s, n, i: _deviation(s, i) / _divisor(s, scale), scores, mask, groups)
 
 
 def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """(S - mean) / mean over the group, 0 where the mean is at most 1e-6; a single row has its score."""
+    """(S - mean) / mean over the group, 0 where the mean is at most 1e-6 and for a single row."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         mean = s[0] + (s - s[0]).mean()
-        return s[i] if len(s) == 1 else _deviation(s, i) / mean if mean > 1e-6 else 0.0
+        return _deviation(s, i) / mean if mean > 1e-6 else 0.0
 
     return _grouped(of_row, scores, mask, groups)
 
 
 def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
-    """S minus the mean of the group's other rows."""
+    """S minus the mean of the group's other rows; 0 without any."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
         others = [s[j] for j in range(len(s)) if j != i]
-        return s[i] - sum(others) / len(others) if others else s[i]
+        return s[i] - sum(others) / len(others) if others else 0.0
 
     return _grouped(of_row, scores, mask, groups)
 
 
 def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Advantages:
-    """S minus the length-weighted mean of the group, or of its other rows."""
+    """S minus the length-weighted mean of the group, or of its other rows; 0 for a single row."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
         rows = [j for j in range(len(s)) if j != i or not leave_one_out]
-        return s[i] if len(s) == 1 else s[i] - sum(s[j] * n[j] for j in rows) / sum(n[j] for j in rows)
+        return 0.0 if len(s) == 1 else s[i] - sum(s[j] * n[j] for j in rows) / sum(n[j] for j in rows)
 
     return _grouped(of_row, scores, mask, groups)
 
@@ -86,6 +86,8 @@ def grpo_passk(scores: Tensor, mask: Tensor, groups: Tensor, *, scale: str = "st
     """(best - second) / (std + 1e-6) for the group's best row, 0 for all others and where two share the best."""
 
     def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
+        if len(s) == 1:
+            return 0.0
         best, second = sorted(s.tolist(), reverse=True)[:2]
         return (best - second) / _divisor(s, scale) if s[i] == best else 0.0
 
@@ -296,21 +298,23 @@ def optimal_token_baseline(
     correction: Tensor | None = None,
     leave_one_out: bool = False,
 ) -> Advantages:
-    """Token by token G_k - sum_i G_ik W_ik / sum_i W_ik over the rows of the group, or others, with a k-th token."""
+    """Token by token G_k - sum_i G_ij W_ij / sum_i W_ij over the rows of the group, or others, with a j-th token: j is
+    k, or the last token that another row has too; 0 for a single row."""
     places = [[t for t, inside in enumerate(row) if inside] for row in mask.tolist()]
     rho = torch.ones_like(rewards) if correction is None else correction
     terms = rho**2 * (1 - 2 * log_probs.exp() + sum_squared_probs)
     advantages, returns = ([[0.0] * mask.shape[1] for _ in mask] for _ in range(2))
     for b, own in enumerate(places):
         for k, t in enumerate(own):
-            rows = [i for i, at in enumerate(places) if groups[i] == groups[b] and len(at) > k]
-            rows = [i for i in rows if i != b or not leave_one_out]
-            weights = {i: sum(terms[i, s].item() for s in places[i][: k + 1]) for i in rows}
-            to_go = {i: sum(rewards[i, s].item() for s in places[i][k:]) for i in {*rows, b}}
-            total = sum(weights.values())
-            alone = not rows or (len(rows) == 1 and not leave_one_out)
-            baseline = 0.0 if alone else sum(to_go[i] * w for i, w in weights.items()) / total
-            advantages[b][t], returns[b][t] = to_go[b] - baseline, to_go[b]
+            returns[b][t] = sum(rewards[b, s].item() for s in own[k:])
+            others = [i for i, at in enumerate(places) if i != b and groups[i] == groups[b] and at]
+            if not others:
+                continue
+            j = min(k, max(len(places[i]) for i in others) - 1)
+            rows = [i for i in (*others, *(() if leave_one_out else (b,))) if len(places[i]) > j]
+            weights = {i: sum(terms[i, s].item() for s in places[i][: j + 1]) for i in rows}
+            to_go = {i: sum(rewards[i, s].item() for s in places[i][j:]) for i in rows}
+            advantages[b][t] = returns[b][t] - sum(to_go[i] * w for i, w in weights.items()) / sum(weights.values())
     return Advantages(*(torch.tensor(x, dtype=rewards.dtype).view(mask.shape) for x in (advantages, returns)))
 
 
