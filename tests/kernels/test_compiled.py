@@ -29,3 +29,14 @@ def test_compiled_log_probs_refuse_a_split_vocabulary():
     kernel = table.get("log_probs", "compiled")
     with pytest.raises(ValueError, match="log_probs/chunked can"):
         kernel(torch.ones(1, 1), torch.ones(2, 1), torch.zeros(1, dtype=torch.int64), axis=Axis(2))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_compiled_log_probs_of_bfloat16_are_sums_in_float32_on_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (33, 1100))
+    labels = torch.arange(33)
+    found = table.get("log_probs", "compiled")(hidden, weight, labels).log_probs
+    exact = table.get("log_probs", "reference")(hidden.double(), weight.double(), labels).log_probs
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=3e-5)

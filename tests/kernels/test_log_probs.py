@@ -310,3 +310,18 @@ def test_an_excluded_label_has_no_probability():
         found = table.get("log_probs", name)(hidden, weight, torch.tensor([5, 0]), bias=bias, entropy=True)
         assert found.log_probs.isinf().tolist() == [True, False], name
         assert found.entropy.isfinite().all(), name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(40, 64, 3000), (1, 8, 5), (7, 128, 2049)])
+def test_log_probs_of_16_bits_are_sums_in_float32(name, dtype, size):
+    """Hidden states and weights have 16 bits; logits of up to 30 are not rounded to them."""
+    tokens, width, vocab = size
+    (hidden, weight), labels, _, _ = problem(3, tokens, width, vocab, False, 1.0, dtype)
+    fn = table.get("log_probs", name)
+    found = fn(hidden, weight, labels, entropy=True, sum_squared=True)
+    exact = reference(hidden.double(), weight.double(), labels, entropy=True, sum_squared=True)
+    for own, wanted in zip(found, exact, strict=True):
+        assert own.dtype == torch.float32
+        torch.testing.assert_close(own.double(), wanted, rtol=1e-5, atol=3e-5)

@@ -281,7 +281,7 @@ def _backward(
         share = partial(_moments.share, moments, split, total)
         d_rows = None  # of the weight
         for tokens in runs:
-            slab = matmul(hidden[tokens], weight[vocab].T, wide)
+            slab = matmul(hidden[tokens], weight[vocab].T, wide, rounds=True)
             inputs.rule.work.differentiate(inputs, slab, tokens, vocab, coefficients, share, total)
             inside, places = inputs.find(tokens, vocab)
             at_labels = torch.arange(len(slab), device=slab.device), places[:, 0]
@@ -290,7 +290,9 @@ def _backward(
                 d_bias[vocab] += slab.sum(0, dtype=wide)
             slab = slab.to(weight.dtype) if slab.is_cuda else slab
             if d_hidden is not None:
-                d_hidden[tokens].add_(matmul(slab, weight[vocab], wide))  # += would also write the sum into itself
+                d_hidden[tokens].add_(
+                    matmul(slab, weight[vocab], wide, rounds=True)
+                )  # += would also write the sum into itself
             if d_weight is not None:
                 product = _weight_gradient(slab, hidden[tokens], wide)
                 d_rows = product if d_rows is None else d_rows.to(wide) + product
@@ -302,8 +304,8 @@ def _backward(
 def _weight_gradient(slab: Tensor, hidden: Tensor, wide: torch.dtype) -> Tensor:
     """Compute slab.T @ hidden. On a CPU the first operand is copied, so it should be the narrower one."""
     if not slab.is_cuda and slab.shape[1] > 2 * hidden.shape[1]:
-        return matmul(hidden.T, slab, wide).T
-    return matmul(slab.T, hidden, wide)
+        return matmul(hidden.T, slab, wide, rounds=True).T
+    return matmul(slab.T, hidden, wide, rounds=True)
 
 
 def chunked(
@@ -323,9 +325,9 @@ def chunked(
 ) -> LogProbs:
     """Compute `reference` with memory for one slab of logits, in both passes, with sums in float32 or wider.
 
-    On a CPU, bfloat16 hidden states and weights give logits that are rounded to bfloat16 (see `_matmul`). Derivatives
-    other than the first are those of `reference`, some tokens at a time. `work` is done with each slab, here by torch's
-    operations on a block of it at a time.
+    On a CPU the gradient of bfloat16 hidden states and weights is computed from logits that are rounded to bfloat16
+    (see `_matmul`); the outputs are not. Derivatives other than the first are those of `reference`, some tokens at a
+    time. `work` is done with each slab, here by torch's operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = per_token(temperature, hidden, wide)

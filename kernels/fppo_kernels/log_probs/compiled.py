@@ -30,7 +30,7 @@ def _program(
     sum_squared: bool,
 ) -> LogProbs:
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    narrow = hidden.dtype if hidden.dtype == weight.dtype else wide
+    narrow = hidden.dtype if hidden.dtype == weight.dtype and hidden.is_cuda else wide
     logits = (hidden.to(narrow) @ weight.to(narrow).T).to(wide)
     if bias is not None:
         logits = logits + bias.to(wide)
@@ -68,8 +68,8 @@ def compiled(
 ) -> LogProbs:
     """Run `reference` under torch.compile, compiled at the first call of each kind. It holds logits [N, V].
 
-    Logits of bfloat16 hidden states and weights are rounded to bfloat16. Raises ValueError for an `axis` of more than
-    one rank, and under transforms of torch.func.
+    On a GPU logits of hidden states and weights in 16 bits are rounded to these. Raises ValueError for an `axis` of
+    more than one rank, and under transforms of torch.func.
     """
     if axis is not None and axis.size > 1:
         raise ValueError("log_probs/compiled cannot split the vocabulary over ranks; log_probs/chunked can")
