@@ -57,7 +57,7 @@ def maxrl(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
     """S minus the mean of the group's other rows; 0 without any."""
 
-    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         others = [s[j] for j in range(len(s)) if j != i]
         return s[i] - sum(others) / len(others) if others else 0.0
 
@@ -67,7 +67,7 @@ def rloo(scores: Tensor, mask: Tensor, groups: Tensor) -> Advantages:
 def opo(scores: Tensor, mask: Tensor, groups: Tensor, *, leave_one_out: bool = False) -> Advantages:
     """S minus the length-weighted mean of the group, or of its other rows; 0 for a single row."""
 
-    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor:
+    def of_row(s: Tensor, n: Tensor, i: int) -> Tensor | float:
         rows = [j for j in range(len(s)) if j != i or not leave_one_out]
         return 0.0 if len(s) == 1 else s[i] - sum(s[j] * n[j] for j in rows) / sum(n[j] for j in rows)
 
