@@ -11,12 +11,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo._errors import printable
+from fppo.assembly.functions import optimizer_of
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.texts import chat_options
 from fppo.data import DemonstrationSet, PromptSet
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.rollout.turns.observations import forgets_thinking
+from fppo.settings.learning import OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
 from fppo.settings.train import DataSettings
@@ -126,6 +128,16 @@ def model_lines(model: Model, path: str, others: Sequence[str]) -> list[str]:
             size = sum(x.nbytes for x in frozen.params.values()) / 2**20
             lines.append(_line("base", f"{len(model.forms)} weights in {kind}; {size:,.1f} MiB a rank with the others"))
     return lines
+
+
+def optimizer_lines(role: str, section: OptimizerSettings, model: Model | None) -> list[str]:
+    """Which parameters of a role's model go to which optimizer, where not all go to the same one."""
+    says = optimizer_of(section, 1, setting=f"{role}.optimizer").says
+    if model is None or says is None:
+        return []
+    trained = [name for name in model.extents if name not in model.fixed]
+    shapes = {name: torch.empty(model.whole_shapes[name], device="meta") for name in trained}
+    return [_line("optimizer", f"{role}: {says(shapes)}")]
 
 
 def sharing_lines(

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
-from fppo.assembly.announce import input_lines, model_lines, sharing_lines
+from fppo.assembly.announce import input_lines, model_lines, optimizer_lines, sharing_lines
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -131,6 +131,8 @@ def assemble(
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)
+    shown += optimizer_lines("actor", settings.actor.optimizer, model)
+    shown += optimizer_lines("critic", settings.critic.optimizer, critic_model)
     announce(model_lines(model, section.path, [*roles.others, *["teacher"] * settings.uses_teacher]) + shown)
     run = _fresh(roles, section, key, settings.critic, settings.algorithm, inputs.drawing.begin)
     options = engine_options(rollout, section, routed=settings.algorithm.routed, held_out=settings.has_held_out)

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, tree
 from fppo.assembly.adapters import base_of_role, bases_of, load_policy
-from fppo.assembly.announce import supervised_lines
+from fppo.assembly.announce import optimizer_lines, supervised_lines
 from fppo.assembly.functions import optimizer_of
 from fppo.assembly.inputs import Tried, read_data, watching_of
 from fppo.assembly.learning import Learning, learning_of
@@ -200,6 +200,8 @@ def assemble_supervised(
     announce(supervised_lines(device, section, counts, settings.steps, sft.batch_size, chosen))
     tools, learning = Tools(inputs.kernels, Lane(device)), _learning(sft, section, settings.steps)
     model, params = load_policy(section, settings.critic, key, mesh, device)
+    if said := optimizer_lines("sft", sft.optimizer, model):
+        announce(said)
     optimizer = learning.optimizer_on(tools, model)
     passes = _pass_options(section, learning)
     here = Here(mesh, device)

@@ -6,7 +6,7 @@ user-defined ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -45,12 +45,14 @@ class Optimizer(NamedTuple):
     Where a mesh cuts parameters, a tensor of the state is either a number (0-d), or has the shape and, in a mapping,
     the name of a parameter; it is then cut like the parameter. With `loss_scale` gradients are those of the loss
     times `loss_scale(state)`, 0-d; see `loss_scale.loss_scaled`. `kernel` is AdamW's kernel, if there is one.
+    `says(params)` tells in words which parameters it treats how, if not all alike; it reads names and shapes alone.
     """
 
     init: Callable[[Params], Any]
     update: Update
     loss_scale: Callable[[Any], Tensor] | None = None
     kernel: Callable[..., None] | None = None
+    says: Callable[[Mapping[str, Tensor]], str] | None = None
 
 
 class UpdateCall(NamedTuple):

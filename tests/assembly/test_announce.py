@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from fppo.assembly import announce
-from fppo.assembly.announce import input_lines, model_lines, sharing_lines, supervised_lines
+from fppo.assembly.announce import input_lines, model_lines, optimizer_lines, sharing_lines, supervised_lines
 from fppo.models import lora
 from fppo.models.adapted import Lora
 from fppo.quickstart import small_model
+from fppo.settings.learning import OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
 from fppo.settings.train import DataSettings
@@ -206,3 +207,16 @@ def test_why_rows_share_no_prompts_is_said_once(n, share, graphs, hindrances, sa
     found = sharing_lines(section, n, hindrances, small_model(15, width=16, layers=1), Kernels.named())
     expected = [f"prompts computed anew for each response: {text}" for text in said]
     assert [" ".join(line.split()) for line in found] == expected
+
+
+def test_a_run_says_which_parameters_muon_has():
+    model = small_model(16, width=16, layers=2)
+    own, both = OptimizerSettings(), OptimizerSettings(name="muon")
+    assert optimizer_lines("actor", own, model) == optimizer_lines("critic", both, None) == []
+    (line,) = optimizer_lines("actor", both, model)
+    said = " ".join(line.split())
+    assert said.startswith("optimizer actor: muon: 14 matrices; adamw: ")
+    assert "embeddings and heads" in said
+    adapted = lora.without_base(model, Lora(2, 4.0))
+    (line,) = optimizer_lines("sft", both, adapted)
+    assert " ".join(line.split()) == "optimizer sft: muon: 28 matrices of adapters; adamw: nothing"

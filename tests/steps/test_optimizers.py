@@ -6,7 +6,9 @@ import attrs
 import pytest
 import torch
 
-from fppo import losses, metrics, tree
+from fppo import losses, metrics, models, tree
+from fppo.models.lora import linear_weights
+from fppo.models.routing import RouterSeam
 from fppo.runtime import fsdp
 from fppo.runtime.mesh import Mesh, Sharding
 from fppo.runtime.offload import Lane
@@ -19,6 +21,7 @@ from fppo.steps.muon import COEFFICIENTS, is_hidden_matrix, muon, orthogonalized
 from fppo.steps.optimizers import adamw, from_function, kept_on_host, lion, sgd
 from fppo.steps.train_state import init_state, optimizer_step, whole_shapes
 from tests import tiny
+from tests.models import families, hybrids
 
 MODEL, PARAMS = tiny.model_and_params()
 
@@ -274,9 +277,91 @@ def test_muons_matrices_are_the_linear_layers_of_the_blocks():
         assert muon(rate).init(params).momentum.keys() == expected
     outside = ("model.embed_tokens.weight", "lm_head.weight", "transformer.wpe.weight")
     assert not any(is_hidden_matrix(name, torch.ones(3, 2)) for name in outside)
-    experts = "model.layers.0.mlp.experts.down_proj"  # a stack of matrices, which is none
-    assert is_hidden_matrix(experts, torch.ones(3, 2))
-    assert not any(is_hidden_matrix(experts, torch.ones(*shape)) for shape in ((3,), (4, 3, 2)))
+    experts = "model.layers.0.mlp.experts.down_proj"
+    assert [is_hidden_matrix(experts, torch.ones(*shape)) for shape in ((3,), (3, 2), (4, 3, 2))] == [False, True, True]
+
+
+MIXTURES = families.EXPERTS | {n: families.CONFIGS[n] for n in ("qwen3_moe", "olmoe", "gpt_oss")} | hybrids.HYBRIDS
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_muon_has_linear_layers_and_experts_of_mixtures_and_no_routers(name):
+    """As a model's own modules tell them, not as their names do."""
+    model = models.build(MIXTURES[name])
+    modules = dict(model.skeleton.named_modules())
+    inside = tuple(f"{path}." for path in model.layers)
+    gates = [path for path, module in modules.items() if isinstance(module, RouterSeam)]
+    gates += [path for path in modules if path.endswith("shared_expert_gate")]
+    linear = {n for n in linear_weights(model) if n.removeprefix(model.prefix).startswith(inside)}
+    linear -= {f"{model.prefix}{path}.weight" for path in gates}
+    params = {n: torch.empty(shape, device="meta") for n, shape in model.shapes.items() if n not in model.buffers}
+    assert {n for n, x in params.items() if is_hidden_matrix(n, x)} == linear
+
+
+def test_what_is_no_matrix_between_hidden_states_goes_to_adamw():
+    layer = "model.layers.0."
+    none = {
+        "mlp.gate.weight": (8, 4),
+        "mlp.shared_expert_gate.weight": (1, 4),
+        "block_sparse_moe.router.layer.weight": (8, 4),
+        "mlp.experts.gate_up_proj_bias": (8, 4),
+        "mixer.A_log": (8, 4),
+        "mixer.conv1d.weight": (8, 1, 4),
+        "self_attn.q_norm.weight": (8, 4),
+        "attn.rel_pos_h": (8, 4),
+        "self_attn.q_proj.weight.lora_B": (8, 1),
+    }
+    assert not [n for n, shape in none.items() if is_hidden_matrix(layer + n, torch.empty(shape))]
+    some = {
+        "self_attn.q_proj.weight.lora_B": (8, 2),
+        "mlp.experts.down_proj.lora_A": (3, 2, 8),
+        "mlp.gate_proj.weight": (8, 4),
+    }
+    assert all(is_hidden_matrix(layer + n, torch.empty(shape)) for n, shape in some.items())
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 6), (3, 9, 4), (4, 3, 20), (0, 3, 2)])
+def test_each_matrix_of_a_stack_moves_by_itself(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
+    x *= torch.arange(len(x))[:, None, None] + 1.0  # of different sizes, and one of them 0
+    x[:1] = 0.0
+    expected = [orthogonalized(each) for each in x]
+    assert orthogonalized(x).shape == x.shape
+    for each, own in zip(orthogonalized(x), expected, strict=True):
+        torch.testing.assert_close(each, own, rtol=1e-12, atol=1e-12)
+
+
+def test_muon_moves_a_stack_as_its_matrices_and_on_a_mesh_as_in_one_process():
+    generator = torch.Generator().manual_seed(2)
+    stack, name = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64), "layers.0.mlp.experts.down_proj"
+    grads = torch.randn(5, 4, 6, generator=generator, dtype=torch.float64)
+    own = {"max_grad_norm": None, "weight_decay": 0.1}
+    each = {f"layers.{i}.w.weight": x for i, x in enumerate(stack)}
+    apart, _ = optimizer_step(
+        init_state(each, muon(rate, **own)), dict(zip(each, grads, strict=True)), optimizer=muon(rate, **own)
+    )
+    whole, _ = optimizer_step(init_state({name: stack}, muon(rate, **own)), {name: grads}, optimizer=muon(rate, **own))
+    torch.testing.assert_close(whole.params[name], torch.stack([*apart.params.values()]), rtol=1e-12, atol=1e-12)
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        params, part = (fsdp.shard({name: x}, mesh) for x in (stack, grads))
+        state, _ = optimizer_step(init_state(params, muon(rate, **own)), part, optimizer=muon(rate, **own), mesh=mesh)
+        return state.params[name]
+
+    for ranks in (2, 3):
+        moved = torch.cat(simulate({"shard": ranks}, run))
+        torch.testing.assert_close(moved, whole.params[name], rtol=1e-12, atol=1e-12)
+
+
+def test_muon_says_what_goes_to_which_optimizer():
+    model = models.build(MIXTURES["glm4_moe"])
+    params = {n: torch.empty(shape, device="meta") for n, shape in model.shapes.items() if n not in model.buffers}
+    assert muon(rate).says(params) == (
+        "muon: 14 matrices, 2 stacks of 4 matrices; adamw: 2 embeddings and heads, 1 gates, 5 vectors"
+    )
+    assert muon(rate, is_matrix=lambda name, x: False).says({"b": torch.ones(2)}) == "muon: nothing; adamw: 1 vectors"
+    assert adamw(rate).says is None
 
 
 def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest():
