@@ -24,6 +24,7 @@ from fppo.assembly.rewards import reward_of
 from fppo.commands import output
 from fppo.commands.plan import planned_pools
 from fppo.data import PromptSet
+from fppo.data.tokenizers import encode_behind
 from fppo.fields import Problem
 from fppo.models.flops import PEAKS
 from fppo.plan import text as plans
@@ -213,7 +214,7 @@ def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
         extras=inputs.prompts.extras[number],
         prompt_tokens=prompt.tokens,
         response_tokens=(
-            *tokenizer.encode(response, add_special_tokens=False),
+            *encode_behind(tokenizer, response, text),
             *inputs.sampling.stop_token_ids[:1],
         ),
         finish="stop",

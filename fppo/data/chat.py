@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import attrs
 
 from fppo._errors import printable
+from fppo.data.shown import TOOL, EndlessTemplate, Shown, Template, shown
+from fppo.data.tokenizers import encode_behind
 
 LONGEST = 20.0  # CPU seconds that a template may take for one conversation
 _MARK = "fppomark"
@@ -31,10 +35,6 @@ class ChatOptions:
 
 
 PLAIN = ChatOptions()
-
-
-class EndlessTemplate(ValueError):
-    """Raised for a chat template that does not finish."""
 
 
 @contextlib.contextmanager
@@ -61,10 +61,11 @@ def ending() -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before)
 
 
-def render_chat(
+def write_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
 ) -> str:
-    """Render a conversation as text; with `generation` up to the assistant's turn. Templates raise any exception."""
+    """The text of messages as they are, whatever the template leaves out of them: for questions about the template.
+    Templates raise any exception."""
     with ending():
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -75,19 +76,51 @@ def render_chat(
         )
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, options: ChatOptions = PLAIN) -> list[int]:
-    """Encode a conversation up to the assistant's turn. Templates raise any exception."""
-    with ending():
-        return list(
-            tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in options.tools] or None,
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=True,
-                **options.arguments,
-            )
-        )
+def shown_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generation: bool,
+    options: ChatOptions = PLAIN,
+    sampled: bool = False,
+) -> Shown:
+    """A conversation in the form that the template reads, and its text; with `generation` up to the assistant's turn.
+    In the last message a policy's own words may stand, which are `sampled`: what a template makes of them is its own.
+
+    Raises ValueError naming the messages and fields of which the template leaves something out, or writes it twice.
+    Templates raise any exception.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    text = template if isinstance(template, str) else json.dumps(template, default=repr)
+    arguments = json.dumps(options.arguments, sort_keys=True, default=repr)
+    marks = attrs.evolve(options, tools=[TOOL] if options.tools else ())
+    known = Template(
+        key=(type(tokenizer).__name__, text, arguments),
+        tools=bool(options.tools),
+        write=partial(write_chat, tokenizer, options=options),
+        write_marks=partial(write_chat, tokenizer, options=marks),
+    )
+    return shown(known, messages, generation=generation, sampled=sampled)
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation: bool, options: ChatOptions = PLAIN
+) -> str:
+    """Render a conversation as text, of which nothing is left out or written twice: the text of `shown_chat`."""
+    return shown_chat(tokenizer, messages, generation=generation, options=options).text
+
+
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    generation: bool = True,
+    options: ChatOptions = PLAIN,
+    sampled: bool = False,
+) -> list[int]:
+    """Encode a conversation, of which nothing is left out or written twice: the tokens of `shown_chat`'s text."""
+    text = shown_chat(tokenizer, messages, generation=generation, options=options, sampled=sampled).text
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def check_chat_template(tokenizer: Any, *, options: ChatOptions = PLAIN) -> None:
@@ -154,5 +187,5 @@ def end_of_turn(tokenizer: Any, *, options: ChatOptions = PLAIN) -> int | None:
     except Exception:  # a template that refuses assistant turns has no end of turn
         return None
     _, mark, tail = text.rpartition(_MARK)
-    ids = tokenizer.encode(tail.lstrip(), add_special_tokens=False) if mark else []
+    ids = encode_behind(tokenizer, tail.lstrip(), _MARK) if mark else []
     return ids[0] if ids and ids[0] in {*tokenizer.get_added_vocab().values(), *tokenizer.all_special_ids} else None

@@ -23,7 +23,7 @@ from fppo.data.examples import Fields, example_of, fill, from_text, lookup, mess
 from fppo.data.plain import BadField
 from fppo.data.problems import Problems
 from fppo.data.read import Row
-from fppo.data.tokenizers import check_tokenizer, encode_text
+from fppo.data.tokenizers import check_tokenizer, encode_behind, encode_text
 
 ImitatedTurns = Literal["all", "last"]
 Message = Mapping[str, Any]
@@ -99,10 +99,10 @@ def imitated_conversation(
         answer = _answer(before, render_chat(tokenizer, messages[: place + 1], generation=False, options=options))
         ended = bool(mark) and mark in answer
         answer = answer[: answer.rindex(mark) + len(mark)] if ended else answer
-        ids = tokenizer.encode(answer, add_special_tokens=False)
+        ids = encode_behind(tokenizer, answer, before)
         ids = ids if ended else [*ids, tokenizer.eos_token_id]
         if text is not None and before.startswith(text):
-            gap = tokenizer.encode(before[len(text) :], add_special_tokens=False)
+            gap = encode_behind(tokenizer, before[len(text) :], text)
             last = rows.pop()
             response = (*last.response, *gap, *ids)
             mask = (*last.mask, *[False] * len(gap), *[True] * len(ids))
@@ -202,7 +202,7 @@ def _read(
             words, source, tools = _response(row, answers.response), example.source, example.tools
             if isinstance(example.prompt, str):
                 prompt = encode_text(tokenizer, example.prompt)
-                ids = [*tokenizer.encode(words, add_special_tokens=False), tokenizer.eos_token_id]
+                ids = [*encode_behind(tokenizer, words, example.prompt), tokenizer.eos_token_id]
                 if not prompt:
                     raise BadField("the prompt has no tokens")
                 return [(Imitated(prompt=tuple(prompt), response=tuple(ids), mask=(True,) * len(ids)), source)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fppo.batch import RowInputs
-from fppo.data.chat import PLAIN, ChatOptions, ending
+from fppo.data.chat import PLAIN, ChatOptions, ending, shown_chat
 from fppo.data.plain import irregular
 from fppo.data.videos import Clip, FramePicker, opened_video
 
@@ -55,8 +55,9 @@ class ImageReader:
         self._check_text(messages)
         left: dict[str, Iterator[Any]] = {"image": iter(pictures), "video": iter(clips)}
         items: list[Any] = []  # pictures and clips in the order of the prompt
+        shown = shown_chat(self.processor, messages, generation=True, options=self.chat).messages
         conversation = [
-            {**message, "content": [_filled(part, left, items) for part in message["content"]]} for message in messages
+            {**message, "content": [_filled(part, left, items) for part in message["content"]]} for message in shown
         ]
         beside = {"video_metadata": [[clip.metadata for clip in clips]], "do_sample_frames": False} if clips else {}
         with ending():

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 _PREFIX = 4  # tokens that tokenizers put before a text, at most
+_BORDER = 1000  # characters before a text on which its tokens may depend
+_ANCHORS = ("\n", "a", ".", "0", ")")  # texts to encode another one behind
+_UNKNOWN = "\ufdd0"  # no character, and in no vocabulary
 
 
 class SpecialTokens(NamedTuple):
@@ -102,6 +105,29 @@ def stop_tokens(
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """The tokens of a whole text, with the tokenizer's first tokens (BOS), but not twice (`begun_once`)."""
     return begun_once(tokenizer, text, list(tokenizer(text)["input_ids"]))
+
+
+def encode_behind(tokenizer: Any, text: str, before: str = "") -> list[int]:
+    """The tokens of a text as it stands behind the text `before`, which is not among them.
+
+    A tokenizer may put a space before a text that it is given alone, as those of SentencePiece do. So what stands
+    before is encoded along. Tokens may cross the border between the two, where the first has been read or sampled
+    already and stays as it is. Then the text is encoded behind another one that it does not join, as where `before` is
+    "".
+    """
+
+    def encoded(whole: str) -> list[int]:
+        return list(tokenizer.encode(whole, add_special_tokens=False))
+
+    unknown = encoded(_UNKNOWN)[-1:]
+    for anchor in (before[-_BORDER:], *_ANCHORS):
+        head = encoded(anchor) if anchor else []
+        if head[-1:] in ([], unknown):  # what is unknown may join the next
+            continue
+        whole = encoded(anchor + text)
+        if whole[: len(head)] == head:
+            return whole[len(head) :]
+    return encoded(text)
 
 
 def begun_once(tokenizer: Any, text: str, ids: list[int]) -> list[int]:

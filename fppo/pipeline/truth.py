@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -16,6 +16,7 @@ from fppo import advantages, metrics
 from fppo import batch as batches
 from fppo.advantages import Advantages, exact_values
 from fppo.batch import Column, Prompts, Rollout
+from fppo.data.tokenizers import encode_behind
 from fppo.metrics import Metrics
 from fppo.pipeline.passes import Passes, read_values, required
 from fppo.pipeline.program import RunState
@@ -187,8 +188,9 @@ def right_answers(prompts: Prompts, *, tokenizer: PreTrainedTokenizerBase, sampl
         text = "responses end in several ways, so that several are right"
         raise ValueError(f"eval.exact_values = True: {text}: {list(sampling.stop_token_ids)}, {sampling.stop_texts}")
     rows: list[list[int]] = []
-    for truth in prompts.ground_truth:
-        ids = tokenizer.encode(str(truth).strip(), add_special_tokens=False)
+    for truth, prompt, seen in zip(prompts.ground_truth, prompts.tokens, prompts.attention_mask, strict=True):
+        before: Any = tokenizer.decode(prompt[seen].tolist(), clean_up_tokenization_spaces=False)
+        ids = encode_behind(tokenizer, str(truth).strip(), before)
         ids = [*ids, *sampling.stop_token_ids][: sampling.max_tokens] if len(ids) <= sampling.max_tokens else []
         rows.append(ids)
     width = max(1, *map(len, rows))

@@ -13,8 +13,9 @@ from torch import Tensor
 from fppo import batch as batches
 from fppo import data, metrics, tree
 from fppo.batch import Prompts, Rollout
-from fppo.data.chat import ending
+from fppo.data.chat import encode_chat
 from fppo.data.examples import MESSAGES
+from fppo.data.messages import text_of
 from fppo.data.tokenizers import encode_text, within
 from fppo.key import Key
 from fppo.metrics import Metrics
@@ -99,9 +100,7 @@ class LanguageJudge:
         text = question_of(self.template, sample)
         if not self.chat:
             return encode_text(self.tokenizer, text)
-        keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
-        with ending():
-            return list(self.tokenizer.apply_chat_template([{"role": "user", "content": text}], **keywords))
+        return encode_chat(self.tokenizer, [{"role": "user", "content": text}], sampled=True)
 
     def _prompts(self, questions: list[list[int]], rollout: Rollout) -> Prompts:
         pad = self.tokenizer.eos_token_id  # masked, so any will do
@@ -117,9 +116,10 @@ class LanguageJudge:
 
 
 def question_of(template: str, sample: Sample) -> str:
-    """Fill the template with a sample's texts; a chat becomes its messages, with their roles if there are several."""
+    """Fill the template with a sample's texts; a chat becomes all that its messages say, with their roles if there are
+    several."""
     messages = sample.extras.get(MESSAGES) or ()
-    prompt = "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
+    prompt = "\n\n".join(f"{m['role']}: {text_of(m)}" for m in messages)
     if len(messages) == 1:
-        prompt = messages[0]["content"]
+        prompt = text_of(messages[0])
     return template.format(prompt=prompt or sample.prompt, response=sample.response, ground_truth=sample.ground_truth)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fppo import batch as batches
 from fppo import models
 from fppo.batch import Rollout
-from fppo.data.chat import ending
+from fppo.data.chat import EndlessTemplate, encode_chat
 from fppo.data.examples import MESSAGES
 from fppo.data.tokenizers import encode_text, within
 from fppo.models.load import VALUE_HEADS, find_directory, read_config, read_value_head
@@ -125,12 +125,12 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary
 
     With `chat` they go through the chat template of `own`; else prompt and response are one text, and the end token of
     `own` follows a response that ended by a stop token or text. Tokens from `vocabulary` on, the rows of the model's
-    embedding, are left out. Padded on the right. Raises ValueError for a conversation without tokens.
+    embedding, are left out. Padded on the right. Raises ValueError for a conversation without tokens, and naming the
+    row for one that the template refuses, or of which it leaves something out.
     """
     if chat:
-        keywords = {"tokenize": True, "return_dict": False, "add_generation_prompt": False}
-        with ending():
-            rows = [list(own.apply_chat_template(conversation(s), **keywords)) for s in samples_of(rollout, tokenizer)]
+        samples = samples_of(rollout, tokenizer)
+        rows = [_encode_chat(sample, own, name) for sample, name in zip(samples, rollout.ids, strict=True)]
     else:
         rows = [_encode_text(sample, own) for sample in samples_of(rollout, tokenizer)]
     rows = rows if vocabulary is None else [within(ids, vocabulary) for ids in rows]
@@ -143,6 +143,15 @@ def encode(rollout: Rollout, *, tokenizer: Any, own: Any, chat: bool, vocabulary
     return Conversations(
         tokens=tokens.to(device), attention_mask=(torch.arange(tokens.shape[1]) < lengths[:, None]).to(device)
     )
+
+
+def _encode_chat(sample: Sample, own: Any, name: str) -> list[int]:
+    try:
+        return encode_chat(own, conversation(sample), generation=False, sampled=True)
+    except EndlessTemplate:
+        raise
+    except Exception as error:  # templates raise what they like
+        raise ValueError(f"{name}: the reward model's chat template refuses the conversation: {error}") from error
 
 
 def _encode_text(sample: Sample, own: Any) -> list[int]:

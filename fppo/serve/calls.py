@@ -141,8 +141,9 @@ def _between(tokenizer: Any, options: ChatOptions) -> BetweenTexts | None:
 @attrs.frozen
 class CallForm:
     """The text of a turn that is a call: what the chat template writes before the function's name, and what behind it,
-    for arguments of several kinds."""
+    for arguments of several kinds. `before` is the end of the prompt that it stands behind."""
 
+    before: str
     opening: str
     behind: tuple[str, ...]
 
@@ -168,7 +169,7 @@ def form_of(tokenizer: Any, reader: ReadTurn, options: ChatOptions = PLAIN) -> C
     read = reader(said, said, before, [_TOOL]).calls
     if not read or read[0].name != _NAME:
         return None
-    return CallForm(openings.pop(), tuple(behind for _, _, behind in parts))
+    return CallForm(before, openings.pop(), tuple(behind for _, _, behind in parts))
 
 
 def _turn_of(

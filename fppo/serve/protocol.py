@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import attrs
 
 from fppo._errors import json_of, nearest
+from fppo.data.messages import CALLS, REASONING, BadMessage, canonical
 from fppo.data.plain import half_pairs
 
 T = TypeVar("T")
@@ -21,7 +22,8 @@ MOST_TOP = 20  # likeliest tokens beside each drawn one
 _SEEDS, _IDS = 1 << 63, 1 << 31
 _CHOICES = ("auto", "none", "required")
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_INSTEAD = (*CALLS, *REASONING, "refusal")  # what an assistant may say in the place of a content
 # what changes nothing that is sampled
 _IGNORED = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
@@ -290,13 +292,15 @@ def _message(value: Any, name: str) -> Message:
     role = value.get("role")
     if role not in _ROLES:
         raise wrong(f"{name}.role", f"{json.dumps(role)[:100]} is no role; there are {', '.join(_ROLES)}")
-    calls = _calls(value.get("tool_calls"), f"{name}.tool_calls") if role == "assistant" else []
-    content = _content(value.get("content"), f"{name}.content", may_lack=bool(calls))
-    message: Message = {"role": "system" if role == "developer" else role, "content": content}
-    beside = {key: value[key] for key in ("name", "tool_call_id", "reasoning_content") if value.get(key) is not None}
-    if bad := next((key for key, each in beside.items() if not isinstance(each, str)), None):
+    beside = {key: x for key, x in value.items() if key not in ("role", "content") and x is not None}
+    may_lack = role == "assistant" and any(beside.get(key) for key in _INSTEAD)
+    content = _content(value.get("content"), f"{name}.content", may_lack=may_lack)
+    if bad := next((key for key in ("name", "tool_call_id") if not isinstance(beside.get(key, ""), str)), None):
         raise wrong(f"{name}.{bad}", "give a text")
-    return message | beside | ({"tool_calls": calls} if calls else {})
+    try:
+        return canonical({"role": "system" if role == "developer" else role, "content": content, **beside})
+    except BadMessage as error:
+        raise wrong(f"{name}.{error.field}", error.fault) from error
 
 
 def _content(value: Any, name: str, *, may_lack: bool) -> str:
@@ -313,33 +317,6 @@ def _content(value: Any, name: str, *, may_lack: bool) -> str:
             what = json.dumps(kind)[:100]
             raise wrong(f"{name}[{place}]", f'the part of type {what} is no text: give {{"type": "text", "text": ...}}')
     return "".join(part["text"] for part in value)
-
-
-def _calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Calls of tools, with their arguments as values where these are JSON."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise wrong(name, "give a list of calls")
-    result: list[dict[str, Any]] = []
-    for place, call in enumerate(value):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise wrong(f"{name}[{place}]", "a call is an object with a function, which has a name and arguments")
-        own = {"name": function["name"], "arguments": arguments_of(function.get("arguments", "{}"))}
-        beside = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        result.append({**beside, "type": "function", "function": own})
-    return result
-
-
-def arguments_of(value: Any) -> Any:
-    """The arguments of a call, which come as a text of JSON; that text where it is none."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json_of(value)
-    except ValueError:
-        return value
 
 
 def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

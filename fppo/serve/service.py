@@ -11,6 +11,7 @@ from typing import NamedTuple
 import attrs
 
 from fppo._errors import did_you_mean
+from fppo.data.messages import arguments_of
 from fppo.key import Key
 from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import End, FinishedRequest, QueueFull, Request
@@ -37,7 +38,6 @@ from fppo.serve.protocol import (
     CompletionRequest,
     ForcedCall,
     Message,
-    arguments_of,
     wrong,
 )
 from fppo.serve.texts import AnswerReader, Texts
@@ -142,7 +142,9 @@ class OpenAnswer:
     def __init__(self, service: Service, plan: AnswerPlan, loop: EngineLoop, *, along: bool) -> None:
         self.plan, self._service, self._loop = plan, service, loop
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._reader = AnswerReader(service.sources.texts, plan.options.stop, plan.request.sampling.stop_token_ids)
+        texts, sampling = service.sources.texts, plan.request.sampling
+        continues = plan.asked.conversation.kind != "chat" and texts.goes_on(plan.prompt)
+        self._reader = AnswerReader(texts, plan.options.stop, sampling.stop_token_ids, continues=continues)
         self._closed = False
         loop.submit(plan.request, self._events.put_nowait, along=along)
 
@@ -250,8 +252,8 @@ class Service:
         texts, conversation = self.sources.texts, of_text(prompt)
         return NewTurn(
             conversation,
-            lambda start: texts.text(prompt[start.seen :], first=not start.seen),
-            lambda turn, ids: conversation.behind(of_text(texts.decoded(ids)).items),
+            lambda start: texts.text(prompt[start.seen :], before=prompt[: start.seen]),
+            lambda turn, ids: conversation.behind(of_text(texts.all_of(ids, turn.content)).items),
         )
 
     def _of_ids(self, prompt: tuple[int, ...]) -> NewTurn:

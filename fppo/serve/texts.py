@@ -10,8 +10,9 @@ import attrs
 
 from fppo.data import stop_texts
 from fppo.data.chat import PLAIN, ChatOptions, encode_chat, end_of_turn
+from fppo.data.messages import named_tools
 from fppo.data.stops import StopTexts, token_pieces
-from fppo.data.tokenizers import encode_text, within
+from fppo.data.tokenizers import encode_behind, encode_text, within
 from fppo.rollout.turns.observations import ChatTemplate, chat_template
 from fppo.serve.calls import CallForm, ParsedTurn, ReadTurn, Tool, form_of, reader_of
 from fppo.serve.protocol import ApiError, ForcedCall, Message, wrong
@@ -36,13 +37,14 @@ class Texts:
     form: CallForm | None  # of calls, where the chat template and the reader have the same one
     pieces: tuple[bytes, ...]  # of every token
     ids: Mapping[str, int]  # of all tokens, by their names
+    word: tuple[int, ...]  # the ids of a word that others may be read behind
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses."""
+        """The ids of a conversation up to the policy's turn. Raises ApiError for one that the template refuses, or of
+        which it leaves something out."""
         template = self._with(tools)
-        shown = [_in_parts(message) for message in messages] if template.in_parts else messages
         try:
-            ids = encode_chat(self.tokenizer, _named(shown), options=template.options)
+            ids = encode_chat(self.tokenizer, messages, options=template.options)
         except Exception as error:  # templates raise what they like
             raise wrong("messages", f"the chat template refuses them: {error}"[:500]) from error
         return self._known(ids)
@@ -51,7 +53,7 @@ class Texts:
         self, before: Sequence[Message], messages: Sequence[Message], end: int, tools: Sequence[Tool]
     ) -> list[int]:
         """The ids of messages that follow an answer whose last id is `end`. Raises ApiError as `prompt` does."""
-        named = _named([*before, *messages])[len(before) :]
+        named = named_tools([*before, *messages])[len(before) :]
         try:
             return self._known(self._with(tools)(named, end))
         except ValueError as error:
@@ -60,8 +62,9 @@ class Texts:
     def opening(self, forced: ForcedCall) -> tuple[int, ...]:
         """The ids with which every call of these functions begins, as the chat template writes one behind its prompt.
         Raises ApiError where nothing is known of that."""
-        texts = [] if self.form is None else self.form.texts(forced.functions)
-        every = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        form = self.form
+        texts = [] if form is None else [(text, form.before) for text in form.texts(forced.functions)]
+        every = [encode_behind(self.tokenizer, text, before) for text, before in texts]
         alike = takewhile(lambda column: len({*column}) == 1, zip(*every, strict=False))
         ids = tuple(self._known([token for token, *_ in alike]))
         if not ids:
@@ -71,10 +74,11 @@ class Texts:
             raise wrong("tool_choice", text)
         return ids
 
-    def text(self, value: str, *, first: bool) -> list[int]:
-        """The ids of a text: of a whole prompt, with what begins one, or of what follows in it."""
-        ids = encode_text(self.tokenizer, value) if first else self.tokenizer.encode(value, add_special_tokens=False)
-        return self._known(ids)
+    def text(self, value: str, *, before: str) -> list[int]:
+        """The ids of a text behind another one, or, with what begins one, of a whole prompt."""
+        return self._known(
+            encode_behind(self.tokenizer, value, before) if before else encode_text(self.tokenizer, value)
+        )
 
     def checked(self, ids: Sequence[int]) -> list[int]:
         """The ids of a request. Raises ApiError for those that the policy does not know."""
@@ -92,6 +96,21 @@ class Texts:
     def decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def continued(self, ids: Sequence[int]) -> str:
+        """The text of ids behind a word, with the space between that tokenizers of SentencePiece drop before a first
+        one."""
+        before = self.decoded(self.word)
+        return self.decoded([*self.word, *ids])[len(before) :]
+
+    def all_of(self, ids: Sequence[int], text: str) -> str:
+        """The text of ids with what ended it, behind which `text` has been read of them."""
+        whole = self.continued(ids)
+        return whole if whole.startswith(text) else self.decoded(ids)
+
+    def goes_on(self, prompt: Sequence[int]) -> bool:
+        """Whether what follows a prompt goes on with its text, rather than begins one behind a special token."""
+        return bool(prompt) and prompt[-1] not in self.tokenizer.all_special_ids
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text."""
@@ -143,38 +162,23 @@ def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: Cha
         form=form,
         pieces=token_pieces(tokenizer),
         ids=tokenizer.get_vocab(),
+        word=tuple(tokenizer.encode("a", add_special_tokens=False)),
     )
-
-
-def _in_parts(message: Message) -> Message:
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
-
-
-def _named(messages: Sequence[Message]) -> list[Message]:
-    """The messages, those of tools with the name of the tool, which some templates write."""
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in messages
-        for call in message.get("tool_calls", ())
-        if "id" in call
-    }
-    return [
-        {**message, "name": names[message["tool_call_id"]]}
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
-        else message
-        for message in messages
-    ]
 
 
 class AnswerReader:
     """The text of an answer while its tokens come: what cannot change any more, in parts.
 
-    The token that ends it is no part of the text, and neither is a stop text. Half of a character waits for its other
-    half, and what may be the beginning of a stop text for what follows.
+    One that `continues` a text may begin with a space. The token that ends it is no part of the text, and neither is a
+    stop text. Half of a character waits for its other half, and what may be the beginning of a stop text for what
+    follows.
     """
 
-    def __init__(self, texts: Texts, stops: Sequence[str], stop_tokens: Sequence[int]) -> None:
+    def __init__(
+        self, texts: Texts, stops: Sequence[str], stop_tokens: Sequence[int], *, continues: bool = False
+    ) -> None:
         self._texts, self._stops, self._stop_tokens = texts, [text for text in stops if text], frozenset(stop_tokens)
+        self._continues = continues
         self._ids: list[int] = []
         self._start = self._done = self._given = 0  # ids before `done` are decoded, those from `start` on kept
         self._text = ""
@@ -200,8 +204,9 @@ class AnswerReader:
         """Decodes up to an id, unless a character is unfinished there."""
         if end <= self._done:
             return
-        before = self._texts.decoded(self._ids[self._start : self._done]) if self._done > self._start else ""
-        text = self._texts.decoded(self._ids[self._start : end])
+        decoded = self._texts.continued if self._continues and not self._start else self._texts.decoded
+        before = decoded(self._ids[self._start : self._done]) if self._done > self._start else ""
+        text = decoded(self._ids[self._start : end])
         if text.endswith(_UNFINISHED) and not whole:
             return
         self._text += text[len(before) :]

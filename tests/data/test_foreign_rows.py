@@ -22,7 +22,7 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 TOOLED = (
     "{% for t in tools or [] %}Q {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.role }} : "
     "{{ m.content + ' ' }}{% if m.tool_calls is defined %}{% for c in m.tool_calls %}"
-    "{{ c.function.arguments | tojson }} {% endfor %}{% endif %}{% endfor %}"
+    "{{ c.function.name }} {{ c.function.arguments | tojson }} {% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant :{% endif %}"
 )
 

@@ -19,9 +19,10 @@ _OPEN = "{% if add_generation_prompt %}"
 
 # what each leaves out, changes or ends otherwise than at the end of a conversation
 KINDS = {
-    "forgets thinking": (  # as Qwen3: thoughts before the last user's message go, an empty one comes at the end
+    "forgets thinking": (  # as Qwen3: thoughts before the last user's message go, one comes at the end, maybe empty
         "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
-        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n{% if '</think>' in m.content %}"
+        "{{ m.content.split('</think>')[0].split('<think>')[-1].strip('\n') }}{% endif %}\n</think>\n\n{% endif %}"
         "{% if m.role == 'tool' %}<tool_response>{{ m.content }}</tool_response>"
         "{% else %}{{ m.content.split('</think>')[-1].lstrip('\n') }}{% endif %}<|im_end|>\n{% endfor %}"
         + _OPEN
@@ -37,7 +38,8 @@ KINDS = {
         "{{ m.content }}{% endfor %}" + _OPEN + "<|assistant|>\n{% endif %}"
     ),
     "another end, and calls": (  # as gpt-oss: <|return|> ends a conversation, <|end|> a turn; tools answer calls alone
-        "{% for m in messages %}{% if m.role == 'tool' %}"
+        "{% for m in messages %}{% if m.thinking and loop.last %}<|start|>assistant<|message|>{{ m.thinking }}<|end|>"
+        "{% endif %}{% if m.role == 'tool' %}"
         "{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}"
         "<|start|>functions.{{ messages[loop.index0 - 1].tool_calls[0].function.name }}<|message|>"
         "{{ m.content | tojson }}<|end|>"
@@ -50,7 +52,8 @@ KINDS = {
     ),
     "answers within a turn": (  # as Gemma 4: a tool's answer is a part of the turn that called it
         "{% for m in messages %}{% if m.role != 'tool' %}<|turn>{{ m.role }}\n{{ m.content }}"
-        "{% if m.tool_calls %}<|tool_call>{{ m.tool_calls[0].function.arguments | tojson }}<tool_call|>"
+        "{% if m.tool_calls %}<|tool_call>{% set call = m.tool_calls[0].function %}{{ call.name }}"
+        "{{ call.arguments | tojson }}<tool_call|>"
         "<|tool_response>{{ messages[loop.index0 + 1].content }}<tool_response|>{% else %}<turn|>\n{% endif %}"
         "{% endif %}{% endfor %}"
         + _OPEN

@@ -65,7 +65,7 @@ def test_prompts_are_written_with_the_arguments_that_were_given():
 
 
 def test_chat_templates_that_cannot_go_on_are_refused():
-    with pytest.raises(ValueError, match="does not show once what an assistant said"):
+    with pytest.raises(ValueError, match="does not show the content of message 0, of the role 'user'"):
         chat_template(chat_tokenizer(CHATML.replace("m.content", "(m.content if loop.last else '')")))
     with pytest.raises(ValueError, match=r"refuses messages of the roles \['user', 'assistant'\]: no role assistant"):
         chat_template(chat_tokenizer(chats.CHAT))
@@ -75,7 +75,7 @@ def test_chat_templates_that_cannot_go_on_are_refused():
         encode([{"role": "tool", "content": "1"}], 1)
     with pytest.raises(ValueError, match="no tools"):
         chat_template(chat_tokenizer(only), roles=("tool",))
-    with pytest.raises(ValueError, match="does not show what an assistant said"):
+    with pytest.raises(ValueError, match="does not show the content of message 1, of the role 'assistant'"):
         chat_template(chat_tokenizer("{% for m in messages %}{{ m.role }}{% endfor %}"))
 
 

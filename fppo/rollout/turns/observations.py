@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 import attrs
 
-from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, render_chat
-from fppo.data.tokenizers import within
+from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, encode_chat, render_chat, write_chat
+from fppo.data.tokenizers import encode_behind, within
 from fppo.environments.protocol import Message, Reply
 
-_MARK, _SHOWN, _THOUGHT = "fppomark", "fpposhown", "fppothought"
+_MARK, _THOUGHT = "fppomark", "fppothought"
 _ASKED = {"role": "user", "content": "x"}
 
 
@@ -41,9 +41,8 @@ class PlainText:
 
     def __call__(self, messages: Sequence[Mapping[str, Any]], end: int) -> list[int]:
         """The tokens of the text."""
-        del end
         text = "".join(message["content"] for message in messages)
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return encode_behind(self.tokenizer, text, self.tokenizer.decode([end]))
 
 
 @attrs.frozen
@@ -58,7 +57,6 @@ class ChatTemplate:
 
     tokenizer: Any
     options: ChatOptions = PLAIN
-    in_parts: bool = False  # the template reads contents as lists of parts
     in_place: tuple[int, int] | None = (
         None  # a sampled end of turns, and the one that the template writes in earlier turns
     )
@@ -73,7 +71,7 @@ class ChatTemplate:
             return self._behind_a_call(tail, end)
         space, match, rest = tail.partition(stop) if stop else ("", "", "")
         if match and not space.strip():
-            return self.encoded(rest)
+            return encode_behind(self.tokenizer, rest, stop)
         ids = self.encoded(tail)
         first = self._first_special(ids)
         if first is not None and (end, ids[first]) == self.in_place and not self.tokenizer.decode(ids[:first]).strip():
@@ -87,7 +85,7 @@ class ChatTemplate:
         if self._calls(messages):
             call = {"name": messages[0].get("name", "tool"), "arguments": {_MARK: 1}}
             said |= {"content": "", "tool_calls": [{"type": "function", "function": call}]}
-        whole = _render(self.tokenizer, [_ASKED, said, *messages], self.options, self.in_parts, generation=True)
+        whole = _render(self.tokenizer, [_ASKED, said, *messages], self.options, generation=True)
         if whole.count(_MARK) != 1:
             raise ValueError(f"the chat template does not show once what an assistant said: {whole!r}")
         return whole.partition(_MARK)[2]
@@ -95,9 +93,8 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The tokens of a conversation up to where the policy speaks. Raises ValueError for one that the template
         refuses."""
-        shown = [_parted(message) for message in messages] if self.in_parts else messages
         try:
-            return encode_chat(self.tokenizer, shown, options=self.options)
+            return encode_chat(self.tokenizer, messages, options=self.options)
         except EndlessTemplate:
             raise
         except Exception as error:  # templates raise what they like
@@ -117,8 +114,8 @@ class ChatTemplate:
         return ids[first + (end in self.special()) :]
 
     def encoded(self, text: str) -> list[int]:
-        """The tokens of a text that the template wrote."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """The tokens of a text that the template wrote behind an assistant's words."""
+        return encode_behind(self.tokenizer, text, _MARK)
 
     def special(self) -> set[int]:
         """The tokens that no text spells."""
@@ -132,16 +129,17 @@ class ChatTemplate:
 def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOptions = PLAIN) -> ChatTemplate:
     """The tokenizer's chat template, for messages behind a turn. Raises ValueError if it does not take them: those of
     an assistant, of the user, and of `roles`."""
-    template = _in_place(_of_forms(tokenizer, options))
+    template = _in_place(ChatTemplate(tokenizer, options))
     for role in ("user", *roles):
+        message = {"role": role, "content": "x"}
         try:
-            _check_shown(template, role)
+            template.tail([message])
         except ValueError:
             if role != "tool" or template.behind_calls:
                 raise
             changed = attrs.evolve(template, behind_calls=True)
             try:
-                _check_shown(changed, role)
+                changed.tail([message])
             except ValueError:
                 changed = None
             if changed is None:
@@ -150,44 +148,17 @@ def chat_template(tokenizer: Any, *, roles: Sequence[str] = (), options: ChatOpt
     return template
 
 
-def _of_forms(tokenizer: Any, options: ChatOptions) -> ChatTemplate:
-    """The template with contents in the form that it shows: texts, or else lists of parts."""
-    said = [_ASKED, {"role": "assistant", "content": _MARK}]
-    problems: list[str] = []
-    for in_parts in (False, True):
-        try:
-            shown = _render(tokenizer, said, options, in_parts, generation=False)
-        except EndlessTemplate:
-            raise
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        if _MARK in shown:
-            return ChatTemplate(tokenizer, options, in_parts)
-        problems.append(f"the chat template does not show what an assistant said: {shown!r}")
-    raise ValueError(problems[0])
-
-
 def _in_place(template: ChatTemplate) -> ChatTemplate:
     """The template with the ends of turns that it writes at the end of a conversation and, in their place, before it:
     gpt-oss samples <|return|>, where its template writes <|end|> in earlier turns."""
     said = [_ASKED, {"role": "assistant", "content": _MARK}]
-    last = _render(template.tokenizer, said, template.options, template.in_parts, generation=False).partition(_MARK)[2]
+    last = _render(template.tokenizer, said, template.options, generation=False).partition(_MARK)[2]
     earlier = template.tail([_ASKED])
     ends = [
         next((x for x in template.encoded(text.lstrip())[:1] if x in template.special()), None)
         for text in (last, earlier)
     ]
     return template if None in ends or ends[0] == ends[1] else attrs.evolve(template, in_place=tuple(ends))
-
-
-def _check_shown(template: ChatTemplate, role: str) -> None:
-    """Raise ValueError for a role whose messages the template refuses, or does not show."""
-    text = template.tail([{"role": role, "content": _SHOWN}])
-    if _SHOWN not in text:
-        raise ValueError(
-            f"the chat template does not show what the role {role!r} says: {text!r}; give messages of another role"
-        )
 
 
 def said_message(tokenizer: Any, reply: Reply, before: Sequence[int]) -> Message:
@@ -220,23 +191,20 @@ def _forgets(tokenizer: Any, role: str, options: ChatOptions) -> bool:
     beside = {"role": "assistant", "content": _MARK, "reasoning_content": _THOUGHT, "thinking": _THOUGHT}
     for said in (inside, beside):
         try:
-            ends = _render(tokenizer, [_ASKED, said], options, False, generation=False)
-            goes_on = _render(tokenizer, [_ASKED, said, after], options, False, generation=True)
+            ends = write_chat(tokenizer, [_ASKED, said], options=options, generation=False)
+            goes_on = write_chat(tokenizer, [_ASKED, said, after], options=options, generation=True)
         except EndlessTemplate:
             raise
-        except ValueError:  # of a role, or a form of thoughts, that the template refuses
+        except Exception:  # of a role, or a form of thoughts, that the template refuses
             continue
         if _MARK in goes_on and _THOUGHT not in goes_on and (said is inside or _THOUGHT in ends):
             return True
     return False
 
 
-def _render(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, in_parts: bool, *, generation: bool
-) -> str:
-    shown = [_parted(message) for message in messages] if in_parts else messages
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions, *, generation: bool) -> str:
     try:
-        return render_chat(tokenizer, shown, generation=generation, options=options)
+        return render_chat(tokenizer, messages, generation=generation, options=options)
     except EndlessTemplate:
         raise
     except Exception as error:  # templates raise what they like
@@ -246,9 +214,3 @@ def _render(
 def _refused(messages: Sequence[Mapping[str, Any]], error: Exception) -> ValueError:
     roles = [message["role"] for message in messages]
     return ValueError(f"the chat template refuses messages of the roles {roles}: {error}"[:1000])
-
-
-def _parted(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message with its text as a list of one part."""
-    text = message["content"]
-    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
