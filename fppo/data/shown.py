@@ -87,7 +87,7 @@ def shown(
 
 
 def _error(problems: Sequence[str]) -> ValueError:
-    return ValueError(f"the chat template {'; it '.join(problems[:3])}; {_ADVICE}")
+    return ValueError(f"the chat template {'; it '.join([*dict.fromkeys(problems)][:3])}; {_ADVICE}")
 
 
 def _read(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -318,7 +318,9 @@ def _forgets(
     )
     if message["role"] != "assistant" or not thought or len(turns) == count:
         return False
-    return template.write_marks(dialect.of(turns), generation=False).count(mark) == 1
+    with_call = {**message, "content": "", "tool_calls": [_marked_call("fppocall", None, "dict")]}
+    ends = [turns, *([[*turns[:-1], with_call]] if field == "reasoning" else [])]  # some show those of a call alone
+    return any(template.write_marks(dialect.of(end), generation=False).count(mark) == 1 for end in ends)
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:

@@ -172,6 +172,8 @@ def test_a_processors_template_gets_the_chats_own_arguments_and_tools(tools):
     given = []
 
     def apply_chat_template(conversation, **how):
+        if not how["tokenize"]:
+            return f"fppo0said0x {how['tools']} x"
         given.append((how["tools"], how["enable_thinking"], how["add_generation_prompt"]))
         return {"input_ids": torch.tensor([[7, 8]])}
 

@@ -259,7 +259,9 @@ class Frames:
 
     tokenizer, video_processor = QWEN3.processor.tokenizer, QWEN3.processor.video_processor
 
-    def apply_chat_template(self, conversation, **others):
+    def apply_chat_template(self, conversation, *, tokenize, **others):
+        if not tokenize:
+            return ""
         kinds = [part["type"] for message in conversation for part in message["content"]]
         videos = [part["video"] for message in conversation for part in message["content"] if "video" in part]
         pixels = torch.stack([torch.from_numpy(x).permute(0, 3, 1, 2) for x in videos])

@@ -6,10 +6,11 @@ import attrs
 import pytest
 import torch
 
-from fppo import data, metrics, models
+from fppo import data, metrics, models, quickstart
 from fppo.assembly.inputs import read_eval_inputs
 from fppo.assembly.run import assemble
 from fppo.batch import Prompts, narrow
+from fppo.data import collate
 from fppo.pipeline.truth import Beside, _pointing, one_answer, right_answers
 from fppo.rollout.engine import Ask, Sampling
 from fppo.runtime.mesh import LOCAL
@@ -104,8 +105,9 @@ def test_what_has_no_one_right_answer_is_refused(task, changes, text):
     ],
 )
 def test_a_right_answer_has_its_end_where_there_is_room(most, rows):
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [int(x) for x in text])
-    prompts = SimpleNamespace(ground_truth=[" 5", "567 "], tokens=torch.zeros(2, 1))
+    tokenizer = quickstart.character_tokenizer()
+    prompts = collate(data.prompt_set(["1+4=", "5"], tokenizer, ground_truths=[" 5", "567 "]), range(2))
+    rows = [[9 if x == 9 else tokenizer.convert_tokens_to_ids(str(x)) for x in row] for row in rows]
     sampling = Sampling(max_tokens=most, stop_token_ids=(9,))
     tokens, mask = right_answers(prompts, tokenizer=tokenizer, sampling=sampling)
     assert [row[own].tolist() for row, own in zip(tokens, mask, strict=True)] == rows
