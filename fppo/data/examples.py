@@ -11,11 +11,11 @@ from typing import Any
 import attrs
 
 from fppo._errors import check_depth, json_of
+from fppo.data.messages import INSTEAD, MARKS
 from fppo.data.plain import BadField, TwiceError, half_pairs, missing_in, once, plain
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
-MARKS = {"image": "<image>", "video": "<video>"}  # placeholder of a prompt's next image or video in its text
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
@@ -332,9 +332,10 @@ def messages_of(
 ) -> list[dict[str, Any]]:
     """Check and normalise the messages of field `name`: contents are texts, with `kinds` also lists of parts.
 
-    Null content next to tool calls becomes "", and parts that are all text one text. Nulls are left out of a message's
-    own fields, with `filled` at any depth: Arrow fills them in for fields of other rows. Raises BadField for values
-    that are no message, and for a conversation that ends with the assistant's, or, if it is to be `answered`, does not.
+    Null content next to calls, thoughts or a refusal becomes "", and parts that are all text one text. Nulls are left
+    out of a message's own fields, with `filled` at any depth: Arrow fills them in for fields of other rows. Raises
+    BadField for values that are no message, and for a conversation that ends with the assistant's, or, if it is to be
+    `answered`, does not.
     """
     if not value:
         raise BadField(f"field {name!r}: no messages")
@@ -358,7 +359,7 @@ def _message(message: Any, number: int, name: str, kinds: Sequence[str], filled:
         raise BadField(f"field {name!r}: {error}") from error
     own = without_nulls(own) if filled else own
     content = own.get("content")
-    if content is None and (own.get("tool_calls") or own.get("function_call")):
+    if content is None and any(own.get(name) for name in INSTEAD):
         own["content"] = ""
     elif isinstance(content, list) and not kinds:
         own["content"] = _joined(content, where)

@@ -12,7 +12,8 @@ Message = Mapping[str, Any]
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thought
 CALLS = ("tool_calls", "function_call")
 ALIASES = {"developer": "system", "function": "tool"}  # roles by the names that most templates know
-_PARTS = {"image": "<image>", "video": "<video>"}
+INSTEAD = (*CALLS, *REASONING, "refusal")  # fields of what an assistant may say in the place of a content
+MARKS = {"image": "<image>", "video": "<video>"}  # placeholder of a prompt's next image or video in its text
 
 
 class BadMessage(ValueError):
@@ -91,14 +92,14 @@ def arguments_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def named_tools(messages: Sequence[Message]) -> list[Message]:
+def named_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages, those of tools with the name of the tool that was called, which some templates write."""
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
     names = {call["id"]: call["function"]["name"] for call in calls if "id" in call and "function" in call}
     return [
         {**message, "name": names[message["tool_call_id"]]}
         if message["role"] in ("tool", "function") and not message.get("name") and message.get("tool_call_id") in names
-        else message
+        else dict(message)
         for message in messages
     ]
 
@@ -108,7 +109,7 @@ def text_of(message: Message) -> str:
     whole = canonical(message)
     content = whole["content"]
     if not isinstance(content, str):
-        content = "".join(part["text"] if part["type"] == "text" else _PARTS[part["type"]] for part in content)
+        content = "".join(part["text"] if part["type"] == "text" else MARKS[part["type"]] for part in content)
     functions = [call["function"] for call in whole.get("tool_calls", ())]
     calls = [f"{x['name']}({arguments_text(x['arguments'])})" for x in functions]
     return "\n".join(x for x in (whole.get("reasoning_content", ""), content, *calls) if x)

@@ -259,8 +259,10 @@ def _judged(
     template: Template, dialect: _Dialect, marked: Sequence[Mapping[str, Any]], generation: bool
 ) -> tuple[list[str], list[tuple[int, str]]]:
     """What the template does wrong with a marked conversation, and what it forgets of earlier turns."""
-    text = template.write_marks(dialect.of(marked), generation=generation)
+    text = template.write_marks(dialect.of(marked), generation=generation).casefold()
     problems: list[str] = []
+    if dialect.in_parts and "{'type'" in text:
+        problems.append("writes lists of parts as Python does")
     forgotten: list[tuple[int, str]] = []
     for number, message in enumerate(marked):
         where = f"of message {number}, of the role {message['role']!r}"
@@ -320,7 +322,7 @@ def _forgets(
         return False
     with_call = {**message, "content": "", "tool_calls": [_marked_call("fppocall", None, "dict")]}
     ends = [turns, *([[*turns[:-1], with_call]] if field == "reasoning" else [])]  # some show those of a call alone
-    return any(template.write_marks(dialect.of(end), generation=False).count(mark) == 1 for end in ends)
+    return any(template.write_marks(dialect.of(end), generation=False).casefold().count(mark) == 1 for end in ends)
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import attrs
 
 from fppo._errors import json_of, nearest
-from fppo.data.messages import CALLS, REASONING, BadMessage, canonical
+from fppo.data.messages import INSTEAD, BadMessage, canonical
 from fppo.data.plain import half_pairs
 
 T = TypeVar("T")
@@ -23,7 +23,6 @@ _SEEDS, _IDS = 1 << 63, 1 << 31
 _CHOICES = ("auto", "none", "required")
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of calls writes as they are
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_INSTEAD = (*CALLS, *REASONING, "refusal")  # what an assistant may say in the place of a content
 # what changes nothing that is sampled
 _IGNORED = (
     *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
@@ -293,7 +292,7 @@ def _message(value: Any, name: str) -> Message:
     if role not in _ROLES:
         raise wrong(f"{name}.role", f"{json.dumps(role)[:100]} is no role; there are {', '.join(_ROLES)}")
     beside = {key: x for key, x in value.items() if key not in ("role", "content") and x is not None}
-    may_lack = role == "assistant" and any(beside.get(key) for key in _INSTEAD)
+    may_lack = role == "assistant" and any(beside.get(key) for key in INSTEAD)
     content = _content(value.get("content"), f"{name}.content", may_lack=may_lack)
     if bad := next((key for key in ("name", "tool_call_id") if not isinstance(beside.get(key, ""), str)), None):
         raise wrong(f"{name}.{bad}", "give a text")
