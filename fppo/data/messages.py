@@ -105,7 +105,7 @@ def named_tools(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def text_of(message: Message) -> str:
-    """All that a message says, as text: its reasoning, its content and its calls, as far as it has them."""
+    """The whole of a message as text: its reasoning, its content and its calls, as far as it has them."""
     whole = canonical(message)
     content = whole["content"]
     if not isinstance(content, str):

@@ -134,7 +134,7 @@ class _Dialect:
 
 
 class _Shape(NamedTuple):
-    """What a message has, without what it says."""
+    """The parts that a message has, without their texts."""
 
     role: str
     content: bool | tuple[str, ...]  # whether there is text, or the kinds of its parts
@@ -145,8 +145,8 @@ class _Shape(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a template does with conversations of a shape: the dialect in which it shows most of one, what it does not
-    show even so, and fields by message of earlier turns that it forgets."""
+    """The reading of conversations of a shape by a template: the dialect in which it shows most of one, its faults even
+    so, and fields by message of earlier turns that it forgets."""
 
     dialect: _Dialect
     problems: tuple[str, ...]
@@ -258,7 +258,7 @@ def _dialects(shapes: Sequence[_Shape]) -> list[_Dialect]:
 def _judged(
     template: Template, dialect: _Dialect, marked: Sequence[Mapping[str, Any]], generation: bool
 ) -> tuple[list[str], list[tuple[int, str]]]:
-    """What the template does wrong with a marked conversation, and what it forgets of earlier turns."""
+    """The faults of a template in a marked conversation, and the fields by message of earlier turns that it forgets."""
     text = template.write_marks(dialect.of(marked), generation=generation).casefold()
     problems: list[str] = []
     if dialect.in_parts and "{'type'" in text:
@@ -326,7 +326,7 @@ def _forgets(
 
 
 def _missing(messages: Sequence[Mapping[str, Any]], text: str, forgotten: frozenset[tuple[int, str]]) -> Iterator[str]:
-    """What a template leaves out of the words of messages, which it may show or not for what they are."""
+    """The fields whose words a template does not all show, as it may choose by the words themselves."""
     words, last = _Words(text), len(messages) - 1
     for number, message in enumerate(messages):
         for field, said in _said(message, earlier=number < last):

@@ -104,6 +104,14 @@ def test_chats_are_asked_about_with_their_own_words():
     assert question_of("{prompt}/{response}/{{{ground_truth}}}", base) == "?/so/{t}"
     assert question_of("{prompt}", base._replace(extras={MESSAGES: one})) == "how?"
     assert question_of("{prompt}", base._replace(extras={MESSAGES: two})) == "system: be {kind}\n\nuser: how?"
+    call = {"type": "function", "function": {"name": "find", "arguments": {"q": "é"}}}
+    parts = [{"type": "image"}, {"type": "text", "text": "see"}]
+    three = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [call]},
+    ]
+    shown = 'user: <image>see\n\nassistant: hm\nfind({"q": "é"})'
+    assert question_of("{prompt}", base._replace(extras={MESSAGES: three})) == shown
     tokenizer = bpe_tokenizer(["Score: 1"], size=300)
     tokenizer.chat_template = "<{{ messages[0]['content'] }}>{% if add_generation_prompt %}A:{% endif %}"
     engine = Answering(lambda text: "Score: 1", tokenizer)

@@ -310,6 +310,16 @@ def test_conversations_are_encoded_anew():
     assert [t[m].tolist() for t, m in zip(encoded.tokens, encoded.attention_mask)] == texts
 
 
+def test_a_conversation_that_the_models_template_does_not_show_is_named_by_its_row():
+    policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
+    own.chat_template = "{% for m in messages %}{{ m.content if m.role in ('user', 'assistant') }}{% endfor %}"
+    asked = [{"role": "tool", "content": "7"}, {"role": "user", "content": "9"}]
+    rows = {"extras": [{}, {MESSAGES: asked}], "ids": ["a.jsonl:1", "a.jsonl:2"]}
+    chats = words([("1+2=", "3"), ("12+1=", "13")], policy, **rows)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: .*does not show the content of message 0, of the role 'tool'"):
+        encode(chats, tokenizer=policy, own=own, chat=True)
+
+
 def test_a_tokenizer_that_ends_texts_itself_ends_them_once(monkeypatch):
     policy, own = character_tokenizer(CHARACTERS), character_tokenizer("=+9876543210")
     rollout, plain = words([("1+2=", "3")], policy), reward_models.encode_text
