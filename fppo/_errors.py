@@ -40,6 +40,20 @@ def printable(text: str, most: int = MOST, *, lines: bool = False) -> str:
     return text if lines else text.replace("\n", "\\n").replace("\t", "\\t")
 
 
+def shown(value: Any, most: int = 200) -> str:
+    """The repr of a value of data for a message: one line, its first `most` characters, even if the repr raises."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
+    return printable(text if len(text) <= most else f"{text[:most]}...", most + 3)
+
+
+def listed(names: Iterable[Any], most: int = 1000) -> str:
+    """Names of data for a message, sorted, of about `most` characters."""
+    return shown(sorted(map(str, names)), most)
+
+
 def words_of(error: BaseException, most: int = MOST) -> str:
     """The type and the text of an error of foreign code, on one line, even if its text raises."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,8 @@ from fppo.fields import only
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
+from fppo.rewards.functions import WeightedSum
+from fppo.rewards.truths import check_truths
 from fppo.rollout import saved
 from fppo.rollout.engine import Sampling
 from fppo.rollout.turns import tools
@@ -136,6 +139,7 @@ def read_inputs(
     tokenizer, generation, images = _text_tools(model, rows, tried)
     prompts = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images))
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
+    tried(lambda: _check_truths(settings.reward, rollout, prompts, held_out))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
     sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
@@ -190,6 +194,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     if not settings.data.seen or images is not None:
         sections = settings.data, settings.eval, settings.rollout.environment
         held_out = tried(lambda: _held_out(*sections, tokenizer, images))
+        tried(lambda: _check_truths(settings.reward, settings.rollout, held_out))
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
@@ -346,6 +351,17 @@ def _check_rewards(reward: RewardSettings, rollout: RolloutSettings) -> None:
         tools.resolve(rollout.turns.respond)
     if rollout.environment.used:
         maker_of(rollout.environment)
+
+
+def _check_truths(reward: RewardSettings, rollout: RolloutSettings, *prompt_sets: PromptSet | None) -> None:
+    """Raises DataError for ground truths that a reward function cannot score, or would never score 1. Rewards that are
+    none are another error's."""
+    try:
+        functions = reward_of(reward, {}, max_tokens=rollout.max_tokens) if reward.functions else WeightedSum(())
+    except ValueError:
+        return
+    rows = (zip(x.ids, x.ground_truths, strict=True) for x in prompt_sets if x is not None)
+    check_truths(functions, chain.from_iterable(rows))
 
 
 def _models_named(

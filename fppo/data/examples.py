@@ -10,9 +10,9 @@ from typing import Any
 
 import attrs
 
-from fppo._errors import check_depth, json_of
+from fppo._errors import check_depth, json_of, listed, printable
 from fppo.data.messages import INSTEAD, MARKS
-from fppo.data.plain import BadField, TwiceError, half_pairs, missing_in, once, plain
+from fppo.data.plain import BadField, TwiceError, encoded, half_pairs, is_there, missing_in, once, plain
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
@@ -205,7 +205,7 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
                 value = value[place]
                 continue
         if not isinstance(value, Mapping) or part not in value:
-            raise BadField(f"field {name!r}: missing; the row has {sorted(map(str, fields))}")
+            raise BadField(f"field {name!r}: missing; the row has {listed(fields)}")
         value = value[part]
     return value
 
@@ -258,14 +258,17 @@ def _seen(row: Row, name: str, kind: str) -> tuple[Any, ...]:
 
 
 def _placed(value: Any, beside: Path) -> Any:
-    """The image or video with its relative paths resolved against the directory `beside`."""
+    """The image or video with its relative paths resolved against the directory `beside`; base64 stays as it is."""
     if isinstance(value, Mapping) and "frames" in value:
         return {**value, "frames": _placed(value["frames"], beside)}
     if isinstance(value, Mapping) and value.get("bytes") is None and isinstance(value.get("path"), str):
         value = value["path"]
     if isinstance(value, (list, tuple)):
         return [_placed(x, beside) for x in value]
-    return str(beside / value) if isinstance(value, str) else value
+    if not isinstance(value, str) or value[:5].lower() == "data:":
+        return value
+    place = beside / value
+    return value if not is_there(place) and encoded(value) is not None else str(place)
 
 
 def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -341,7 +344,8 @@ def messages_of(
         raise BadField(f"field {name!r}: no messages")
     messages = [_message(message, number, name, kinds, filled) for number, message in enumerate(value)]
     if answered and messages[-1]["role"] != "assistant":
-        raise BadField(f"field {name!r}: ends with a message of the {messages[-1]['role']}, not of the assistant")
+        last = printable(messages[-1]["role"], 40)
+        raise BadField(f"field {name!r}: ends with a message of the {last}, not of the assistant")
     if not answered and messages[-1]["role"] == "assistant":
         raise BadField(f"field {name!r}: {_WHERE} give the field as data.ground_truth too, if that is the true answer")
     return messages

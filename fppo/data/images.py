@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -14,9 +13,10 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo._errors import printable
 from fppo.batch import RowInputs
 from fppo.data.chat import PLAIN, ChatOptions, ending, shown_chat
-from fppo.data.plain import irregular
+from fppo.data.plain import file_of, irregular, named_file
 from fppo.data.videos import Clip, FramePicker, opened_video
 
 SHOWN = 96  # pixels, the longer side of a thumbnail next to samples
@@ -183,29 +183,27 @@ class ReadInputs(Sequence["RowInputs | None"]):
 
 
 def opened(image: Any, number: int) -> Any:
-    """Open an image in RGB from a path, a file's bytes, {"bytes": ..., "path": ...}, or a PIL image.
+    """Open an image in RGB from a path, a file's bytes, these as base64 or a data: URL, {"bytes": ..., "path": ...}, or
+    a PIL image, and turn it as its EXIF orientation says.
 
     Raises ValueError that names the image by its `number` and path.
     """
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError as error:
         raise ValueError("images need pillow: pip install 'fppo[images]'") from error
     name = f"image {number}"
-    if isinstance(image, Mapping):
-        image = image.get("path") if image.get("bytes") is None else image["bytes"]
     try:
-        if isinstance(image, (str, os.PathLike)):
-            name = f"{name} ({os.fspath(image)})"
-            if (wrong := irregular(Path(image))) is not None:
-                raise ValueError(wrong)
-            return Image.open(Path(image)).convert("RGB")
-        if isinstance(image, (bytes, bytearray)):
-            return Image.open(io.BytesIO(image)).convert("RGB")
-        if isinstance(image, Image.Image):
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: a broken PNG
-        raise ValueError(f"{name}: {error}") from error
+        given, image = image, file_of(image)
+        name += named_file(given, image)
+        if isinstance(image, Path) and (wrong := irregular(image)) is not None:
+            raise ValueError(wrong)
+        file = io.BytesIO(image) if isinstance(image, bytes) else image
+        found = Image.open(file) if isinstance(file, Path | io.BytesIO) else file
+        if isinstance(found, Image.Image):
+            return ImageOps.exif_transpose(found).convert("RGB")
+    except Exception as error:  # readers of broken files raise any exception
+        raise ValueError(f"{name}: {printable(str(error) or type(error).__name__, 500)}") from error
     raise ValueError(f"{name}: a {type(image).__name__}, not a path, bytes or an image")
 
 

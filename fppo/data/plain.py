@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import datetime
 import math
+import os
+import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fppo._errors import check_depth
+from fppo._errors import check_depth, printable, shown
 
 
 class BadField(Exception):
@@ -85,6 +89,65 @@ def irregular(path: Path) -> str | None:
     kinds = {"a FIFO": stat.S_ISFIFO, "a socket": stat.S_ISSOCK, "a device": stat.S_ISCHR, "a disk": stat.S_ISBLK}
     kind = next((name for name, test in kinds.items() if test(mode)), None)
     return kind and f"it is {kind}, not a file that can be read again; write it to a file first"
+
+
+_DATA_URL = re.compile(r"data:[^,]{0,200};\s*base64\s*,(.*)", re.DOTALL | re.IGNORECASE)
+_SHORTEST = 48  # characters of base64; a file of an image has more
+
+
+def encoded(text: str) -> bytes | None:
+    """The bytes of a file as text in base64, bare or in a data: URL; None for other text, as a path.
+
+    A long path may have the form of base64, too: look whether there is such a file first. Raises ValueError for a data:
+    URL that cannot be read.
+    """
+    url = text[:5].lower() == "data:"
+    match = _DATA_URL.fullmatch(text) if url else None
+    if url and match is None:
+        raise ValueError("a data: URL that is not base64: give data:image/png;base64,... or a path")
+    plainly = "".join((text if match is None else match[1]).split()).translate(str.maketrans("-_", "+/"))
+    if not url and len(plainly) < _SHORTEST:
+        return None
+    try:
+        return base64.b64decode(plainly + "=" * (-len(plainly) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        if url:
+            raise ValueError(f"a data: URL whose base64 cannot be read: {error}") from error
+        return None
+
+
+_SHOWN_PATH, _LONGEST_PATH = 300, 4096  # characters
+
+
+def is_there(path: Path) -> bool:
+    """Whether there is such a file or directory; False for a text that no path can be."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def file_of(value: Any) -> Any:
+    """A file of an image or a video as its path or its bytes, from a path, bytes, base64, a data: URL, or a table of
+    {"bytes": ..., "path": ...}; any other value as it is. Raises ValueError for text that is none of them."""
+    if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
+        value = value.get("path") if value.get("bytes") is None else value["bytes"]
+    if isinstance(value, str) and not is_there(Path(value)):
+        if (data := encoded(value)) is not None:
+            return data
+        if len(value) > _LONGEST_PATH:
+            raise ValueError(f"a text of {len(value):,} characters, neither a path nor base64: {shown(value, 40)}")
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    return Path(value) if isinstance(value, str | os.PathLike) else value
+
+
+def named_file(given: Any, file: Any) -> str:
+    """A file's path, or the beginning of its base64, in brackets for a message; "" for bytes and values of others."""
+    if isinstance(file, Path):
+        return f" ({printable(str(file), _SHOWN_PATH)})"
+    text = given.get("bytes") or given.get("path") if isinstance(given, Mapping) else given
+    return f" (base64 {printable(text[:40])}...)" if isinstance(file, bytes) and isinstance(text, str) else ""
 
 
 def half_pairs(value: Any) -> str | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from fppo._errors import printable
+
 Strings = Sequence[str]
 SHOWN = 10
+LONGEST = 1000  # characters of a problem, which may quote the data
 
 
 class Problems:
-    """The first `SHOWN` problems by text, each with the first row or file that has it, and the count of all."""
+    """The first `SHOWN` problems by text, of `LONGEST` characters at most, each with the first row or file that has it,
+    and the count of all."""
 
     def __init__(self) -> None:
         self._places: dict[str, tuple[str, int]] = {}  # by text: the first row or file, and the number of them
@@ -18,6 +22,7 @@ class Problems:
     def add(self, text: str, *, at: str = "") -> None:
         """Note a problem, `at` a row ("file:line") or file if it has one; equal texts share a line."""
         self.count += 1
+        text, at = printable(text, LONGEST, lines=True), printable(at, LONGEST)
         first, number = self._places.get(text, (at, 0))
         if number or len(self._places) < SHOWN:
             self._places[text] = (first, number + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,8 @@ import attrs
 import numpy as np
 from torch import Tensor
 
-from fppo.data.plain import irregular
+from fppo._errors import printable, shown
+from fppo.data.plain import file_of, irregular, named_file
 
 DECODERS = {"pyav": "av", "torchcodec": "torchcodec", "opencv": "cv2", "decord": "decord"}  # as transformers names them
 _CHANNELS = (1, 3, 4)
@@ -93,38 +93,36 @@ class FramePicker:
 
 
 def opened_video(video: Any, number: int, picker: FramePicker, frame: Callable[[Any, int], Any]) -> Clip:
-    """Open a video and pick its frames: from a file's path or bytes, {"bytes": ..., "path": ...}, a directory of
-    images, a list of images, an array [T, H, W, C] in uint8, {"frames": list or array, "fps": ...}, or a decoder of
-    the datasets library. `frame(image, number)` opens an image in RGB.
+    """Open a video and pick its frames: from a file's path, bytes, base64 or data: URL, {"bytes": ..., "path": ...}, a
+    directory of images, a list of images, an array [T, H, W, C] in uint8, {"frames": list or array, "fps": ...}, or a
+    decoder of the datasets library. `frame(image, number)` opens an image in RGB.
 
     Raises ValueError that names the video by its `number` and path.
     """
     name = f"video {number}"
-    if isinstance(video, Mapping) and "frames" not in video:
-        video = video.get("path") if video.get("bytes") is None else video["bytes"]
     try:
-        if isinstance(video, (str, os.PathLike)):
-            name = f"{name} ({os.fspath(video)})"
-        return picker.clip(_source(video, picker, frame))
+        file = video if isinstance(video, Mapping) and "frames" in video else file_of(video)
+        name += named_file(video, file)
+        return picker.clip(_source(file, picker, frame))
     except Exception as error:  # decoders and processors raise any exception
-        raise ValueError(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
+        text = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{name}: {printable(text, 500)}") from error
 
 
 def _source(video: Any, picker: FramePicker, frame: Callable[[Any, int], Any]) -> _OpenVideo:
     if isinstance(video, Mapping):
         fps = video.get("fps")
         if fps is not None and (isinstance(fps, bool) or not isinstance(fps, (int, float)) or not fps > 0):
-            raise ValueError(f"fps = {fps!r}: give a number above 0")
-        return _source(video["frames"], picker, frame)._replace(fps=None if fps is None else float(fps))
-    if isinstance(video, (str, os.PathLike)):
-        path = Path(video)
-        if (wrong := irregular(path)) is not None:
+            raise ValueError(f"fps = {shown(fps)}: give a number above 0")
+        return _source(file_of(video["frames"]), picker, frame)._replace(fps=None if fps is None else float(fps))
+    if isinstance(video, Path):
+        if (wrong := irregular(video)) is not None:
             raise ValueError(wrong)
-        if path.is_dir():
-            return _images(sorted((x for x in path.iterdir() if not x.name.startswith(".")), key=_by_number), frame)
-        return _animation(path) or _decoded(path, picker)
-    if isinstance(video, (bytes, bytearray)):
-        return _animation(io.BytesIO(video)) or _decoded(bytes(video), picker)
+        if video.is_dir():
+            return _images(sorted((x for x in video.iterdir() if not x.name.startswith(".")), key=_by_number), frame)
+        return _animation(video) or _decoded(video, picker)
+    if isinstance(video, bytes):
+        return _animation(io.BytesIO(video)) or _decoded(video, picker)
     if isinstance(video, (list, tuple)):
         return _images(video, frame)
     if hasattr(video, "get_frames_at"):  # torchcodec's, of datasets' Video

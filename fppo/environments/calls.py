@@ -5,16 +5,19 @@ from __future__ import annotations
 import base64
 import inspect
 import json
-import math
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from fppo._errors import shown, words_of
 from fppo.data.plain import half_pairs
 from fppo.environments.protocol import Begin, Environment, Message, Reply, Step
-from fppo.workers.sample import Sample
+from fppo.workers.calls import note_columns
+from fppo.workers.sample import LONGEST_NAME, NAMED, Sample, number_of
 
 CALL = "call"  # the key under which a worker's sample holds the arguments of a call
 
@@ -55,16 +58,29 @@ class EnvironmentCall:
 
     def __call__(self, sample: Sample) -> Any:
         row, seed, state, reply = sample.extras[CALL]
-        if reply is None:
-            result = self.environment.reset(row, seed)
-        else:
-            result = self.environment.step(pickle.loads(base64.b64decode(state)), Reply(*reply))
+        with _noted(row):
+            if reply is None:
+                result = self.environment.reset(row, seed)
+            else:
+                result = self.environment.step(pickle.loads(base64.b64decode(state)), Reply(*reply))
         kind = Begin if reply is None else Step
-        return _later(result, kind) if inspect.isawaitable(result) else _packed(result, kind)
+        return _later(result, kind, row) if inspect.isawaitable(result) else _packed(result, kind)
 
 
-async def _later(result: Any, kind: type[Begin] | type[Step]) -> Any:
-    return _packed(await result, kind)
+@contextmanager
+def _noted(row: Mapping[str, Any] | None) -> Iterator[None]:
+    """A context whose errors about keys say which columns a row has, if one is given."""
+    try:
+        yield
+    except KeyError as error:
+        if row is not None:
+            note_columns(error, row)
+        raise
+
+
+async def _later(result: Any, kind: type[Begin] | type[Step], row: Mapping[str, Any] | None) -> Any:
+    with _noted(row):
+        return _packed(await result, kind)
 
 
 def _packed(result: Any, kind: type[Begin] | type[Step]) -> dict[str, Any]:
@@ -78,29 +94,47 @@ def _packed(result: Any, kind: type[Begin] | type[Step]) -> dict[str, Any]:
 def _played(result: Any, kind: type[Begin] | type[Step]) -> tuple[Any, ...]:
     """The result's fields. Raises ValueError for a result that is no `Begin` or `Step`, naming what is wrong."""
     method = "reset" if kind is Begin else "step"
+    fields = ", ".join(kind._fields)
     if not isinstance(result, tuple) or not 1 <= len(result) <= len(kind._fields):
-        fields = ", ".join(kind._fields)
         raise ValueError(f"{method} returned a {type(result).__name__}, not a {kind.__name__}({fields})")
     step = Step(*result)  # a Begin is the start of one
+    if not isinstance(step.messages, list | tuple):
+        what = f"a {type(step.messages).__name__} as {kind.__name__}.messages, {shown(step.messages)}"
+        raise ValueError(f"{method} returned {what}; give a list of messages")
     if (wrong := message_problem(step.messages)) is not None:
         raise ValueError(f"{method} returned {wrong}")
     reward = _number(step.reward, f"{method} returned the reward")
-    info = {str(name): _number(x, f"{method} returned info[{name!r}] =") for name, x in dict(step.info).items()}
+    if not is_flag(step.done):
+        raise ValueError(f"{method} returned done = {shown(step.done)}; give True or False")
+    info = _info(step.info, f"{method} returned")
     try:
         state = base64.b64encode(pickle.dumps(step.state)).decode()
     except Exception as error:  # pickle raises what objects do
-        text = f"{method} returned a state that does not pickle ({error}); hold open things by number, or play again"
-        raise ValueError(text) from error
+        text = f"{method} returned a state that does not pickle ({words_of(error, 400)}); hold open things by number"
+        raise ValueError(f"{text}, or play again") from error
     return state, list(step.messages), reward, bool(step.done), info
 
 
+def _info(info: Any, what: str) -> dict[str, float]:
+    """An episode's numbers by name. Raises ValueError for what is no table of a few."""
+    if not isinstance(info, Mapping):
+        raise ValueError(f"{what} info = {shown(info)}, no table of numbers")
+    if len(info) > NAMED or any(not isinstance(name, str) or len(name) > LONGEST_NAME for name in info):
+        most = f"at most {NAMED} numbers, named in texts of at most {LONGEST_NAME} characters, become metrics"
+        raise ValueError(f"{what} {len(info):,} numbers in info, {shown([*islice(info, 3)])}, ...; {most}")
+    return {name: _number(x, f"{what} info[{name!r}] =") for name, x in info.items()}
+
+
+def is_flag(value: Any) -> bool:
+    """Whether a value is True or False, Python's or numpy's."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
 def _number(value: Any, what: str) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} {value!r}, no number") from error
-    if not math.isfinite(number):
-        raise ValueError(f"{what} {value!r}; give a finite number")
+    number = number_of(value)
+    if number is None:
+        wrong = "; give a finite number" if isinstance(value, int | float) else ", no number"
+        raise ValueError(f"{what} {shown(value)}{wrong}")
     return number
 
 
@@ -110,13 +144,13 @@ def message_problem(result: Any) -> str | None:
         return f"a {type(result).__name__}"
     for message in result:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return f"a message without text as 'role' and 'content': {message!r}"[:200]
+            return f"a message without text as 'role' and 'content': {shown(message)}"
         if message["role"] == "assistant":
             return "a message of the role 'assistant', which is the policy's own"
     try:
         json.dumps(result)
     except (TypeError, ValueError) as error:
-        return f"messages that do not fit JSON: {error}"
+        return f"messages that do not fit JSON: {words_of(error, 400)}"
     if (text := half_pairs(result)) is not None:
         return f"text with half of a surrogate pair, which is no character: {text!a}"[:200]
     return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fppo import advantages, losses, metrics
-from fppo._errors import RunFailed
+from fppo._errors import RunFailed, listed
 from fppo.advantages.columns import Estimator
 from fppo.advantages.experience import estimate
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored, extend
@@ -35,6 +35,7 @@ from fppo.steps.train_state import Params
 from fppo.tree import replace
 
 ScoreFn = Callable[[Rollout], tuple[Scored, Metrics]]
+NUMBERS = 1000  # of an environment's info in a batch, by name
 _PASSES = ("old_log_prob", "ref", "values")
 
 
@@ -320,9 +321,13 @@ def turn_metrics(rollout: Rollout) -> Metrics:
 
 
 def environment_metrics(rollout: Rollout) -> Metrics:
-    """The means of the numbers of an environment's info, over the episodes that have them."""
+    """The means of the numbers of an environment's info, over the episodes that have them. Raises ValueError for more
+    than `NUMBERS` names: each is a metric of the run."""
     found: dict[str, list[float]] = {}
     for extra in joined(rollout).extras:
         for name, number in extra.get(INFO, {}).items() if isinstance(extra.get(INFO), dict) else ():
             found.setdefault(f"{INFO}/{name}", []).append(number)
+    if len(found) > NUMBERS:
+        text = f"the environment's info has {len(found):,} names in one batch, {listed(found, 100)}"
+        raise ValueError(f"{text}: at most {NUMBERS} become metrics; name a number alike in all episodes and turns")
     return {name: metrics.mean(sum(numbers), len(numbers)) for name, numbers in sorted(found.items())}

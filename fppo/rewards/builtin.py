@@ -10,28 +10,22 @@ from typing import Any
 
 import attrs
 
-from fppo._errors import printable
+from fppo._errors import printable, shown
+from fppo.rewards import mathematics
 from fppo.rewards.functions import inline_reward
+from fppo.rewards.truths import complaint, texts_of
 from fppo.workers.sample import Sample
 
 
 @inline_reward
 def exact_match(sample: Sample) -> dict[str, Any]:
     """1 if the response equals the ground truth up to surrounding white space, else 0. Raises ValueError for a ground
-    truth that is neither text nor a number."""
+    truth that is neither text nor a number, and for an empty one; see `truths.texts_of`."""
     answer = sample.response.strip()
-    return {"score": float(answer == _truth(sample).strip()), "answer": answer}
+    return {"score": float(answer in texts_of(sample.ground_truth)), "answer": answer}
 
 
-def _truth(sample: Sample) -> str:
-    """The ground truth as text. Raises ValueError for a list, a table or none, which no response equals."""
-    truth = sample.ground_truth
-    if not isinstance(truth, str | int | float):
-        raise ValueError(
-            f"no response equals the ground truth {printable(repr(truth), 80)}: let data.ground_truth name one text or "
-            "number, as answers.0 is the first of a list, or score by a function of your own"
-        )
-    return str(truth)
+exact_match.reward_complaint = complaint  # type: ignore[attr-defined]
 
 
 @attrs.frozen
@@ -48,7 +42,40 @@ class RegularExpression:
         answer = matches[-1][1] if matches else None
         if answer is None:
             return {"score": 0.0, "answer": None}
-        return {"score": float(answer.strip() == _truth(sample).strip()), "answer": answer.strip()}
+        return {"score": float(answer.strip() in texts_of(sample.ground_truth)), "answer": answer.strip()}
+
+    def reward_complaint(self, truth: Any) -> str | None:
+        """What is wrong with a ground truth: the pattern's group matches none of its texts."""
+        if not self.pattern.groups:
+            return None
+        if (wrong := complaint(truth)) is not None or (group := _first_group(self.pattern)) is None:
+            return wrong
+        if any(group.search(f" {text} ") for text in texts_of(truth)):
+            return None
+        return f"the group of pattern = {shown(self.pattern.pattern)} never equals the ground truth {shown(truth, 80)}"
+
+
+_PLAIN_GROUP = re.compile(r"(?:\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[^()\\\[])*", re.DOTALL)
+
+
+def _first_group(pattern: re.Pattern[str]) -> re.Pattern[str] | None:
+    """A pattern that finds a text which the first group matches from end to end, but for white space; None if the group
+    depends on what is around it, or holds groups."""
+    text, place = pattern.pattern, 0
+    while place < len(text):
+        before = _PLAIN_GROUP.match(text, place)
+        place = before.end() if before else place
+        if text[place : place + 1] != "(" or text.startswith("(?", place):
+            place += 1
+            continue
+        inside = _PLAIN_GROUP.match(text, place + 1)
+        if inside is None or text[inside.end() : inside.end() + 1] != ")" or re.search(r"\\[bBAZ\d]|[\^$]", inside[0]):
+            return None
+        try:
+            return re.compile(rf"\A\s*(?:{inside[0]})\s*\Z", pattern.flags & ~re.UNICODE)
+        except re.error:
+            return None
+    return None
 
 
 def regular_expression(*, pattern: str) -> RegularExpression:
@@ -71,26 +98,36 @@ def _prepare_math_verify() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
 
 
-def math_verify(sample: Sample) -> dict[str, Any]:
-    """1 if the response's final answer equals the ground truth as mathematics, by the package math-verify.
+def math_verify(sample: Sample, *, expressions: bool = False) -> dict[str, Any]:
+    r"""1 if the response's final answer equals the ground truth as mathematics, by the package math-verify.
 
-    Its own time limits use signals and are off: the worker's limit holds. Raises ValueError if the ground truth cannot
-    be parsed; a response that cannot be parsed scores 0.
+    The answer to a number, a set or an interval must be evaluated: numbers, fractions, percentages, with units or
+    without. "2*3" is no answer to 6, and other expressions may hold no arithmetic of numbers that the truth lacks;
+    `expressions` takes all that is equal. In a response with boxes these are the answer: several of different contents
+    are a set, and an empty one is none, as are several numbers in a row at the end of a response without boxes.
+
+    math-verify's own time limits use signals and are off: the worker's limit holds. Raises ValueError if the ground
+    truth is empty or cannot be parsed; a response that cannot be parsed scores 0.
     """
     _prepare_math_verify()
-    import math_verify as library
+    score, answer = mathematics.judged(sample.response, sample.ground_truth, expressions=expressions)
+    return {"score": score, "answer": answer}
 
-    truth = _truth(sample)
-    marked = truth if "$" in truth or "\\boxed" in truth else f"\\boxed{{{truth}}}"
-    gold = library.parse(marked, parsing_timeout=None)  # type: ignore[arg-type]
-    if not gold:
-        raise ValueError(f"the ground truth {truth!r} is not mathematics that can be parsed")
-    answer = library.parse(sample.response, parsing_timeout=None)  # type: ignore[arg-type]
-    correct = bool(answer) and library.verify(gold, answer, timeout_seconds=None)
-    return {"score": float(correct), "answer": str(answer[-1]) if answer else None}
+
+def _math_complaint(truth: Any) -> str | None:
+    """What is wrong with a ground truth: it does not score its own text."""
+    if (wrong := complaint(truth)) is not None or mathematics.is_plain(truth):
+        return wrong
+    _prepare_math_verify()
+    try:
+        right = mathematics.judged(mathematics.own_answer(truth), truth)[0] == 1.0
+    except Exception as error:  # as of math-verify
+        return printable(str(error) or type(error).__name__, 200)
+    return None if right else f"the ground truth {shown(truth, 80)} does not score its own text as an answer"
 
 
 math_verify.reward_prepare = _prepare_math_verify  # type: ignore[attr-defined]
+math_verify.reward_complaint = _math_complaint  # type: ignore[attr-defined]
 
 
 @attrs.frozen

@@ -21,13 +21,16 @@ def environment_reward(rollout: Rollout) -> tuple[Tensor, Metrics, Tensor]:
     Raises ValueError for a rollout without them, and RunFailed, its subclass, where the environment failed on every row
     of a policy without updates.
     """
+    from fppo.rollout.turns.engine import WHY
+
     if rollout.turn_rewards is None:
         raise ValueError("the rollout has no turn_rewards: it was sampled without an environment")
     total = rollout.turn_rewards.sum(1)
     known = ~total.isnan()
     if not known.any() and not rollout.versions.any():
+        why = next((extra[WHY] for extra in rollout.extras if extra.get(WHY)), "the log has it")
         raise RunFailed(
             f"the environment failed on every one of the first {len(total)} episodes, so there is nothing to learn "
-            "from; the log has the first error, and prompts over data.max_prompt_tokens count as failures"
+            f"from; the first error: {why} (prompts over data.max_prompt_tokens count as failures)"
         )
     return total.nan_to_num(nan=0.0), {}, known

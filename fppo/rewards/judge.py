@@ -87,7 +87,7 @@ class LanguageJudge:
         limit, head = self.max_prompt_tokens, self.max_prompt_tokens // 2
         kept = [ids if len(ids) <= limit else [*ids[:head], *ids[head - limit :]] for ids in questions]
         answers = self._answers(self._prompts(kept, rollout))
-        scores = [score_in(answer, self.pattern) for answer in answers]
+        scores = [score_in(answer, self.pattern, cut=cut) for answer, cut in answers]
         rows = [(score or 0.0, score is None, len(ids) > limit) for score, ids in zip(scores, questions, strict=True)]
         return torch.tensor(rows, dtype=torch.float64)
 
@@ -107,12 +107,14 @@ class LanguageJudge:
         prompts = data.collate(data.prompt_set(questions, pad_token_id=pad), range(len(questions)))
         return tree.replace(prompts, row_ids=rollout.row_ids.cpu())
 
-    def _answers(self, prompts: Prompts) -> list[str]:
+    def _answers(self, prompts: Prompts) -> list[tuple[str, bool]]:
+        """The texts of the answers, and whether each was cut."""
         answers = self.engine.generate(self.params, Ask(prompts, self.sampling, self.key))
         mask = answers.response_mask.cpu()
         tokens = answers.tokens[:, -mask.shape[1] :].cpu()
         keywords = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        return [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]
+        texts = [self.tokenizer.decode(row[keep].tolist(), **keywords) for row, keep in zip(tokens, mask, strict=True)]
+        return [(text, finish == "length") for text, finish in zip(texts, answers.finish, strict=True)]
 
 
 def question_of(template: str, sample: Sample) -> str:

@@ -32,10 +32,13 @@ def pattern_problem(pattern: str) -> str | None:
     return f"has {groups} groups; give one, (...), around the score; (?:...) groups without being one"
 
 
-def score_in(answer: str, pattern: re.Pattern[str]) -> float | None:
-    """The number in the group of the last match; None without a match, or for a number that is not finite."""
+def score_in(answer: str, pattern: re.Pattern[str], *, cut: bool = False) -> float | None:
+    """The number in the group of the last match; None without a match, or for a number that is not finite. Of a `cut`
+    answer a number at its very end that further digits would change is none."""
     matches = list(pattern.finditer(answer))
     if not matches:
+        return None
+    if cut and any(x.start(1) == matches[-1].start(1) and x[1] != matches[-1][1] for x in pattern.finditer(f"{answer}0")):
         return None
     try:
         number = float(matches[-1][1])

@@ -26,6 +26,7 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.supervised import imitate_steps
 from fppo.pipeline.train import Evaluation, Observe, StepRecord, train, watch_steps
 from fppo.runs import evaluations, jsonl, loggers, origins, starts
+from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
 from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
@@ -284,7 +285,7 @@ def _writing(
         sampled = [] if isinstance(assembly, SupervisedAssembly) else [_sample_files(settings, assembly, first_step)]
         for each in sampled:
             opened.callback(each.close)
-        logged = [_logging(settings, assembly, first_step, opened)]
+        logged = [FirstStep(settings), _logging(settings, assembly, first_step, opened)]
         own = [OwnObserver(name, fn) for name, fn in assembly.inputs.observers.items()]
         opened.callback(_close_each, own)
         lines = opened.enter_context(_closing(directory / replay.DIGESTS, first_step))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 
-from fppo._errors import printable, words_of
+from fppo._errors import listed, printable, words_of
 from fppo.runtime.clock import ProcessClock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
@@ -76,7 +76,7 @@ def call(
         loop.run(_gather(fn, samples, mode, on_outcome))
     else:
         for number, sample in enumerate(samples):
-            on_outcome(number, _guarded(lambda sample=sample: outcome_of(_settled(fn(sample), loop))))
+            on_outcome(number, _guarded(lambda sample=sample: outcome_of(_settled(fn(sample), loop)), sample))
 
 
 def _settled(result: Any, loop: asyncio.Runner) -> Any:
@@ -90,17 +90,27 @@ def _settled(result: Any, loop: asyncio.Runner) -> Any:
     return loop.run(wait())
 
 
-def _guarded(attempt: Callable[[], Outcome]) -> Outcome:
+def _guarded(attempt: Callable[[], Outcome], sample: Sample) -> Outcome:
     try:
         return attempt()
     except (Exception, SystemExit) as error:
-        return _error(error)
+        return _error(error, sample)
 
 
-def _error(error: BaseException) -> Outcome:
+def _error(error: BaseException, sample: Sample) -> Outcome:
+    """The outcome of a call that raised, with the notes of the error; for a key that a row lacks, those it has."""
     frames = traceback.extract_tb(error.__traceback__)
     last = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return Outcome("error", text=f"{words_of(error, _TEXT)}{printable(last)}")
+    if isinstance(error, KeyError) and sample.prompt_tokens:  # calls of tools and environments have none
+        note_columns(error, sample.extras)
+    notes = "".join(f"; {printable(note, _TEXT)}" for note in getattr(error, "__notes__", ()))
+    return Outcome("error", text=f"{words_of(error, _TEXT)}{printable(last)}{notes}")
+
+
+def note_columns(error: KeyError, row: Mapping[str, Any]) -> None:
+    """Adds a note of a row's columns to the error, unless the key is one of them, or they have been noted."""
+    if not getattr(error, "__notes__", ()) and not (error.args and error.args[0] in row):
+        error.add_note(f"the row has the columns {listed(row)}")
 
 
 def _batch(
@@ -117,7 +127,7 @@ def _batch(
         results = _settled(fn(list(samples)), loop)
     except (Exception, SystemExit) as error:
         if len(samples) == 1:
-            on_outcome(first, _error(error))
+            on_outcome(first, _error(error, samples[0]))
             return
         half = len(samples) // 2
         _batch(fn, samples[:half], first, loop, on_outcome, on_call)
@@ -202,9 +212,9 @@ class CoroutineCalls:
         except asyncio.CancelledError as error:
             if task.cancelling() and task not in self._late:
                 raise
-            outcome = _error(error)  # of the function's own, where it is not late
+            outcome = _error(error, sample)  # of the function's own, where it is not late
         except (Exception, SystemExit) as error:
-            outcome = _error(error)
+            outcome = _error(error, sample)
         finally:
             self._due.pop(task, None)
         return self._patience.overdue(limit) if task in self._late else outcome

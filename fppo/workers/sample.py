@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-from fppo._errors import printable
+from fppo._errors import shown
 
 UserFn = Callable[..., Any]
 Kind = Literal["sample", "batch", "tensor"]
 ANSWER = "answer"
-NAMED, _LONGEST_NAME = 100, 200  # the most entries of a result, which become metrics; their longest name
+NAMED, LONGEST_NAME = 100, 200  # the most entries of a result, which become metrics; their longest name
 _LARGEST = 3.4028234e38  # the largest float32
 _SCORES = 'it must return a finite number, or a dict of them with "score" and maybe the text "answer"'
 
@@ -59,13 +59,13 @@ def outcome_of(result: Any) -> Outcome:
     """Check a function's result: a finite number, or a dict of such numbers with "score" and optionally the text
     "answer"."""
     if not isinstance(result, Mapping):
-        score = _number(result)
+        score = number_of(result)
         return _bad(result) if score is None else Outcome("value", score)
-    if len(result) > NAMED or any(isinstance(name, str) and len(name) > _LONGEST_NAME for name in result):
-        most = f"at most {NAMED} of them, named in at most {_LONGEST_NAME} characters, may come with a score"
+    if len(result) > NAMED or any(isinstance(name, str) and len(name) > LONGEST_NAME for name in result):
+        most = f"at most {NAMED} of them, named in at most {LONGEST_NAME} characters, may come with a score"
         return Outcome("bad", text=f"{len(result):,} named numbers; {most}")
     answer = result.get(ANSWER)
-    numbers = {name: _number(value) for name, value in result.items() if name != ANSWER}
+    numbers = {name: number_of(value) for name, value in result.items() if name != ANSWER}
     names_are_text = all(isinstance(name, str) for name in numbers)
     if "score" not in numbers or None in numbers.values() or not names_are_text or not isinstance(answer, str | None):
         return _bad(result)
@@ -74,10 +74,10 @@ def outcome_of(result: Any) -> Outcome:
 
 
 def _bad(result: Any) -> Outcome:
-    return Outcome("bad", text=f"{_text(result)}; {_SCORES}")
+    return Outcome("bad", text=f"{shown(result)}; {_SCORES}")
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
     """Convert a number of Python, numpy or torch to a finite float; None for values that are no finite float32."""
     if not hasattr(type(value), "__float__") or getattr(value, "ndim", 0):
         return None
@@ -86,11 +86,3 @@ def _number(value: Any) -> float | None:
     except Exception:
         return None
     return number if abs(number) <= _LARGEST else None
-
-
-def _text(value: Any) -> str:
-    try:
-        text = repr(value)
-    except Exception as error:
-        text = f"a {type(value).__name__} whose repr raises {type(error).__name__}"
-    return printable(text if len(text) <= 200 else f"{text[:200]}...")

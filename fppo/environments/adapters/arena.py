@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import textarena  # pyright: ignore[reportMissingImports]
 
-from fppo.environments.adapters.objects import SMALL, Kept, seed_generators
+from fppo.environments.adapters.objects import ANOTHER, LARGE, SMALL, Kept, seed_generators
 from fppo.environments.protocol import Begin, Message, Reply, Step
 from fppo.workers.imports import imported
 
 
-class TextArena:
-    """The game `game`, as "KuhnPoker-v0-raw", in which the policy is a player drawn by the seed.
+_DRAWS = 100  # of a game in which the policy has a move
 
-    The others are `opponent`, module:function of the text that a player sees and a `random` module that is seeded, for
-    a text. Rewards are those of the game's end; a cut or invalid move is what the game makes of it.
+
+class TextArena:
+    """The game `game`, as "KuhnPoker-v0", in which the policy is a player drawn by the seed.
+
+    A player sees what is new since its last move; of the wrappers that TextArena puts around a game those of actions
+    count, which may put a move into brackets. The others are `opponent`, module:function of the text that a player sees
+    and a `random` module that is seeded, for a text. A game that is over before the policy's first move is drawn anew.
+    Rewards are those of the game's end; a cut or invalid move is what the game makes of it.
     """
 
     def __init__(self, *, game: str, players: int = 2, opponent: str | Callable[..., str] | None = None) -> None:
@@ -27,32 +33,56 @@ class TextArena:
         self._opponent = imported(opponent, "opponent") if isinstance(opponent, str) else opponent
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
-        """The game up to the policy's first move."""
-        seed_generators(seed, 0)
-        game = textarena.make(self._game)
-        game.reset(num_players=self._players, seed=seed % SMALL)
-        messages, _ = self._until_policy(game, seed, False)
-        return Begin(Kept(seed, 0, game), messages)
+        """The game up to the policy's first move. Raises ValueError where the policy never gets one."""
+        for number in range(_DRAWS):
+            drawn = (seed + number * ANOTHER) % LARGE
+            seed_generators(drawn, 0)
+            game = _inside(textarena.make(self._game))[0]
+            game.reset(num_players=self._players, seed=drawn % SMALL)
+            if messages := self._until_policy(game, drawn, False):
+                return Begin(Kept(drawn, 0, game), messages)
+        raise ValueError(f"TextArena's {self._game} with {self._players} players is over before the policy's first move")
 
     def step(self, state: Kept, reply: Reply) -> Step:
         """The game after a move, and those of the others."""
         seed_generators(state.seed, state.turn + 1)
         game = state.held
-        done, _ = game.step(reply.text)
-        messages, done = self._until_policy(game, state.seed, done)
+        done, _ = game.step(self._written(reply.text))
+        messages = self._until_policy(game, state.seed, done)
         kept = Kept(state.seed, state.turn + 1, game)
-        if not done:
+        if messages:
             return Step(kept, messages)
         rewards, info = game.close()
         me = state.seed % self._players
-        return Step(kept, (), float(rewards[me]), True, {"invalid": float(info[me].get("invalid_move", False))})
+        return Step(kept, (), rewards[me], True, {"invalid": float(info[me].get("invalid_move", False))})
 
-    def _until_policy(self, game: Any, seed: int, done: bool) -> tuple[list[Message], bool]:
+    def _until_policy(self, game: Any, seed: int, done: bool) -> list[Message]:
+        """What the policy reads before its next move; nothing where the game is over."""
         while not done:
             player, seen = game.get_observation()
-            text = "\n".join(message for _, message, _ in seen)
+            text = seen if isinstance(seen, str) else "\n".join(message for _, message, _ in seen)
             if player == seed % self._players:
-                return [{"role": "user", "content": text}], False
+                return [{"role": "user", "content": text}]
             assert self._opponent is not None
-            done, _ = game.step(self._opponent(text, random))
-        return [], True
+            done, _ = game.step(self._written(self._opponent(text, random)))
+        return []
+
+    def _written(self, text: str) -> str:
+        """A move as the game's wrappers of actions write it."""
+        for write in self._writers:
+            text = write(text)
+        return text
+
+    @functools.cached_property
+    def _writers(self) -> list[Callable[[str], str]]:
+        return _inside(textarena.make(self._game))[1]
+
+
+def _inside(game: Any) -> tuple[Any, list[Callable[[str], str]]]:
+    """The game inside TextArena's wrappers, which do not pickle, and what those of actions do, from the outermost on."""
+    writers: list[Callable[[str], str]] = []
+    while isinstance(game, getattr(textarena, "Wrapper", ())):
+        if hasattr(type(game), "action"):
+            writers.append(game.action)
+        game = game.env
+    return game, writers

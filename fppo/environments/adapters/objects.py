@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from fppo.environments.calls import is_flag
 from fppo.environments.protocol import Begin, Reply, Step
 from fppo.workers.imports import imported
 
-SMALL = 1 << 31  # seeds that generators take
-_GOLDEN = 0x9E3779B97F4A7C15
+SMALL, LARGE = 1 << 31, 1 << 62  # seeds that generators take, and those of episodes
+ANOTHER = 0x9E3779B97F4A7C15  # from one seed to the next
 
 
 class Kept(NamedTuple):
@@ -27,7 +28,7 @@ class Kept(NamedTuple):
 
 def seed_generators(seed: int, turn: int) -> None:
     """Seeds the generators of random and numpy by an episode's seed and turn."""
-    number = (seed + _GOLDEN * turn) % (1 << 63)
+    number = (seed + ANOTHER * turn) % (1 << 63)
     random.seed(number)
     with suppress(ImportError):
         import numpy
@@ -54,7 +55,8 @@ class Gym:
         """The text behind an action, and the numbers of its info."""
         seed_generators(state.seed, state.turn + 1)
         text, reward, terminated, truncated, info = state.held.step(reply.text)
-        done = bool(terminated or truncated)
+        odd = [x for x in (terminated, truncated) if not is_flag(x)]  # which the caller refuses
+        done = odd[0] if odd else bool(terminated or truncated)
         numbers = {name: float(x) for name, x in info.items() if isinstance(x, bool | int | float)}
         messages = () if done else [{"role": self._role, "content": str(text)}]
-        return Step(Kept(state.seed, state.turn + 1, state.held), messages, float(reward), done, numbers)
+        return Step(Kept(state.seed, state.turn + 1, state.held), messages, reward, done, numbers)

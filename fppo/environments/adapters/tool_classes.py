@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from fppo._errors import printable, shown
 from fppo.environments.adapters.objects import Kept, seed_generators
 from fppo.environments.protocol import Begin, Reply, Step
 from fppo.workers.imports import imported
@@ -37,19 +38,19 @@ class ToolClass:
         calls = self._call.findall(reply.text)
         answers = [{"role": "tool", **self._called(state.held, call)} for call in calls]
         ends = not calls or not reply.end
-        reward = float(state.held.get_reward()) if ends and hasattr(state.held, "get_reward") else 0.0
+        reward = state.held.get_reward() if ends and hasattr(state.held, "get_reward") else 0.0
         return Step(Kept(state.seed, state.turn + 1, state.held), answers, reward, not calls)
 
     def _called(self, held: Any, text: str) -> dict[str, str]:
         name = "tool"
         try:
             call = json.loads(text)
-            name = str(call["name"])
+            name = printable(str(call["name"]), 100)
             if name not in tool_names(type(held)):
-                return {"name": name, "content": f"error: there is no tool {name!r}"}
+                return {"name": name, "content": f"error: there is no tool {shown(name)}"}
             return {"name": name, "content": str(getattr(held, name)(**call.get("arguments", {})))}
         except Exception as error:  # the policy's mistakes are answered
-            return {"name": name, "content": f"error: {error}"}
+            return {"name": name, "content": f"error: {printable(str(error), 400)}"}
 
 
 def tool_names(kind: type) -> list[str]:

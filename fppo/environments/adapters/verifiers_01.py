@@ -47,7 +47,7 @@ class Verifiers:
                 return Step(dill.dumps(state), [_plain(message) for message in new])
         await self._env.render_completion(state)
         await self._env.rubric.score_rollout(state)
-        return Step(dill.dumps(state), (), float(state["reward"]), True, dict(state.get("metrics") or {}))
+        return Step(dill.dumps(state), (), state["reward"], True, dict(state.get("metrics") or {}))
 
 
 class _NoClient(verifiers.Client):  # the policy answers in its place

@@ -39,6 +39,7 @@ class Chain:
     messages: Sequence[Message] | None = None  # of the prompt, where the player gave it
     begun: bool = False
     failures: int = 0
+    why: str = ""  # the first of these
     lost: bool = False  # it could not begin
     sections: list[Section] = attrs.field(factory=list)
     ids: list[int] = attrs.field(factory=list)
@@ -53,6 +54,11 @@ class Chain:
     experts: list[tuple[int, int, Tensor]] = attrs.field(factory=list)  # by row, of its tokens up to a place
     said: list[Message] = attrs.field(factory=list)  # the conversation so far, where turns are rows
     later: list[EpisodeCut] = attrs.field(factory=list)  # the rows behind the first
+
+    def failed(self, why: str) -> None:
+        """Counts a failure."""
+        self.failures += 1
+        self.why = self.why or why
 
     @property
     def cuts(self) -> list[EpisodeCut]:

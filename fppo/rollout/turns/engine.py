@@ -10,6 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from fppo._errors import printable
 from fppo.batch import Prompts, Rollout
 from fppo.data.examples import MESSAGES
 from fppo.environments.calls import PlayedStep
@@ -29,6 +30,7 @@ from fppo.runtime.mesh import AXES, LOCAL, Mesh, gather_objects, place_on, ranks
 from fppo.steps.ranks import deal
 
 FAILURES = "tool_failures"  # the key under which extras hold how many of a row's calls failed
+WHY = "environment_error"  # the key under which they hold the error of the first, bounded
 INFO = "environment"  # the key under which extras hold an episode's numbers by name
 Thinking = Literal["keep", "drop"]
 _SEEDS = 1 << 62
@@ -232,6 +234,7 @@ class TurnsEngine:
         more: dict[str, Any] = {FAILURES: chain.failures} if chain.failures else {}
         if self.tools.judges:
             more[INFO] = chain.info
+            more |= {WHY: printable(chain.why, 400)} if chain.failures else {}
         if self.draws is not None:
             reply, ids = self._replies(sampling), chain.reply_ids  # none where there was no room after a turn
             said = [reply(own, cut=False).text for own in chain.turns]

@@ -138,7 +138,9 @@ class Play:
     def _begun(self, chain: Chain, played: PlayedStep) -> list[Request]:
         """The first requests of a group, once all of its episodes have begun; none before."""
         chain.begun, chain.state = True, played.state
-        chain.failures, chain.lost = int(played.failed), played.failed
+        chain.lost = played.failed
+        if played.failed:
+            chain.failed(played.why)
         chain.messages = [] if played.failed else played.messages
         group = self._groups[chain.group]
         if not all(each.begun for each in group):
@@ -159,8 +161,9 @@ class Play:
         fits = bool(ids) and (rules.prompt_tokens is None or len(ids) <= rules.prompt_tokens)
         for each in group:
             if not each.lost and (list(each.messages or ()) != messages or bool(messages) > fits):
-                each.lost, each.failures = True, 1
-                self._check(PlayedStep(failed=True, why="its prompt is too long, or another than that of its group"))
+                each.lost = True
+                each.failed("its prompt is too long, or another than that of its group")
+                self._check(PlayedStep(failed=True, why=each.why))
             each.messages = messages if fits else None
             each.prompt = ids if fits else each.prompt
             each.said = list(messages) if fits else each.said
@@ -168,7 +171,9 @@ class Play:
     def _next(self, chain: Chain, played: PlayedStep) -> Request | None:
         """The next request of an episode that was answered; None where it is over."""
         rules, used = self._rules, len(chain.ids)
-        chain.state, chain.failures = played.state, chain.failures + played.failed
+        chain.state = played.state
+        if played.failed:
+            chain.failed(played.why)
         chain.info.update(played.info)
         if rules.judges:
             chain.rewards[used - 1] = rules.lost if played.failed else played.reward
@@ -212,7 +217,7 @@ class Play:
     def _refused(self, chain: Chain, why: str) -> None:
         """Ends an episode that no prompt can go on with, as one that failed."""
         self._check(PlayedStep(failed=True, why=why))
-        chain.failures += 1
+        chain.failed(why)
         if self._rules.judges:
             chain.rewards[len(chain.ids) - 1] = self._rules.lost
         self._over(chain)

@@ -1,0 +1,68 @@
+"""Ground truths: the texts that a response may answer with, and a check of a data set's truths before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from typing import Any
+
+from fppo._errors import shown
+from fppo.data.problems import Problems
+from fppo.rewards.functions import WeightedSum
+from fppo.workers.sample import name_of
+
+Complaint = Callable[[Any], str | None]
+
+
+def texts_of(truth: Any) -> tuple[str, ...]:
+    """The texts that a ground truth stands for, without white space around them, the plainest first.
+
+    A number is its digits, and what Python writes: 18.0, as tables with a missing value make of 18, is "18" and "18.0".
+    True is "true" and "True". Raises ValueError for a list, a table, nothing and an empty text, which no response
+    should equal.
+    """
+    texts: tuple[str, ...] = ()
+    if isinstance(truth, bool):
+        texts = (str(truth).lower(), str(truth))
+    elif isinstance(truth, float) and truth == truth and abs(truth) != float("inf"):
+        digits = format(Decimal(repr(truth)), "f")
+        texts = tuple(dict.fromkeys((digits.rstrip("0").rstrip(".") if "." in digits else digits, repr(truth))))
+    elif isinstance(truth, str | int) and (text := str(truth).strip()):
+        texts = (text,)
+    if not texts:
+        raise ValueError(
+            f"no response equals the ground truth {shown(truth, 80)}, which cannot be an answer: let data.ground_truth "
+            "name one text or number, as answers.0 is the first of a list, or score by a function of your own"
+        )
+    return texts
+
+
+def complaint(truth: Any) -> str | None:
+    """What is wrong with a ground truth that a response is to equal; None for one that has a text."""
+    try:
+        texts_of(truth)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_truths(reward: WeightedSum, truths: Iterable[tuple[str, Any]]) -> None:
+    """Raise DataError for ground truths of rows, given with the places of these, that a function of the reward cannot
+    score, or does not score 1 in a response that says just the truth: every response would be wrong.
+
+    Such a function has `reward_complaint`, a function of a truth for what is wrong with it, or None.
+    """
+    problems, known = Problems(), dict[tuple[str, str], str | None]()
+    terms = [(name_of(term.fn), check) for term in reward.terms if (check := _complaint_of(term.fn)) is not None]
+    for place, truth in truths if terms else ():
+        for name, check in terms:
+            key = name, f"{type(truth).__name__} {truth!r}"
+            if key not in known:
+                known[key] = check(truth)
+            if (wrong := known[key]) is not None:
+                problems.add(f"the reward {name}: {wrong}", at=place)
+    problems.check("ground truths")
+
+
+def _complaint_of(fn: Any) -> Complaint | None:
+    return getattr(fn, "reward_complaint", None)
