@@ -203,7 +203,8 @@ def opened(image: Any, number: int) -> Any:
         if isinstance(found, Image.Image):
             return ImageOps.exif_transpose(found).convert("RGB")
     except Exception as error:  # readers of broken files raise any exception
-        raise ValueError(f"{name}: {printable(str(error) or type(error).__name__, 500)}") from error
+        text = str(error).partition(" <_io.")[0] or type(error).__name__  # without the address of bytes
+        raise ValueError(f"{name}: {printable(text, 500)}") from error
     raise ValueError(f"{name}: a {type(image).__name__}, not a path, bytes or an image")
 
 

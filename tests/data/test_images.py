@@ -1,7 +1,9 @@
 """Prompts with images: where they come from, where they stand, and what is said of those that are none."""
 
+import base64
 import io
 import itertools
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -324,3 +326,70 @@ def test_paths_in_images_and_videos_are_beside_their_file_however_deep():
     ):
         assert _placed(value, beside) == expected
     assert _placed(array, beside) is array
+
+
+ENCODED = base64.b64encode(png(picture(5))).decode()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ENCODED,
+        f"data:image/png;base64,{ENCODED}",
+        f"DATA:;charset=x;BASE64,{ENCODED}",
+        f"data:image/png;base64,{ENCODED.replace('+', '-').replace('/', '_').rstrip('=')}",
+        "\n".join(ENCODED[i : i + 76] for i in range(0, len(ENCODED), 76)),
+    ],
+)
+def test_an_image_may_be_text_in_base64(text, tmp_path):
+    """Bare or in a data: URL, beside a file whose relative paths are resolved, and as a frame."""
+    for value in (text, {"bytes": text}, {"path": text}, _placed(text, tmp_path), _placed([text], tmp_path)[0]):
+        assert np.array_equal(np.asarray(opened(value, 1)), np.asarray(picture(5)))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "what?", "answer": "1", "images": [text]}) + "\n")
+    read = data.read_rows(str(tmp_path / "rows.jsonl"), problems=data.Problems())
+    assert len(data.encode_rows(read, READER.processor.tokenizer, fields=FIELDS, images=READER)) == 1
+
+
+def test_a_file_whose_name_looks_like_base64_is_a_file(tmp_path):
+    name = "a" * 64
+    (tmp_path / name).write_bytes(png(picture(6)))
+    assert _placed(name, tmp_path) == str(tmp_path / name)
+    assert np.array_equal(np.asarray(opened(_placed(name, tmp_path), 1)), np.asarray(picture(6)))
+
+
+WRONG = {
+    "no image": base64.b64encode(b"none" * 200_000).decode(),
+    "no base64": "data:image/png,%89PNG" + "x" * 700_000,
+    "broken base64": "data:image/png;base64," + "=x" * 350_000,
+    "cut": f"data:image/png;base64,{ENCODED[:40]}",
+    "no path": "a photo. " * 80_000,
+    "long path": "p/" * 2000 + "a.png",
+    "bytes": b"none" * 200_000,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_said_of_no_image_is_short_and_says_what_it_was_taken_for(kind):
+    for value in (WRONG[kind], {"path": None, "bytes": WRONG[kind]}):
+        with pytest.raises(ValueError, match=r"image 3[ :]") as found:
+            opened(value, 3)
+        assert len(str(found.value)) < 900
+        if kind in ("no image", "no base64", "broken base64", "cut"):
+            assert "base64" in str(found.value)
+    with pytest.raises(ValueError, match="7 problems in the data") as found:
+        encoded([{"prompt": "what?", "images": [value]} for value in WRONG.values()])
+    assert len(str(found.value)) < 900 * len(WRONG)
+
+
+@pytest.mark.parametrize("turn", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_a_photo_is_turned_as_it_says(turn, kind, tmp_path):
+    from transformers.image_utils import load_image
+
+    tags, file = Image.Exif(), tmp_path / "photo"
+    tags[0x0112] = turn
+    picture(7, (16, 8)).save(file, kind, exif=tags)
+    expected = np.asarray(load_image(str(file)))
+    assert expected.shape[:2] == ((16, 8) if turn > 4 else (8, 16))
+    for value in (str(file), file.read_bytes(), {"bytes": file.read_bytes()}, Image.open(file)):
+        assert np.array_equal(np.asarray(opened(value, 1)), expected)

@@ -1,5 +1,6 @@
 """Prompts with videos: what they are read from, which frames are picked, where they stand, and what is refused."""
 
+import base64
 import importlib.util
 import io
 from types import SimpleNamespace
@@ -350,3 +351,24 @@ def test_a_processor_is_told_of_the_whole_video_and_of_what_is_asked_for():
 def test_a_processor_that_samples_no_frames_gets_all_of_them():
     reader = SimpleNamespace(sample_frames=None, do_sample_frames=False, fps=2)
     assert FramePicker(reader).pick(12, 8.0) == (tuple(range(12)), 8.0)
+
+
+def test_a_video_may_be_text_in_base64_and_what_is_none_is_named_in_short():
+    frames = clip(3)
+    file = moving(frames, "GIF")
+    text = base64.b64encode(file).decode()
+    expected = opened_video(file, 1, ALL, opened).frames
+    for value in (text, f"data:video/gif;base64,{text}", {"bytes": text}, {"frames": text, "fps": 2}):
+        assert np.array_equal(opened_video(value, 1, ALL, opened).frames, expected)
+    each = [base64.b64encode(_png(image)).decode() for image in images(frames)]
+    assert np.array_equal(opened_video(each, 1, ALL, opened).frames, frames)
+    for wrong in (text[:60], "data:video/mp4," + "x" * 700_000, "no path " * 90_000, base64.b64encode(b"no" * 10**5).decode()):
+        with pytest.raises(ValueError, match=r"video 2[ :]") as found:
+            opened_video(wrong, 2, ALL, opened)
+        assert len(str(found.value)) < 900
+
+
+def _png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()

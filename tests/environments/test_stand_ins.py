@@ -99,6 +99,59 @@ def test_a_game_of_several_players_goes_on_until_it_is_the_policys_turn(monkeypa
     assert len(heard) == moves - 2
 
 
+class Spoken(Talk):
+    """The same, where observations are texts, as in TextArena's wrappers."""
+
+    def get_observation(self):
+        player, seen = super().get_observation()
+        return player, "\n".join(text for _, text, _ in seen)
+
+
+class Wrapper:
+    """A wrapper that does not pickle: what it lacks it asks of the game inside."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        return getattr(self.env, name)
+
+
+class History(Wrapper):
+    def get_observation(self):
+        return self.env.get_observation()[0], "all that was said"
+
+
+class Brackets(Wrapper):
+    def action(self, action):
+        return f"[{action}]"
+
+    def step(self, action):
+        return self.env.step(self.action(action))
+
+
+def test_a_game_is_played_inside_its_wrappers_with_its_moves_as_they_write_them(monkeypatch):
+    textarena = {"make": lambda name: Brackets(History(Talk(name))), "Wrapper": Wrapper}
+    module = adapter(monkeypatch, "arena", textarena=textarena)
+    environment = module.TextArena(game="Talk", opponent=lambda text, generator: "so")
+    state = pickle.loads(pickle.dumps(environment.reset({}, 6).state))
+    step = environment.step(state, reply("go on"))
+    assert step.messages == [{"role": "user", "content": "0: [go on]\n1: [so]"}]
+    plain = adapter(monkeypatch, "arena", textarena={"make": Spoken}).TextArena(game="Talk", players=1)
+    assert plain.reset({}, 5).messages == [{"role": "user", "content": "you are 0"}]
+
+
+def test_a_game_that_is_over_before_the_first_move_is_drawn_anew(monkeypatch):
+    module = adapter(monkeypatch, "arena", textarena={"make": Talk})
+    ends = lambda text, generator: "end" if generator.random() < 0.7 else "so"  # noqa: E731
+    environment = module.TextArena(game="Talk", players=3, opponent=ends)
+    for seed in range(2, 40, 3):  # the policy is the third player
+        begun = environment.reset({}, seed)
+        assert begun.messages
+        assert pickle.dumps(environment.reset({}, seed)) == pickle.dumps(begun)
+        assert environment.step(begun.state, reply("end")).done
+
+
 class Sums:
     """A data set whose questions are their numbers; half of an answer is worth half."""
 
@@ -153,6 +206,40 @@ def test_further_chances_are_worth_less_and_only_right_answers_count(monkeypatch
     right, wrong = (environment.step(state, reply(text)) for text in ("6 = 5", "= half"))
     assert (right.reward, right.done, right.info["right"], right.info["right_at_once"]) == (0.0625, True, 1.0, 0.0)
     assert (wrong.reward, wrong.done, wrong.messages) == (0.0, True, ())
+
+
+class Grids:
+    """A data set whose answers have as many lines as its numbers say; none of its own for 0."""
+
+    def __getitem__(self, number):
+        return {"question": "?", "answer": "\n".join("12"[:number]) if number else None}
+
+    def score_answer(self, answer, entry):
+        return float(answer == (entry["answer"] or "a\n\nb".rpartition("\n\n")[2]))
+
+
+@pytest.mark.parametrize(
+    ("number", "text", "score"),
+    [
+        (2, "1\n2", 1.0),
+        (2, "So it is:\n1\n2\n", 1.0),
+        (2, "Now.\n\n1\n2", 1.0),
+        (2, "1 2", 0.0),
+        (2, "2\n1", 0.0),
+        (2, "1\n2\n\nOr 2\n1", 0.0),
+        (1, "so\n1", 1.0),
+        (1, "1\nso", 0.0),
+        (0, "a\n\nb", 1.0),
+        (0, "", 0.0),
+    ],
+)
+def test_an_answer_has_as_many_lines_as_the_data_sets_own(monkeypatch, number, text, score):
+    module = adapter(monkeypatch, "reasoning", reasoning_gym={"create_dataset": lambda name, **how: Grids()})
+    environment = module.ReasoningGym(datasets={"grids": {"size": 3}})
+    begun = environment.reset({}, number + 9)  # numbers end with the set
+    assert environment.step(begun.state, reply(text)).reward == score
+    with pytest.raises(ValueError, match="a row's dataset = 'gridz'; there are grids"):
+        environment.reset({"dataset": "gridz"}, 0)
 
 
 class Sessions:
@@ -221,6 +308,60 @@ def test_an_episode_has_a_session_and_is_played_again_where_that_is_not(monkeypa
     step = shaped.step(shaped.reset({}, 1).state, reply("x"))
     assert step.messages == [{"role": "user", "content": "44"}]
     assert Sessions.made[-1].log[-1] == {"say": "x"}
+
+
+class Losing(Sessions):
+    """A client that loses answers, after the server has had the action, and resets."""
+
+    lost: ClassVar[list[str]] = []
+
+    def connect(self):
+        super().connect()
+        if "connect" in Losing.lost:
+            Losing.lost.remove("connect")
+            raise ConnectionError("no room")
+
+    def step(self, action):
+        seen = super().step(action)
+        if action["message"] in Losing.lost:
+            Losing.lost.remove(action["message"])
+            raise TimeoutError("the answer did not come")
+        return seen
+
+
+def open_env(monkeypatch, client):
+    monkeypatch.setattr(Sessions, "made", [])
+    fields = {"GenericEnvClient": client}
+    return adapter(monkeypatch, "open_env", openenv={}, openenv__core={}, openenv__core__generic_client=fields)
+
+
+def test_an_action_is_not_played_twice_where_its_answer_was_lost(monkeypatch):
+    environment = open_env(monkeypatch, Losing).OpenEnv(url="http://x")
+    monkeypatch.setattr(Losing, "lost", ["connect", "b"])
+    with pytest.raises(ConnectionError):
+        environment.reset({}, 1)
+    assert Sessions.made[0].log[-1] == "closed"
+    one = environment.step(environment.reset({}, 1).state, reply("a"))
+    with pytest.raises(TimeoutError):
+        environment.step(one.state, reply("b"))
+    assert Sessions.made[1].log[-1] == "closed"
+    two = environment.step(one.state, reply("b"))
+    assert Sessions.made[2].log == ["sync", "connect", 1, {"message": "a"}, {"message": "b"}]
+    environment.step(two.state, reply("c"))
+    assert environment.step(one.state, reply("other")).messages == two.messages  # of a state that has been gone on from
+    assert Sessions.made[3].log == ["sync", "connect", 1, {"message": "a"}, {"message": "other"}]
+
+
+def test_so_many_sessions_are_open_at_most(monkeypatch):
+    module = open_env(monkeypatch, Sessions)
+    environment = module.OpenEnv(url="http://x", sessions=2)
+    states = [environment.reset({}, seed).state for seed in range(3)]
+    assert [session.log[-1] for session in Sessions.made] == ["closed", 1, 2]
+    step = environment.step(states[0], reply("a"))
+    assert step.messages == [{"role": "user", "content": "4"}]
+    assert [session.log[-1] for session in Sessions.made[:3]] == ["closed", "closed", 2]
+    with pytest.raises(ValueError, match="OpenEnv: sessions = 0: give 1 or more"):
+        module.OpenEnv(url="http://x", sessions=0)
 
 
 class Said(dict):

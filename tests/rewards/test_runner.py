@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fppo.rewards import RewardRunner, inline_reward, weighted_sum
+from fppo.rewards import RewardRunner, batch_reward, inline_reward, weighted_sum
 from fppo.runtime import clock
 from fppo.workers.calls import Patience
 from fppo.workers.runner import FunctionRunner
@@ -428,3 +429,26 @@ def test_workers_outlive_the_thread_that_needed_them():
     assert late == pytest.approx([math.nan, *map(float, first[1:])], nan_ok=True)
     assert after == [0.3] * 4
     assert [[f.kind for f in results.failures] for results in batches] == [["timeout"], []]
+
+
+def hard(sample):
+    return float(sample.extras["difficulty"])
+
+
+@batch_reward
+def all_hard(samples):
+    return [hard(sample) for sample in samples]
+
+
+async def hard_later(sample):
+    return hard(sample)
+
+
+@pytest.mark.parametrize("fn", [hard, all_hard, hard_later])
+def test_a_column_that_a_reward_misses_is_named_with_those_there_are(fn):
+    with RewardRunner(inline_reward(fn)) as runner:
+        results = runner.run([sample("a", difficulty=2), sample("b", level=3, **{"x" * 10**5: 1})])
+    (failure,) = results.failures
+    assert failure.number == 1
+    assert re.search(r"KeyError: 'difficulty' at .*; the row has the columns \['level', 'xxx", failure.text)
+    assert len(failure.text) < 3000

@@ -60,7 +60,7 @@ class TextArena:
         """What the policy reads before its next move; nothing where the game is over."""
         while not done:
             player, seen = game.get_observation()
-            text = seen if isinstance(seen, str) else "\n".join(message for _, message, _ in seen)
+            text = seen if isinstance(seen, str) else "\n".join(map(_text_of, seen))
             if player == seed % self._players:
                 return [{"role": "user", "content": text}]
             assert self._opponent is not None
@@ -76,6 +76,11 @@ class TextArena:
     @functools.cached_property
     def _writers(self) -> list[Callable[[str], str]]:
         return _inside(textarena.make(self._game))[1]
+
+
+def _text_of(message: tuple[Any, Any, Any]) -> str:
+    """The text of (sender, text, kind); some games swap the first two."""
+    return next((x for x in (message[1], message[0]) if isinstance(x, str)), "")
 
 
 def _inside(game: Any) -> tuple[Any, list[Callable[[str], str]]]:
