@@ -12,7 +12,7 @@ import attrs
 
 from fppo._errors import check_depth, json_of, listed, printable
 from fppo.data.messages import INSTEAD, MARKS
-from fppo.data.plain import BadField, TwiceError, encoded, half_pairs, is_there, missing_in, once, plain
+from fppo.data.plain import BadField, TwiceError, encoded, half_pairs, missing_in, once, path_exists, plain
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 
@@ -268,7 +268,7 @@ def _placed(value: Any, beside: Path) -> Any:
     if not isinstance(value, str) or value[:5].lower() == "data:":
         return value
     place = beside / value
-    return value if not is_there(place) and encoded(value) is not None else str(place)
+    return value if not path_exists(place) and encoded(value) is not None else str(place)
 
 
 def _interleaved(messages: Any, seen: Mapping[str, Sequence[Any]], names: Mapping[str, str]) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def encoded(text: str) -> bytes | None:
 _SHOWN_PATH, _LONGEST_PATH = 300, 4096  # characters
 
 
-def is_there(path: Path) -> bool:
+def path_exists(path: Path) -> bool:
     """Whether there is such a file or directory; False for a text that no path can be."""
     try:
         return path.exists()
@@ -132,7 +132,7 @@ def file_of(value: Any) -> Any:
     {"bytes": ..., "path": ...}; any other value as it is. Raises ValueError for text that is none of them."""
     if isinstance(value, Mapping) and ("bytes" in value or "path" in value):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
-    if isinstance(value, str) and not is_there(Path(value)):
+    if isinstance(value, str) and not path_exists(Path(value)):
         if (data := encoded(value)) is not None:
             return data
         if len(value) > _LONGEST_PATH:

@@ -45,7 +45,7 @@ class RegularExpression:
         return {"score": float(answer.strip() in texts_of(sample.ground_truth)), "answer": answer.strip()}
 
     def reward_complaint(self, truth: Any) -> str | None:
-        """What is wrong with a ground truth: the pattern's group matches none of its texts."""
+        """The fault of a ground truth: the pattern's group matches none of its texts."""
         if not self.pattern.groups:
             return None
         if (wrong := complaint(truth)) is not None or (group := _first_group(self.pattern)) is None:
@@ -115,7 +115,7 @@ def math_verify(sample: Sample, *, expressions: bool = False) -> dict[str, Any]:
 
 
 def _math_complaint(truth: Any) -> str | None:
-    """What is wrong with a ground truth: it does not score its own text."""
+    """The fault of a ground truth: it does not score its own text."""
     if (wrong := complaint(truth)) is not None or mathematics.is_plain(truth):
         return wrong
     _prepare_math_verify()

@@ -15,10 +15,10 @@ from fppo.rewards.truths import texts_of
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _MATH = re.compile(r"\\boxed|(?<!\\)\$.+?(?<!\\)\$|\\\(.+?\\\)|\\\[.+?\\\]", re.DOTALL)
 _CURRENCY = "$€£¥₹₽₩₫฿₱₪₴"
-_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!,?|[ ])\d{3})+|\d+)"
+_DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}|\\,|\\!,?|[ ])\d{3})+(?!\d)|\d+)"
 _NUMBER = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
 _FRACTION = r"(?:\d+\s*)?(?:\\[dtc]?frac\{?(?P<a>-?\d+)\}?\{?(?P<b>\d+)\}?|(?P<c>-?\d+)\s*/\s*(?P<d>\d+))"
-_SCIENTIFIC = r"[1-9](?:\.\d+)?\s*(?:\\times|\\cdot|×|\*)\s*10\s*(?:\^|\*\*)\s*\{?-?\d+\}?"
+_SCIENTIFIC = r"[1-9](?:\.\d+)?\s*(?:\\times|\\cdot|\u00d7|\*)\s*10\s*(?:\^|\*\*)\s*\{?-?\d+\}?"
 _LITERAL = re.compile(rf"[+-]?\s*(?:{_FRACTION}|{_SCIENTIFIC}|{_NUMBER}|\\infty|∞)")
 # what stands around numbers: units, texts, spaces, marks of money, percent and degrees, dollars of LaTeX
 _AROUND = re.compile(
@@ -26,20 +26,23 @@ _AROUND = re.compile(
     r"|\\(?:left|right|displaystyle|quad|qquad|circ|degree|%|\$|!|;|:| )|\^\s*\{?\s*(?:\\circ|\\degree)\s*\}?"
     rf"|[{re.escape(_CURRENCY)}%°~*.]+(?=\s|$)|[{re.escape(_CURRENCY)}%°~]|\\,(?!\d)"
 )
-_BETWEEN = re.compile(r"\\cup|∪|\\in\b|\\lbrace|\\rbrace|\\[{}]|\b(?:and|or|in|x|y|z|n|k)\b|[(){}\[\];]|,(?!\d{3}(?!\d))")
+_BETWEEN = re.compile(
+    r"\\cup|\u222a|\\in\b|\\lbrace|\\rbrace|\\[{}]|\b(?:and|or|in|x|y|z|n|k)\b|[(){}\[\];]|,(?!\d{3}(?!\d))"
+)
 _EQUALS = re.compile(r"(?<![<>!\\])=|\\approx|≈")
-_SEVERAL = re.compile(rf"(?<![\w.,/^*+=-])(?:-?[{re.escape(_CURRENCY)}]?\d[\d.,/]*[ \t]*(?:,|;|/|\bor\b|\band\b|[ \t])*[ \t]*)+[.!)\s]*\Z")
+_LONGEST = 1000  # characters of an answer that may be a number
+_TOKEN = re.compile(rf"{_NUMBER}|[^\W\d_]+|\S")
 
 
-class _Read(NamedTuple):
-    """What a text answers: values of sympy, and the text of the first."""
+class _Answered(NamedTuple):
+    """The answer of a text: values of sympy, and the text of the first."""
 
     values: list[Any]
     text: str
 
     @property
     def found(self) -> list[Any]:
-        """What math-verify compares."""
+        """The values and the text, as math-verify compares them."""
         return [*self.values, *([self.text] if self.text else [])]
 
 
@@ -82,34 +85,46 @@ def _marked(text: str) -> str:
 
 def _plainer(text: str) -> str:
     """The text of a box without what math-verify misreads: mixed numbers as 1 1/2, spaces between thousands, words."""
+    if len(text) > _LONGEST:
+        return text
     text = re.sub(r"(?<![\d./^])(\d+)\s+(\d+)/(\d+)(?![\d/.])", r"\1\\frac{\2}{\3}", text)
     text = re.sub(r"(?<=\d)(?:\\,|\\!|\\;)(?=\d{3}(?!\d))", ",", text)
     unit = re.fullmatch(rf"(\\?[{re.escape(_CURRENCY)}]?-?{_NUMBER})\s+[A-Za-z]{{3,}}[A-Za-z ]*", text)
     return text if unit is None else unit[1]
 
 
-def _read(text: str) -> _Read:
+def _read(text: str) -> _Answered:
     import math_verify as library
 
     found = library.parse(text, parsing_timeout=None)  # type: ignore[arg-type]
     texts = [x for x in found if isinstance(x, str)]
-    return _Read([x for x in found if not isinstance(x, str)], texts[0] if texts else "")
+    return _Answered([x for x in found if not isinstance(x, str)], texts[0] if texts else "")
 
 
-def _answer(response: str) -> _Read | None:
-    """What a response answers; None for an empty box, one that is not closed, and several numbers in a row."""
+def _answer(response: str) -> _Answered | None:
+    """The answer of a response; None for an empty box, one that is not closed, and several numbers in a row."""
     boxes = [*_boxes(response)]
     if not boxes:
-        last = _SEVERAL.search(response.rstrip())
-        several = {*re.findall(_NUMBER, last[0])} if last else set()
-        return None if len(several) > 1 and "/" not in last[0] else _read(response)  # type: ignore[index]
+        return None if len(_last_numbers(response)) > 1 else _read(response)
     if any(not box for box in boxes):
         return None
     return _read(" and ".join(f"\\boxed{{{_plainer(box)}}}" for box in dict.fromkeys(boxes)))
 
 
+def _last_numbers(response: str) -> set[str]:
+    """The numbers that stand one behind the other at the end of a response, with nothing but "or", "and" and commas
+    between them."""
+    found: set[str] = set()
+    for token in reversed(_TOKEN.findall(response.rstrip(" \t\n.!)")[-_LONGEST:].rpartition("\n")[2])):
+        if re.fullmatch(_NUMBER, token):
+            found.add(token)
+        elif token not in {",", ";", "or", "and", *_CURRENCY}:
+            break
+    return found
+
+
 def _boxes(text: str) -> Iterator[str]:
-    """What the boxes of a text hold; "" for one that is empty or not closed."""
+    """The contents of the boxes of a text; "" for one that is empty or not closed."""
     place = 0
     while (match := _BOX.search(text, place)) is not None:
         place = match.end()
@@ -127,7 +142,7 @@ def _boxes(text: str) -> Iterator[str]:
         yield inside.strip().removesuffix(".").strip()
 
 
-def _is_answer(read: _Read, gold: _Read) -> bool:
+def _is_answer(read: _Answered, gold: _Answered) -> bool:
     """Whether what was read is an answer to the truth: for numbers, sets and intervals such as `is_literal` knows, for
     other truths an expression without arithmetic of numbers that the truth does not have."""
     if not is_literal(gold.text):
@@ -140,10 +155,14 @@ def _is_answer(read: _Read, gold: _Read) -> bool:
 def is_literal(text: str) -> bool:
     """Whether a text is a number, a fraction that is no whole number, a percentage or a power of ten, with a unit or
     without, or several of these, as sets and intervals have; of an equation its right side."""
-    text = _EQUALS.split(text.replace("−", "-"))[-1]
+    if len(text) > _LONGEST:
+        return False
+    text = _EQUALS.split(text.replace("\N{MINUS SIGN}", "-"))[-1]
     text = _AROUND.sub(" ", re.sub(r"\\[dtc]?frac\{(-?\d+)\}\{(\d+)\}", r" \1/\2 ", text))
     pieces = [piece.strip(" \t\n.") for piece in _BETWEEN.split(text)]
-    pieces = [re.sub(r"(?<![\\\w])[^\W\d_]+(?:\s*/\s*[^\W\d_]+)?(?!\w)|(?<=\d)\s*[^\W\d_]+", "", x).strip() for x in pieces]
+    pieces = [
+        re.sub(r"(?<![\\\w])[^\W\d_]+(?:\s*/\s*[^\W\d_]+)?(?!\w)|(?<=\d)\s*[^\W\d_]+", "", x).strip() for x in pieces
+    ]
     pieces = [piece for piece in pieces if piece]
     return bool(pieces) and all(_is_one(piece) for piece in pieces)
 

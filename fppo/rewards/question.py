@@ -38,7 +38,9 @@ def score_in(answer: str, pattern: re.Pattern[str], *, cut: bool = False) -> flo
     matches = list(pattern.finditer(answer))
     if not matches:
         return None
-    if cut and any(x.start(1) == matches[-1].start(1) and x[1] != matches[-1][1] for x in pattern.finditer(f"{answer}0")):
+    if cut and any(
+        x.start(1) == matches[-1].start(1) and x[1] != matches[-1][1] for x in pattern.finditer(f"{answer}0")
+    ):
         return None
     try:
         number = float(matches[-1][1])

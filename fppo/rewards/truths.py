@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
 from fppo._errors import shown
 from fppo.data.problems import Problems
-from fppo.rewards.functions import WeightedSum
-from fppo.workers.sample import name_of
-
-Complaint = Callable[[Any], str | None]
+from fppo.rewards.functions import Reward, as_sum
 
 
 def texts_of(truth: Any) -> tuple[str, ...]:
@@ -38,7 +35,7 @@ def texts_of(truth: Any) -> tuple[str, ...]:
 
 
 def complaint(truth: Any) -> str | None:
-    """What is wrong with a ground truth that a response is to equal; None for one that has a text."""
+    """The fault of a ground truth that a response is to equal; None for one that has a text."""
     try:
         texts_of(truth)
     except ValueError as error:
@@ -46,23 +43,19 @@ def complaint(truth: Any) -> str | None:
     return None
 
 
-def check_truths(reward: WeightedSum, truths: Iterable[tuple[str, Any]]) -> None:
+def check_truths(reward: Reward, truths: Iterable[tuple[str, Any]]) -> None:
     """Raise DataError for ground truths of rows, given with the places of these, that a function of the reward cannot
     score, or does not score 1 in a response that says just the truth: every response would be wrong.
 
-    Such a function has `reward_complaint`, a function of a truth for what is wrong with it, or None.
+    Such a function has `reward_complaint`, a function of a truth that returns what is wrong with it, or None.
     """
     problems, known = Problems(), dict[tuple[str, str], str | None]()
-    terms = [(name_of(term.fn), check) for term in reward.terms if (check := _complaint_of(term.fn)) is not None]
-    for place, truth in truths if terms else ():
-        for name, check in terms:
+    checks = {x.name: x.fn.reward_complaint for x in as_sum(reward).terms if hasattr(x.fn, "reward_complaint")}
+    for place, truth in truths if checks else ():
+        for name, check in checks.items():
             key = name, f"{type(truth).__name__} {truth!r}"
             if key not in known:
                 known[key] = check(truth)
             if (wrong := known[key]) is not None:
                 problems.add(f"the reward {name}: {wrong}", at=place)
     problems.check("ground truths")
-
-
-def _complaint_of(fn: Any) -> Complaint | None:
-    return getattr(fn, "reward_complaint", None)

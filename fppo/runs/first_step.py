@@ -1,4 +1,4 @@
-"""What the first step of a run shows to be wrong with it: responses that are cut, and scores that tell nothing apart."""
+"""Complaints about the first step of a run: responses that are cut, and scores that tell nothing apart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FirstStep:
 
 
 def complaints(rows: Scored, settings: TrainSettings) -> list[str]:
-    """What is wrong with a batch as a whole: most of its responses were cut, or their scores are all alike or 0."""
+    """Texts on what is wrong with a batch as a whole: most of its responses were cut, or their scores are all alike or 0."""
     cut, count = sum(end == "length" for end in rows.finish), len(rows.finish)
     found: list[str] = []
     if 2 * cut > count:

@@ -362,7 +362,12 @@ def test_a_video_may_be_text_in_base64_and_what_is_none_is_named_in_short():
         assert np.array_equal(opened_video(value, 1, ALL, opened).frames, expected)
     each = [base64.b64encode(_png(image)).decode() for image in images(frames)]
     assert np.array_equal(opened_video(each, 1, ALL, opened).frames, frames)
-    for wrong in (text[:60], "data:video/mp4," + "x" * 700_000, "no path " * 90_000, base64.b64encode(b"no" * 10**5).decode()):
+    for wrong in (
+        text[:60],
+        "data:video/mp4," + "x" * 700_000,
+        "no path " * 90_000,
+        base64.b64encode(b"no" * 10**5).decode(),
+    ):
         with pytest.raises(ValueError, match=r"video 2[ :]") as found:
             opened_video(wrong, 2, ALL, opened)
         assert len(str(found.value)) < 900

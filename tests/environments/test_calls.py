@@ -35,12 +35,18 @@ def test_finite_numbers_pass():
         (Step(None, [], 0.0, "no"), "step returned done = 'no'; give True or False"),
         (Step(None, [], 0.0, None), "step returned done = None; give True or False"),
         (Step(None, [], 0.0, False, None), "step returned info = None, no table of numbers"),
-        (Step(None, [], 0.0, False, {f"n{i}": 1 for i in range(3000)}), r"3,000 numbers in info, \['n0', .*at most 100"),
+        (
+            Step(None, [], 0.0, False, {f"n{i}": 1 for i in range(3000)}),
+            r"3,000 numbers in info, \['n0', .*at most 100",
+        ),
         (Step(None, [], 0.0, False, {"x" * 10**6: 1}), "1 numbers in info, .*at most 200 characters"),
         (Step(None, [], 0.0, False, {1: 1}), "named in texts"),
         (Step(None, [], 0.0, False, {"a": "1"}), r"step returned info\['a'\] = '1', no number"),
         (Step(None, None), r"step returned a NoneType as Step\.messages, None; give a list of messages"),
-        (Step(None, [{"role": "user", "content": 1, "x": "y" * 10**6}]), "a message without text as 'role' and 'content'"),
+        (
+            Step(None, [{"role": "user", "content": 1, "x": "y" * 10**6}]),
+            "a message without text as 'role' and 'content'",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_step_is_said_in_short(step, text):

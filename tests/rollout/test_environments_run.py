@@ -129,6 +129,8 @@ def test_what_is_no_environment_is_named(tmp_path):
 
 def test_an_environment_that_always_fails_ends_the_run(tmp_path):
     settings = playing(tmp_path, {"name": "tests.rollout.environments:Moody"})
-    text = r"failed on every one of the first 8 episodes.*the first error: KeyError: 'mood' at .*the row has the columns"
+    text = (
+        r"failed on every one of the first 8 episodes.*the first error: KeyError: 'mood' at .*the row has the columns"
+    )
     with assembly.assemble(settings) as made, pytest.raises(RunFailed, match=text):
         next(iterate(made.run, program=made.program, draw=made.draw))

@@ -13,7 +13,6 @@ from fppo.environments.adapters.objects import ANOTHER, LARGE, SMALL, Kept, seed
 from fppo.environments.protocol import Begin, Message, Reply, Step
 from fppo.workers.imports import imported
 
-
 _DRAWS = 100  # of a game in which the policy has a move
 
 
@@ -41,7 +40,9 @@ class TextArena:
             game.reset(num_players=self._players, seed=drawn % SMALL)
             if messages := self._until_policy(game, drawn, False):
                 return Begin(Kept(drawn, 0, game), messages)
-        raise ValueError(f"TextArena's {self._game} with {self._players} players is over before the policy's first move")
+        raise ValueError(
+            f"TextArena's {self._game} with {self._players} players is over before the policy's first move"
+        )
 
     def step(self, state: Kept, reply: Reply) -> Step:
         """The game after a move, and those of the others."""
@@ -57,7 +58,7 @@ class TextArena:
         return Step(kept, (), rewards[me], True, {"invalid": float(info[me].get("invalid_move", False))})
 
     def _until_policy(self, game: Any, seed: int, done: bool) -> list[Message]:
-        """What the policy reads before its next move; nothing where the game is over."""
+        """The messages that the policy reads before its next move; nothing where the game is over."""
         while not done:
             player, seen = game.get_observation()
             text = seen if isinstance(seen, str) else "\n".join(map(_text_of, seen))
@@ -84,7 +85,7 @@ def _text_of(message: tuple[Any, Any, Any]) -> str:
 
 
 def _inside(game: Any) -> tuple[Any, list[Callable[[str], str]]]:
-    """The game inside TextArena's wrappers, which do not pickle, and what those of actions do, from the outermost on."""
+    """The game inside TextArena's wrappers, which do not pickle, and what those of actions do, the outermost first."""
     writers: list[Callable[[str], str]] = []
     while isinstance(game, getattr(textarena, "Wrapper", ())):
         if hasattr(type(game), "action"):

@@ -27,7 +27,7 @@ class HeldSession(NamedTuple):
     actions: tuple[dict[str, Any], ...] = ()
 
 
-class _Open(NamedTuple):
+class _OpenSession(NamedTuple):
     """An open session, and the actions that it has answered."""
 
     client: Any
@@ -53,13 +53,13 @@ class OpenEnv:
         self._action = given[0] or (lambda text: {"message": text})
         self._shown = given[1] or (lambda seen: str(seen.get("message", seen)))
         self._url, self._numbers, self._most = url, itertools.count(), sessions
-        self._sessions = dict[tuple[int, int], _Open]()  # the one used last is the last
+        self._sessions = dict[tuple[int, int], _OpenSession]()  # the one used last is the last
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Begin:
         """A new session's first observation."""
         session = os.getpid(), next(self._numbers)
         client, seen = self._opened(seed)
-        self._keep(session, _Open(client, ()))
+        self._keep(session, _OpenSession(client, ()))
         return Begin(HeldSession(session, seed), [{"role": "user", "content": self._shown(seen.observation)}])
 
     def step(self, state: HeldSession, reply: Reply) -> Step:
@@ -69,19 +69,19 @@ class OpenEnv:
         if held is None or held.actions != actions:
             if held is not None:
                 held.client.close()
-            held = _Open(self._opened(state.seed, actions)[0], actions)
+            held = _OpenSession(self._opened(state.seed, actions)[0], actions)
             session = os.getpid(), next(self._numbers)
         with _closed_by_errors(held.client):
             seen = held.client.step(action)
         if seen.done or not reply.end:
             held.client.close()
         else:
-            self._keep(session, _Open(held.client, (*actions, action)))
+            self._keep(session, _OpenSession(held.client, (*actions, action)))
         messages = () if seen.done else [{"role": "user", "content": self._shown(seen.observation)}]
         kept = HeldSession(session, state.seed, (*actions, action))
         return Step(kept, messages, 0.0 if seen.reward is None else seen.reward, seen.done)
 
-    def _keep(self, session: tuple[int, int], held: _Open) -> None:
+    def _keep(self, session: tuple[int, int], held: _OpenSession) -> None:
         self._sessions[session] = held
         while len(self._sessions) > self._most:
             self._sessions.pop(next(iter(self._sessions))).client.close()

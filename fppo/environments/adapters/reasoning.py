@@ -70,7 +70,7 @@ class ReasoningGym:
 
 
 def _answers(text: str, own: Any, mark: str) -> list[str]:
-    """What may be the answer in a response's text, to a question whose data set has this answer of its own."""
+    """The parts of a text that may be the answer to a question, whose data set has this answer of its own."""
     if mark:
         return [text.rpartition(mark)[2].strip()]
     lines, count = text.strip().splitlines() or [""], len(str(own or "").strip().splitlines())
