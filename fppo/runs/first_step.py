@@ -22,7 +22,7 @@ class FirstStep:
 
 
 def complaints(rows: Scored, settings: TrainSettings) -> list[str]:
-    """Texts on what is wrong with a batch as a whole: most of its responses were cut, or their scores are all alike or 0."""
+    """The faults of a batch as a whole, a text each: most responses were cut, or their scores are all alike or 0."""
     cut, count = sum(end == "length" for end in rows.finish), len(rows.finish)
     found: list[str] = []
     if 2 * cut > count:
