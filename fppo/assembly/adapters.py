@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import attrs
 import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
+from fppo import models
+from fppo._errors import words_of
 from fppo.assembly.functions import value_head_of
 from fppo.assembly.parts import bare_model, load_actor, load_critic, on_device
 from fppo.assembly.texts import directory_of
@@ -21,7 +25,7 @@ from fppo.models.load import read_value_head
 from fppo.models.model import Model, Params
 from fppo.models.place import own_params, place_beside
 from fppo.pipeline.program import Base
-from fppo.runtime.mesh import Mesh
+from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.settings.learning import CriticSettings
 from fppo.settings.model import LoraSettings, ModelSettings
 from fppo.steps.confidence import init_confidence
@@ -129,6 +133,52 @@ def _critic_spec(section: LoraSettings) -> Lora:
     """The critic's adapter."""
     spec, rank = lora_of(section), section.critic_rank
     return spec if rank is None else attrs.evolve(spec, rank=rank)
+
+
+def check_export(
+    section: ModelSettings, texts: PreTrainedTokenizerBase | ProcessorMixin, generation: GenerationConfig
+) -> None:
+    """Write all files of the policy's export but its weights, to a directory that is removed at once. Raises ValueError
+    for targets of an adapter that match nothing, and for a model, a tokenizer or a processor that cannot be written."""
+    model = shape_of(section)
+    with tempfile.TemporaryDirectory(prefix="fppo_") as place:
+        try:
+            models.save_config(model, Path(place) / "model", tokenizer=texts, generation_config=generation)
+        except Exception as error:  # transformers raises what it likes of what it cannot write
+            raise ValueError(f"model.path: the policy could not be exported: {words_of(error, 400)}") from error
+
+
+def exported_bytes(model: Model, itemsize: int) -> int:
+    """Bytes of the weights that `export_policy` writes of a policy whose parameters have so many bytes for a number."""
+    if model.frozen is None:
+        return itemsize * sum(shape.numel() for shape in model.whole_shapes.values())
+    if lora_files.obstacle(model) is not None:
+        return 4 * sum(shape.numel() for shape in model.plain.whole_shapes.values())
+    return itemsize * sum(model.whole_shapes[name].numel() for name in model.extents)
+
+
+def export_policy(
+    model: Model,
+    params: Mapping[str, torch.Tensor],
+    target: Path,
+    *,
+    base: str | None,
+    texts: PreTrainedTokenizerBase | ProcessorMixin,
+    generation: GenerationConfig | None,
+    mesh: Mesh = LOCAL,
+) -> None:
+    """Write a policy as a Hugging Face directory; its adapter over `base` in PEFT's files or, where these cannot hold
+    it, merged into its base as whole weights in float32.
+
+    On a mesh that cuts parameters every rank must call.
+    """
+    if model.frozen is not None and base is not None and lora_files.obstacle(model) is None:
+        lora_files.save(model, params, target, base=base, tokenizer=texts, mesh=mesh)
+        return
+    if model.frozen is not None:  # the device may have no room for whole weights
+        place = None if mesh.cuts else torch.device("cpu")
+        model, params = bases.widened(model, place), {name: x.to(place or x.device) for name, x in params.items()}
+    models.save(model, dict(params), target, tokenizer=texts, generation_config=generation, mesh=mesh)
 
 
 def policy_model(section: ModelSettings, critic: CriticSettings, key: Key, mesh: Mesh, device: torch.device) -> Model:

@@ -11,10 +11,12 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo._errors import printable
+from fppo.assembly.adapters import shape_of
 from fppo.assembly.functions import optimizer_of
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.texts import chat_options
 from fppo.data import DemonstrationSet, PromptSet
+from fppo.models import lora_files
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.rollout.turns.observations import forgets_thinking
@@ -56,6 +58,7 @@ def input_lines(
         _line("prompts", prompts),
         _line("ends", " ".join(ends)),
         *([] if rows is None else _thoughts(rows, inputs.tokenizer, thinking)),
+        *_export(model),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
     ]
@@ -82,7 +85,14 @@ def supervised_lines(
         *(_line("auto", text) for text in chosen),
         _line("rows", f"{', '.join(words)}; {imitated:,} tokens to imitate"),
         _line("steps", f"{steps:,} of {size:,} sequences"),
+        *_export(model),
     ]
+
+
+def _export(model: ModelSettings) -> list[str]:
+    """Line on an adapter that is not exported as one."""
+    text = lora_files.obstacle(shape_of(model)) if model.lora.used else None
+    return [] if text is None else [_line("export", f"whole weights, with the adapter merged in: {text}")]
 
 
 def _thoughts(rows: DataSettings, tokenizer: PreTrainedTokenizerBase, thinking: str) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
+from fppo.assembly.adapters import check_export
 from fppo.assembly.environments import episode_prompts, maker_of
 from fppo.assembly.functions import Advantage, advantage_of, check_laws, curriculum_of, optimizer_of, policy_loss
 from fppo.assembly.parts import (
@@ -141,6 +142,8 @@ def read_inputs(
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     tried(lambda: _check_truths(settings.reward, rollout, prompts, held_out))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
+    texts = tokenizer if images is None else images.processor
+    tried(lambda: check_export(model, texts, generation))
     sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
     drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, Key(settings.seed).fold("data")))

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import attrs
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
-from fppo import models, tree
+from fppo import tree
+from fppo.assembly.adapters import export_policy
 from fppo.assembly.roles import Roles
 from fppo.fleet import HERE, Group, Here, Stays, at_once
-from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.pipeline.program import RunState
 from fppo.runtime import checkpoint, digests
@@ -96,11 +96,15 @@ class Placed:
         return [torch.empty(shape, dtype=x, device="meta") for each in found.values() for shape, x in each]
 
     def export(
-        self, run: RunState, target: Path, tokenizer: PreTrainedTokenizerBase, generation: GenerationConfig
+        self,
+        run: RunState,
+        target: Path,
+        texts: PreTrainedTokenizerBase | ProcessorMixin,
+        generation: GenerationConfig,
     ) -> None:
-        """Writes the policy as a Hugging Face directory, or its adapter as PEFT has it."""
+        """Writes the policy as `export_policy` does."""
         (group, model), base = self.parts["actor"], (run.bases or {}).get("actor")
-        args = (model, run.actor.params, target.absolute(), tokenizer, generation, base and base.source)
+        args = (model, run.actor.params, target.absolute(), texts, generation, base and base.source)
         group.call(_export, HERE, *args, label="export")
 
     def _remote_parts(self, run: RunState) -> Iterator[tuple[str, _Part]]:
@@ -166,10 +170,8 @@ def _export(
     model: Model,
     params: Params,
     target: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    texts: PreTrainedTokenizerBase | ProcessorMixin,
     generation: GenerationConfig,
     base: str | None,
 ) -> None:
-    if base is not None:
-        return lora_files.save(model, params, target, base=base, tokenizer=tokenizer, mesh=here.mesh)
-    models.save(model, params, target, tokenizer=tokenizer, generation_config=generation, mesh=here.mesh)
+    export_policy(model, params, target, base=base, texts=texts, generation=generation, mesh=here.mesh)

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data, tree
-from fppo.assembly.adapters import base_of_role, bases_of, load_policy
+from fppo.assembly.adapters import base_of_role, bases_of, check_export, load_policy
 from fppo.assembly.announce import optimizer_lines, supervised_lines
 from fppo.assembly.functions import optimizer_of
 from fppo.assembly.inputs import Tried, read_data, watching_of
@@ -110,6 +110,7 @@ def read_supervised(
     if tokenizer is None:
         raise tried.error()
     generation = tried(lambda: policy_generation(section, rows, tokenizer))
+    tried(lambda: check_export(section, tokenizer, generation or GenerationConfig()))
     made = tried(lambda: load_demonstrations(rows, sft, tokenizer))
     held_out = tried(lambda: _held_out(rows, sft, how.max_prompts, tokenizer))
     config = tried(lambda: config_of(section, config_place(section.path, "model.path")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -35,6 +34,7 @@ from fppo.runtime.mesh import LOCAL
 from fppo.settings import files
 from fppo.settings.check import CheckSettings
 from fppo.settings.placement import places_of
+from fppo.settings.places import free_bytes
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import said_of_old_log_probs
 from fppo.settings.reward import RewardSettings
@@ -242,12 +242,6 @@ def _needs(settings: TrainSettings, options: PlanSettings) -> tuple[RunNeeds | N
     except ValueError as error:
         return None, [f"it cannot be planned: {error}"], False
     return needs, [], needs.fits
-
-
-def free_bytes(directory: Path) -> float:
-    """Free bytes of the disk that a directory, which need not exist, is or would be on."""
-    place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
-    return float(shutil.disk_usage(place).free)
 
 
 def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str]:

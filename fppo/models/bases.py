@@ -125,10 +125,11 @@ def base_kind(model: Model) -> Kind | None:
     return next((form.kind for form in model.forms.values()), None)
 
 
-def widened(model: Model) -> Model:
-    """An adapted model with its base in float32, as for exports."""
+def widened(model: Model, device: torch.device | None = None) -> Model:
+    """An adapted model with its base in float32, as for exports, and on another device if one is given."""
     if model.frozen is None:
         return model
-    wide = {name: x if is_coded(name) else x.float() for name, x in model.frozen.params.items()}
+    base = {name: x.to(device or x.device) for name, x in model.frozen.params.items()}
+    wide = {name: x if is_coded(name) else x.float() for name, x in base.items()}
     forms = {name: attrs.evolve(form, dtype=torch.float32) for name, form in model.forms.items()}
     return attrs.evolve(model, frozen=attrs.evolve(model.frozen, params=wide), forms=forms)

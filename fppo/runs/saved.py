@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from fppo import models
 from fppo.assembly.adapters import adapted_critic, base_of_role, bases_of, load_policy
 from fppo.assembly.parts import bare_model, device_of
-from fppo.assembly.texts import load_tokenizer, policy_generation
+from fppo.assembly.texts import load_images, load_tokenizer, policy_generation
 from fppo.key import Key
 from fppo.models import lora_files
 from fppo.models.bases import widened
@@ -96,7 +97,13 @@ def export(settings: TrainSettings, target: Path, step: int, role: Role, *, merg
     whole = params(model, role, path, device=device_of(settings.device, settings.placement))
     tokenizer = load_tokenizer(settings.model, settings.data)
     generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
-    models.save(model, whole, target, tokenizer=tokenizer, generation_config=generation)
+    models.save(model, whole, target, tokenizer=_texts(settings, tokenizer), generation_config=generation)
+
+
+def _texts(settings: TrainSettings, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The processor of a run with images, which has the tokenizer too; else the tokenizer."""
+    images = load_images(settings.model, settings.data, tokenizer)
+    return tokenizer if images is None else images.processor
 
 
 def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Role, *, merge: bool) -> None:
@@ -113,7 +120,8 @@ def _export_adapted(settings: TrainSettings, target: Path, path: Path, role: Rol
     if not merge and role == "critic":
         raise ValueError("the critic's adapter has a value head, which PEFT's files cannot hold: give --merge")
     if not merge:
-        lora_files.save(model, adapter, target, base=own[role].source, tokenizer=tokenizer)
+        texts = _texts(settings, tokenizer)
+        lora_files.save(model, adapter, target, base=own[role].source, tokenizer=texts)
         return
     generation = policy_generation(settings.model, settings.data, tokenizer) if role == "actor" else None
-    models.save(widened(model), adapter, target, tokenizer=tokenizer, generation_config=generation)
+    models.save(widened(model), adapter, target, tokenizer=_texts(settings, tokenizer), generation_config=generation)

@@ -13,14 +13,14 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from fppo import models
+from fppo import models, tree
+from fppo.assembly.adapters import export_policy, exported_bytes
 from fppo.assembly.machine import resolved
 from fppo.assembly.placed import AHEAD
 from fppo.assembly.program import ROLLOUTS
 from fppo.assembly.run import Assembly
 from fppo.assembly.supervised import SupervisedAssembly
 from fppo.fields import only
-from fppo.models import lora_files
 from fppo.pipeline import replay
 from fppo.pipeline.program import RunState
 from fppo.pipeline.supervised import imitate_steps
@@ -224,6 +224,8 @@ def run_training(
             text = f"{directory / ROLLOUTS} holds files of fppo rollout; give another output_dir, or remove it"
             raise ValueError(f"rollout.save = True: {text}")
         if run.step < settings.steps:
+            if first:
+                _check_room(directory, assembly, run)
             run = _trained(settings, assembly, run, opened, watch)
         elif first and run.step > settings.steps:
             print(f"steps = {settings.steps}: step {run.step} is done, and nothing is changed", file=sys.stderr)
@@ -233,6 +235,20 @@ def run_training(
         command = "sft" if isinstance(assembly, SupervisedAssembly) else "train"
         print(f"stopped after step {run.step}; to go on: fppo {command} {directory / SETTINGS}", file=sys.stderr)
     return run
+
+
+def _check_room(directory: Path, assembly: AnyAssembly, run: RunState) -> None:
+    """Raise ValueError if the disk has no room for the checkpoint and the model of the last step, beside what is
+    there."""
+    state = tree.tensors([run.actor, run.critic, [] if assembly.placed is None else assembly.placed.like(run)])
+    narrowest = min((x.itemsize for x in state if x.is_floating_point()), default=0)
+    written = sum(x.nbytes for x in state)  # at least, if a mesh cuts it
+    needed, free = written + exported_bytes(assembly.model, narrowest), places.free_bytes(directory)
+    if needed > free:
+        raise ValueError(
+            f"output_dir: the run ends with a checkpoint and a model of {needed / 1e6:,.1f} MB, and the disk of "
+            f"{directory} has {free / 1e6:,.1f} MB left; free space, or give a directory on another disk"
+        )
 
 
 def _trained(
@@ -413,22 +429,13 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
 
 
 def export(assembly: AnyAssembly, run: RunState, target: Path) -> None:
-    """Write the policy as a Hugging Face directory, or its adapter in PEFT's files."""
+    """Write the policy as `export_policy` does."""
+    texts, generation = assembly.inputs.texts, assembly.inputs.generation
     if assembly.placed is not None and "actor" in assembly.placed.parts:
-        return assembly.placed.export(run, target, assembly.inputs.tokenizer, assembly.inputs.generation)
-    if assembly.model.frozen is not None and run.bases is not None:
-        source, tokenizer = run.bases["actor"].source, assembly.inputs.texts
-        lora_files.save(assembly.model, run.actor.params, target, base=source, tokenizer=tokenizer, mesh=assembly.mesh)
-        return
-    params, tokenizer = run.actor.params, assembly.inputs.texts
-    models.save(
-        assembly.model,
-        params,
-        target,
-        tokenizer=tokenizer,
-        generation_config=assembly.inputs.generation,
-        mesh=assembly.mesh,
-    )
+        return assembly.placed.export(run, target, texts, generation)
+    how = {"texts": texts, "generation": generation, "mesh": assembly.mesh}
+    base = None if run.bases is None else run.bases["actor"].source
+    export_policy(assembly.model, run.actor.params, target, base=base, **how)
 
 
 def recorded(directory: Path) -> dict[int, dict]:

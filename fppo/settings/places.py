@@ -3,7 +3,9 @@ tokenizers' library, before anything is loaded."""
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,13 +22,16 @@ from fppo.settings.train import TrainSettings
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MODEL = "model"  # where in its output_dir a run exports its policy
-OUTPUTS = (  # what commands write to an output_dir
-    *(MODEL, files.SETTINGS, files.STARTS, "checkpoints", "configs", "metrics.jsonl", "samples", "digests.jsonl"),
-    *("evaluations", "truth", "rollouts", "dumps", "profiles", "trace", "tensorboard", "wandb", "swanlog"),
-    *("wandb_id", "trackio_id", "mlflow_id", "swanlab_id"),
+_DIRECTORIES = (  # what commands write to an output_dir
+    *(MODEL, files.STARTS, "checkpoints", "configs", "samples", "evaluations", "truth", "rollouts", "dumps"),
+    *("profiles", "trace", "tensorboard", "wandb", "swanlog"),
+)
+_FILES = (  # what they write beside these
+    *(files.SETTINGS, "metrics.jsonl", "digests.jsonl", "wandb_id", "trackio_id", "mlflow_id", "swanlab_id"),
     *("report.html", "curves.png", "trace.json", f"{files.SETTINGS}.kept", "metrics.jsonl.damaged"),
     "digests.jsonl.damaged",
 )
+OUTPUTS = (*_DIRECTORIES, *_FILES)
 _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metrics.jsonl")  # of these a run has one
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
 _NO_PLACE = "is no directory, or a link that leads to none"
@@ -89,6 +94,26 @@ def output_problems(settings: TrainSettings) -> Problems:
         yield Problem("output_dir", name, f"{there} {wrong}; give another directory")
     elif others := foreign_files(path, inputs=_inputs(settings)):
         yield Problem("output_dir", name, f"it holds {some(others)} and no run; give a new or empty directory")
+    elif wrong := [*_in_the_way(path)]:
+        yield Problem("output_dir", name, f"{'; '.join(wrong)}; move that away, or give another directory")
+
+
+def _in_the_way(directory: Path) -> Iterator[str]:
+    """What of the names that a run writes in its directory is of another kind, or may not be written to."""
+    for names, is_right, kind in ((_DIRECTORIES, Path.is_dir, "directory"), (_FILES, Path.is_file, "file")):
+        for place in (directory / name for name in names if os.path.lexists(directory / name)):
+            if not is_right(place):
+                yield f"{place} is no {kind}, which a run writes there"
+            elif not os.access(place, os.W_OK):
+                yield f"{place} may not be written to"
+
+
+def free_bytes(directory: Path) -> float:
+    """Free bytes of the disk that a directory, which need not exist, is or would be on; inf where the disk tells no
+    size."""
+    place = next(place for place in (directory.absolute(), *directory.absolute().parents) if place.exists())
+    disk = shutil.disk_usage(place)
+    return float(disk.free) if disk.total else math.inf
 
 
 def foreign_files(directory: Path, *, inputs: Iterable[Path] = ()) -> list[str]:

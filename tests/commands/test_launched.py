@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -392,9 +394,11 @@ def test_a_gpu_has_the_name_that_plans_have(monkeypatch, name, kind):
 
 def test_free_bytes_are_those_of_the_disk_that_a_directory_would_be_on(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(check.shutil, "disk_usage", lambda place: asked.append(place) or SimpleNamespace(free=7))
-    assert check.free_bytes(tmp_path / "a" / "b") == check.free_bytes(tmp_path) == 7.0
-    assert asked == [tmp_path, tmp_path]
+    sizes = [SimpleNamespace(total=total, free=7 if total else 0) for total in (9, 9, 0)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: asked.append(place) or sizes[len(asked) - 1])
+    assert places.free_bytes(tmp_path / "a" / "b") == places.free_bytes(tmp_path) == 7.0
+    assert places.free_bytes(tmp_path) == math.inf  # a disk that tells no size
+    assert asked == [tmp_path] * 3
 
 
 # fppo ablate, of a replayed step

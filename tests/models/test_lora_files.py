@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config
+from transformers import GPT2Config, Qwen3MoeConfig
 
 from fppo.key import Key
 from fppo.models import lora, lora_files
@@ -108,15 +108,105 @@ def test_what_has_no_such_files_or_does_what_is_not_known_is_refused(tmp_path):
         read(model, params, tmp_path / "a")
 
 
-def test_tensors_that_are_no_factors_and_half_of_the_experts_are_refused(tmp_path):
+def test_tensors_that_are_no_factors_of_a_named_weight_are_refused(tmp_path):
     made("llama", tmp_path / "a")
     stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
     for other, message in (("x.bias", r"\['x.bias'\]$"), ("x.base_layer.weight", "save_embedding_layers=False")):
         save_file(stored | {other: torch.ones(2)}, tmp_path / "a" / "adapter_model.safetensors")
         with pytest.raises(ValueError, match=f"holds tensors that are no factor of a weight: .*{message}"):
             lora_files.read_config(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"down_proj: .* only where both of their stacks are adapted"):
-        made("qwen3_moe", tmp_path / "b", targets=("experts.down_proj",))
+    made("qwen3_moe", tmp_path / "b", targets=("experts.down_proj",))
+    place = tmp_path / "b" / "adapter_config.json"
+    config = json.loads(place.read_text())
+    assert config["target_parameters"] == ["mlp.experts.down_proj"]
+    for changes, message in (
+        ({"target_parameters": ["gate_up_proj", "down_proj"]}, "1 pairs of factors of model.layers.0.mlp.experts, and"),
+        ({"rank_pattern": {"(": 3}}, "is no pattern of names"),
+    ):
+        place.write_text(json.dumps(config | changes))
+        with pytest.raises(ValueError, match=message):
+            lora_files.read_config(tmp_path / "b")
+
+
+SEVEN = [f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down")]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "rank"),
+    [
+        ("qwen3_moe", {"target_modules": SEVEN}, 4),  # PEFT takes twice the rank for gate and up together
+        ("qwen3_moe", {"target_modules": SEVEN, "use_rslora": True}, None),
+        ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["down_proj"]}, 2),
+        ("qwen3_moe", {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj"]}, 2),
+        ("mixtral", {"target_modules": ["q_proj", "w1", "w2", "w3"]}, 4),
+        ("glm4_moe", {"target_modules": ["q_proj"], "target_parameters": ["shared_experts.up_proj.weight"]}, 2),
+        ("gpt_oss", {"target_modules": "all-linear", "target_parameters": ["experts.down_proj"]}, 2),
+        ("qwen2", {"target_modules": r".*\.1\..*(q|up)_proj"}, 2),
+        ("qwen2", {"target_modules": SEVEN, "rank_pattern": {"q_proj": 5}, "alpha_pattern": {"q_proj": 7.5}}, 5),
+        ("qwen2", {"target_modules": SEVEN, "rank_pattern": {"q_proj": 5}}, None),
+        ("qwen2", {"target_modules": SEVEN, "alpha_pattern": {"layers.1.mlp.up_proj": 5}}, None),
+    ],
+)
+def test_an_adapter_that_peft_began_is_read_with_its_ranks_by_weight(name, asked, rank, tmp_path):
+    """Where all have one scale: fppo's adapters have one, and one rank, to which others are filled up."""
+    peft = pytest.importorskip("peft")
+    model, params = families.make(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=2, lora_alpha=3, task_type="CAUSAL_LM", init_lora_weights=False, **asked)
+        theirs = peft.get_peft_model(families.plain(model, params), config)
+        theirs.save_pretrained(tmp_path, save_embedding_layers=False)
+        weights = theirs.merge_and_unload().state_dict()
+    if rank is None:
+        with pytest.raises(ValueError, match=r"adapters with .*_pattern = .*, which give weights different scales"):
+            lora_files.read_config(tmp_path)
+        return
+    model, adapter = read(model, params, tmp_path)
+    assert lora.frozen_of(model).lora.rank == rank
+    merged = lora.merged(model, adapter)
+    assert sum(not torch.equal(x, params[each]) for each, x in merged.items()) == len(adapter) / 2
+    for each, x in merged.items():
+        torch.testing.assert_close(weights[each], x, rtol=1e-6, atol=1e-6, check_dtype=False)  # buffers are wider
+
+
+def test_ranks_by_weight_are_filled_up_on_ranks_that_cut_parameters(tmp_path):
+    model, params, adapter = made("qwen3_moe", tmp_path / "a", scaling="standard")
+    stored, place = load_file(tmp_path / "a" / "adapter_model.safetensors"), tmp_path / "a" / "adapter_config.json"
+    for name in [each for each in stored if ".q_proj." in each]:
+        stored[name] = (stored[name][:1] if "lora_A" in name else stored[name][:, :1]).contiguous()
+    save_file(stored, tmp_path / "a" / "adapter_model.safetensors")
+    config = json.loads(place.read_text())
+    place.write_text(json.dumps(config | {"rank_pattern": {"q_proj": 1}, "alpha_pattern": {"q_proj": 2.0}}))
+    again, whole = read(model, params, tmp_path / "a")
+    for name, x in whole.items():
+        expected = adapter[name].clone()
+        if ".q_proj." in name:
+            (expected if "lora_A" in name else expected.T)[1:] = 0
+        assert torch.equal(x, expected)
+
+    def run(mesh):
+        mesh = attrs.evolve(mesh, sharding=Sharding())
+        return lora_files.load(again, tmp_path / "a", like=fsdp.shard(whole, mesh), mesh=mesh)
+
+    ranks = simulate({"shard": 2}, run)
+    for name, x in whole.items():
+        assert torch.equal(torch.cat([rank[name] for rank in ranks]), x)
+
+
+def test_what_peft_means_otherwise_or_refuses_is_no_adapter_of_its_files(tmp_path):
+    made("llama", tmp_path / "a", targets=("embed_tokens",))
+    model, params = families.make("qwen2")
+    tied, adapter = lora.adapt(model, params, Lora(3, 6.0, ("embed_tokens",), "rslora"), key=Key(0))
+    assert "is the vocabulary head, too" in (lora_files.obstacle(tied) or "")
+    with pytest.raises(ValueError, match=r"PEFT adapts model\.embed_tokens\.weight alone"):
+        lora_files.load(tied, tmp_path / "a", like=adapter)
+    one = Qwen3MoeConfig(**families.QWEN3_MOE, num_experts=1, num_experts_per_tok=1, moe_intermediate_size=8)
+    model, params = families.make("qwen3_moe", config=one)
+    adapted, _ = lora.adapt(model, params, Lora(2, 4.0), key=Key(0))
+    assert "gate_up_proj is a stack of one expert" in (lora_files.obstacle(adapted) or "")
+    model, params = families.make("gpt2")
+    adapted, _ = lora.adapt(model, params, Lora(2, 4.0), key=Key(0))
+    assert lora_files.obstacle(adapted) is None
 
 
 @pytest.mark.parametrize(

@@ -257,28 +257,6 @@ def test_a_target_that_may_not_be_replaced_is_refused(tmp_path, monkeypatch, tex
         session.check_target(tiny_run.settings(tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("parts", [None, (), ("critic",), ("actor", "critic")])
-@pytest.mark.parametrize(("frozen", "bases"), [(None, None), ("base", "own"), ("base", None)])
-def test_a_policy_is_exported_whole_or_as_its_adapter(tmp_path, monkeypatch, parts, frozen, bases):
-    kept: list[Any] = []
-    stand_in(monkeypatch, session.models, kept, save=None)
-    monkeypatch.setattr(session, "lora_files", simple(save=lambda *args, **named: kept.append(("lora", args, named))))
-    apart = None if parts is None else simple(parts=parts, export=lambda *args: kept.append(("placed", args, {})))
-    model = simple(frozen=frozen)
-    inputs = simple(tokenizer="words", texts="texts", generation="generation")
-    made = simple(placed=apart, model=model, inputs=inputs, mesh="mesh")
-    run = simple(actor=simple(params="params"), bases=bases and {"actor": simple(source="base")})
-    session.export(made, run, tmp_path)
-    if parts and "actor" in parts:
-        assert kept == [("placed", (run, tmp_path, "words", "generation"), {})]
-    elif frozen and bases:
-        how = {"base": "base", "tokenizer": "texts", "mesh": "mesh"}
-        assert kept == [("lora", (model, "params", tmp_path), how)]
-    else:
-        how = {"tokenizer": "texts", "generation_config": "generation", "mesh": "mesh"}
-        assert kept == [("save", (model, "params", tmp_path), how)]
-
-
 # parts of a saved run
 
 SEEN = {"algorithm__advantage": "grpo", "rollout__n": 4}
@@ -311,7 +289,7 @@ def test_commands_that_do_not_train_read_the_configs_of_the_run(tmp_path, kind, 
 def test_an_export_is_of_what_the_run_has(tmp_path, monkeypatch, role, merge, kind, lora):
     kept: list[Any] = []
     names = {"_export_adapted": None, "bare": lambda settings: "bare", "params": "params", "device_of": "device"}
-    names |= {"bare_model": "model", "load_tokenizer": "words", "policy_generation": "generation"}
+    names |= {"bare_model": "model", "load_tokenizer": "words", "policy_generation": "generation", "load_images": None}
     stand_in(monkeypatch, saved, kept, **names)
     stand_in(monkeypatch, saved.models, kept, save=None)
     monkeypatch.setattr(saved.checkpoint, "place_of", lambda directory, step: directory / str(step))

@@ -12,7 +12,7 @@ from typing import Protocol
 import attrs
 
 from fppo import models
-from fppo.models import lora, lora_files
+from fppo.models import lora_files
 from fppo.models.model import Model
 from fppo.runtime import checkpoint
 from fppo.serve.tinker import runs
@@ -99,12 +99,9 @@ class WeightStores:
         PEFT's files cannot hold, as that of tied embeddings."""
         model, params = runs.sampling_params(run)
         base, place = run.base, data / "files"
-        if run.adapters.rank:
-            try:
-                lora_files.save(model, params, place, base=base.tokenizer_id)
-            except ValueError:
-                models.save(base.model, lora.merged(model, params), place)
-        else:
+        if run.adapters.rank and lora_files.obstacle(model) is None:
+            lora_files.save(model, params, place, base=base.tokenizer_id)
+        else:  # an adapter is merged
             models.save(model, params, place)
         self._bases[base.name].write_tokenizer(place)
 
