@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -183,6 +185,19 @@ def nonempty(advice: str) -> Check:
 def module_function(value: str | None) -> str | None:
     """The text is module:function."""
     return None if value is None or FUNCTION.fullmatch(value) else "must be module:function"
+
+
+def output_file(value: str | None) -> str | None:
+    """The name is that of a file that can be written; "-" is standard output."""
+    if value in (None, "-"):
+        return None
+    path = Path(value)
+    there = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
+    if path.is_dir():
+        return "is a directory; give the name of a file"
+    if there != path and not there.is_dir():
+        return f"{there} is no directory"
+    return None if os.access(there, os.W_OK) else f"{there} may not be written to"
 
 
 def _numbers(value: Any) -> list[float]:

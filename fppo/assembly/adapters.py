@@ -123,10 +123,14 @@ def _on_base(
 def shape_of(section: ModelSettings, critic: CriticSettings | None = None) -> Model:
     """The policy's model, or with a critic's section the critic's, without tensors: with an adapter, if it is trained
     by one."""
-    model = bare_model(section, critic)
-    if critic is None:
-        return lora.without_base(model, lora_of(section.lora)) if section.lora.used else model
-    return lora.without_base(model, _critic_spec(section.lora)) if section.lora.of_critic else model
+    model, own = bare_model(section, critic), section.lora
+    if not (own.used if critic is None else own.of_critic):
+        return model
+    try:
+        return lora.without_base(model, lora_of(own) if critic is None else _critic_spec(own))
+    except ValueError as error:
+        name = "targets" if own.path is None else f"path = {own.path!r}"
+        raise ValueError(f"model.lora.{name}: {error}") from error
 
 
 def _critic_spec(section: LoraSettings) -> Lora:

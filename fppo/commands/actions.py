@@ -77,17 +77,23 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def _trained(settings: TrainSettings, here: CommandRank) -> int:
-    directory = Path(settings.output_dir)
-
-    def at_end(run: RunState) -> None:
-        session.export(assembly, run, directory / session.MODEL)
-        if is_first(here.mesh):
-            page = report.write_report(directory)
-            print(f"model: {directory / session.MODEL}\nreport: {page}")
-
     with _assemble(settings, here, announce=_say(here)) as assembly:
+        at_end = partial(_finish, assembly, Path(settings.output_dir), here)
         run = session.run_training(settings, assembly, here.watch, at_end=at_end)
     return 130 if run.step < settings.steps else 0
+
+
+def _finish(assembly: session.AnyAssembly, directory: Path, here: CommandRank, run: RunState) -> None:
+    """Export the policy of a run's last step and write the report."""
+    target = directory / session.MODEL
+    try:
+        session.export(assembly, run, target)
+    except Exception as error:
+        error.add_note(f"step {run.step} is in its checkpoint; to write the model: fppo export {directory} TARGET")
+        raise
+    if is_first(here.mesh):
+        page = report.write_report(directory)
+        print(f"model: {target}\nreport: {page}")
 
 
 def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
@@ -97,16 +103,9 @@ def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     session.check_target(settings, Path(settings.output_dir) / session.MODEL)
     if is_first(here.mesh):
         session.check_alone(settings)
-    directory = Path(settings.output_dir)
     transformers_logging.disable_progress_bar()
     settings, assembly = assemble_supervised(settings, mesh=here.mesh, device=here.device, announce=_say(here))
-
-    def at_end(run: RunState) -> None:
-        session.export(assembly, run, directory / session.MODEL)
-        if is_first(here.mesh):
-            page = report.write_report(directory)
-            print(f"model: {directory / session.MODEL}\nreport: {page}")
-
+    at_end = partial(_finish, assembly, Path(settings.output_dir), here)
     run = session.run_training(settings, assembly, here.watch, at_end=at_end)
     return 130 if run.step < settings.steps else 0
 
@@ -136,6 +135,7 @@ def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     Prints a table; all metrics and responses are written to files in output_dir, named on standard error. Raises
     ValueError without a checkpoint.
     """
+    session.check_output(settings)
     checkpoints = Path(settings.output_dir) / session.CHECKPOINTS
     path = Path(settings.resume)
     session.say_misnamed(checkpoints, here.mesh)
@@ -226,18 +226,18 @@ def export(
     """
     settings, hub = attrs.evolve(settings_of(directory), device=device), HfApi()
     if push_to is not None:
-        push.check(push_to, hub)
+        push.check(push_to, hub, public=public)
     session.say_misnamed(directory / session.CHECKPOINTS)
     at = saved.newest(directory, step)
     if at is None or (step is not None and at != step):
         steps = checkpoint.steps(directory / session.CHECKPOINTS)
         raise UsageError(f"{directory} holds no checkpoint of step {step}; there are those of {steps}")
     session.check_target(settings, target)
+    made = starts.load(directory, at)
     transformers_logging.disable_progress_bar()
     saved.export(settings, target, at, role, merge=merge)
     adapted = settings.model.lora.used if role == "actor" else settings.model.lora.of_critic
     form: Form = "merged" if merge else "adapter" if adapted else "whole"
-    made = starts.load(directory, at)
     name = push_to or Path(os.path.realpath(target)).name
     add_card(Exported(run_dir=directory, settings=made, step=at, role=role, form=form, name=name), target)
     if (base := settings.model.lora.base) != "float":

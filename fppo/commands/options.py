@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, at_most, setting
+from fppo.fields import above, at_least, at_most, output_file, setting
 
 _MOST_SEED = 2**64 - 1
 
@@ -127,7 +127,7 @@ class ViewOptions:
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
     """The output_dirs of the runs."""
-    export: str | None = None
+    export: str | None = setting(None, output_file)
     """Write everything to this HTML file, which works without a server or a network, and end."""
     export_mb: float = setting(64.0, at_least(0))
     """Megabytes of sampled rows in that file; of more, every second step is left out, then every fourth, and so on."""
@@ -141,7 +141,7 @@ class TraceOptions:
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The output_dir of the run."""
-    out: str | None = None
+    out: str | None = setting(None, output_file)
     """The file to write; None: trace/trace.json in the run's directory."""
 
 
@@ -165,7 +165,7 @@ class AuditOptions:
     """The trainer; None with --dump."""
     batches: bool = False
     """Print the smallest batch that breaks each law, too, as lines of Python."""
-    json: str | None = None
+    json: str | None = setting(None, output_file)
     """Write everything to this JSON file; -: print it."""
     dump: str | None = None
     """A safetensors file with the tensors of a batch: recompute them, and print the first row that differs."""

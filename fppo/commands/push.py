@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub import HfApi
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import HFValidationError, RepositoryNotFoundError, validate_repo_id
 
 from fppo._errors import UsageError, words_of
 from fppo.runtime.exports import CONTENTS
@@ -21,14 +21,17 @@ _WEIGHTS = re.compile(
 )
 
 
-def check(name: str, hub: HfApi) -> None:
-    """Raise UsageError for a name that the hub does not take, and without a login there."""
+def check(name: str, hub: HfApi, *, public: bool = False) -> None:
+    """Raise UsageError for a name that the hub does not take, without a login there, and for a repository that is
+    public already without `public`."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
         raise UsageError(f"--push {name!r}: {error}") from None
     with _refused("there is no login; run hf auth login, or set HF_TOKEN"):
-        hub.whoami()
+        owner = hub.whoami()["name"]
+    with _refused("give another name"), suppress(RepositoryNotFoundError):
+        _check_private(name if "/" in name else f"{owner}/{name}", hub, public)
 
 
 def push(directory: Path, name: str, hub: HfApi, *, public: bool = False) -> str:
@@ -40,8 +43,7 @@ def push(directory: Path, name: str, hub: HfApi, *, public: bool = False) -> str
     """
     with _refused(f"{directory} is written; give the command again to try again"):
         made = hub.create_repo(name, repo_type="model", private=not public, exist_ok=True)
-        if not public and not hub.repo_info(made.repo_id, repo_type="model").private:
-            raise UsageError(f"--push {name}: it is there and public; give --public to upload to it, or another name")
+        _check_private(made.repo_id, hub, public)
         own = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
         there = hub.list_repo_files(made.repo_id, repo_type="model")
         stale = sorted(file for file in there if _WEIGHTS.fullmatch(file) and file not in own)
@@ -54,6 +56,11 @@ def push(directory: Path, name: str, hub: HfApi, *, public: bool = False) -> str
             delete_patterns=stale or None,
         )
         return str(made)
+
+
+def _check_private(name: str, hub: HfApi, public: bool) -> None:
+    if not public and not hub.repo_info(name, repo_type="model").private:
+        raise UsageError(f"--push {name}: it is there and public; give --public to upload to it, or another name")
 
 
 @contextmanager

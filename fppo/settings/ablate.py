@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, flag_problems, nonempty, setting
+from fppo.fields import above, at_least, flag_problems, nonempty, output_file, setting
 
 SHAPE = "write sizes as N=256,H=512"
 
@@ -50,9 +50,9 @@ class AblateSettings:
     """Threads of the CPU; None: torch's choice."""
     device: str = setting("auto", nonempty("give auto, cpu or cuda"))
     """Where it runs: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    json: str | None = setting(None)
+    json: str | None = setting(None, output_file)
     """Write everything to this JSON file."""
-    png: str | None = setting(None)
+    png: str | None = setting(None, output_file)
     """Draw time and error to this PNG file."""
     replay: str | None = setting(None)
     """The output_dir of a run: compute one step of it again under each implementation of --op, others as in the run."""

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import attrs
 import tyro
 
-from fppo.fields import Problem, above, at_least, flag_problems, nonempty, setting
+from fppo.fields import Problem, above, at_least, flag_problems, nonempty, output_file, setting
 from fppo.settings import checks, files, placement
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
@@ -82,7 +82,7 @@ class PlanSettings:
     """In place of a mesh: the meshes of so many GPUs with the shortest steps that fit, and why the others are not."""
     tries: bool = setting(True)
     """Where it does not fit, find settings with which it would."""
-    json: str | None = setting(None)
+    json: str | None = setting(None, output_file)
     """Write everything to this JSON file; -: print it in place of the table."""
 
 

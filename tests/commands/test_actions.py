@@ -271,12 +271,12 @@ def test_a_state_that_is_restored_is_that_of_the_newest_checkpoint_before(tmp_pa
 def test_what_is_exported_is_uploaded_as_the_flags_say(settings, tmp_path, monkeypatch, public):
     recorded(monkeypatch, (6,), settings)
     pushed = []
-    monkeypatch.setattr(actions.push, "check", lambda name, hub: pushed.append(name))
+    monkeypatch.setattr(actions.push, "check", lambda name, hub, *, public: pushed.append((name, public, "asked")))
     monkeypatch.setattr(actions.push, "push", lambda target, name, hub, *, public: pushed.append((name, public)))
     monkeypatch.setattr(actions.saved, "export", lambda *args, **_: None)
     monkeypatch.setattr(actions, "add_card", lambda card, target: pushed.append(card.name))
     assert actions.export(tmp_path, tmp_path / "out", None, push_to="me/mine", public=public) == 0
-    assert pushed == ["me/mine", "me/mine", ("me/mine", public)]
+    assert pushed == [("me/mine", public, "asked"), "me/mine", ("me/mine", public)]
 
 
 def test_a_step_is_computed_again_from_the_checkpoint_before_it(settings, tmp_path, monkeypatch):
