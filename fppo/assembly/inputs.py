@@ -142,8 +142,7 @@ def read_inputs(
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     tried(lambda: _check_truths(settings.reward, rollout, prompts, held_out))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
-    texts = tokenizer if images is None else images.processor
-    tried(lambda: check_export(model, texts, generation))
+    tried(lambda: check_export(model, tokenizer if images is None else images.processor, generation))
     sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
     drawing = None if prompts is None else tried(lambda: drawing_of(rows, prompts, Key(settings.seed).fold("data")))

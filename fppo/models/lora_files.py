@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from fppo._errors import json_of
 from fppo.models.adapted import FACTORS, Lora
@@ -40,8 +41,13 @@ _REFUSED = (
     *("use_dora", "lora_bias", "layer_replication", "modules_to_save", "use_qalora", "trainable_token_indices"),
     *("alora_invocation_tokens", "megatron_config", "eva_config", "corda_config"),
 )
-# modules that PEFT refuses to adapt in these types, whose kernels read the weights themselves
-_MAMBA, _REFUSED_MODULES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), ("out_proj", "conv1d")
+# modules whose weights code beside them reads, where PEFT adapts calls of modules: it refuses some, and others have no
+# effect
+_READ = {
+    **dict.fromkeys(("falcon_h1", "mamba2", "nemotron_h"), ("out_proj", "conv1d")),
+    **dict.fromkeys(("mamba", "falcon_mamba"), ("out_proj", "conv1d", "dt_proj")),
+    "jamba": ("dt_proj",),
+}
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _PLAIN_STARTS = (True, False, "gaussian", "orthogonal", None)  # values of init_lora_weights that leave the base alone
 
@@ -290,9 +296,12 @@ def obstacle(model: Model) -> str | None:
         return "the adapter of a value model has a value head, which PEFT's files cannot hold"
     if _is_tied(model):
         return f"{embedding_name(model)} is the vocabulary head, too: PEFT adapts one without the other"
-    kind, modules = model.whole_config.model_type, {name: name.split(".")[-2] for name in frozen.places}
-    if kind in _MAMBA and (refused := [name for name, module in modules.items() if module in _REFUSED_MODULES]):
-        return f"{refused[0]}: PEFT adapts no {' and no '.join(_REFUSED_MODULES)} of a model of type {kind!r}"
+    kind, places = model.whole_config.model_type, list(frozen.places)
+    if read := [name for name in places if name.split(".")[-2] in _READ.get(kind, ())]:
+        return f"{read[0]}: PEFT does not adapt {read[0].split('.')[-2]} of a model of type {kind!r}"
+    renamings = [x for x in get_checkpoint_conversion_mapping(kind) or () if isinstance(x, WeightRenaming)]
+    if renamed := [name for name in places if rename_source_key(name, renamings, [])[0] != name]:
+        return f"{renamed[0]}: transformers renames it in stored files of type {kind!r}, and PEFT does, too"
     if wrapped and any(flipped for name, flipped in frozen.places.items() if name not in wrapped):
         return f"{wrapped[0]} is a parameter of its own in PEFT's files, which then hold no layer that stores [in, out]"
     if single := [name for name in wrapped if _is_stack(name, model) and model.whole_shapes[name + FACTORS[0]][0] == 1]:

@@ -49,7 +49,7 @@ def test_what_a_supervised_run_reads_is_opened_as_its_sections_say(monkeypatch, 
     how, axes, mesh, watch = EvalSettings(max_prompts=5), AxesSettings(tensor=2), attrs.evolve(LOCAL), LogSettings()
     for name in ("optimizer_of", "load_tokenizer", "policy_generation", "load_demonstrations", "config_place"):
         log.stub(name)
-    for name in ("config_of", "check_mesh", "check_kernels", "bare_model", "_check_ids"):
+    for name in ("check_export", "config_of", "check_mesh", "check_kernels", "bare_model", "_check_ids"):
         log.stub(name)
     log.stub("kernels_of", KERNELS)
     log.stub("watching_of", {"loggers": {"a": 1}, "observers": {"b": 2}})
@@ -69,6 +69,7 @@ def test_what_a_supervised_run_reads_is_opened_as_its_sections_say(monkeypatch, 
         ("watching_of", (watch,), {}),
         ("load_tokenizer", (section, rows), {}),
         ("policy_generation", (section, rows, words), {}),
+        ("check_export", (section, words, "<policy_generation>"), {}),
         ("load_demonstrations", (rows, sft, words), {}),
         ("config_place", ("p", "model.path"), {}),
         ("config_of", (section, "<config_place>"), {}),

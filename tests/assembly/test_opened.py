@@ -58,7 +58,7 @@ OPENED = {
 OPENERS = (
     *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_check_models"),
     *("policy_loss", "advantage_of", "load_tokenizer", "policy_generation", "load_images", "_prompts", "_held_out"),
-    *("sampling_of", "eval_sampling_of", "drawing_of"),
+    *("sampling_of", "eval_sampling_of", "drawing_of", "check_export"),
 )
 
 
@@ -67,6 +67,7 @@ def opened(monkeypatch):
     log = Log(monkeypatch, INPUTS)
     for name in OPENERS:
         log.stub(name)
+    log.stub("load_images", READER)
     log.stub("device_of", CPU)
     log.stub("kernels_of", KERNELS)
     log.stub("watching_of", {"loggers": {"a": 1}, "observers": {"b": 2}})
@@ -74,6 +75,7 @@ def opened(monkeypatch):
 
 
 KERNELS = Kernels.named()
+READER = SimpleNamespace(processor="the processor")
 
 
 @pytest.mark.parametrize("held_out", [True, False])
@@ -86,7 +88,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
     made = INPUTS.read_inputs(settings, mesh=mesh, **own)
     model, rows, rollout, names = settings.model, settings.data, settings.rollout, kernels_named(settings)
     actor, algorithm, environment = settings.actor, settings.algorithm, rollout.environment
-    words, images, begun = "<load_tokenizer>", "<load_images>", "<policy_generation>"
+    words, images, begun = "<load_tokenizer>", READER, "<policy_generation>"
     kernels, device = own.get("kernels", KERNELS), own.get("device", CPU)
     laws = (actor.loss, algorithm.advantage, "<advantage_of>", names, kernels)
     optimizers = {"actor": actor.optimizer, "critic": settings.critic.optimizer}
@@ -108,6 +110,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("_prompts", (rows, environment, words, images), {}),
         ("_held_out", (rows, settings.eval, environment, words, images), {}),
         ("_check_models", (settings, words, sets, mesh), {}),
+        ("check_export", (model, "the processor", begun), {}),
         ("sampling_of", (rollout, words, begun), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {"like": "<sampling_of>"}),
         ("drawing_of", (rows, "<_prompts>", Key(3).fold("data")), {}),
@@ -136,7 +139,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
     mesh = attrs.evolve(LOCAL)
     made = INPUTS.read_eval_inputs(settings, mesh=mesh, **own)
     model, rows, rollout = settings.model, settings.data, settings.rollout
-    words, images, begun = "<load_tokenizer>", "<load_images>", "<policy_generation>"
+    words, images, begun = "<load_tokenizer>", READER, "<policy_generation>"
     calls = [
         ("search", (("here",),), {}),
         ("device_of", (settings.device, settings.placement), {}),

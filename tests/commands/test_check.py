@@ -137,8 +137,8 @@ def test_a_run_that_does_not_fit_is_found(task, capsys):
     assert main(["check", str(task / "big.toml"), "--gpu", "a100-80", "--prompts", "0"]) == 1
     assert "found: it does not fit in memory" in capsys.readouterr().out
     files.save(files.replace(values, {"model.config": {"num_hidden_layers": 80}}), task / "none.toml")
-    assert main(["check", str(task / "none.toml"), "--gpu", "a100-80", "--prompts", "0"]) == 1
-    assert "found: it cannot be planned: model type 'qwen2'" in capsys.readouterr().out
+    assert main(["check", str(task / "none.toml"), "--gpu", "a100-80", "--prompts", "0"]) == 2
+    assert "model type 'qwen2': transformers builds no model of its config" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

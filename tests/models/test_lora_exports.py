@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIGS = families.CONFIGS | families.EXPERTS | families.OWN | families.CHANGED | hybrids.HYBRIDS
 # dense models, mixtures with dense and shared layers, stacks [in, out] and without gates, and layers with states
 FEW = ("qwen2", "gpt2", "mixtral", "glm4_moe", "gpt_oss", "qwen3_next", "nemotron_h")
-# types whose linear layers PEFT refuses to adapt
-MERGED = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+# types of whose linear layers PEFT adapts only some
+MERGED = {"falcon_h1", "jamba", "laguna", "mamba2", "nemotron_h"}
 _SMALL = {  # what makes default configs of mixtures large
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("n_group", "topk_group"), 1),
@@ -107,7 +107,7 @@ def hold_each(probe: Probe, place: Path) -> None:
     for number, targets in enumerate([("all-linear",), *((end,) for end in ends), (last,)]):
         refused = hold(probe, targets, place / str(number))
         known = probe.model.whole_config.model_type in MERGED
-        assert refused is None or (known and "PEFT adapts no out_proj" in refused), (targets, refused)
+        assert refused is None or (known and re.search("PEFT does( not adapt|, too)", refused)), (targets, refused)
         assert refused is not None or not known or targets != ("all-linear",)
 
 
