@@ -281,7 +281,7 @@ def _is_stack(name: str, model: Model) -> bool:
 
 
 def _end(name: str, model: Model) -> str:
-    """What the config calls a parameter: the end of a stack's name if all stacks with that end are adapted, else the
+    """The name of a parameter in the config: the end of a stack's name if all stacks with that end are adapted, else the
     whole name."""
     end, frozen = ".".join(name.split(".")[-3:]), frozen_of(model.unplaced or model)
     alike = [each for each in names_of_weights(frozen.shapes) if each.endswith(f".{end}")]
@@ -354,7 +354,7 @@ def _back(model: Model, name: str, a: Tensor, b: Tensor, rank: int) -> tuple[Ten
 
 
 def _misfits(model: Model, name: str, factors: Sequence[Tensor], rank: int) -> list[str]:
-    """What is wrong with the stored factors of a weight, which should have this rank."""
+    """The problems of the stored factors of a weight, which should have this rank."""
     (*stack, most, wide), (*_, out, _) = (model.whole_shapes[name + factor] for factor in FACTORS)
     shapes = torch.empty(*stack, rank, wide, device="meta"), torch.empty(*stack, out, rank, device="meta")
     problems = []

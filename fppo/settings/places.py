@@ -99,7 +99,7 @@ def output_problems(settings: TrainSettings) -> Problems:
 
 
 def _in_the_way(directory: Path) -> Iterator[str]:
-    """What of the names that a run writes in its directory is of another kind, or may not be written to."""
+    """Yield the problems of names in a directory that a run writes to: of another kind, or not to be written to."""
     for names, is_right, kind in ((_DIRECTORIES, Path.is_dir, "directory"), (_FILES, Path.is_file, "file")):
         for place in (directory / name for name in names if os.path.lexists(directory / name)):
             if not is_right(place):
