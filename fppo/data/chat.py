@@ -93,9 +93,10 @@ def shown_chat(
     template = getattr(tokenizer, "chat_template", None)
     text = template if isinstance(template, str) else json.dumps(template, default=repr)
     arguments = json.dumps(options.arguments, sort_keys=True, default=repr)
-    marks = attrs.evolve(options, tools=[TOOL] if options.tools else ())
+    tool = TOOL if any("function" in tool for tool in options.tools) else TOOL["function"]
+    marks = attrs.evolve(options, tools=[tool] if options.tools else ())
     known = Template(
-        key=(type(tokenizer).__name__, text, arguments),
+        key=(type(tokenizer).__name__, text, arguments, tool is TOOL),
         tools=bool(options.tools),
         write=partial(write_chat, tokenizer, options=options),
         write_marks=partial(write_chat, tokenizer, options=marks),

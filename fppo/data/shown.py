@@ -17,7 +17,7 @@ import attrs
 
 from fppo.data.messages import ALIASES, CALLS, REASONING, BadMessage, arguments_text, canonical, named_tools
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "fppotool",
