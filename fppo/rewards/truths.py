@@ -50,7 +50,8 @@ def check_truths(reward: Reward, truths: Iterable[tuple[str, Any]]) -> None:
     Such a function has `reward_complaint`, a function of a truth that returns what is wrong with it, or None.
     """
     problems, known = Problems(), dict[tuple[str, str], str | None]()
-    checks = {x.name: x.fn.reward_complaint for x in as_sum(reward).terms if hasattr(x.fn, "reward_complaint")}
+    every = {term.name: getattr(term.fn, "reward_complaint", None) for term in as_sum(reward).terms}
+    checks = {name: check for name, check in every.items() if check is not None}
     for place, truth in truths if checks else ():
         for name, check in checks.items():
             key = name, f"{type(truth).__name__} {truth!r}"
