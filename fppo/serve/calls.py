@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import attrs
@@ -49,23 +50,40 @@ class ReadTurn(Protocol):
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn: ...
 
 
+_SPOKEN = ("content", "reasoning_content", "thinking")
+
+
 @attrs.frozen
 class ResponseTemplate:
-    """Turns as the tokenizer's own `response_template` reads them."""
+    """Turns as the tokenizer's own `response_template` reads them, with every part of a field that has several."""
 
     tokenizer: Any
+
+    @cached_property
+    def _template(self) -> Mapping[str, Any]:
+        """The template, whose fields of text list their parts: it keeps the last part alone otherwise."""
+        own = self.tokenizer.response_template
+        fields, given = own["fields"], own.get("defaults", {})
+        listed = {name: {**fields[name], "repeats": True} for name in _SPOKEN if name in fields and name not in given}
+        return {**own, "fields": {**fields, **listed}}
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
         """The turn; without calls and reasoning where the template fails on it."""
         try:
-            said = self.tokenizer.parse_response(whole, prefix=before, tools=[dict(tool) for tool in tools])
+            shown = [dict(tool) for tool in tools]
+            said = self.tokenizer.parse_response(whole, self._template, prefix=before, tools=shown)
             calls = tuple(_call_of(call) for call in said.get("tool_calls") or ())
         except Exception:  # the template's parsers raise what they like on turns of another form
             return ParsedTurn(text)
         if not calls:
             return ParsedTurn(text)
-        reasoning = said.get("reasoning_content") or said.get("thinking")
-        return ParsedTurn(str(said.get("content") or ""), calls, reasoning)
+        content, *thoughts = (_together(said.get(name)) for name in _SPOKEN)
+        return ParsedTurn(content or "", calls, next(filter(None, thoughts), None))
+
+
+def _together(parts: Any) -> str | None:
+    """The parts of a field as one text; None for a field that is missing."""
+    return "\n".join(filter(None, parts)) if isinstance(parts, list) else parts
 
 
 def _call_of(call: Mapping[str, Any]) -> ToolCall:
@@ -76,27 +94,37 @@ def _call_of(call: Mapping[str, Any]) -> ToolCall:
 
 @attrs.frozen
 class BetweenTexts:
-    """Calls as JSON objects of a name and arguments, each behind the text `opening` and before `closing`."""
+    """Calls as JSON objects of a name and arguments, each behind the text `opening` and before `closing`.
+
+    An opening that ends in a bracket begins a list: further calls in it stand behind commas.
+    """
 
     opening: str
     closing: str
     arguments: str  # the key of the arguments
 
     def __call__(self, text: str, whole: str, before: str, tools: Sequence[Tool]) -> ParsedTurn:
-        """The turn, whose content is what stands before its first call."""
+        """The turn, whose content is all that is no call: what stands before, between and behind them."""
         del whole, before, tools
-        calls, content, left = list[ToolCall](), text, text
-        while (found := self._next(left)) is not None:
+        calls, parts, left = list[ToolCall](), list[str](), text
+        while (found := self._next(left, listed=bool(calls) and self.opening.endswith("["))) is not None:
             said, call, left = found
-            content = content if calls else said
             calls.append(call)
+            parts.append(said)
             if not self.opening:  # there is nothing between calls
                 break
-        return ParsedTurn(content if not calls else content.rstrip("\n"), tuple(calls))
+        if not calls:
+            return ParsedTurn(text)
+        said = [parts[0].rstrip("\n"), *(part.strip("\n") for part in (*parts[1:], left))]
+        return ParsedTurn("\n".join(part for part in said if part.strip()), tuple(calls))
 
-    def _next(self, text: str) -> tuple[str, ToolCall, str] | None:
-        """The text before the next call, that call, and the text behind; None if there is none."""
-        said, opened, rest = text.partition(self.opening) if self.opening else ("", "{", text)
+    def _next(self, text: str, *, listed: bool) -> tuple[str, ToolCall, str] | None:
+        """The text before the next call, that call, and the text behind; None if there is none. With `listed` the call
+        may be the next one of a list that is open."""
+        if listed and text.lstrip().startswith(","):
+            said, opened, rest = "", ",", text.lstrip()[1:]
+        else:
+            said, opened, rest = text.partition(self.opening) if self.opening else ("", "{", text)
         if not opened:
             return None
         rest = rest.lstrip()

@@ -40,8 +40,8 @@ class AgentEngine:
     last token, nan where it failed. The row has a "seed" of 62 bits, which depends on the key and the prompt alone.
     What the agent sends is the prompt; that of the request is not used.
 
-    `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; stops and max_tokens are
-    the agent's own. A row has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
+    `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; max_tokens is the
+    agent's own, and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
     `bounds.row_tokens` with its prompt. An agent that edits its history begins another row: a response is the row with
     the most tokens of the policy's, or with rows = "all" each is one of its episode (`Rollout.episodes`), so that there
     may be more rows than were asked for; the score is at the last token of the last one. With `thinking = "drop"` every
@@ -108,6 +108,7 @@ class AgentEngine:
             bounds=bounds,
             model=self._model,
             keeps_sampling=True,
+            repeats=True,
             anew=self._anew,
             row_of=_row_of,
         )

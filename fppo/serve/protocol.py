@@ -25,7 +25,7 @@ _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # names that every form of call
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # what changes nothing that is sampled
 _IGNORED = (
-    *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+    *("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "extra_headers", "verbosity"),
 )
 # what would change it, with the values that would not, and what to do
@@ -133,7 +133,8 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     """The request of POST /chat/completions. Raises ApiError."""
-    _check_names(body, (*_COMMON, "messages", "tools", "tool_choice", "max_completion_tokens", "top_logprobs"))
+    own = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_completion_tokens", "top_logprobs")
+    _check_names(body, (*_COMMON, *own))
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise wrong("messages", "give a list of at least one message")
@@ -147,6 +148,9 @@ def chat_request(body: Mapping[str, Any]) -> ChatRequest:
     read = tuple(_message(message, f"messages[{place}]") for place, message in enumerate(messages))
     tools = _tools(body)
     shown = () if body.get("tool_choice") == "none" else tools
+    if shown and not _field(body, "parallel_tool_calls", _flag, True):
+        text = "false is not supported: an answer may hold several calls, and none is dropped; leave it out"
+        raise wrong("parallel_tool_calls", text, "unsupported_parameter")
     return ChatRequest(options=options, messages=read, tools=shown, forced=_forced(body.get("tool_choice"), tools))
 
 

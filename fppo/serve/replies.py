@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import string
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from fppo.rollout.scores import TopTokens
-from fppo.serve.calls import ParsedTurn
 from fppo.serve.service import AnswerPart, WholeAnswer
 from fppo.serve.texts import Texts
 
 _LEAST = -9999.0
+_LETTERS = string.ascii_letters + string.digits
 
 
 @attrs.frozen(kw_only=True)
@@ -49,9 +51,11 @@ class ReplyForm:
 
     def last(self, answer: WholeAnswer, *, shown: bool) -> Iterator[dict[str, Any]]:
         """The chunks with which an answer's stream ends: its calls, and its text if that was not `shown` before."""
+        if answer.turn.reasoning is not None:
+            yield self._chunk(answer.index, {"reasoning_content": answer.turn.reasoning})
         if not shown and answer.turn.content:
             yield self._chunk(answer.index, {"content": answer.turn.content})
-        for place, call in enumerate(_calls(answer.turn, answer.finished.name)):
+        for place, call in enumerate(_calls(answer)):
             yield self._chunk(answer.index, {"tool_calls": [{"index": place, **call}]})
         yield self._chunk(answer.index, {} if self.chat else "", finish=answer.finish)
 
@@ -74,7 +78,7 @@ class ReplyForm:
             own |= {"token_ids": tokens, "prompt_token_ids": answer.prompt}
         if not self.chat:
             return {**own, "text": answer.turn.content}
-        calls = _calls(answer.turn, finished.name)
+        calls = _calls(answer)
         message: dict[str, Any] = {"role": "assistant", "content": answer.turn.content, "refusal": None}
         if calls:
             message |= {"content": answer.turn.content or None, "tool_calls": calls}
@@ -140,11 +144,18 @@ def _finite(log_prob: float) -> float:
     return log_prob if log_prob > _LEAST else _LEAST
 
 
-def _calls(turn: ParsedTurn, request: str) -> list[dict[str, Any]]:
-    return [
-        {"id": f"call-{request}-{place}", "type": "function", "function": {"name": x.name, "arguments": x.arguments}}
-        for place, x in enumerate(turn.calls)
-    ]
+def _calls(answer: WholeAnswer) -> list[dict[str, Any]]:
+    """The calls of an answer, with ids of nine letters and digits: templates of Mistral's models take no others."""
+    made: list[dict[str, Any]] = []
+    for place, call in enumerate(answer.turn.calls):
+        digest = hashlib.blake2b(f"{answer.origin}/{place}".encode(), digest_size=8).digest()
+        own, number = "", int.from_bytes(digest, "little")
+        for _ in range(9):
+            number, letter = divmod(number, len(_LETTERS))
+            own += _LETTERS[letter]
+        function = {"name": call.name, "arguments": call.arguments}
+        made.append({"id": own, "type": "function", "function": function})
+    return made
 
 
 def event(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
@@ -114,12 +115,15 @@ class WholeAnswer:
     finished: FinishedRequest
     tokens: Sequence[int]  # those of `finished`
     prompt: tuple[int, ...]  # all ids before it
+    origin: str  # unlike that of other answers; the ids of its calls follow from it
     named: bool = False  # the client named the function that it calls
 
     @property
     def finish(self) -> str:
-        """The protocol's reason for its end: a call of a function that the client named is none."""
-        return "tool_calls" if self.turn.calls and not self.named else self.finished.end
+        """The protocol's reason for its end: a call of a function that the client named is none, nor is one in an
+        answer that was cut."""
+        called = self.turn.calls and not self.named and self.finished.end != "length"
+        return "tool_calls" if called else self.finished.end
 
 
 @attrs.frozen(kw_only=True)
@@ -133,6 +137,7 @@ class Sources:
     model: str
     keeps_sampling: bool = False  # whether temperature, top_p and top_k of requests are passed over
     anew: bool = False  # whether each answer to a chat begins a row
+    repeats: bool = False  # whether ids of calls follow from what draws follow from, as a rollout's must
     row_of: Callable[[str], int] = row_number  # by an episode's name, the number by which its answers are drawn
 
 
@@ -143,8 +148,9 @@ class OpenAnswer:
         self.plan, self._service, self._loop = plan, service, loop
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         texts, sampling = service.sources.texts, plan.request.sampling
+        stops = () if sampling.stop_texts is None else [text.decode() for text in sampling.stop_texts.texts]
         continues = plan.asked.conversation.kind != "chat" and texts.goes_on(plan.prompt)
-        self._reader = AnswerReader(texts, plan.options.stop, sampling.stop_token_ids, continues=continues)
+        self._reader = AnswerReader(texts, stops, sampling.stop_token_ids, continues=continues)
         self._closed = False
         loop.submit(plan.request, self._events.put_nowait, along=along)
 
@@ -194,7 +200,15 @@ class OpenAnswer:
         self._service.close(plan, RecordedTurn(plan.new, event, said, opened), asked.behind(turn, tokens))
         asked.check(turn, event.end)
         named = asked.forced is not None and asked.forced.named
-        return WholeAnswer(index=plan.index, turn=turn, finished=event, tokens=tokens, prompt=plan.prompt, named=named)
+        return WholeAnswer(
+            index=plan.index,
+            turn=turn,
+            finished=event,
+            tokens=tokens,
+            prompt=plan.prompt,
+            origin=self._service.origin(plan),
+            named=named,
+        )
 
 
 class Service:
@@ -203,7 +217,7 @@ class Service:
     def __init__(self, sources: Sources, episodes: Episodes) -> None:
         self.sources, self.episodes = sources, episodes
         self._loop: EngineLoop | None = None
-        self._numbers = itertools.count()
+        self._own, self._numbers = uuid.uuid4().hex, itertools.count()
         self._open = 0
         self._kept: OrderedDict[str, int] = OrderedDict()  # tokens of the rows whose contexts are kept, by request
         self._kept_tokens = 0  # of all of them
@@ -353,15 +367,14 @@ class Service:
             changes, temperature = {}, None
         if changes.get("top_k") == -1:
             changes["top_k"] = None
-        tokens, stop = texts.stops(options.stop)
+        tokens, stop = texts.stops(options.stop, sampling.stop_texts)
         unknown = [token for token in options.stop_token_ids if token >= texts.vocabulary]
         if unknown:
             raise wrong("stop_token_ids", f"the policy has no tokens {unknown[:5]}; it has {texts.vocabulary}")
         of_turns = texts.ends if kind == "chat" else ()
         ends = tuple(dict.fromkeys((*sampling.stop_token_ids, *of_turns, *tokens, *options.stop_token_ids)))
-        stop_texts = stop if stop is not None else sampling.stop_texts
         try:
-            how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop_texts}
+            how = {"n": 1, "max_tokens": most, "stop_token_ids": ends, "stop_texts": stop}
             return attrs.evolve(sampling if temperature is None else sampling.at(temperature), **how, **changes)
         except ValueError as error:
             raise ApiError(400, str(error)) from error
@@ -379,6 +392,13 @@ class Service:
         while self._kept_tokens > self.sources.bounds.kept_tokens and len(self._kept) > 1:
             self.forget([next(iter(self._kept))])
         self.episodes.commit(plan.start, turn, whole)
+
+    def origin(self, plan: AnswerPlan) -> str:
+        """The name of an answer that no other server gives, or that which its draws follow from."""
+        request = plan.request
+        if self.sources.repeats:
+            return f"{request.key.seed}/{request.row}/{len(plan.prompt)}"
+        return f"{self._own}/{request.name}"
 
     def forget(self, requests: Sequence[str]) -> None:
         """Releases the contexts of requests."""

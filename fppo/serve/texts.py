@@ -86,12 +86,15 @@ class Texts:
             raise wrong("prompt", f"the id {top} is beyond the policy's {self.vocabulary} tokens")
         return list(ids)
 
-    def stops(self, texts: Sequence[str]) -> tuple[tuple[int, ...], StopTexts | None]:
-        """The tokens and the texts that end an answer, of those that a request names."""
+    def stops(self, texts: Sequence[str], beside: StopTexts | None = None) -> tuple[tuple[int, ...], StopTexts | None]:
+        """The tokens and the texts that end an answer: of those that a request names, and the texts `beside` them."""
         if not texts:
-            return (), None
+            return (), beside
         tokens = tuple(self.ids[text] for text in texts if self.ids.get(text, self.vocabulary) < self.vocabulary)
-        return tokens, stop_texts(self.tokenizer, texts, like=StopTexts((), self.pieces))
+        named = stop_texts(self.tokenizer, texts, like=StopTexts((), self.pieces))
+        if named is None or beside is None:
+            return tokens, named or beside
+        return tokens, StopTexts(tuple(dict.fromkeys((*beside.texts, *named.texts))), self.pieces)
 
     def decoded(self, ids: Sequence[int]) -> str:
         """The text of ids, with special tokens."""

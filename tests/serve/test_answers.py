@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 
 import attrs
@@ -10,11 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fppo.data import stop_texts
 from fppo.serve.calls import BetweenTexts, reader_of
 from fppo.serve.texts import AnswerReader, texts_of
 from tests.rollout.templates import KINDS
-from tests.serve.parrot import log_prob
-from tests.serve.world import END, MODEL, chat, parrot_world, sampling, texts, tokenizer
+from tests.serve.parrot import Parrot, log_prob
+from tests.serve.world import END, MODEL, World, chat, parrot_world, sampling, says, texts, tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {
@@ -34,6 +36,15 @@ def events(response):
 def streamed(chunks, index=0):
     own = [c["choices"][0] for c in chunks if c["choices"] and c["choices"][0]["index"] == index]
     return "".join(c["delta"].get("content") or "" for c in own), own[-1]["finish_reason"]
+
+
+def together(chunks):
+    """The message that a stream's chunks add up to."""
+    message = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chunks:
+        for name, value in chunk["choices"][0]["delta"].items():
+            message[name] = message.get(name, "") + value if name != "role" else value
+    return message
 
 
 def test_an_answer_has_all_that_clients_read():
@@ -285,9 +296,8 @@ def test_a_turn_ends_by_a_token_that_the_policy_has():
     assert texts_of(tokenizer(), vocabulary=END).ends == ()
 
 
-def test_the_tokenizers_own_response_template_reads_calls():
-    import copy
-
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokenizers_own_response_template_reads_calls(stream):
     other = copy.deepcopy(tokenizer())
     other.response_template = {
         "defaults": {"role": "assistant"},
@@ -304,15 +314,126 @@ def test_the_tokenizers_own_response_template_reads_calls():
             "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
         },
     }
-    said = '<think>hm</think>it is<tool_call>{"name": "read", "arguments": {"file": "lamp"}}</tool_call>'
+    said = '<think>hm</think>it is<tool_call>{"name": "read", "arguments": {"file": "lamp"}}</tool_call> say which'
     changed = texts_of(other, vocabulary=len(other))
     with parrot_world(said, said, texts=changed) as world:
-        message = world.post(CHAT, chat("find", tools=[TOOL])).json()["choices"][0]["message"]
+        response = world.post(CHAT, chat("find", tools=[TOOL], stream=stream))
+        message = together(events(response)) if stream else response.json()["choices"][0]["message"]
         plain = world.post(CHAT, chat("list")).json()["choices"][0]["message"]
-    assert message["content"] == "it is"
+    assert message["content"] == "it is\nsay which"
     assert message["reasoning_content"] == "hm"
     assert message["tool_calls"][0]["function"] == {"name": "read", "arguments": '{"file": "lamp"}'}
     assert plain["content"] == said  # without tools a turn is shown as it is
+
+
+NINE = (
+    "{% macro checked(id) %}{% if id is not defined or id | length != 9 or not id.isalnum() %}"
+    "{{ raise_exception('an id has nine letters or digits') }}{% endif %}{% endmacro %}"
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    '{{ checked(c.id) }}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}<|im_end|>"
+    "{% elif m.role == 'tool' %}{{ checked(m.tool_call_id) }}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}"
+    "{% endfor %}{% if tools %}{% endif %}"
+)
+LISTED = '[TOOL_CALLS][{"name": "read", "arguments": {"file": "a"}}, {"name": "read", "arguments": {"file": "b"}}]'
+
+
+def with_template(template):
+    other = copy.deepcopy(tokenizer())
+    other.chat_template = template
+    return texts_of(other, vocabulary=len(other))
+
+
+def test_ids_of_calls_are_those_that_a_template_of_mistral_takes_and_no_other_servers():
+    """In nine letters or digits; the answer's two calls stand in one list."""
+    seen = set()
+    for _ in range(2):
+        with parrot_world(LISTED, "lamp", "lamp", texts=with_template(NINE)) as world:
+            first = world.post(f"/e/1{CHAT}", chat("find", tools=[TOOL])).json()["choices"][0]["message"]
+            said = [{"role": "user", "content": "find"}, {**first, "content": ""}]
+            said += [{"role": "tool", "tool_call_id": call["id"], "content": "5"} for call in first["tool_calls"]]
+            second = world.post(f"/e/1{CHAT}", {"messages": said, "tools": [TOOL]})
+            (row,) = world.episodes.rows("1")
+        assert second.status_code == 200, second.text
+        assert [json.loads(call["function"]["arguments"])["file"] for call in first["tool_calls"]] == ["a", "b"]
+        assert first["content"] is None
+        assert len(row.turns) == 2
+        seen |= {call["id"] for call in first["tool_calls"]}
+    assert len(seen) == 4
+    assert all(len(each) == 9 and each.isalnum() for each in seen)
+
+
+@pytest.mark.parametrize("many", [True, False, None])
+@pytest.mark.parametrize("shown", [True, False])
+def test_one_call_at_most_is_no_promise_of_this_server(many, shown):
+    more = {"tools": [TOOL]} if shown else {"tools": [TOOL], "tool_choice": "none"}
+    with parrot_world("lamp") as world:
+        response = world.post(CHAT, chat("find", parallel_tool_calls=many, **more))
+        wrong = world.post(CHAT, chat("find", parallel_tool_calls="no", tools=[TOOL]))
+    refused = shown and many is False
+    assert response.status_code == (400 if refused else 200)
+    if refused:
+        error = response.json()["error"]
+        assert (error["param"], error["code"]) == ("parallel_tool_calls", "unsupported_parameter")
+    assert wrong.json()["error"]["param"] == "parallel_tool_calls"
+
+
+def test_ids_of_calls_follow_from_the_draws_where_a_rollout_must_come_out_again():
+    made = []
+    for _ in range(2):
+        with parrot_world(LISTED, texts=with_template(NINE), repeats=True) as world:
+            posts = [world.post(f"/e/{name}{CHAT}", chat("find", tools=[TOOL])).json() for name in "12"]
+        made.append([call["id"] for x in posts for call in x["choices"][0]["message"]["tool_calls"]])
+    assert made[0] == made[1]
+    assert len(set(made[0])) == 4
+
+
+OF_FILE = '<tool_call>\n{"name": "read", "arguments": {"file": "%s"}}\n</tool_call>'
+TURNS = {
+    "cut in a second call": (OF_FILE % "a" + '\n<tool_call>\n{"name": "re', False, "a", '<tool_call>\n{"name": "re'),
+    "cut behind a call": ("find" + OF_FILE % "a" + "\n", False, "a", "find"),
+    "a word behind a call": (OF_FILE % "a" + "\nlamp", True, "a", "lamp"),
+    "words around calls": ("say\n" + OF_FILE % "a" + "\nlist\n" + OF_FILE % "b" + " it", True, "ab", "say\nlist\n it"),
+    "a call that is none": (
+        OF_FILE % "a" + "<tool_call>\nlamp</tool_call>",
+        True,
+        "a",
+        "<tool_call>\nlamp</tool_call>",
+    ),
+    "calls alone": (OF_FILE % "a" + "\n" + OF_FILE % "b", True, "ab", ""),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", TURNS)
+def test_nothing_that_a_policy_writes_around_its_calls_is_dropped(kind, stream):
+    """Whether it was cut is said, in a stream and whole."""
+    said, ended, files, content = TURNS[kind]
+    with World(Parrot(says(said, end=ended))) as world:
+        response = world.post(CHAT, chat("find", tools=[TOOL], stream=stream, max_tokens=200))
+    if stream:
+        chunks = [chunk["choices"][0] for chunk in events(response)]
+        calls = [call for each in chunks for call in each["delta"].get("tool_calls", ())]
+        text, finish = streamed(events(response))
+    else:
+        (choice,) = response.json()["choices"]
+        calls, text, finish = choice["message"]["tool_calls"], choice["message"]["content"], choice["finish_reason"]
+    assert [json.loads(call["function"]["arguments"])["file"] for call in calls] == [*files]
+    assert (text or "", finish) == (content, "tool_calls" if ended else "length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ends_a_policys_turns_ends_them_beside_a_requests_own_stops(stream):
+    """A stop text of the run is no part of what an agent reads, and stays among those of a request."""
+    stops = stop_texts(tokenizer(), ["\nwhich"])
+    for own, text in ((None, "find"), ("list", "find"), (["fi", "list"], ""), ("<|im_start|>", "find")):
+        with parrot_world("find\nwhich lamp list", sampling=sampling(stop_texts=stops)) as world:
+            response = world.post(CHAT, chat("find", stop=own, stream=stream))
+            asked = world.engine.requests[0].sampling.stop_texts
+        got = streamed(events(response))[0] if stream else response.json()["choices"][0]["message"]["content"]
+        assert got == text
+        assert asked.texts[0] == b"\nwhich"
 
 
 def test_a_tokenizer_without_a_chat_template_answers_completions_alone():

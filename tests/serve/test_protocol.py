@@ -141,7 +141,7 @@ def test_what_would_change_what_is_sampled_is_refused_and_its_neutral_value_take
     assert (raised.value.param, raised.value.code) == (name, "unsupported_parameter")
 
 
-@pytest.mark.parametrize("name", ["metadata", "store", "verbosity", "parallel_tool_calls"])
+@pytest.mark.parametrize("name", ["metadata", "store", "verbosity"])
 def test_what_changes_nothing_is_passed_over(name):
     assert shown(chat_request(chat("find", **{name: "x"})).options) == DEFAULTS
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import string
 
 import attrs
 import torch
@@ -49,7 +51,8 @@ def answers_of(drawn, top):
             scores = DrawnScores(finished.log_probs - 3, TopTokens(ids, -torch.arange(top).float().expand(ids.shape)))
             finished = attrs.evolve(finished, drawn_scores=scores)
         turn = ParsedTurn(content, tuple(calls), reasoning)
-        found.append(WholeAnswer(index=index, turn=turn, finished=finished, tokens=tokens, prompt=prompt))
+        own = {"tokens": tokens, "prompt": prompt, "origin": f"server/{index}"}
+        found.append(WholeAnswer(index=index, turn=turn, finished=finished, **own))
     return found
 
 
@@ -71,9 +74,19 @@ def noted(tokens, log_probs, top, chat):
 
 def calls_of(index, calls):
     return [
-        {"id": f"call-r{index}-{place}", "type": "function", "function": {"name": x.name, "arguments": x.arguments}}
+        {"id": id_of(index, place), "type": "function", "function": {"name": x.name, "arguments": x.arguments}}
         for place, x in enumerate(calls)
     ]
+
+
+def id_of(index, place):
+    """Nine digits to the base 62 of a digest."""
+    number = int.from_bytes(hashlib.blake2b(f"server/{index}/{place}".encode(), digest_size=8).digest(), "little")
+    return "".join((string.ascii_letters + string.digits)[number // 62**power % 62] for power in range(9))
+
+
+def ended_by(calls, end):
+    return "tool_calls" if calls and end == "stop" else end
 
 
 def usage_of(drawn):
@@ -90,7 +103,7 @@ def test_whole_replies_have_the_protocols_form(drawn, flags, top):
         zip(answers_of(drawn, top), drawn, strict=True)
     ):
         own = each.finished.log_probs - (3 if top else 0)
-        choice = {"index": index, "finish_reason": "tool_calls" if calls else end, "logprobs": None}
+        choice = {"index": index, "finish_reason": ended_by(calls, end), "logprobs": None}
         if log_probs:
             choice["logprobs"] = noted(tokens, own.tolist(), top, chat)
         if token_ids:
@@ -120,7 +133,7 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
     first = [chunk(index, {"role": "assistant", "content": ""}) for index in range(2)]
     assert [*form.first(2)] == (first if chat else [])
     answers = answers_of(drawn, 0)
-    for each, (tokens, (content, calls, _), end, _) in zip(answers, drawn, strict=True):
+    for each, (tokens, (content, calls, reasoning), end, _) in zip(answers, drawn, strict=True):
         index, numbers = each.index, tuple(each.finished.log_probs.tolist())
         seen = text if shown else ""
         part = form.part(index, AnswerPart(text, tuple(tokens), numbers), shown=shown)
@@ -130,12 +143,13 @@ def test_chunks_have_the_protocols_form(drawn, flags, shown, text):
         nothing = form.part(index, AnswerPart(text, (), ()), shown=shown)
         assert (nothing is None) == (not seen)
         if chat:
-            last = [] if shown or not content else [chunk(index, {"content": content})]
+            last = [] if reasoning is None else [chunk(index, {"reasoning_content": reasoning})]
+            last += [] if shown or not content else [chunk(index, {"content": content})]
             last += [
                 chunk(index, {"tool_calls": [{"index": place, **call}]})
                 for place, call in enumerate(calls_of(index, calls))
             ]
-            last.append(chunk(index, {}, finish="tool_calls" if calls else end))
+            last.append(chunk(index, {}, finish=ended_by(calls, end)))
             assert [*form.last(each, shown=shown)] == last
     kind = "chat.completion.chunk" if chat else "text_completion"
     assert form.usage(answers) == HEAD | {"object": kind, "choices": [], "usage": usage_of(drawn)}
