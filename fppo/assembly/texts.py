@@ -55,14 +55,15 @@ def open_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedT
         raise ValueError(f"{name}: no tokenizer came from {path}: {type(error).__name__}: {why}") from error
 
 
-def load_tokenizer(model: ModelSettings, rows: DataSettings) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what they need of it."""
+def load_tokenizer(model: ModelSettings, rows: DataSettings, *, pads: bool = True) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, with the settings' chat template. Raises ValueError if it lacks what they need of it, a
+    padding token only where it `pads` rows of data."""
     if model.tokenizer is None:
         directory = config_place(model.path, "model.path")
         tokenizer = open_tokenizer(str(directory), "model.path", model.trust_remote_code)
     else:
         tokenizer = open_tokenizer(model.tokenizer, "model.tokenizer", model.trust_remote_code)
-    data.check_tokenizer(tokenizer, pad_token=rows.pad_token)
+    data.check_tokenizer(tokenizer, pad_token=rows.pad_token or (None if pads else tokenizer.eos_token))
     if rows.chat_template is not None:
         tokenizer.chat_template = Path(rows.chat_template).read_text(encoding="utf-8-sig")
     if rows.seen and tokenizer.chat_template is None:

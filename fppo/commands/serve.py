@@ -6,6 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,7 @@ import attrs
 from transformers.utils import logging as transformers_logging
 
 from fppo import batch as batches
-from fppo._errors import UsageError, printable
+from fppo._errors import UsageError, printable, words_of
 from fppo.commands.options import ServeOptions
 from fppo.key import Key
 from fppo.models.lengths import longest_row
@@ -24,12 +25,13 @@ from fppo.pipeline.timing import now
 from fppo.runs import saved, session, starts
 from fppo.runs.serving import ServedPolicy, served_policy
 from fppo.runtime import checkpoint
+from fppo.runtime.exports import private_files
 from fppo.serve.app import app_of
 from fppo.serve.episodes import EpisodeRow, Episodes
 from fppo.serve.loop import EngineLoop
 from fppo.serve.openai import router_of
 from fppo.serve.rows import rollout_of_rows
-from fppo.serve.server import bound_socket, new_key, serving
+from fppo.serve.server import bound_socket, check_key, new_key, serving
 from fppo.serve.service import Bounds, Service, Sources
 from fppo.settings.model import ModelSettings
 from fppo.settings.rollout import RolloutSettings
@@ -40,14 +42,16 @@ _LONGEST = 4096  # tokens of a row, for models that say nothing
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Serve until ctrl-C or SIGTERM, which end the server as they should: returns 0."""
+    """Serve until ctrl-C or SIGTERM, which end the server as they should: returns 0, or 1 where its engine failed
+    before. Raises ValueError for a key that nobody can send."""
+    key = new_key() if KEY not in environment else environment[KEY]
+    check_key(key, KEY)
     listener = bound_socket(options.host, options.port, public=options.public)
-    with contextlib.closing(listener):
+    with contextlib.closing(listener), private_files():
         transformers_logging.disable_progress_bar()
         (target,) = targets_of(options, most=1)
         policy, params, version, newer = _policy(options, target)
         bounds = bounds_of(options, policy)
-        key = environment.get(KEY) or new_key()
         writer = None if options.record is None else EpisodeFiles(Path(options.record), policy.engine.pad_token_id)
         episodes = Episodes(
             bounds.recorded_tokens,
@@ -55,7 +59,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
             on_forgotten=lambda names: service.forget(names),
         )
         service = Service(sources_of(options, policy, bounds, target), episodes)
-        loop = EngineLoop(policy.engine, params, version=version, newer=newer)
+        loop = EngineLoop(policy.engine, params, version=version, newer=newer, on_failure=say_failure)
         app = app_of([router_of(service)], key=key, bounds=bounds)
         with ended_by_signals() as ended, contextlib.ExitStack() as opened:
             loop.start()
@@ -69,7 +73,14 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         if writer is not None:
             writer.end(episodes)
         print("stopped", flush=True)
-    return 0
+    return 0 if loop.failure is None else 1
+
+
+def say_failure(error: Exception) -> None:
+    """Say what ended an engine, once."""
+    traceback.print_exception(error)
+    text = "the engine failed, and answers nothing more: end the server (ctrl-C), and start it again"
+    print(text, file=sys.stderr, flush=True)
 
 
 def _say(options: ServeOptions, model: str, url: str, key: str, *, shown: bool) -> None:
@@ -132,21 +143,36 @@ def _loaded(directory: Path, policy: ServedPolicy, step: int) -> tuple[Params, i
 
 
 class FollowedRun:
-    """The newer checkpoints of a run, looked for at most every `seconds`."""
+    """The newer checkpoints of a run, looked for at most every `seconds`.
+
+    One that cannot be read is said once, and looked at again: meanwhile the weights stay as they are.
+    """
 
     def __init__(self, directory: Path, policy: ServedPolicy, seconds: float, step: int) -> None:
         self._directory, self._policy, self._seconds = directory, policy, seconds
-        self._step, self._looked = step, now()
+        self._step, self._looked, self._said = step, now(), ""
 
     def __call__(self) -> tuple[Params, int] | None:
         """The parameters of a newer checkpoint and the number of their updates; None without one."""
         if now() - self._looked < self._seconds:
             return None
-        self._looked, step = now(), saved.newest(self._directory)
-        if step is None or step <= self._step:
+        self._looked = now()
+        try:
+            step = saved.newest(self._directory)
+            if step is None or step <= self._step:
+                return None
+            found = _loaded(self._directory, self._policy, step)
+        except Exception as error:  # a flipped bit, or a checkpoint that the run has removed meanwhile
+            self._say(f"{self._directory}: a newer checkpoint could not be read: {words_of(error, 500)}")
             return None
         self._step = step
-        return _loaded(self._directory, self._policy, step)
+        return found
+
+    def _say(self, text: str) -> None:
+        if text != self._said:
+            advice = f"answers go on with the weights of step {self._step}"
+            print(f"{printable(text, 800)}; {advice}", file=sys.stderr, flush=True)
+        self._said = text
 
 
 def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
@@ -179,7 +205,7 @@ class EpisodeFiles:
     """Episodes on disk, as rollouts: one file for those that are dropped together, the last at the end."""
 
     def __init__(self, directory: Path, pad_token_id: int, *, most: int = 1024) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(0o700, parents=True, exist_ok=True)
         self._directory, self._pad, self._most = directory, pad_token_id, most
         self._rows: list[tuple[str, EpisodeRow]] = []
         self._number = 1 + len(list(directory.glob("episodes_*.safetensors")))
@@ -211,7 +237,8 @@ class EpisodeFiles:
         )
         path = self._directory / f"episodes_{self._number:06d}.safetensors"
         self._number += 1
-        batches.save(rollout, path)
+        with private_files():
+            batches.save(rollout, path)
         print(f"{len(rows)} rows: {printable(str(path))}", file=sys.stderr, flush=True)
 
 

@@ -18,6 +18,7 @@ from fppo.commands.serve import (
     EpisodeFiles,
     bounds_of,
     ended_by_signals,
+    say_failure,
     settings_of_model,
     sources_of,
     targets_of,
@@ -26,11 +27,12 @@ from fppo.commands.serve import (
 from fppo.data.images import ImageReader
 from fppo.runs import session
 from fppo.runs.serving import ServedPolicy, served_policy
+from fppo.runtime.exports import private_files
 from fppo.serve.app import app_of, by_path
 from fppo.serve.episodes import Episodes
 from fppo.serve.loop import EngineLoop
 from fppo.serve.openai import router_of
-from fppo.serve.server import bound_socket, serving
+from fppo.serve.server import bound_socket, check_key, serving
 from fppo.serve.service import Bounds, Service
 from fppo.serve.tinker.journal import JournalError
 from fppo.serve.tinker.routes import PREFIX, ClientFlags, tinker_app
@@ -50,11 +52,15 @@ def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
             lines = Path(options.keys).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--keys {options.keys}: {error}") from error
+        if Path(options.keys).stat().st_mode & 0o077:
+            raise UsageError(f"--keys {options.keys}: others than its owner may read it: chmod 600 {options.keys}")
         keys = [key, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
     wrong = next((number for number, each in enumerate(keys) if not each.startswith(START) or len(each) < 8), None)
     if wrong is not None:
         place = f"key {wrong} of --keys {options.keys}" if wrong else "FPPO_API_KEY"
         raise UsageError(f"{place}: tinker's client takes keys of eight characters and more that begin with {START}")
+    for number, each in enumerate(keys):
+        check_key(each, f"key {number} of --keys {options.keys}" if number else KEY)
     return keys, given is None
 
 
@@ -94,10 +100,13 @@ def _images(options: ServeOptions, target: str, policy: ServedPolicy) -> ImageRe
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Serve models until ctrl-C or SIGTERM: returns 0. Raises UsageError."""
+    """Serve models until ctrl-C or SIGTERM: returns 0, or 1 where an engine or the training failed before.
+
+    Raises UsageError, and ValueError for a key that nobody can send.
+    """
     keys, new = keys_of(options, environment.get(KEY))
     listener = bound_socket(options.host, options.port, public=options.public)
-    with contextlib.closing(listener), contextlib.ExitStack() as opened:
+    with contextlib.closing(listener), private_files(), contextlib.ExitStack() as opened:
         transformers_logging.disable_progress_bar()
         targets = _models(options)
         policies = {name: served_policy(settings_of_model(options, name), begins=True) for name in targets}
@@ -109,7 +118,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         loops: dict[str, EngineLoop] = {}
         for name, policy in policies.items():
             assert policy.params is not None
-            loops[name] = EngineLoop(policy.engine, policy.params).start()
+            loops[name] = EngineLoop(policy.engine, policy.params, on_failure=say_failure).start()
             opened.callback(loops[name].stop)
         writer = None if options.record is None else EpisodeFiles(Path(options.record), _pad(policies, targets[0]))
         episodes = Episodes(
@@ -120,7 +129,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         openai = Service(sources_of(options, policies[targets[0]], bounds[targets[0]], targets[0]), episodes)
         openai.attach(loops[targets[0]])
         service.start(loops)
-        plain = app_of([router_of(openai)], key=keys[0], bounds=bounds[targets[0]])
+        plain = app_of([router_of(openai, problem=service.problem)], key=keys[0], bounds=bounds[targets[0]])
         app = by_path(PREFIX, tinker_app(service, keys=keys, flags=ClientFlags(compress=options.compress)), plain)
         url = opened.enter_context(serving(app, listener))
         _say(options, openai.sources.model, url, keys, new=new)
@@ -129,7 +138,7 @@ def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:
         if writer is not None:
             writer.end(episodes)
     print("stopped", flush=True)
-    return 0
+    return 0 if service.problem() is None else 1
 
 
 def _models(options: ServeOptions) -> tuple[str, ...]:

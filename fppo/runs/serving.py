@@ -10,6 +10,7 @@ from fppo.assembly.adapters import load_policy, policy_model
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import device_of, kernels_of
 from fppo.assembly.texts import chat_options, load_tokenizer, policy_generation, sampling_of, vocabulary_size_of
+from fppo.data import check_tokenizer
 from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.rollout.check import check_engine
@@ -46,7 +47,8 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     settings, _ = resolved(settings, None)
     section, key = settings.model, Key(settings.seed)
     device = device_of(settings.device, settings.placement)
-    tokenizer = load_tokenizer(section, settings.data)
+    tokenizer = load_tokenizer(section, settings.data, pads=False)
+    filled = settings.data.pad_token or tokenizer.pad_token or tokenizer.eos_token  # what is filled is masked
     generation = policy_generation(section, settings.data, tokenizer)
     sampling = sampling_of(settings.rollout, tokenizer, generation)
     if begins:
@@ -58,7 +60,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     engine = EmbeddedEngine(
         model=model,
         kernels=kernels,
-        pad_token_id=tokenizer.pad_token_id,  # pyright: ignore[reportArgumentType]
+        pad_token_id=check_tokenizer(tokenizer, pad_token=filled).pad_token_id,
         cache_bytes=None if cache is None else round(cache * 2**30),
         exact=settings.rollout.exact,
     )

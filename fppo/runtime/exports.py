@@ -30,6 +30,16 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(handle)
 
 
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """A context in which this process makes files and folders that their owner alone can read."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write a file atomically: after a crash at any moment it has all of the data, or its previous contents."""
     target = Path(path)

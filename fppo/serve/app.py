@@ -23,18 +23,19 @@ Receive = Callable[[], Awaitable[_Message]]
 Send = Callable[[_Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 HEALTH = "/health"
+CLOSING = (401, 408, 413)  # errors behind which the connection closes: who sends on is not waited for
 _GONE = 499  # the status that servers note for a client that has gone; nobody reads it
 
 
 def app_of(routers: Sequence[APIRouter], *, key: str, bounds: Bounds) -> App:
     """The application of these routes: whoever gives another key than this gets an error, and nothing else.
 
-    GET /health answers without a key. Raises ValueError for an empty key.
+    GET /health answers without a key: as the routers have it, or that all is well. Raises ValueError for an empty key.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     for router in routers:
         app.include_router(router)
-    app.add_api_route(HEALTH, _healthy)
+    app.add_api_route(HEALTH, _healthy)  # behind that of a router
     for kind in (ApiError, AnyHTTPException, HTTPException, Exception):
         app.add_exception_handler(kind, _refused)
     plain = by_plain_routes(routers, app, _refused, known=(ApiError, AnyHTTPException))
@@ -87,8 +88,15 @@ def by_path(prefix: str, app: App, other: App) -> App:
     return call
 
 
-async def _healthy() -> dict[str, str]:
-    return {"status": "ok"}
+async def _healthy() -> JSONResponse:
+    return health_response(None)
+
+
+def health_response(problem: str | None) -> JSONResponse:
+    """The response about a server's health, with status 503 where it has a problem."""
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": "failed", "error": problem}, 503)
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -177,7 +185,7 @@ class Guard:
 
     @staticmethod
     async def _refuse(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = {"connection": "close"} if error.status in (408, 413) else None
+        headers = {"connection": "close"} if error.status in CLOSING else None
         await JSONResponse(error.body, error.status, headers)(scope, receive, send)
 
 

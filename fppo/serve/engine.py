@@ -41,12 +41,13 @@ class AgentEngine:
     What the agent sends is the prompt; that of the request is not used.
 
     `ask.sampling` draws the answers, whatever temperature, top_p and top_k the agent asks for; max_tokens is the
-    agent's own, and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens` tokens, with what is said between answers, and
-    `bounds.row_tokens` with its prompt. An agent that edits its history begins another row: a response is the row with
-    the most tokens of the policy's, or with rows = "all" each is one of its episode (`Rollout.episodes`), so that there
-    may be more rows than were asked for; the score is at the last token of the last one. With `thinking = "drop"` every
-    chat's answer is a row, whose prompt is the conversation as the chat template has it, and all rows are taken. Rows
-    are not reported early, and `ask.newer` is looked for between steps of decoding.
+    agent's own, and its stops end answers beside those of `ask.sampling`. A row has at most `ask.sampling.max_tokens`
+    tokens, with what is said between answers, and `bounds.row_tokens` with its prompt. An agent that edits its history
+    begins another row: a response is the row with the most tokens of the policy's, or with rows = "all" each is one of
+    its episode (`Rollout.episodes`), so that there may be more rows than were asked for; the score is at the last token
+    of the last one. With `thinking = "drop"` every chat's answer is a row, whose prompt is the conversation as the chat
+    template has it, and all rows are taken. Rows are not reported early, and `ask.newer` is looked for between steps of
+    decoding.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ class EngineLoop:
     At most `most_waiting` requests wait for a place. Those that come within 2 ms of one another are read together, and
     none waits more than 30 ms for others, or for the end of a step. With `newer` it looks for newer weights `every` so
     many steps, and whenever a request comes to an idle engine. What goes wrong in the engine goes to all who wait, and
-    to whoever asks next; `failure` has it.
+    to whoever asks next; `failure` has it, and `on_failure` is called with it.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class EngineLoop:
         most_waiting: int | None = None,
         newer: Newer | None = None,
         every: int = 16,
+        on_failure: Callable[[Exception], None] = lambda error: None,
     ) -> None:
         self._engine, self._most, self._newer, self._every = engine, most_waiting, newer, every
+        self._on_failure = on_failure
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
         self._held: list[_Call] = []  # by the thread that decodes, until `_due`
         self._due: float | None = None
@@ -174,8 +176,11 @@ class EngineLoop:
                 self._answer(requests)
             self._end(ServerStopped("the server is stopping"))
         except Exception as error:  # an engine's own, which all who wait must hear of
+            opened_before = self._ready.is_set()
             self.failure = error
             self._end(error)
+            if opened_before:  # else `start` raises it
+                self._on_failure(error)
         finally:
             self._ready.set()
 

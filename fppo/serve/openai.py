@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from fppo.serve.app import EventStream, unless_gone
+from fppo.serve.app import HEALTH, EventStream, health_response, unless_gone
 from fppo.serve.episodes import EpisodeRow
 from fppo.serve.protocol import AnswerOptions, ApiError, chat_request, completion_request, parsed
 from fppo.serve.replies import DONE, ReplyForm, event
@@ -24,9 +24,15 @@ MOST_NAME = 256  # characters
 _EPISODE = "/e/{episode}"
 
 
-def router_of(service: Service) -> APIRouter:
-    """The routes, each also below /e/NAME, which names the episode."""
-    router, ids = APIRouter(), _ids()
+def router_of(service: Service, *, problem: Callable[[], str | None] | None = None) -> APIRouter:
+    """The routes, each also below /e/NAME, which names the episode.
+
+    GET /health tells the `problem` of the server, by default the service's own.
+    """
+    router, ids, found = APIRouter(), _ids(), problem or service.problem
+
+    async def health() -> JSONResponse:
+        return health_response(found())
 
     async def chat(request: Request) -> Response:
         asked = chat_request(parsed(await request.body()))
@@ -61,6 +67,7 @@ def router_of(service: Service) -> APIRouter:
         router.add_route(f"{before}/v1/completions", completions, methods=["POST"])
         router.add_api_route(f"{before}/v1/models", models, methods=["GET"])
         router.add_api_route(f"{before}/v1/models/{{name:path}}", model, methods=["GET"])
+    router.add_api_route(HEALTH, health, methods=["GET"])
     router.add_api_route(_EPISODE, recorded, methods=["GET"])
     router.add_api_route(_EPISODE, taken, methods=["DELETE"])
     return router

@@ -23,6 +23,14 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
+def check_key(key: str, name: str) -> None:
+    """Raise ValueError for a key that no client could send, by the `name` of where it stands."""
+    if not key:
+        raise ValueError(f"{name} is empty, so nobody could be let in: give it a key, or leave it out for a new one")
+    if not all("!" <= letter <= "~" for letter in key):
+        raise ValueError(f"{name} holds a space, or what is no printable ASCII, which no client can send in a header")
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches the host."""
     if host == "localhost":

@@ -235,6 +235,11 @@ class Service:
             raise ApiError(503, "the policy takes no requests now", kind="server_error")
         return self._loop
 
+    def problem(self) -> str | None:
+        """The reason why no request can be answered any more; None if they can, or will be again."""
+        failure = None if self._loop is None else self._loop.failure
+        return None if failure is None else f"the engine failed: {type(failure).__name__}"
+
     def chat(self, request: ChatRequest, episode: str | None) -> list[OpenAnswer]:
         """The answers to a conversation, being drawn. Raises ApiError."""
         messages, tools, texts, forced = request.messages, request.tools, self.sources.texts, request.forced
@@ -332,7 +337,8 @@ class Service:
         sources, bounds = self.sources, self.sources.bounds
         name = "messages" if kind == "chat" else "prompt"
         if not prompt:
-            raise wrong(name, "there is no token in it")
+            why = "the chat template writes nothing for them" if kind == "chat" else "the text is empty"
+            raise wrong(name, f"{why}: an answer follows at least one token, so give some text")
         used = start.used + (0 if start.row is None else new)
         room = bounds.row_tokens - len(prompt)
         if bounds.response_tokens is not None:

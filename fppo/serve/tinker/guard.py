@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import zstandard
 from fastapi.responses import JSONResponse
 
-from fppo.serve.app import App, Body, Receive, Scope, Send, read_body
+from fppo.serve.app import CLOSING, App, Body, Receive, Scope, Send, read_body
 from fppo.serve.tinker.decode import TinkerBounds
 from fppo.serve.tinker.encode import error_of
 from fppo.serve.tinker.futures import Refusal
@@ -74,7 +74,7 @@ class KeyGuard:
 
 def refusal_response(error: Refusal) -> JSONResponse:
     """The response to a request that is refused, in the protocol's form."""
-    headers = {"connection": "close"} if error.status in (408, 413) else None
+    headers = {"connection": "close"} if error.status in CLOSING else None
     return JSONResponse(error_of(error.outcome), error.status, headers)
 
 

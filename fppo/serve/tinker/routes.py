@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from tinker import types
 
 from fppo._errors import printable, words_of
-from fppo.serve.app import App, by_plain_routes
+from fppo.serve.app import App, by_plain_routes, health_response
 from fppo.serve.tinker import decode, rest
 from fppo.serve.tinker.decode import PROTO
 from fppo.serve.tinker.encode import error_of
@@ -88,7 +88,7 @@ def _service_router(service: TinkerService, flags: ClientFlags) -> APIRouter:
 
     @router.get("/healthz")
     async def healthz() -> JSONResponse:
-        return JSONResponse({"status": "ok"})
+        return health_response(service.problem())
 
     @router.post("/client/config")
     async def client_config() -> JSONResponse:

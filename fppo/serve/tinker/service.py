@@ -68,7 +68,8 @@ class TinkerService:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.bases, self.bounds, self.clock = bases, bounds or TinkerBounds(), clock
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(0o700, parents=True, exist_ok=True)
+        root.chmod(0o700)  # the requests of users, and what they train, are for the owner alone
         self._taken_root = (root / "lock").open("w")
         try:
             fcntl.flock(self._taken_root, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the process ends, however it does
@@ -93,6 +94,7 @@ class TinkerService:
         self.worker = Worker(self.runs, self.futures, time.monotonic)
         self._locks: dict[str, asyncio.Lock] = {}
         self._engines: SamplerEngines | None = None
+        self._loops: Mapping[str, EngineLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._swept, self._sweeping = clock(), None
 
@@ -103,6 +105,7 @@ class TinkerService:
             self.worker.add_run(name, number)
             for each, verb in sorted(todo.items()):
                 self.worker.put(name, each, verb)
+        self._loops = loops
         self._engines = SamplerEngines(loops, {name: each.engine for name, each in self.bases.items()})
         self.worker.start()
 
@@ -114,6 +117,12 @@ class TinkerService:
         self.runs.close()
         self.registry.close()
         self._taken_root.close()
+
+    def problem(self) -> str | None:
+        """The reason why some requests will not be answered any more; None if all can be."""
+        failures = {f"the engine of {name} failed": loop.failure for name, loop in self._loops.items()}
+        failures["training failed"] = self.worker.failure
+        return next((f"{text}: {type(error).__name__}" for text, error in failures.items() if error is not None), None)
 
     def base(self, name: str) -> ServedBase:
         """A base by its name. Raises Refusal."""

@@ -73,6 +73,7 @@ class Worker:
         self._runs: dict[str, RunQueue] = {}
         self._floor = 0.0
         self._stopped = False
+        self.failure: Exception | None = None  # a fault of the server's own, behind which nothing is done
         self._thread = threading.Thread(target=self._work, name="fppo-tinker", daemon=True)
 
     def start(self) -> None:
@@ -114,6 +115,14 @@ class Worker:
             return not queue.todo and not queue.busy
 
     def _work(self) -> None:
+        try:
+            self._until_stopped()
+        except Exception as error:  # the next server does what waits
+            self.failure = error
+            text = f"training failed, and nothing more is done: {words_of(error, 500)}; start the server again"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+    def _until_stopped(self) -> None:
         while True:
             with self._changed:
                 while (chosen := self._chosen()) is None and not self._stopped:
