@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
+import math
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import cast
 
 import uvicorn
 
 from fppo.serve.app import App
+from fppo.serve.connections import Door, most_connections
 
 LOOPBACK = "127.0.0.1"
 _STARTS, _ENDS = 30.0, 5  # seconds
-_IDLE = 120  # seconds for which a connection without a request stays: an agent's tools may take long
 
 
 def new_key() -> str:
@@ -65,23 +68,34 @@ def address_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def serving(app: App, listener: socket.socket) -> Iterator[str]:
+def serving(
+    app: App,
+    listener: socket.socket,
+    *,
+    most: int | None = None,
+    head_seconds: float = 10.0,
+    idle_seconds: float = 120.0,
+) -> Iterator[str]:
     """Serves the application in a thread, for as long as the context lasts; gives its URL.
 
-    At the end open connections have a few seconds to finish.
+    At most `most` connections are open, by default as many as the process has descriptors for. One that has not sent
+    the head of a request after `head_seconds` is closed, and so is one without a request for `idle_seconds` behind its
+    last: an agent's tools may take long. At the end open connections have a few seconds to finish.
     """
+    door = Door(listener, most=most or most_connections(), head_seconds=head_seconds, idle_seconds=idle_seconds)
     config = uvicorn.Config(
-        app,
-        log_level="warning",
+        door.watched(app),
+        log_level="error",  # warnings are of what clients send
+        ws="none",
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=_IDLE,
+        timeout_keep_alive=math.ceil(idle_seconds),
         timeout_graceful_shutdown=_ENDS,
         lifespan="off",
     )
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, args=([listener],), name="fppo-server", daemon=True)
+    thread = threading.Thread(target=_run, args=(server, door), name="fppo-server", daemon=True)
     thread.start()
     try:
         waiting = threading.Event()
@@ -96,3 +110,25 @@ def serving(app: App, listener: socket.socket) -> Iterator[str]:
         server.should_exit = True
         thread.join(_STARTS)
         listener.close()
+
+
+def _run(server: uvicorn.Server, door: Door) -> None:
+    with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+        runner.run(_serve(server, door))
+
+
+async def _serve(server: uvicorn.Server, door: Door) -> None:
+    """Serve until the server is to exit. Its connections come through the door, so that it has no sockets itself."""
+    config = server.config
+    config.load()
+    made = cast(Callable[..., asyncio.Protocol], config.http_protocol_class)
+    work = asyncio.ensure_future(server.serve(sockets=[]))
+    while not server.started and not work.done():
+        await asyncio.sleep(0.002)
+    if server.started:
+        own = {"config": config, "server_state": server.server_state, "app_state": server.lifespan.state}
+        door.open(lambda: made(**own))
+    while not server.should_exit and not work.done():
+        await asyncio.sleep(0.02)
+    door.close()
+    await work

@@ -6,8 +6,6 @@ import asyncio
 import json
 import socket
 import threading
-import time
-from types import SimpleNamespace
 
 import httpx2 as httpx
 import openai
@@ -328,45 +326,19 @@ def test_hosts_that_others_reach_need_a_word():
     assert new_key() != new_key()
 
 
-class Serving:
-    """A server that starts, or does not, and ends when it is told to."""
-
-    def __init__(self, config, *, starts=True):
-        self.config, self.started, self.should_exit, self.starts = config, False, False, starts
-
-    def run(self, sockets):
-        self.sockets, self.started = sockets, self.starts
-        while self.starts and not self.should_exit:
-            time.sleep(0.001)
-        self.listened = all(each.fileno() >= 0 for each in sockets)
-
-
-def test_a_server_is_bounded_and_ends_with_its_context(monkeypatch):
-    made = []
-
-    def server(config, starts=True):
-        made.append(Serving(config, starts=starts))
-        return made[-1]
-
-    monkeypatch.setattr("fppo.serve.server.uvicorn.Server", server)
+def test_a_server_ends_with_its_context():
     listener = bound_socket("127.0.0.1", 0)
     assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
-    with serving("app", listener) as url:  # pyright: ignore[reportArgumentType]
+    with parrot_world("lamp") as world, serving(world.app, listener) as url:
         assert url == address_of(listener)
-        assert made[0].sockets == [listener]
-    assert made[0].listened
+        answer = httpx.get(f"{url}/health")
+        assert answer.status_code == 200
+        assert "server" not in answer.headers
     assert listener.fileno() == -1
-    config = made[0].config
-    assert (config.app, config.log_level, config.lifespan) == ("app", "warning", "off")
-    assert (config.access_log, config.server_header, config.proxy_headers) == (False, False, False)
-    assert (config.timeout_keep_alive, config.timeout_graceful_shutdown) == (120, 5)
-    monkeypatch.setattr("fppo.serve.server.uvicorn.Server", lambda config: server(config, starts=False))
-    listener = bound_socket("127.0.0.1", 0)
-    with pytest.raises(RuntimeError, match="the server did not start"), serving("app", listener):  # pyright: ignore
-        pass
-    assert listener.fileno() == -1
-    named = SimpleNamespace(getsockname=lambda: ("::1", 7, 0, 0))
-    assert address_of(named) == "http://[::1]:7"  # pyright: ignore[reportArgumentType]
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    with bound_socket("::1", 0) as other:
+        assert address_of(other) == f"http://[::1]:{other.getsockname()[1]}"
 
 
 def test_a_real_server_and_unmodified_clients():
