@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,8 +53,7 @@ def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
             lines = Path(options.keys).read_text("utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--keys {options.keys}: {error}") from error
-        if Path(options.keys).stat().st_mode & 0o077:
-            raise UsageError(f"--keys {options.keys}: others than its owner may read it: chmod 600 {options.keys}")
+        _make_private(Path(options.keys))
         keys = [key, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
     wrong = next((number for number, each in enumerate(keys) if not each.startswith(START) or len(each) < 8), None)
     if wrong is not None:
@@ -62,6 +62,18 @@ def keys_of(options: ServeOptions, given: str | None) -> tuple[list[str], bool]:
     for number, each in enumerate(keys):
         check_key(each, f"key {number} of --keys {options.keys}" if number else KEY)
     return keys, given is None
+
+
+def _make_private(path: Path) -> None:
+    """Have a file of keys be readable by its owner alone, and say so. Raises UsageError for one of another user's."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not mode & 0o077:
+        return
+    try:
+        path.chmod(mode & 0o700)
+    except OSError as error:
+        raise UsageError(f"--keys {path}: others than its owner can read it: chmod 600 {path}") from error
+    print(f"--keys {printable(str(path))}: others could read it; now its owner alone can", file=sys.stderr, flush=True)
 
 
 def served_base(options: ServeOptions, target: str, policy: ServedPolicy, bounds: Bounds) -> ServedBase:

@@ -23,6 +23,7 @@ from fppo.serve.protocol import Message
 
 Kind = Literal["chat", "ids", "text"]
 _ROWS = 1 << 62
+_TURN_BYTES, _TOKEN_BYTES = 8 << 10, 48  # of memory: an answer's tensors and places, and each of its ids
 
 
 @attrs.frozen(eq=False)
@@ -47,6 +48,11 @@ class RecordedTurn:
     def size(self) -> int:
         """How many ids there are."""
         return len(self.before) + len(self.answer.tokens)
+
+    @property
+    def memory(self) -> int:
+        """The bytes of memory that it takes, about: a short answer takes far more than its ids do."""
+        return _TURN_BYTES + _TOKEN_BYTES * self.size + 4 * len(self.text)
 
 
 @attrs.frozen(eq=False)
@@ -188,18 +194,20 @@ class _Place(NamedTuple):
 class Episodes:
     """The episodes of a server, by name; any thread may call.
 
-    At most `most_tokens` are held: beyond, the ones that were longest without a request are given to `on_dropped`, if
-    nobody is waiting for an answer in them. `on_forgotten` gets the names of requests that nothing goes on from any
-    more.
+    At most `most_tokens` in `most_bytes` of memory are held: beyond, the ones that were longest without a request are
+    given to `on_dropped`, if nobody is waiting for an answer in them. `on_forgotten` gets the names of requests that
+    nothing goes on from any more.
     """
 
     def __init__(
         self,
         most_tokens: int,
         *,
+        most_bytes: int = 1 << 29,
         on_dropped: Callable[[str, tuple[EpisodeRow, ...]], None] = lambda name, rows: None,
         on_forgotten: Callable[[Sequence[str]], None] = lambda names: None,
     ) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
         self._most, self._on_dropped, self._on_forgotten = most_tokens, on_dropped, on_forgotten
         self._rows: dict[str, dict[int, EpisodeRow]] = {}  # the one that was longest without a request first
         self._answers: dict[bytes, _Place] = {}
@@ -242,6 +250,7 @@ class Episodes:
             if whole.kind != "chat":
                 self._lengths[whole.kind][size] += 1
             self._tokens += sum(each.size for each in row.turns[len(held) :])
+            self._bytes += sum(each.memory for each in row.turns[len(held) :])
             self._thin()
 
     def abandon(self, start: RowStart) -> None:
@@ -305,12 +314,16 @@ class Episodes:
         if not numbers:
             self._open.pop(start.name, None)
 
+    @property
+    def _full(self) -> bool:
+        return self._tokens > self._most or self._bytes > self._most_bytes
+
     def _thin(self) -> None:
         """Drops what is too much, but for the newest."""
-        if self._tokens <= self._most:
+        if not self._full:
             return
         for name in [*self._rows][:-1]:
-            if self._tokens <= self._most:
+            if not self._full:
                 return
             if name not in self._open and self._rows[name]:
                 self._on_dropped(name, self.take(name))
@@ -318,6 +331,7 @@ class Episodes:
     def _forget(self, name: str) -> None:
         rows = self._rows.pop(name, {})
         self._tokens -= sum(turn.size for row in rows.values() for turn in row.turns)
+        self._bytes -= sum(turn.memory for row in rows.values() for turn in row.turns)
         gone = self._of.pop(name, [])
         for digest, kind, size, _ in gone:
             if self._answers.get(digest, _NOWHERE).name == name:

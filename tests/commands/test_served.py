@@ -49,8 +49,11 @@ def parts(monkeypatch):
         )
 
     class Loop:
+        failure = None
+
         def __init__(self, engine, params, **named):
             self.name = params
+            assert named.pop("on_failure") is serve.say_failure
             noted.append(("loop", engine.pad_token_id, params, named))
 
         def start(self):
@@ -96,7 +99,7 @@ def parts(monkeypatch):
         "Service": Serving,
         "Episodes": episodes,
         "app_of": note("app", lambda routers, **named: ("app", routers, tuple(named.values()))),
-        "router_of": lambda service: f"router {service.sources.model}",
+        "router_of": lambda service, **named: f"router {service.sources.model}",
         "ended_by_signals": ended,
         "serving": serving,
     }
@@ -180,7 +183,9 @@ def test_recorded_episodes_are_written_at_the_end(parts, tmp_path, monkeypatch):
     assert (written, held["on_dropped"]) == ([(tmp_path, 3), "episodes"], "add")
     written.clear()
     monkeypatch.setattr(
-        serve_tinker, "opened_store", lambda options, bases: simple(start=lambda loops: None, stop=lambda: None)
+        serve_tinker,
+        "opened_store",
+        lambda options, bases: simple(start=lambda loops: None, stop=lambda: None, problem=lambda: None),
     )
     monkeypatch.setattr(serve_tinker, "tinker_app", lambda service, *, keys, flags: "tinker")
     assert serve_tinker.serve(ServeOptions(targets=("abcd", "x"), record=str(tmp_path)), {serve.KEY: "tml-12345"}) == 0
@@ -191,6 +196,7 @@ def test_models_for_tinkers_clients_are_served_beside_the_first_ones_answers(par
     noted, held = parts
     (tmp_path / "keys").write_text("tml-of-ours\n")
     service = simple(
+        problem=lambda: None,
         start=lambda loops: noted.append(("begun", {name: loop.name for name, loop in loops.items()})),
         stop=lambda: noted.append(("ended",)),
     )

@@ -353,3 +353,23 @@ def test_a_row_has_the_version_of_its_first_token_and_each_token_its_own():
     rollout = rollout_of_rows([EpisodeRow(0, turns)], pad_token_id=0)
     assert rollout.versions.tolist() == [4]
     assert rollout.token_versions.tolist() == [[4, 0, 9, 9]]
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 40), min_size=20, max_size=60), st.integers(4, 9))
+def test_short_answers_count_by_the_memory_that_they_take(lengths, most):
+    """Each takes 8 KiB and more, so that ever more of them do not add up. The newest are held."""
+    episodes, dropped = Episodes(1 << 30, most_bytes=most << 13, on_dropped=lambda name, rows: dropped.append(name)), []
+    for number, length in enumerate(lengths):
+        asked = of_ids([number])
+        start = episodes.begin(str(number), asked)
+        turn = RecordedTurn((number,), finished(f"r{number}", [7] * length), "x" * length)
+        episodes.commit(start, turn, asked.behind(of_ids([7] * length).items))
+        held = episodes.names()
+        assert held == [str(each) for each in range(number - len(held) + 1, number + 1)]
+        assert len(held) * 8192 <= most << 13
+    assert len(held) >= min(most // 2, len(lengths))
+    assert len(held) + len(dropped) == len(lengths)
+    for name in held:
+        episodes.take(name)
+    assert episodes.names() == []

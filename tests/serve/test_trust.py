@@ -108,10 +108,13 @@ def test_a_file_of_keys_is_for_its_owner_alone(tmp_path, capsys):
     keys = tmp_path / "keys"
     keys.write_text("tml-one-key\ntml-anöther\n")
     arguments = ["serve", str(tmp_path / "start"), "--tinker", "--port", "0", "--keys", str(keys)]
-    for mode, text in ((0o640, "chmod 600"), (0o604, "chmod 600"), (0o600, "key 2 of --keys")):
+    for mode in (0o640, 0o604, 0o600):
         keys.chmod(mode)
         assert cli.main([*arguments, "--store", str(tmp_path / "store")]) == 2
-        assert text in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "key 2 of --keys" in said
+        assert ("others could read it" in said) == (mode != 0o600)
+        assert stat.S_IMODE(keys.stat().st_mode) == 0o600
 
 
 def test_what_a_server_writes_is_for_its_owner_alone(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ Types are those of the `tinker` package, whose client writes these bodies.
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -22,7 +23,8 @@ from fppo._errors import json_of, printable
 from fppo.batch import RowInputs
 from fppo.data.images import ImageReader
 from fppo.serve.tinker.data import Datum
-from fppo.serve.tinker.futures import Refusal
+from fppo.serve.tinker.futures import Category, Refusal
+from fppo.serve.tinker.journal import JournalRecord
 from fppo.serve.tinker.runs import OPTIMIZERS, Adapters, StepParams
 
 M = TypeVar("M", bound=BaseModel)
@@ -41,7 +43,11 @@ class TinkerBounds:
     datums: int = 1024  # of a pass
     tokens: int = 1 << 22  # of a pass, over all datums
     numbers: int = 1 << 24  # in one tensor, sparse ones written out
+    decoded: int = 1 << 24  # likewise in all tensors of a pass together
+    padded: int = 1 << 26  # of a pass, in one tensor of all its rows: datums times longest times most targets
     samples: int = 4096  # of one prompt
+    drawn: int = 1 << 25  # likeliest tokens of all draws of a prompt: samples times their tokens times the most of each
+    pixels: int = 1 << 26  # of all images of a pass, or of a prompt
     scored: int = 1 << 22  # log-probs of a prompt: its tokens times the width of what is to be scored
     drawn_top: int = 1024  # likeliest tokens of each draw
     stops: int = 64
@@ -106,9 +112,26 @@ class RefusedVerb:
 
     error: str
     breaks: bool = True
+    category: Category = "user"
 
 
-RunVerb = CreateVerb | PassVerb | StepVerb | SaveVerb | SnapshotVerb | LoadVerb | RefusedVerb
+@attrs.frozen
+class LaterVerb:
+    """A request of an earlier server, as it was noted. It is read when it is done: one at a time is in memory."""
+
+    record: JournalRecord
+
+
+RunVerb = CreateVerb | PassVerb | StepVerb | SaveVerb | SnapshotVerb | LoadVerb | RefusedVerb | LaterVerb
+
+
+def memory_of(verb: RunVerb) -> int:
+    """The bytes of a request's tensors."""
+    if not isinstance(verb, PassVerb):
+        return 0
+    tensors = [x for datum in verb.data for x in (datum.tokens, datum.targets, *datum.inputs.values())]
+    tensors += [x for datum in verb.data if datum.images is not None for x in datum.images.tensors.values()]
+    return sum(x.numel() * x.element_size() for x in tensors)
 
 
 def refused(name: str, text: str) -> Refusal:
@@ -178,12 +201,18 @@ def pass_verb(
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    _check_sizes(message, bounds, vocabulary)
     data, total = list[Datum](), 0
     for place, datum in enumerate(message.data):
         data.append(_datum(datum, f"data[{place}]", bounds, vocabulary, limit, images))
         total += len(data[-1].tokens)
         if total > bounds.tokens:
             raise refused("data", f"over {bounds.tokens:,} tokens; cut the batch into several calls")
+    longest = max(len(datum.tokens) for datum in data)
+    widest = max(datum.targets.shape[1] if datum.targets.ndim == 2 else 1 for datum in data)
+    if len(data) * longest * widest > bounds.padded:
+        what = f"{len(data)} datums of up to {longest} tokens with up to {widest} targets each"
+        raise refused("data", f"{what}: over {bounds.padded:,} numbers; cut the batch into several calls")
     return PassVerb(data=tuple(data), loss=message.loss_fn, config=config, backward=not message.forward_only)
 
 
@@ -209,6 +238,35 @@ def _datum(
         inputs={key: value if value.is_floating_point() else value.float() for key, value in inputs.items()},
         images=seen,
     )
+
+
+def _check_sizes(message: pb.ForwardBackwardRequest, bounds: TinkerBounds, vocabulary: int) -> None:
+    """Raise Refusal for tensors that are too large, or too large together, before any is written out."""
+    numbers = pixels = 0
+    for place, datum in enumerate(message.data):
+        for key, tensor in datum.loss_fn_inputs.items():
+            name, shape = f"data[{place}].{key}", [*tensor.shape]
+            _check_shape(shape, name, bounds)
+            if len(shape) == 2 and shape[1] > vocabulary:
+                raise refused(name, f"shape {shape}: more columns than the model's {vocabulary} tokens")
+            numbers += math.prod(shape) if shape else len(tensor.dense) // 4
+            if numbers > bounds.decoded:
+                raise refused("data", f"over {bounds.decoded:,} numbers in all; cut the batch into several calls")
+        for chunk in datum.model_input:
+            pixels += pixels_of(chunk.image.data) if chunk.WhichOneof("chunk") == "image" else 0
+            if pixels > bounds.pixels:
+                raise refused("data", f"over {bounds.pixels:,} pixels in all images; cut the batch into several calls")
+
+
+def pixels_of(data: bytes) -> int:
+    """The pixels of an image, by the head of its file; 0 for what is no image."""
+    try:
+        from PIL import Image
+
+        with Image.open(io.BytesIO(data)) as image:
+            return image.width * image.height
+    except Exception:  # what is wrong with it, or that pillow is not there, is said where it is read
+        return 0
 
 
 class ImagePart(NamedTuple):
@@ -274,8 +332,7 @@ def tensor_of(message: pb.Tensor, name: str, bounds: TinkerBounds) -> Tensor:
     if dtype is None:
         raise refused(name, f"dtype {message.dtype}: give float32 or int64")
     shape = [*message.shape]
-    if len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > bounds.numbers:
-        raise refused(name, f"shape {shape}: give one or two dimensions, and at most {bounds.numbers:,} numbers")
+    _check_shape(shape, name, bounds)
     if message.WhichOneof("encoding") == "sparse_csr":
         csr = message.sparse_csr
         rows, columns = (_numbers(x, np.dtype(np.int64), name) for x in (csr.crow_indices, csr.col_indices))
@@ -284,6 +341,11 @@ def tensor_of(message: pb.Tensor, name: str, bounds: TinkerBounds) -> Tensor:
     if shape and math.prod(shape) != len(values):
         raise refused(name, f"shape {shape} with {len(values)} numbers")
     return torch.from_numpy(values.reshape(shape or [len(values)]).copy())
+
+
+def _check_shape(shape: Sequence[int], name: str, bounds: TinkerBounds) -> None:
+    if len(shape) > 2 or any(size < 0 for size in shape) or math.prod(shape) > bounds.numbers:
+        raise refused(name, f"shape {shape}: give one or two dimensions, and at most {bounds.numbers:,} numbers")
 
 
 def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:

@@ -98,6 +98,15 @@ class Futures:
         count, size = self.pending(future.owner)
         self._pending[future.owner] = PendingRequests(count + sign, size + sign * future.size)
 
+    def weigh(self, name: str, size: int) -> None:
+        """Count a request that waits as one of so many bytes, once these are known."""
+        with self._lock:
+            future = self._held.get(name)
+            if future is not None and future.outcome is None:
+                self._count(future, -1)
+                future.size = size
+                self._count(future, 1)
+
     def settle(self, name: str, outcome: Outcome) -> None:
         """Set an outcome, once, and wake those who wait for it; a name that is not open is passed over."""
         with self._lock:

@@ -16,7 +16,7 @@ from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.sessions import owner_of
 
 OWNER = "fppo.owner"  # in the scope of a request that was let through
-_STEP = 1 << 16
+_STEP = 512  # bytes that are decompressed at a time, to 16 MiB at most
 
 
 class KeyGuard:
@@ -84,16 +84,18 @@ def decompressed(body: bytes, encoding: str, most: int) -> bytes:
         return body
     if encoding != "zstd":
         raise Refusal(f"content-encoding: {encoding[:40]!r}: give zstd, or nothing", status=415)
-    parts, size = list[bytes](), 0
+    parts, size, place = list[bytes](), 0, 0
+    reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).decompressobj()
     try:
-        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(
-            body, read_across_frames=False
-        ) as reader:
-            while part := reader.read(_STEP):
-                parts.append(part)
-                size += len(part)
-                if size > most:
-                    raise Refusal(f"a body of over {most:,} bytes, decompressed", status=413)
+        while place < len(body) and not reader.eof:
+            parts.append(reader.decompress(body[place : place + _STEP]))
+            place, size = place + _STEP, size + len(parts[-1])
+            if size > most:
+                raise Refusal(f"a body of over {most:,} bytes, decompressed", status=413)
     except zstandard.ZstdError as error:
         raise Refusal(f"the body is no zstd: {error}"[:300]) from error
+    if not reader.eof:
+        raise Refusal(f"the body is no whole zstd: it breaks off after {len(body):,} bytes")
+    if place < len(body) or reader.unused_data:
+        raise Refusal("the body has bytes behind its zstd frame: send one frame")
     return b"".join(parts)

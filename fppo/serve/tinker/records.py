@@ -20,6 +20,8 @@ from fppo.serve.tinker.futures import Refusal
 from fppo.serve.tinker.provenance import SampledRecord, TargetRun, with_records
 from fppo.serve.tinker.samples import SampleWork
 
+_RECORD = 128  # tokens that a record counts as beside its own: its tensors take as much memory
+
 
 class SampleRecords:
     """The records of a server's samples, by their names: the newest of up to `most` tokens. Any thread may call."""
@@ -76,7 +78,7 @@ class SampleRecords:
 
 
 def _size(record: SampledRecord) -> int:
-    return len(record.prompt) + len(record.tokens)
+    return len(record.prompt) + len(record.tokens) + _RECORD
 
 
 def _run_of(span: pb.ProvenanceSpan) -> TargetRun:

@@ -17,7 +17,16 @@ from fppo.rollout.engine import Sampling
 from fppo.rollout.requests import Request
 from fppo.rollout.scores import Scores
 from fppo.serve.texts import Texts
-from fppo.serve.tinker.decode import ImagePart, InputPart, TinkerBounds, dense_of, joined_input, of_type, refused
+from fppo.serve.tinker.decode import (
+    ImagePart,
+    InputPart,
+    TinkerBounds,
+    dense_of,
+    joined_input,
+    of_type,
+    pixels_of,
+    refused,
+)
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -74,6 +83,9 @@ def sample_request(body: bytes) -> types.SampleRequest:
 
 def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, bounds: TinkerBounds) -> SampleWork:
     """The work of a request, whose draws follow from its `name` unless it has a seed. Raises Refusal."""
+    pixels = sum(pixels_of(x.data) for x in request.prompt.chunks if isinstance(x, types.ImageChunk))
+    if pixels > bounds.pixels:
+        raise refused("prompt", f"{pixels:,} pixels in all images; at most {bounds.pixels:,}")
     ids, inputs = _ids(request.prompt, rules)
     if not 0 < request.num_samples <= bounds.samples:
         raise refused("num_samples", f"{request.num_samples}; give 1 to {bounds.samples}")
@@ -85,6 +97,10 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
         raise refused("sampling_params.max_tokens", f"{most}: {text}; give 1 to {max(room, 1)}")
     sampling = _sampling(params, most, rules, bounds)
     key = Key(rules.seed).fold("tinker", name) if params.seed is None else Key(params.seed % (1 << 64)).fold("seed")
+    drawn = request.num_samples * most * request.topk_sample_logprobs
+    if drawn > bounds.drawn:
+        text = f"{request.num_samples} samples of {most} tokens times {request.topk_sample_logprobs}"
+        raise refused("topk_sample_logprobs", f"{text}; at most {bounds.drawn:,}: give a smaller max_tokens, or less")
     given = request.target_prompt_logprobs
     layout = None if given is None else (given.sparse_crow_indices, given.sparse_col_indices or [])
     return SampleWork(
@@ -93,7 +109,7 @@ def sample_work(request: types.SampleRequest, name: str, *, rules: SampleRules, 
         sampling=sampling,
         count=request.num_samples,
         key=key,
-        scores=_scores(request, len(ids), sampling, bounds),
+        scores=_scores(request, len(ids), sampling, bounds, rules.texts.vocabulary),
         top=request.topk_sample_logprobs,
         record=bool(request.record_stability_info),
         sparse=None if layout is None or layout[0] is None else (layout[0], layout[1]),
@@ -155,7 +171,9 @@ def _stops(
     return tokens, texts
 
 
-def _scores(request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds) -> Scores:
+def _scores(
+    request: types.SampleRequest, length: int, sampling: Sampling, bounds: TinkerBounds, vocabulary: int
+) -> Scores:
     """The log-probs to be reported. At other temperatures than 1 draws are scored, too: theirs are the model's own."""
     top, k = request.topk_prompt_logprobs, request.prompt_alt_tokens_k
     for name, width in (("topk_prompt_logprobs", top), ("prompt_alt_tokens_k", k)):
@@ -163,6 +181,10 @@ def _scores(request: types.SampleRequest, length: int, sampling: Sampling, bound
             raise refused(name, f"{width}: {length} tokens times that; at most {bounds.scored:,}")
     if not 0 <= request.topk_sample_logprobs <= bounds.drawn_top:
         raise refused("topk_sample_logprobs", f"{request.topk_sample_logprobs}; give 0 to {bounds.drawn_top}")
+    targets = targets_of(request, length, bounds)
+    if targets is not None and targets.shape[1] > vocabulary:
+        text = f"{targets.shape[1]} targets of each token: the model has {vocabulary} tokens"
+        raise refused("target_prompt_logprobs", text)
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and 1 <= last < length):
         raise refused("prompt_logprobs_last_n", f"{last}: give 1 to {length - 1}, with prompt_logprobs")
@@ -170,7 +192,7 @@ def _scores(request: types.SampleRequest, length: int, sampling: Sampling, bound
         prompt=bool(request.prompt_logprobs),
         last=last,
         prompt_top=top,
-        targets=targets_of(request, length, bounds),
+        targets=targets,
         draws=k,
         drawn_top=max(request.topk_sample_logprobs, int(sampling.temperature != 1.0)),
     )

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import cattrs
 from tinker import types
 
-from fppo._errors import printable, words_of
+from fppo._errors import json_of, printable, words_of
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.serve.loop import EngineLoop
 from fppo.serve.tinker import decode, losses, samples
@@ -40,6 +41,7 @@ from fppo.serve.tinker.training import RunInfo, TrainingRuns
 from fppo.serve.tinker.work import Worker, request_name
 
 _SWEEP = 30.0  # seconds between two looks for what is old
+_SAMPLE = 4096  # bytes that a sample counts as while it waits
 _SILENT = 7 * 24 * 3600.0  # seconds without a word, after which a session is over
 
 
@@ -93,6 +95,7 @@ class TinkerService:
         )
         self.worker = Worker(self.runs, self.futures, time.monotonic)
         self._locks: dict[str, asyncio.Lock] = {}
+        self._reading = asyncio.Semaphore(2)  # requests that are read at once
         self._engines: SamplerEngines | None = None
         self._loops: Mapping[str, EngineLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -250,9 +253,14 @@ class TinkerService:
             try:
                 self._check_room(owner)
                 try:
-                    verb, noted = await asyncio.to_thread(self._taken, info, kind, body)
+                    async with self._reading:
+                        verb, noted = await asyncio.to_thread(self._taken, info, kind, body)
+                    self.futures.weigh(name, len(noted) + decode.memory_of(verb))
+                    self._check_room(owner)
                     record = JournalRecord(number, kind, noted)
                 except Refusal as error:
+                    if error.status == 429:
+                        raise
                     breaks = decode.adds_gradients(kind, body)
                     verb = RefusedVerb(error=error.error, breaks=breaks)
                     text = json.dumps({"error": error.error, "breaks": breaks})
@@ -330,8 +338,7 @@ class TinkerService:
 
     def _verb_of_record(self, info: RunInfo, record: JournalRecord) -> RunVerb:
         if record.kind == "refused":
-            fields = json.loads(record.body)
-            return RefusedVerb(error=fields["error"], breaks=fields.get("breaks", True))
+            return cattrs.structure(json_of(record.body), RefusedVerb)
         try:
             return self.verb_of(info, record.kind, record.body)
         except Refusal as error:  # of a server with other models, or other bounds
@@ -403,6 +410,7 @@ class TinkerService:
         count = max(0, min(request.num_samples, self.bounds.samples))
         if self.futures.open(name, owner):
             try:
+                self.futures.weigh(name, count * (_SAMPLE + 8 * max(0, request.topk_sample_logprobs)))
                 self._check_room(owner)
             except Refusal:
                 self.futures.forget([name])

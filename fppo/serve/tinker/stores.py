@@ -85,6 +85,17 @@ class WeightStores:
         data = self._checkpoints.data(meta)
         shutil.rmtree(data, ignore_errors=True)
         data.mkdir(parents=True)
+        try:
+            self._write(run, verb, data, number)
+            return self._checkpoints.commit(meta).path
+        except Exception:  # a full disk: what is answered as failed is not to be found later, and frees its room
+            held = self._checkpoints.at(info.name, verb.kind, verb.name)
+            if held is not None and held.number == number:  # all but the last flush was done
+                return held.path
+            shutil.rmtree(data, ignore_errors=True)
+            raise
+
+    def _write(self, run: TrainingRun, verb: SaveVerb, data: Path, number: int) -> None:
         if verb.kind == "weights":
             checkpoint.begin_save(run.state, data / _STATE, number).wait()
         elif verb.kind == "sampler_weights":
@@ -92,7 +103,6 @@ class WeightStores:
             write_params(params, data / WEIGHTS)
         else:
             self._export(run, data)
-        return self._checkpoints.commit(meta).path
 
     def _export(self, run: TrainingRun, data: Path) -> None:
         """Write a PEFT adapter as other programs read it, or a whole model: of full training, and of an adapter that

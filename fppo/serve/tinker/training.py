@@ -10,6 +10,7 @@ A run is restored when there is something to do, so that a server with many old 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -28,6 +29,7 @@ from fppo.serve.tinker import runs
 from fppo.serve.tinker.checkpoints import folder_of
 from fppo.serve.tinker.decode import (
     CreateVerb,
+    LaterVerb,
     LoadVerb,
     PassVerb,
     RefusedVerb,
@@ -43,7 +45,9 @@ from fppo.serve.tinker.losses import Loss
 from fppo.serve.tinker.runs import Adapters, BaseModel, TrainingRun
 from fppo.serve.tinker.work import request_name
 
-INFO, JOURNAL, STATES = "run.json", "journal.log", "states"
+INFO, JOURNAL, STATES, DOING = "run.json", "journal.log", "states", "doing"
+REFUSED = "refused"  # the kind of record of a request that is not to be done
+_TRIES = 2  # times that a server may end under a request: a kill may come at any moment
 _SAVED = {  # results' types by kinds of checkpoints
     "weights": "save_weights",
     "sampler_weights": "save_weights_for_sampler",
@@ -86,6 +90,7 @@ class HeldRun:
     due: bool = False  # whether its state must be saved: what it came from may be deleted
     last: float = 0.0  # when a request came
     numbers: list[int] = attrs.field(factory=list)  # of results that may be held
+    tried: dict[int, int] = attrs.field(factory=dict)  # how often servers ended under a request
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # of the numbers
 
 
@@ -141,19 +146,39 @@ class TrainingRuns:
                 if self._futures.open(name, info.owner):
                     self._futures.settle(name, _outcome_of(record))
                     held.numbers.append(record.number)
-        todo = {
-            r.number: self._verb_of(info, r) for r in records if r.number > held.done
-        }  # the last of a number counts
+        todo = {r.number: self._later(info, r) for r in records if r.number > held.done}  # the last of a number counts
         if held.done < 0:
-            todo[0] = CreateVerb()
+            todo.setdefault(0, CreateVerb())
         if info.ended:
             todo = {}
+        self._refuse_killer(held, todo)
         for number in todo:
             self._futures.open(request_name(info.name, number), info.owner)
             held.numbers.append(number)
         with self._lock:
             self._held[info.name] = held
         return info.name, held.done + 1, todo
+
+    def _later(self, info: RunInfo, record: JournalRecord) -> RunVerb:
+        return self._verb_of(info, record) if record.kind == REFUSED else LaterVerb(record)
+
+    def _refuse_killer(self, held: HeldRun, todo: dict[int, RunVerb]) -> None:
+        """Refuse, for good, the request under which servers have ended so often that it must be what ends them."""
+        number, tries = _tried(held.place)
+        held.tried = {number: tries}
+        if number not in todo or tries < _TRIES or isinstance(todo[number], RefusedVerb):
+            return
+        error = f"request {number} of {held.info.name} was being done when the server ended, {tries} times"
+        verb = RefusedVerb(error=f"{error}: it is not tried again", category="server")
+        self._note(held, number, verb)
+        todo[number] = verb
+        warnings.warn(verb.error, RuntimeWarning, stacklevel=2)
+
+    @staticmethod
+    def _note(held: HeldRun, number: int, verb: RefusedVerb) -> None:
+        """Note, for good, that a request is refused, so that the next server does not do it either."""
+        body = json.dumps(cattrs.unstructure(verb)).encode()
+        held.journal.append(JournalRecord(number, REFUSED, body))
 
     def create(self, info: RunInfo) -> None:
         """Note a new run, for good."""
@@ -199,18 +224,25 @@ class TrainingRuns:
         return self._held[run].value
 
     def do(self, run: str, number: int, verb: RunVerb) -> Outcome:
-        """Do a request. Errors are outcomes."""
+        """Do a request. Errors are outcomes, which are noted for good: the next server gives the same, whatever it
+        could do. Raises OSError where that cannot be noted: then the request has no outcome."""
         held = self._held[run]
+        begun = held.place / DOING
+        with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
+            begun.write_text(f"{number} {held.tried.get(number, 0) + 1}", "ascii")
+        breaks = False
         try:
+            if isinstance(verb, LaterVerb):
+                verb = self._verb_of(held.info, verb.record)
+            breaks = isinstance(verb, RefusedVerb) and verb.breaks
             outcome = self._done(held, number, verb)
-        except Refusal as error:
-            outcome = FailedRequest(error.error, error.category)
-        except ValueError as error:
-            outcome = FailedRequest(str(error)[:2000])
-        except Exception as error:  # a model's own, or the machine's
-            outcome = FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
-        breaks = isinstance(verb, PassVerb) and verb.backward and isinstance(outcome, FailedRequest)
-        if breaks or (isinstance(verb, RefusedVerb) and verb.breaks):
+        except Exception as error:
+            outcome = _failed(error)
+            breaks = isinstance(verb, PassVerb) and verb.backward
+            self._note(held, number, RefusedVerb(error=outcome.error, breaks=breaks, category=outcome.category))
+        finally:
+            begun.unlink(missing_ok=True)
+        if breaks:
             held.broken = f"request {number} failed, and so the gradients of this step are not whole"
         held.done = number
         return outcome
@@ -231,7 +263,7 @@ class TrainingRuns:
     def give_up(self, run: str, numbers: Sequence[int], error: str) -> None:
         """Note that requests are not to be done."""
         for number in numbers:
-            self._held[run].journal.append(JournalRecord(number, "refused", json.dumps({"error": error}).encode()))
+            self._note(self._held[run], number, RefusedVerb(error=error))
 
     def save(self, run: str) -> None:
         """Save a run's state, and drop the requests that led to it."""
@@ -279,7 +311,7 @@ class TrainingRuns:
         if isinstance(verb, CreateVerb):
             return self._create(held)
         if isinstance(verb, RefusedVerb):
-            return FailedRequest(verb.error)
+            return FailedRequest(verb.error, verb.category)
         run = self._value(held)
         match verb:
             case PassVerb():
@@ -340,6 +372,24 @@ class TrainingRuns:
         if base is None:
             raise ValueError(f"the server has no model {info.base!r} now; it has {', '.join(self._bases)}")
         return runs.create_run(base, info.adapters, info.optimizer)
+
+
+def _failed(error: Exception) -> FailedRequest:
+    """The outcome of a request that raised: a user's fault, a model's, or the machine's."""
+    if isinstance(error, Refusal):
+        return error.outcome
+    if isinstance(error, ValueError):
+        return FailedRequest(str(error)[:2000])
+    return FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
+
+
+def _tried(place: Path) -> tuple[int, int]:
+    """The request that was being done when the last server ended, and how often one has ended so; -1 without one."""
+    try:
+        number, tries = (place / DOING).read_text("ascii").split()
+        return int(number), int(tries)
+    except (OSError, ValueError):
+        return -1, 0
 
 
 def _record_of(number: int, outcome: Outcome) -> JournalRecord:

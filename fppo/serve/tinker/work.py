@@ -148,7 +148,15 @@ class Worker:
 
     def _do(self, queue: RunQueue, verb: RunVerb) -> None:
         start, number = self._clock(), queue.next
-        outcome = self._actions.do(queue.name, number, verb)
+        try:
+            outcome = self._actions.do(queue.name, number, verb)
+        except OSError as full:  # what is not noted for good is not answered: it is done again at a later look
+            text = f"{request_name(queue.name, number)} is tried again: {words_of(full, 500)}"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+            with self._changed:
+                queue.todo[number], queue.busy = verb, False
+                self._changed.wait(timeout=0 if self._stopped else self._look_seconds)
+            return
         seconds = self._clock() - start
         with self._changed:
             queue.next, queue.used = number + 1, queue.used + seconds
