@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
@@ -63,7 +63,8 @@ def load_tokenizer(model: ModelSettings, rows: DataSettings, *, pads: bool = Tru
         tokenizer = open_tokenizer(str(directory), "model.path", model.trust_remote_code)
     else:
         tokenizer = open_tokenizer(model.tokenizer, "model.tokenizer", model.trust_remote_code)
-    data.check_tokenizer(tokenizer, pad_token=rows.pad_token or (None if pads else tokenizer.eos_token))
+    end = None if pads else cast(str | None, tokenizer.eos_token)
+    data.check_tokenizer(tokenizer, pad_token=rows.pad_token or end)
     if rows.chat_template is not None:
         tokenizer.chat_template = Path(rows.chat_template).read_text(encoding="utf-8-sig")
     if rows.seen and tokenizer.chat_template is None:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import re
+import socket
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import attrs
 
-from fppo._errors import json_of, printable
+from fppo._errors import json_of, printable, words_of
 from fppo.report import view_page, viewed
 
 LOOPBACK = "127.0.0.1"
 _HOSTS = ("127.0.0.1", "localhost", "::1")
 _RUN = re.compile(r"run/(\d{1,6})/(index|samples/(\d{1,18}))", re.ASCII)
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})", re.ASCII)
+_SILENT = 60  # seconds that a connection may ask for nothing
+_MOST = 64  # connections
 _NONE: Mapping[str, str] = MappingProxyType({})
 # no other page may read, frame or embed what is served, and no copy of it stays in the browser
 _ALWAYS: Mapping[str, str] = MappingProxyType(
@@ -143,16 +149,66 @@ def server(served: Viewed, port: int) -> ThreadingHTTPServer:
     def answer(target: str, headers: Mapping[str, str]) -> HttpReply:
         return respond(served, target, headers)
 
-    return ThreadingHTTPServer((LOOPBACK, port), _handler(answer))
+    return _Server((LOOPBACK, port), _handler(answer))
+
+
+class _Server(ThreadingHTTPServer):
+    """A server with at most so many connections, each of which must ask for something soon.
+
+    Where there are more, the one that has been silent longest makes room. A browser that goes away is no error.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._since: dict[socket.socket, float] = {}  # the last word of each connection, the oldest connection first
+        self._said = False
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            request, client = super().get_request()
+        except OSError as error:
+            if not self._said:
+                print(f"no connection can be accepted: {printable(str(error))}", file=sys.stderr, flush=True)
+            self._said = True
+            time.sleep(0.2)  # else the loop would try again at once
+            raise
+        self.heard(request)
+        return request, client
+
+    def heard(self, request: socket.socket) -> None:
+        """Note that a connection has asked for something, or has come."""
+        self._since[request] = time.monotonic()
+
+    def service_actions(self) -> None:
+        """Close what has been silent for too long, or is too much; called between connections."""
+        waiting = sorted(self._since.copy().items(), key=lambda each: each[1])
+        late = [request for request, since in waiting if time.monotonic() - since > _SILENT]
+        for request in {*late, *(request for request, _ in waiting[: max(0, len(waiting) - _MOST)])}:
+            self._since.pop(request, None)
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)  # its thread ends then
+
+    def shutdown_request(self, request: Any) -> None:
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what failed on one line; a connection that was reset, or silent for too long, has nobody to tell."""
+        error = sys.exception()
+        if error is not None and not isinstance(error, ConnectionError | TimeoutError):
+            print(f"a request failed: {words_of(error)}", file=sys.stderr, flush=True)
 
 
 def _handler(answer: Callable[[str, Mapping[str, str]], HttpReply]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         server_version, sys_version = "fppo", ""
-        timeout = 60  # seconds that a connection may be silent
+        timeout = _SILENT
 
         def do_GET(self) -> None:
+            cast(_Server, self.server).heard(self.connection)
             reply = answer(self.path, {name.lower(): value for name, value in self.headers.items()})
             self.send_response(reply.status)
             for name, value in {**_ALWAYS, **reply.headers}.items():

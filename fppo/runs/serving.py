@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import attrs
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -48,7 +50,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     section, key = settings.model, Key(settings.seed)
     device = device_of(settings.device, settings.placement)
     tokenizer = load_tokenizer(section, settings.data, pads=False)
-    filled = settings.data.pad_token or tokenizer.pad_token or tokenizer.eos_token  # what is filled is masked
+    own = cast(str | None, tokenizer.pad_token or tokenizer.eos_token)  # either: what is filled is masked
     generation = policy_generation(section, settings.data, tokenizer)
     sampling = sampling_of(settings.rollout, tokenizer, generation)
     if begins:
@@ -60,7 +62,7 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     engine = EmbeddedEngine(
         model=model,
         kernels=kernels,
-        pad_token_id=check_tokenizer(tokenizer, pad_token=filled).pad_token_id,
+        pad_token_id=check_tokenizer(tokenizer, pad_token=settings.data.pad_token or own).pad_token_id,
         cache_bytes=None if cache is None else round(cache * 2**30),
         exact=settings.rollout.exact,
     )

@@ -8,7 +8,10 @@ import http.client
 import io
 import json
 import re
+import socket
+import struct
 import threading
+import urllib.request
 from html import unescape
 from html.parser import HTMLParser
 from http import HTTPStatus
@@ -277,3 +280,27 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys, words, said):
     run = view_runs.write_run(tmp_path / "run", steps=1)
     assert cli.main(["view", *(word.format(run=run) for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_browser_that_resets_its_connection_is_no_error(served, capfd):
+    running = view_server.server(served, 0)
+    thread = threading.Thread(target=running.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        address = running.server_address[:2]
+        for sent in (b"", b"GET /", f"GET /{served.key}/ HTTP/1.1\r\nhost: localhost\r\n\r\n".encode()):
+            with socket.create_connection(address, 30) as raw:
+                raw.sendall(sent)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets it
+        idle = [socket.create_connection(address, 30) for _ in range(80)]
+        assert [each.recv(1) for each in idle[:16]] == [b""] * 16  # there are at most 64
+        url = view_server.address_of(served, running)
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            assert answer.status == 200
+        for each in idle:
+            each.close()
+    finally:
+        running.shutdown()
+        thread.join()
+        running.server_close()
+    assert capfd.readouterr().err == ""

@@ -146,7 +146,7 @@ class TrainingRuns:
                 if self._futures.open(name, info.owner):
                     self._futures.settle(name, _outcome_of(record))
                     held.numbers.append(record.number)
-        todo = {r.number: self._later(info, r) for r in records if r.number > held.done}  # the last of a number counts
+        todo = {r.number: _later(r) for r in records if r.number > held.done}  # the last of a number counts
         if held.done < 0:
             todo.setdefault(0, CreateVerb())
         if info.ended:
@@ -158,9 +158,6 @@ class TrainingRuns:
         with self._lock:
             self._held[info.name] = held
         return info.name, held.done + 1, todo
-
-    def _later(self, info: RunInfo, record: JournalRecord) -> RunVerb:
-        return self._verb_of(info, record) if record.kind == REFUSED else LaterVerb(record)
 
     def _refuse_killer(self, held: HeldRun, todo: dict[int, RunVerb]) -> None:
         """Refuse, for good, the request under which servers have ended so often that it must be what ends them."""
@@ -329,6 +326,8 @@ class TrainingRuns:
                 held.value = attrs.evolve(self._stores.load(run, held.info, verb), grads=None)
                 held.broken, held.due = None, True
                 return json_payload({"path": verb.path, "model_id": held.info.name, "type": "load_weights"})
+            case LaterVerb():
+                raise AssertionError("a request is read before it is done")
 
     def _pass(self, held: HeldRun, run: TrainingRun, verb: PassVerb) -> Payload:
         loss = self._loss_of(held.info, verb)
@@ -372,6 +371,13 @@ class TrainingRuns:
         if base is None:
             raise ValueError(f"the server has no model {info.base!r} now; it has {', '.join(self._bases)}")
         return runs.create_run(base, info.adapters, info.optimizer)
+
+
+def _later(record: JournalRecord) -> RunVerb:
+    """The verb of a noted request: its refusal, or what is read when it is done."""
+    if record.kind == REFUSED:
+        return cattrs.structure(json_of(record.body), RefusedVerb)
+    return LaterVerb(record)
 
 
 def _failed(error: Exception) -> FailedRequest:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 
-from fppo.serve.tinker.decode import CreateVerb, LoadVerb, PassVerb, RefusedVerb, SaveVerb, SnapshotVerb, StepVerb
+from fppo.serve.tinker.decode import (
+    CreateVerb,
+    LaterVerb,
+    LoadVerb,
+    PassVerb,
+    RefusedVerb,
+    SaveVerb,
+    SnapshotVerb,
+    StepVerb,
+)
 from fppo.serve.tinker.futures import FailedRequest, Futures, Payload, Refusal
 from fppo.serve.tinker.journal import JournalRecord, read
 from fppo.serve.tinker.losses import Loss
@@ -232,7 +243,8 @@ def test_the_next_server_has_the_results_that_may_be_read_and_does_what_waits(tm
     first.runs.close()
     second = World(tmp_path, clock)
     ((name, number, todo),) = second.runs.restore()
-    assert (name, number, todo) == (run, 7, {7: VERBS["pass"], 8: VERBS["step"]})
+    assert (name, number) == (run, 7)
+    assert {at: verb.record.body for at, verb in todo.items()} == {7: b"pass", 8: b"step"}  # read when they are done
     for at, outcome in list(enumerate(outcomes, start=1))[1:]:
         assert second.futures.state(request_name(run, at), "me") == (outcome,)
     assert second.futures.state(request_name(run, 1), "me") is None
@@ -320,5 +332,43 @@ def test_what_is_in_a_saved_state_is_not_done_again_by_the_next_server(world, tm
     world.runs.save(run)
     assert [record.number for record in read(world.held(run).place / "journal.log")] == [1, 2, 3]
     later = World(tmp_path, world.clock)
-    assert list(later.runs.restore()) == [(run, 3, {3: VERBS["pass"]})]
+    assert list(later.runs.restore()) == [(run, 3, {3: LaterVerb(JournalRecord(3, "pass", b"pass"))})]
+    later.runs.close()
+
+
+def test_a_request_under_which_two_servers_ended_is_not_tried_again(tmp_path):
+    """A kill may come at any moment, so that one end is no proof. What is refused then is so for good."""
+    first = World(tmp_path, Clock())
+    run, _ = first.create()
+    first.runs.accept(run, JournalRecord(1, "pass", b"pass"))
+    place = first.held(run).place
+    first.runs.close()
+    for tries, refused, notes in ((1, False, 0), (2, True, 1), (2, True, 0)):
+        (place / "doing").write_text(f"1 {tries}")
+        later = World(tmp_path, Clock())
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            ((_, number, todo),) = later.runs.restore()
+        assert number == 0
+        assert isinstance(todo[1], RefusedVerb) == refused
+        assert len([each for each in said if "it is not tried again" in str(each.message)]) == notes
+        later.runs.close()
+    assert later.did(run, 0, todo[0]) is not None
+    outcome = later.did(run, 1, todo[1])
+    assert isinstance(outcome, FailedRequest)
+    assert outcome.category == "server"
+    assert not (place / "doing").exists()
+
+
+def test_what_was_answered_as_failed_stays_so_at_the_next_server(tmp_path):
+    """Whatever that could do: a save for which there was no room, and a pass that the machine could not run."""
+    first = World(tmp_path, Clock())
+    run, _ = first.create()
+    first.runs.accept(run, JournalRecord(1, "pass", b"wrong"))
+    failed = first.did(run, 1, VERBS["wrong"])
+    assert isinstance(failed, FailedRequest)
+    first.runs.close()
+    later = World(tmp_path, Clock())
+    ((_, _, todo),) = later.runs.restore()
+    assert todo[1] == RefusedVerb(error=failed.error, breaks=True, category=failed.category)
     later.runs.close()
