@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from fppo.ablate.result import plain
 from fppo.assembly.parts import kernel_table, make_tools, with_own
 from fppo.assembly.run import assemble
 from fppo.commands import output
-from fppo.commands.actions import beginning, restored, settings_of
+from fppo.commands.actions import beginning, on_ground_of, restored, settings_of
 from fppo.fleet import Here
 from fppo.pipeline import replay, swap
 from fppo.pipeline.program import RunState
@@ -148,7 +149,8 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
     tools = make_tools(Here(), names, settings.module_dirs)
     table = _with_own(asked, ops, kernel_table(names))
     print(f"step {step} of {directory}: recomputing it under the run's own kernels", flush=True)
-    reference, before = _reference(settings, tools.kernels, directory, step, recorded)
+    ground = partial(_stand, directory, asked)
+    reference, before = _reference(settings, tools.kernels, directory, step, recorded, ground)
     print(before)
     choices: list[dict[str, Any]] = []
     interrupted = False
@@ -169,27 +171,42 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
     return 130 if interrupted else 0
 
 
+def _stand(directory: Path, asked: AblateSettings, step: int) -> None:
+    """Compute on as many threads as a step was made on, unless others are asked for, and say what else is another."""
+    for line in on_ground_of(directory, step, threads=asked.threads is None):
+        print(line, flush=True)
+
+
 def _reference(
-    settings: TrainSettings, kernels: Kernels, directory: Path, step: int, recorded: Mapping[int, dict]
+    settings: TrainSettings,
+    kernels: Kernels,
+    directory: Path,
+    step: int,
+    recorded: Mapping[int, dict],
+    ground: Callable[[int], None],
 ) -> tuple[_Reference, str]:
-    """The step under the run's own kernels, and whether it is as recorded."""
+    """The step under the run's own kernels, and whether it is as recorded. `ground(step)` prepares for steps up to a
+    step."""
     watched, ahead = swap.watch(kernels), settings.rollout.ahead
     run, begin = None, beginning(directory, step)
     for earlier, until in starts.spans(directory, begin + 1, step - 1) if begin < step - 1 else ():
+        ground(until)
         with assemble(files.replace(earlier, {"rollout.save": False})) as assembly:
             run = run or restored(assembly, directory, begin)
             steps = iterate(run, program=assembly.program, draw=assembly.draw, ahead=earlier.rollout.ahead, donate=True)
             run = next(after for after, _, _ in steps if after.step == until)
+    ground(step)
     with assemble(settings, kernels=watched.kernels) as assembly:
         run = run or restored(assembly, directory, begin)
         trace = swap.trace(run, program=assembly.program, draw=assembly.draw, watched=watched, ahead=ahead)
     reference = _Reference(settings=settings, kernels=kernels, run=run, trace=trace)
     old = dict(recorded[step])
     new = replay.digests_of(trace.after, trace.experience, kind=replay.kind_recorded(old))
+    new |= {replay.SIZES: replay.sizes_of(trace.after, trace.experience)}
     difference = replay.first_difference(step, old, new)
     if difference is None:
         return reference, "the run's own kernels: as recorded, bit for bit"
-    text = f"the run's own kernels: not as recorded, {difference.part} differs first in {difference.leaf}; "
+    text = f"the run's own kernels: not as recorded, {difference}; "
     return reference, text + "the comparison below is with what they give here"
 
 

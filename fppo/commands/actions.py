@@ -31,7 +31,7 @@ from fppo.pipeline.train import StepsOf, iterate
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
-from fppo.runs import evaluations, origins, sampling, saved, session, starts
+from fppo.runs import bits, evaluations, origins, sampling, saved, session, starts
 from fppo.runs.resuming import check_bases
 from fppo.runtime import checkpoint
 from fppo.runtime.mesh import LOCAL, Mesh, is_first
@@ -77,6 +77,7 @@ def train(settings: TrainSettings, here: CommandRank = ALONE) -> int:
 
 
 def _trained(settings: TrainSettings, here: CommandRank) -> int:
+    _on_threads_of_run(settings, here)
     with _assemble(settings, here, announce=_say(here)) as assembly:
         at_end = partial(_finish, assembly, Path(settings.output_dir), here)
         run = session.run_training(settings, assembly, here.watch, at_end=at_end)
@@ -96,6 +97,12 @@ def _finish(assembly: session.AnyAssembly, directory: Path, here: CommandRank, r
         print(f"model: {target}\nreport: {page}")
 
 
+def _on_threads_of_run(settings: TrainSettings, here: CommandRank) -> None:
+    """Go on with the number of threads that the run had, unless the environment gives one: bits depend on it."""
+    if not os.environ.get("OMP_NUM_THREADS") and (said := bits.take_threads(session.resumed_ground(settings))):
+        _say(here)([f"{said}; OMP_NUM_THREADS sets another"])
+
+
 def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     """Imitate demonstrations, export the policy and write the report; returns 130 if stopped before the last step, else
     0."""
@@ -104,6 +111,7 @@ def sft(settings: TrainSettings, here: CommandRank = ALONE) -> int:
     if is_first(here.mesh):
         session.check_alone(settings)
     transformers_logging.disable_progress_bar()
+    _on_threads_of_run(settings, here)
     settings, assembly = assemble_supervised(settings, mesh=here.mesh, device=here.device, announce=_say(here))
     at_end = partial(_finish, assembly, Path(settings.output_dir), here)
     run = session.run_training(settings, assembly, here.watch, at_end=at_end)
@@ -259,7 +267,8 @@ def export(
 def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     """Recompute the steps from the nearest checkpoint to `step`; returns 1 if a number differs from the record, else 0.
 
-    Each step is computed with the settings that made it. Only the mesh of the run gives its bits.
+    Each step is computed with the settings, and on as many threads, as it was made. Only the mesh of the run gives its
+    bits. A difference at rounding in what metrics alone read is said, and is none of the step.
     """
     recorded = session.recorded(directory)
     say = print if is_first(here.mesh) else _nothing
@@ -268,6 +277,8 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
     begin = beginning(directory, step)
     say(f"from {f'the checkpoint of step {begin}' if begin else 'the start'}")
     for settings, until in starts.spans(directory, begin + 1, step):
+        for line in on_ground_of(directory, until):
+            say(line)
         with _steps_again(settings, starts.made_by(directory), here) as (assembly, steps_of):
             steps = replays.replay(
                 run or restored(assembly, directory, begin),
@@ -280,11 +291,31 @@ def replay(directory: Path, step: int, here: CommandRank = ALONE) -> int:
                 of_state=session.of_state(assembly),
             )
             for run, difference in steps:
-                if difference is not None:
-                    say(f"step {run.step}: {difference.part} differs first in {difference.leaf}")
+                if difference is None:
+                    equal = "equal, bit for bit" if run.step in recorded else "no digests were recorded"
+                    say(f"step {run.step}: {equal}")
+                elif difference.is_of_metrics(settings.model.compute_dtype):
+                    alone = "a rounding that metrics alone read, for the state after the step is equal, bit for bit"
+                    say(f"step {run.step}: {difference}: {alone}")
+                else:
+                    say(f"step {run.step}: {difference}")
                     return 1
-                say(f"step {run.step}: {'equal, bit for bit' if run.step in recorded else 'no digests were recorded'}")
     return 0
+
+
+def on_ground_of(directory: Path, step: int, *, threads: bool = True) -> list[str]:
+    """Lines on what bits hang on and is another here than where a step of a run was made. Computes on as many threads
+    as there from here on, unless `threads` is False."""
+    origin = origins.load(directory, step)
+    recorded = {} if origin is None else origin.ground
+    taken = bits.take_threads(recorded) if threads else None
+    others = bits.unlike(recorded, bits.ground())
+    lines = [] if taken is None else [taken]
+    if not recorded:
+        lines.append("the run did not record its threads, processor and builds: if these were others, bits differ")
+    if others:
+        lines.append(f"bits may differ, for these are others than the run's: {'; '.join(others)}")
+    return [printable(line) for line in lines]
 
 
 def serve(options: ServeOptions, environment: Mapping[str, str]) -> int:

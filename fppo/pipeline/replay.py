@@ -1,4 +1,4 @@
-"""Digests of steps, and the recomputation of a step that names the first leaf to differ."""
+"""Digests of steps, and the recomputation of a step that names the leaves that differ, and by how much."""
 
 from __future__ import annotations
 
@@ -17,20 +17,63 @@ from fppo.pipeline.program import RunState
 from fppo.pipeline.train import StepRecord, StepsOf
 from fppo.runtime import digests
 from fppo.runtime.digests import Kind, Shapes
-from fppo.runtime.mesh import LOCAL, Mesh, device_of
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, device_of, ranks_on
+from fppo.runtime.sketches import Size, size_of, sketches
 
 DIGESTS = "digests.jsonl"
 OfState = Callable[[RunState, Kind], dict[str, str]]
+SIZES = "sizes"  # the sketches of a line's leaves, by which the size of a difference can be told
 _PLAIN: Kind = "blake2b"  # of lines that name no kind
+_PARTS = ("batch", "result")
+# what rounding may change in a column of numbers of about 1, or relative to larger ones, by what a model computes in
+_ROUNDING = {"bfloat16": 2e-2, "float16": 2e-2}
+_OF_FLOAT32 = 1e-5
+
+
+@attrs.frozen
+class DifferingLeaf:
+    """A leaf of a step's batch or of the state after it, and the size of its difference; None if that is unknown."""
+
+    part: str
+    leaf: str
+    size: Size | None = None
 
 
 @attrs.frozen
 class Difference:
-    """Where a recomputed step parts from the recorded one: in its batch or its result, and in which leaf first."""
+    """The leaves in which a recomputed step parts from the recorded one, one or more, those of its batch first."""
 
     step: int
-    part: str
-    leaf: str
+    leaves: tuple[DifferingLeaf, ...]
+
+    @property
+    def part(self) -> str:
+        """The part that differs first."""
+        return self.leaves[0].part
+
+    @property
+    def leaf(self) -> str:
+        """The leaf that differs first."""
+        return self.leaves[0].leaf
+
+    def is_of_metrics(self, compute_dtype: str) -> bool:
+        """Whether only columns differ that metrics alone read, since the state after the step is equal bit for bit, and
+        by no more than rounding in what the model computes in."""
+        most = _ROUNDING.get(compute_dtype, _OF_FLOAT32)
+        sizes = [x.size for x in self.leaves if x.part == "batch"]
+        return len(sizes) == len(self.leaves) and all(x is not None and x.apart <= most * max(1.0, x.of) for x in sizes)
+
+    def __str__(self) -> str:
+        """The difference in words, with its size."""
+        first, counts = self.leaves[0], [sum(x.part == part for x in self.leaves) for part in _PARTS]
+        by = "" if first.size is None else f", by {first.size}"
+        said = f"{first.part} differs first in {first.leaf}{by}"
+        if len(self.leaves) == 1:
+            return said
+        names = [f"{n} leaves of its {part}" for n, part in zip(counts, _PARTS, strict=True) if n]
+        known = [x.size.relative for x in self.leaves if x.size is not None]
+        most = f", by at most about {max(known):.0e} of their size" if known else ""
+        return f"{said}; in all {' and '.join(names)}{most}"
 
 
 def digests_of(
@@ -68,13 +111,23 @@ def record_line(
     kind: Kind | None = None,
     of_state: OfState | None = None,
 ) -> dict[str, Any]:
-    """A step's line of the digests file: one digest of the state, that of each leaf, and their kind unless blake2b."""
+    """A step's line of the digests file: one digest of the state, that of each leaf, their kind unless blake2b, and a
+    sketch of each leaf."""
     assert record.experience is not None
     device = device or device_of(record.run.actor.params)
     kind = kind or digests.kind_of(device, mesh)
     both = digests_of(record.run, record.experience, mesh, shapes=shapes, device=device, kind=kind, of_state=of_state)
     known = {} if kind == _PLAIN else {"kind": kind}
-    return {"step": record.run.step, "state": tree.combine(both["result"]), **known, **both}
+    sizes = sizes_of(record.run, record.experience, mesh, of_state)
+    return {"step": record.run.step, "state": tree.combine(both["result"]), **known, **both, SIZES: sizes}
+
+
+def sizes_of(
+    run: RunState, experience: Experience, mesh: Mesh = LOCAL, of_state: OfState | None = None
+) -> dict[str, dict[str, list[float]]]:
+    """The sketches of a step's batch, and of the state that it led to where this process has all of it."""
+    whole = of_state is None and ranks_on(mesh, AXES) == 1
+    return {"batch": sketches(experience), "result": sketches(run) if whole else {}}
 
 
 def kind_recorded(line: Mapping[str, Any]) -> Kind:
@@ -112,18 +165,29 @@ def replay(
             kind = kind_recorded(old)
             new = digests_of(after, experience, mesh, shapes=shapes, device=device, kind=kind, of_state=of_state)
             difference = first_difference(after.step, old, new)
+            if difference is not None:
+                new |= {SIZES: sizes_of(after, experience, mesh, of_state)}
+                difference = first_difference(after.step, old, new)
         yield after, difference
         if after.step >= until:
             return
 
 
-def first_difference(step: int, old: dict, new: dict) -> Difference | None:
-    """The first leaf, in the tree's order, whose digest differs between two records of one step."""
-    for part in ("batch", "result"):
-        for leaf in [*new[part], *(set(old[part]) - set(new[part]))]:
-            if old[part].get(leaf) != new[part].get(leaf):
-                return Difference(step, part, leaf)
-    return None
+def first_difference(step: int, old: Mapping[str, Any], new: Mapping[str, Any]) -> Difference | None:
+    """The leaves whose digests differ between two records of one step, in the tree's order, with the sizes of the
+    differences where both have sketches; None without any."""
+    leaves = tuple(
+        DifferingLeaf(part, leaf, size_of(sketch_of(old, part, leaf), sketch_of(new, part, leaf)))
+        for part in _PARTS
+        for leaf in {**new[part], **old[part]}
+        if old[part].get(leaf) != new[part].get(leaf)
+    )
+    return Difference(step, leaves) if leaves else None
+
+
+def sketch_of(line: Mapping[str, Any], part: str, leaf: str) -> Sequence[float] | None:
+    """The sketch of a leaf in a line of the digests file; None without one."""
+    return line.get(SIZES, {}).get(part, {}).get(leaf)
 
 
 def dump(record: StepRecord, line: dict[str, Any], directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The first difference of two runs, by their logged metrics and digests."""
+"""The first difference of two runs and its size, by their logged metrics, and digests and sketches of their states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import attrs
 
 from fppo.batch import Annotated, Experience, Prompts, Rollout, Scored
+from fppo.pipeline.replay import Difference, first_difference
 from fppo.report.remains import DIGESTS
-from fppo.runs import jsonl, starts
+from fppo.runs import bits, jsonl, origins, starts
 from fppo.runs.loggers import METRICS
 
 SHOWN = 5  # metrics, and leaves, named at most
 _UNLIKE = ("timing_s/", "perf/")  # metrics that differ between any two runs
 _EVALUATED = ("val-", "critic/true/")  # metrics of steps with an evaluation
+_ROUNDING = 1e-6
 _WHERE = ("output_dir", "resume")  # settings of a run's location
 _DRAWN = "the drawing of prompts"
 _STAGES = (_DRAWN, "gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
@@ -66,13 +68,31 @@ def diff(first: Path, second: Path) -> Diff:
         held = " and ".join(f"{run.path} holds steps {_span(run.steps)}" for run in (a, b))
         raise ValueError(f"the runs have no step in common: {held}")
     lines = [*_settings(a, b), *_alone(a, b), *_evaluated_alone(common, a, b)]
+    rounded: dict[int, Difference] = {}  # in what metrics alone read
     for step in common:
-        found = [*_digests(step, a, b), *_metrics(step, a, b)]
+        difference = _difference(step, a, b)
+        if difference is not None and difference.is_of_metrics(a.settings.get("model.compute_dtype", "float32")):
+            rounded[step] = difference
+            continue
+        found = [*_digests(difference, step, a, b), *_metrics(step, a, b)]
         if found:
-            equal = [each for each in common if each < step]
+            equal = [each for each in common if each < step and each not in rounded]
             before = f"equal in steps {_span(equal)}" if equal else "no step before is equal"
-            return Diff([*lines, f"the first step to differ is {step} ({before})", *found], True)
-    return Diff([*lines, f"equal in steps {_span(common)}, {_extent(common, a, b)}"], False)
+            found = [f"the first step to differ is {step} ({before})", *found, *_grounds(step, a, b)]
+            return Diff([*lines, *_rounded(rounded), *found], True)
+    equal = [step for step in common if step not in rounded]
+    same = [f"equal in steps {_span(equal)}, {_extent(equal, a, b)}"] if equal else []
+    grounds = _grounds(min(rounded), a, b) if rounded else ()
+    return Diff([*lines, *_rounded(rounded), *grounds, *same], bool(rounded))
+
+
+def _rounded(differences: Mapping[int, Difference]) -> Iterator[str]:
+    """A line on the steps in which only columns that metrics alone read differ, at rounding."""
+    if differences:
+        sizes = {x.leaf: x.size for each in differences.values() for x in each.leaves}
+        shown = ", ".join(f"{leaf} (by {size})" for leaf, size in [*sizes.items()][:SHOWN])
+        text = "a rounding that metrics alone read, for the states after them are equal, bit for bit"
+        yield f"steps {_span({*differences})} differ in {shown}: {text}"
 
 
 def _read(path: Path) -> _RecordedRun:
@@ -112,24 +132,39 @@ def _is_evaluated(line: Mapping[str, Any]) -> bool:
     return any(name.startswith(_EVALUATED) for name in line)
 
 
-def _digests(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
-    """Lines on the differences in a step's batch and in the state after it, with the earliest stage."""
+def _difference(step: int, a: _RecordedRun, b: _RecordedRun) -> Difference | None:
+    """The difference in the digests of a step; None without any, and where the two cannot be compared."""
     one, other = a.digests.get(step), b.digests.get(step)
     if one is None or other is None or _kind(one) != _kind(other):
+        return None
+    return first_difference(step, one, other)
+
+
+def _digests(difference: Difference | None, step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
+    """Lines on the differences in a step's batch and in the state after it, with the earliest stage and the sizes."""
+    if difference is None:
         return
-    leaves = [(part, leaf) for part in ("batch", "result") for leaf in {**one[part], **other[part]}]
-    unlike = [(part, leaf) for part, leaf in leaves if one[part].get(leaf) != other[part].get(leaf)]
-    if not unlike:
-        return
-    maker = min((_maker(leaf) for _, leaf in unlike), key=lambda stage: _STAGES.index(stage))
-    own = [leaf for _, leaf in unlike if _maker(leaf) == maker]
+    unlike = difference.leaves
+    maker = min((_maker(x.leaf) for x in unlike), key=lambda stage: _STAGES.index(stage))
+    own = [x for x in unlike if _maker(x.leaf) == maker]
     counts = [
-        f"{sum(each == part for each, _ in unlike)} of {sum(each == part for each, _ in leaves)} {of}"
+        f"{sum(x.part == part for x in unlike)} of {len({**a.digests[step][part], **b.digests[step][part]})} {of}"
         for part, of in (("batch", "columns of its batch"), ("result", "leaves of the state after it"))
     ]
+    shown = [x.leaf if x.size is None else f"{x.leaf} (by {x.size})" for x in own[:SHOWN]]
     more = f" and {len(own) - SHOWN} more" if len(own) > SHOWN else ""
-    yield f"  first in what {maker} made: {', '.join(own[:SHOWN])}{more}"
-    yield f"  {' and '.join(counts)} differ"
+    yield f"  first in what {maker} made: {', '.join(shown)}{more}"
+    known = [x.size.relative for x in unlike if x.size is not None]
+    most = f", by at most about {max(known):.0e} of their size" if known else ""
+    yield f"  {' and '.join(counts)} differ{most}"
+
+
+def _grounds(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
+    """A line on what bits hang on and was another where the runs made a step."""
+    found = [origins.load(run.path, max(step, 1)) for run in (a, b)]
+    grounds = [{} if origin is None else origin.ground for origin in found]
+    if all(grounds) and (others := bits.unlike(*grounds)):
+        yield f"  bits of the two need not be equal: {'; '.join(others)}"
 
 
 def _maker(leaf: str) -> str:
@@ -146,17 +181,26 @@ def _metrics(step: int, a: _RecordedRun, b: _RecordedRun) -> Iterator[str]:
     left_out = _UNLIKE if _is_evaluated(one) == _is_evaluated(other) else (*_UNLIKE, *_EVALUATED)
     names = [name for name in {**one, **other} if not name.startswith(left_out) and name != "step"]
     unlike = [name for name in names if one.get(name, "nothing") != other.get(name, "nothing")]
-    unlike.sort(key=lambda name: -_apart(one.get(name), other.get(name)))
+    unlike.sort(key=lambda name: -_weight(one.get(name), other.get(name)))
     if unlike:
         shown = "; ".join(f"{x} {one.get(x, 'nothing')} and {other.get(x, 'nothing')}" for x in unlike[:SHOWN])
-        yield f"  {len(unlike)} of {len(names)} metrics differ, as {shown}"
+        sizes = [size for x in unlike if math.isfinite(size := _apart(one.get(x), other.get(x)))]
+        most = f", by at most {max(sizes):.0e} (of numbers over 1: of their size)" if sizes else ""
+        yield f"  {len(unlike)} of {len(names)} metrics differ{most}, as {shown}"
 
 
 def _apart(x: Any, y: Any) -> float:
-    """The difference of two numbers relative to the larger one; inf for other values."""
+    """The difference of two numbers, relative to the larger one if that is over 1; inf for other values."""
     if not (isinstance(x, int | float) and isinstance(y, int | float)):
         return math.inf
-    return abs(x - y) / max(abs(x), abs(y), 1e-300)
+    return abs(x - y) / max(abs(x), abs(y), 1.0)
+
+
+def _weight(x: Any, y: Any) -> float:
+    """How far apart two numbers are for their order in a line: relative to the larger one, unless they differ by no
+    more than rounding in numbers of about 1, as metrics that should be 0 do."""
+    apart = _apart(x, y)
+    return apart if apart <= _ROUNDING or math.isinf(apart) else abs(x - y) / max(abs(x), abs(y))
 
 
 def _extent(common: Sequence[int], a: _RecordedRun, b: _RecordedRun) -> str:

@@ -1,4 +1,4 @@
-"""Origins of a run besides its settings: code of the users' functions, versions of packages, commits.
+"""Origins of a run besides its settings: code of the users' functions, versions, commits, and what bits hang on.
 
 Each start writes them to `starts/step_NNNNNNNN.json`, by the step that it resumed from, unless nothing has changed.
 """
@@ -22,6 +22,7 @@ import cattrs
 from packaging.requirements import Requirement
 
 from fppo._errors import json_of
+from fppo.runs import bits
 from fppo.runtime.exports import write_whole
 from fppo.settings import component, files, modules
 from fppo.settings.train import TrainSettings
@@ -31,7 +32,7 @@ _NAME = re.compile(r"step_(\d{8})\.json")
 
 @attrs.frozen(kw_only=True)
 class Origin:
-    """The versions, commits and user code of a start."""
+    """The versions, commits and user code of a start, and what its bits hang on."""
 
     versions: Mapping[str, str]
     """The versions of Python, fppo, and fppo's installed requirements."""
@@ -39,6 +40,8 @@ class Origin:
     """The git commits of fppo and of the users' modules, for those in a repository."""
     code: Mapping[str, str]
     """The sources of the users' modules whose functions settings name."""
+    ground: Mapping[str, str] = attrs.field(factory=dict)
+    """What bits hang on, as `bits.ground` has it; empty for a start that did not record it."""
 
 
 def origin_of(settings: TrainSettings) -> Origin:
@@ -52,7 +55,7 @@ def origin_of(settings: TrainSettings) -> Origin:
             places[module] = place
             code[module] = importlib.util.decode_source(place.read_bytes())
     commits = {name: commit for name, place in places.items() if (commit := commit_of(place.resolve())) is not None}
-    return Origin(versions=versions, commits=commits, code=code)
+    return Origin(versions=versions, commits=commits, code=code, ground=bits.ground())
 
 
 @functools.cache
@@ -91,30 +94,38 @@ def _head(git: Path) -> str | None:
 
 
 def record(settings: TrainSettings, step: int) -> list[str]:
-    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start.
+    """Write the origin of a start that resumes from `step`, and return lines on changes since the last start, which go
+    on from "going on from step N".
 
     Origins of starts from later steps are dropped, as in `starts.record`.
     """
     directory, now = Path(settings.output_dir) / files.STARTS, origin_of(settings)
-    recorded = {int(match[1]): x for x in sorted(directory.glob("*.json")) if (match := _NAME.fullmatch(x.name))}
-    before = [_read(file) for file in recorded.values()]
-    for start, file in recorded.items():
+    files_of = recorded(directory.parent)
+    before = [_read(file) for file in files_of.values()]
+    for start, file in files_of.items():
         if start > step:
             file.unlink()
-    kept = [origin for start, origin in zip(recorded, before, strict=True) if start <= step]
+    kept = [origin for start, origin in zip(files_of, before, strict=True) if start <= step]
     if not kept or kept[-1] != now:
         text = json.dumps(attrs.asdict(now), indent=1) + "\n"
         write_whole(directory / f"step_{step:08d}.json", text.encode())
     if not before:
         return []
     if (last := before[-1]) is None:
-        return [f"the origin of the last start cannot be read in {directory}"]
-    return changes(last, now)
+        return [f"with other code, perhaps: the origin of the last start cannot be read in {directory}"]
+    told = {"with other code": changes(last, now), "with other bits ahead": bits.unlike(last.ground, now.ground)}
+    return [f"{what}: {'; '.join(lines)}" for what, lines in told.items() if lines]
+
+
+def recorded(directory: Path) -> dict[int, Path]:
+    """The files of the origins of a run's starts, by the steps that they resumed from, ascending."""
+    places = sorted((directory / files.STARTS).glob("*.json"))
+    return {int(match[1]): place for place in places if (match := _NAME.fullmatch(place.name))}
 
 
 def load(directory: Path, step: int) -> Origin | None:
     """The origin of the start that made a step of the run in a directory; None without one, or if it is damaged."""
-    found = {int(match[1]): x for x in (directory / files.STARTS).glob("*.json") if (match := _NAME.fullmatch(x.name))}
+    found = recorded(directory)
     before = [start for start in found if start < step]
     return _read(found[max(before)]) if before else None
 

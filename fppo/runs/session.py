@@ -118,6 +118,18 @@ def restore(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
     return _loaded(settings, assembly, newest, donate=True)
 
 
+def resumed_ground(settings: TrainSettings) -> Mapping[str, str]:
+    """The ground of the bits of the run that `restore` would go on with, as recorded; {} if it was not."""
+    directory = Path(settings.output_dir)
+    own = checkpoint.steps(directory / CHECKPOINTS)
+    if not own and settings.resume not in files.RESUMES:
+        place = Path(settings.resume)
+        with contextlib.suppress(ValueError):  # `restore` tells
+            directory, own = place.parent.parent, [checkpoint.step_of(place)]
+    origin = origins.load(directory, own[-1]) if own else None
+    return {} if origin is None else origin.ground
+
+
 def at(settings: TrainSettings, assembly: AnyAssembly) -> RunState:
     """The state that `settings.resume` names: a certain checkpoint's, the run's newest one's, or the initial one."""
     return _loaded(settings, assembly, _named(settings))
@@ -413,8 +425,8 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
     if changes := starts.record(settings, step):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
-    if news := origins.record(settings, step):
-        print(f"going on from step {step} with other code: {'; '.join(news)}", file=sys.stderr)
+    for news in origins.record(settings, step):
+        print(f"going on from step {step} {news}", file=sys.stderr)
     texts = assembly.inputs.texts
     for role, model in (("actor", assembly.model), ("critic", assembly.critic_model)):
         if model is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from fppo.assembly.run import MADE_BY
+from fppo.runs import origins
 from fppo.runtime import checkpoint
 from fppo.runtime.exports import write_whole
 from fppo.settings import files
@@ -56,8 +57,9 @@ def made_by(directory: Path) -> str | None:
 
 
 def spans(directory: Path, first: int, last: int) -> list[tuple[TrainSettings, int]]:
-    """The settings that made the steps `first` to `last` of a run, in order, each with its last step."""
-    turns = [start for start in _recorded(directory) if first <= start < last]
+    """The settings that made the steps `first` to `last` of a run, in order, each with its last step; they may be the
+    same before and after a start with another origin."""
+    turns = sorted(start for start in {*_recorded(directory), *origins.recorded(directory)} if first <= start < last)
     return [(load(directory, until), until) for until in [*turns, last]]
 
 

@@ -11,6 +11,7 @@ import attrs
 import pytest
 
 from fppo.commands import ablate, actions, cli
+from fppo.pipeline import replay
 from fppo.pipeline.swap import Parting
 from fppo.settings.ablate import AblateSettings
 from fppo_kernels.table import BUILTIN, Implementation, Kernels
@@ -195,14 +196,15 @@ def computed(monkeypatch):
 
     def differs(step, old, new):
         calls.append(("difference", step, old, new))
-        return SimpleNamespace(part="batch", leaf="tokens") if "kind" in old else None
+        return replay.Difference(step, (replay.DifferingLeaf("batch", "tokens"),)) if "kind" in old else None
 
     monkeypatch.setattr(ablate, "assemble", assemble)
     monkeypatch.setattr(ablate, "iterate", iterate)
     monkeypatch.setattr(ablate.swap, "watch", lambda kernels: SimpleNamespace(kernels=f"watched {kernels}"))
     monkeypatch.setattr(ablate.swap, "trace", trace)
     monkeypatch.setattr(ablate.replay, "kind_recorded", lambda line: line.get("kind", "blake2b"))
-    monkeypatch.setattr(ablate.replay, "digests_of", lambda after, rows, *, kind: (after, rows, kind))
+    monkeypatch.setattr(ablate.replay, "digests_of", lambda after, rows, *, kind: {"of": (after, rows, kind)})
+    monkeypatch.setattr(ablate.replay, "sizes_of", lambda after, rows: (after, rows))
     monkeypatch.setattr(ablate.replay, "first_difference", differs)
     return calls, recorded
 
@@ -220,7 +222,9 @@ def test_a_step_begins_from_the_steps_before_it_as_their_own_starts_made_them(
     monkeypatch.setattr(
         ablate.starts, "spans", lambda directory, first, until: {(begin + 1, step - 1): starts}[first, until]
     )
-    reference, text = ablate._reference(last, "own", tmp_path, step, recorded)
+    stood = []
+    reference, text = ablate._reference(last, "own", tmp_path, step, recorded, stood.append)
+    assert stood == [*([] if begin == step - 1 else [5, step - 1]), step]
     earlier = []
     for name, at, ahead in (("1 False None", begin, 1), ("9 False None", 5, 2)):
         how = {"program": f"program {name}", "draw": f"draw {name}", "ahead": ahead, "donate": True}
@@ -229,12 +233,13 @@ def test_a_step_begins_from_the_steps_before_it_as_their_own_starts_made_them(
     name = "9 False watched own"
     how = {"program": f"program {name}", "draw": f"draw {name}", "watched": watched, "ahead": 2}
     expected = [] if begin == step - 1 else earlier
-    kind = recorded[step].get("kind", "blake2b")
+    kind, after = recorded[step].get("kind", "blake2b"), f"after {step}"
+    both = {"of": (after, "rows", kind), "sizes": (after, "rows")}
     assert calls == [
         *expected,
         ("assemble", name),
         ("trace", step - 1, how),
-        ("difference", step, recorded[step], (f"after {step}", "rows", kind)),
+        ("difference", step, recorded[step], both),
     ]
     assert (reference.settings, reference.kernels, reference.run.step) == (last, "own", step - 1)
     assert reference.trace.after == f"after {step}"

@@ -20,9 +20,11 @@ from fppo.commands import help as helps
 from fppo.commands.actions import CommandRank
 from fppo.commands.check import Rewarded, ShownPrompt
 from fppo.data import prompt_set
+from fppo.pipeline.replay import Difference, DifferingLeaf
 from fppo.pipeline.swap import Parting
 from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.settings import files, machine, modules, places
+from fppo.settings.model import ModelSettings
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
 from fppo.workers.sample import Sample
@@ -529,24 +531,26 @@ def test_a_replay_goes_on_from_span_to_span_to_the_first_difference(
 ):
     """The spans' steps are computed by their own settings, from the state after the span before."""
     calls = []
+    one, two = (SimpleNamespace(name=name, model=ModelSettings()) for name in ("one", "two"))
 
     def replayed(run, **how):
         calls.append((run.step, how))
         for step in range(run.step + 1, how["until"] + 1):
-            leaf = SimpleNamespace(part="actor", leaf="w") if step == differs else None
-            yield SimpleNamespace(step=step), leaf
+            difference = Difference(step, (DifferingLeaf("result", "w"),)) if step == differs else None
+            yield SimpleNamespace(step=step), difference
 
     @contextlib.contextmanager
     def again(settings, made_by, here):
         assert made_by == "maker"
-        yield SimpleNamespace(shapes=f"shapes {settings}", device="device"), f"begin {settings}"
+        yield SimpleNamespace(shapes=f"shapes {settings.name}", device="device"), f"begin {settings.name}"
 
     monkeypatch.setattr(actions.session, "recorded", lambda directory: {3: "c", 5: "e"})
     monkeypatch.setattr(actions.session, "say_misnamed", lambda directory, mesh: calls.append((directory, mesh)))
     monkeypatch.setattr(actions.session, "of_state", lambda assembly: f"state {assembly.shapes}")
     monkeypatch.setattr(actions, "beginning", lambda directory, step: step - 3)
     monkeypatch.setattr(actions, "restored", lambda assembly, directory, begin: SimpleNamespace(step=begin))
-    monkeypatch.setattr(actions.starts, "spans", lambda directory, a, b: {(3, 5): [("one", 3), ("two", 5)]}[a, b])
+    monkeypatch.setattr(actions.starts, "spans", lambda directory, a, b: {(3, 5): [(one, 3), (two, 5)]}[a, b])
+    monkeypatch.setattr(actions, "on_ground_of", lambda directory, until: [f"as up to {until}"])
     monkeypatch.setattr(actions.starts, "made_by", lambda directory: "maker")
     monkeypatch.setattr(actions, "_steps_again", again)
     monkeypatch.setattr(actions.replays, "replay", replayed)
@@ -565,8 +569,8 @@ def test_a_replay_goes_on_from_span_to_span_to_the_first_difference(
     ]
     equal = "step {}: equal, bit for bit\n".format
     plain = "step 4: no digests were recorded\n" + equal(5)
-    said = "from the checkpoint of step 2\n" + equal(3)
-    said += plain if differs is None else "step 4: actor differs first in w\n"
+    said = "from the checkpoint of step 2\nas up to 3\n" + equal(3) + "as up to 5\n"
+    said += plain if differs is None else "step 4: result differs first in w\n"
     assert capsys.readouterr().out == ("" if rank else said)
 
 

@@ -16,10 +16,20 @@ from fppo.batch import Experience
 from fppo.key import Key
 from fppo.pipeline import replay as replays
 from fppo.pipeline.program import RunState
-from fppo.pipeline.replay import Difference, digests_of, dump, kind_recorded, record_line, replay
+from fppo.pipeline.replay import (
+    Difference,
+    DifferingLeaf,
+    digests_of,
+    dump,
+    first_difference,
+    kind_recorded,
+    record_line,
+    replay,
+)
 from fppo.pipeline.train import Evaluation, StepRecord, watch_steps
 from fppo.runtime import digests
 from fppo.runtime.mesh import LOCAL
+from fppo.runtime.sketches import Size, size_of, sketches
 from fppo.steps.train_state import TrainState
 from tests import tiny
 
@@ -41,7 +51,8 @@ def test_a_line_has_the_digests_of_the_batch_and_of_the_state(kind, device):
     line = record_line(one, LOCAL, kind=kind, device=device)
     used = kind or "blake2b"  # of one process on a CPU
     batch, result = (digests.digest(x, used, device=CPU) for x in (one.experience, one.run))
-    expected = {"step": 4, "state": tree.combine(result), "batch": batch, "result": result}
+    sizes = {"batch": sketches(one.experience), "result": sketches(one.run)}
+    expected = {"step": 4, "state": tree.combine(result), "batch": batch, "result": result, "sizes": sizes}
     assert line == expected | ({"kind": "sums"} if used == "sums" else {})
     assert kind_recorded(line) == used
     assert digests_of(one.run, one.experience, kind=kind, device=device) == {"batch": batch, "result": result}
@@ -70,7 +81,58 @@ def test_a_replay_compares_each_step_with_its_line_by_the_lines_own_kind(kind):
         wrong = copy.deepcopy(lines)
         wrong[3][part][leaf] = "0"
         found = [difference for _, difference in replay(run_of(0), recorded=wrong, **how)]
-        assert found == [None, None, Difference(3, part, leaf), None]
+        size = size_of(wrong[3]["sizes"][part][leaf], lines[3]["sizes"][part][leaf])
+        assert size is not None
+        assert size.apart == 0.0
+        assert found == [None, None, Difference(3, (DifferingLeaf(part, leaf, size),)), None]
+
+
+def test_a_difference_has_its_size_and_one_at_rounding_that_metrics_alone_read_is_none_of_the_step():
+    """The state after the step shows what read a column: where it is equal bit for bit, metrics alone did."""
+
+    def lines_with(change, actor=0.0):
+        one = record(3)
+        experience = attrs.evolve(one.experience, old_log_probs=change(one.experience.old_log_probs))
+        return record_line(attrs.evolve(one, experience=experience, run=run_of(3, actor)))
+
+    def difference(new):
+        return first_difference(3, lines_with(lambda x: x), new)
+
+    def says(new, *words):
+        found = difference(new)
+        assert found is not None
+        assert all(word in str(found) for word in words), str(found)
+        return found
+
+    assert difference(lines_with(lambda x: x)) is None
+    near = lines_with(lambda x: x + 1e-7)
+    rounded = says(near, "batch differs first in .old_log_probs, by about ", "e-08 in numbers of")
+    assert rounded.is_of_metrics("float32")
+    coarse = says(lines_with(lambda x: x + 1e-3), "by about ", "e-04 in numbers of")
+    assert not coarse.is_of_metrics("float32")
+    assert coarse.is_of_metrics("bfloat16")
+    both = says(lines_with(lambda x: x + 1e-7, 1e-6), "in all 1 leaves of its batch and 2 leaves of its result")
+    assert not both.is_of_metrics("float32")
+    unknown = dict(near)
+    del unknown["sizes"]
+    assert not says(unknown, "batch differs first in .old_log_probs").is_of_metrics("float32")
+    tokens = lines_with(lambda x: x)
+    tokens["batch"] = {**tokens["batch"], ".tokens": "others"}
+    assert not says(tokens, "batch differs first in .tokens").is_of_metrics("float32")
+
+
+@pytest.mark.parametrize("shape", [(1,), (7,), (40, 33), (2_500_000,)])
+def test_sketches_tell_the_size_of_a_difference_within_a_factor_of_about_two(shape):
+    generator = torch.Generator().manual_seed(0)
+    x, noise = (torch.randn(shape, generator=generator) for _ in range(2))
+    for scale in (1e-6, 1e-3, 3.0):
+        found = size_of(*(sketches({"x": y})["['x']"] for y in (x, x + scale * noise)))
+        assert found is not None
+        expected = Size(scale * noise.double().square().mean().sqrt().item(), x.double().square().mean().sqrt().item())
+        assert expected.apart / 3 < found.apart < expected.apart * 3
+        assert 0.9 < found.of / max(expected.of, found.of) <= 1.0
+    assert sketches({"x": x.long(), "y": torch.full((3,), torch.nan), "z": x[:0]}) == {}
+    assert size_of(sketches({"x": x})["['x']"], [2.0, 1.0, 0.0]) is None
 
 
 def test_a_step_without_a_record_is_named_by_the_first_that_lacks_one():

@@ -13,7 +13,7 @@ from fppo.assembly.run import assemble
 from fppo.key import Key
 from fppo.pipeline import iterate, ppo_step, timing, train
 from fppo.pipeline.program import RunState
-from fppo.pipeline.replay import Difference, first_difference
+from fppo.pipeline.replay import Difference, DifferingLeaf, first_difference
 from fppo.pipeline.step import check_updates
 from fppo.pipeline.train import Evaluation, watch_steps
 from fppo.steps.loss_scale import LEAST
@@ -111,7 +111,7 @@ def test_the_first_leaf_that_differs_is_named_also_one_that_is_gone_or_new():
         new = {name: dict(digests) for name, digests in old.items()}
         new[part][leaf] = value
         new = {name: {x: y for x, y in digests.items() if y is not None} for name, digests in new.items()}
-        assert first_difference(3, old, new) == Difference(3, part, leaf)
+        assert first_difference(3, old, new) == Difference(3, (DifferingLeaf(part, leaf),))
     assert first_difference(3, old, old) is None
 
 

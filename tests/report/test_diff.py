@@ -7,6 +7,7 @@ import pytest
 from fppo.report.diff import diff
 from fppo.runs.jsonl import JsonLines
 
+OVER = "(of numbers over 1: of their size)"
 LEAVES = {
     "batch": [".ids", ".tokens", ".rollout_log_probs", ".scores", ".old_log_probs", ".values", ".advantages"],
     "result": [".actor.params['w']", ".critic.params['w']", ".key"],
@@ -87,7 +88,7 @@ def test_metrics_that_differ_are_named_the_furthest_apart_first(first, tmp_path)
     found = diff(first, written(tmp_path / "other", other))
     assert found.lines == [
         "the first step to differ is 0 (no step before is equal)",
-        "  2 of 2 metrics differ, as loss None and 0.5; actor/entropy 1.0 and 1.5",
+        f"  2 of 2 metrics differ, by at most 3e-01 {OVER}, as loss None and 0.5; actor/entropy 1.0 and 1.5",
     ]
     assert "loss None and nothing" in diff(first, written(tmp_path / "less", {1: other[1]})).lines[-1]
 
@@ -103,7 +104,9 @@ def test_an_evaluation_that_one_run_alone_made_is_no_difference(first, tmp_path)
     assert "the first step to differ is 3 (equal in steps 0 to 2)" in diff(first, later).lines
     other[2]["metrics"]["val-core/x/reward/mean@1"] = 0.25
     found = diff(later, written(tmp_path / "both", other))
-    assert found.lines[-1] == "  1 of 4 metrics differ, as val-core/x/reward/mean@1 0.5 and 0.25"
+    assert (
+        found.lines[-1] == f"  1 of 4 metrics differ, by at most 2e-01 {OVER}, as val-core/x/reward/mean@1 0.5 and 0.25"
+    )
 
 
 def test_what_is_no_run_is_refused(first, tmp_path):

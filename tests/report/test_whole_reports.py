@@ -241,19 +241,22 @@ def test_the_earliest_maker_of_what_differs_is_named(names):
         part: {leaf: "b" if leaf[1:] in names else x for leaf, x in one[part].items()} for part in ("batch", "result")
     }
     runs = [diff._RecordedRun(Path("x"), {}, {1: each}, {}) for each in (one, {"step": 1, **other})]
-    first, _ = diff._digests(1, *runs)
+    first, _ = diff._digests(diff._difference(1, *runs), 1, *runs)
     stage = next(stage for stage in STAGES if any(makers[name] == stage for name in names))
     own = [leaf for leaf in (*batch, *state) if leaf[1:] in names and makers[leaf[1:]] == stage]
     assert first == f"  first in what {stage} made: {', '.join(own)}"
     unlike = attrs.evolve(runs[1], digests={1: {"step": 1, **other, "kind": "sums"}})
-    assert list(diff._digests(1, runs[0], unlike)) == []
+    assert diff._difference(1, runs[0], unlike) is None
 
 
 def test_metrics_are_named_by_their_relative_differences():
     numbers = [{"small": 1e-6, "large": 100.0, "same": 1.0, "gone": None}, {"small": 3e-6, "large": 101.0, "same": 1.0}]
     runs = [diff._RecordedRun(Path("x"), {1: {"step": 1, **each}}, {}, {}) for each in numbers]
     (line,) = diff._metrics(1, *runs)
-    assert line == ("  3 of 4 metrics differ, as gone None and nothing; small 1e-06 and 3e-06; large 100.0 and 101.0")
+    by = "by at most 1e-02 (of numbers over 1: of their size)"
+    assert (
+        line == f"  3 of 4 metrics differ, {by}, as gone None and nothing; small 1e-06 and 3e-06; large 100.0 and 101.0"
+    )
 
 
 def test_an_evaluation_before_the_first_step_is_compared_by_metrics(tmp_path):

@@ -67,7 +67,8 @@ def test_a_damaged_record_is_told_and_stops_nothing(tmp_path, damage):
     assert origins.record(settings, 0) == []
     whole = place.read_text()
     place.write_bytes(damage)
-    assert origins.record(settings, 0) == [f"the origin of the last start cannot be read in {place.parent}"]
+    text = f"with other code, perhaps: the origin of the last start cannot be read in {place.parent}"
+    assert origins.record(settings, 0) == [text]
     assert place.read_text() == whole
 
 
@@ -88,7 +89,7 @@ def test_the_origin_of_a_step_is_that_of_the_start_that_made_it(starts):
         made, before, kept = [None] * STEPS, None, {0: "1"}
         for step, version in [(0, "1"), *starts]:
             patched.setattr(origins.platform, "python_version", lambda version=version: version)
-            lines = [] if before in (None, version) else [f"python {before} -> {version}"]
+            lines = [] if before in (None, version) else [f"with other code: python {before} -> {version}"]
             assert origins.record(settings, step) == lines
             made[step:] = [version] * (STEPS - step)
             before = version
