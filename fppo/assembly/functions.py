@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from fppo import losses
 from fppo.advantages.columns import AdvantageFn, OfRows, by_token, reads
 from fppo.data.curriculum import Curriculum
 from fppo.losses import ValueHead
-from fppo.pipeline.checks import SCREENED, screened
+from fppo.pipeline.checks import SCREENED, Usage, screened
 from fppo.runtime.offload import Lane, offloaded_adamw
 from fppo.settings import files
 from fppo.settings.component import Component, bound, takes
@@ -143,26 +142,32 @@ def check_laws(
     advantage: Advantage,
     names: Mapping[str, str],
     kernels: Kernels,
-    *,
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    usage: Usage,
 ) -> None:
     """Puts what settings name as module:function through the laws that take no time: policy loss, estimator, and
     kernels, by the settings in `names`. Raises SettingsError for what breaks one."""
-    named = {
-        "loss_fn": ("actor.loss.name", loss.name),
-        "advantage_fn": ("algorithm.advantage.name", estimator.name),
-        **{setting.rpartition(".")[2]: (setting, name) for setting, name in names.items()},
-    }
+    own = {"loss_fn": ("actor.loss.name", loss.name), "advantage_fn": ("algorithm.advantage.name", estimator.name)}
     wrong = screened(
         loss_fn=policy_loss(loss),
         advantage_fn=advantage({}) if ":" in estimator.name else None,
         kernels={op: getattr(kernels, op) for op in (*SCREENED, "gae")},
-        group=group,
-        dtype=dtype,
-        device=device,
+        usage=usage,
     )
+    _refuse(wrong, own | _settings_of(names))
+
+
+def check_own_kernels(names: Mapping[str, str], kernels: Kernels, usage: Usage) -> None:
+    """Puts the kernels that settings name as module:function through the laws that take no time. Raises SettingsError
+    for what breaks one."""
+    _refuse(screened(kernels={op: getattr(kernels, op) for op in SCREENED}, usage=usage), _settings_of(names))
+
+
+def _settings_of(names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """By operation, the setting that names its kernel, and the name."""
+    return {setting.rpartition(".")[2]: (setting, name) for setting, name in names.items()}
+
+
+def _refuse(wrong: Mapping[str, Exception], named: Mapping[str, tuple[str, str]]) -> None:
     if wrong:
         hint = "\n  check = false starts all the same"
         raise files.SettingsError([f"{named[key][0]} = {named[key][1]!r}: {text}{hint}" for key, text in wrong.items()])

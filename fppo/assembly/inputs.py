@@ -15,7 +15,15 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import data
 from fppo.assembly.adapters import check_export
 from fppo.assembly.environments import episode_prompts, maker_of
-from fppo.assembly.functions import Advantage, advantage_of, check_laws, curriculum_of, optimizer_of, policy_loss
+from fppo.assembly.functions import (
+    Advantage,
+    advantage_of,
+    check_laws,
+    check_own_kernels,
+    curriculum_of,
+    optimizer_of,
+    policy_loss,
+)
 from fppo.assembly.parts import (
     axes_at,
     bare_model,
@@ -48,6 +56,7 @@ from fppo.data.problems import together
 from fppo.fields import only
 from fppo.key import Key
 from fppo.models.model import Model
+from fppo.pipeline.checks import Usage
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
 from fppo.rewards.functions import WeightedSum
 from fppo.rewards.truths import check_truths
@@ -136,7 +145,7 @@ def read_inputs(
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
-        tried(lambda: law(group=rollout.n, dtype=getattr(torch, model.compute_dtype), device=device))
+        tried(lambda: law(_usage(settings, device, lambda: _built(settings))))
     tokenizer, generation, images = _text_tools(model, rows, tried)
     prompts = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images))
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
@@ -166,6 +175,27 @@ def read_inputs(
     )
 
 
+def _usage(settings: TrainSettings, device: torch.device, models: Callable[[], Sequence[Model]]) -> Usage:
+    """The use that a run of these models makes of its functions."""
+    rows, rollout = settings.data, settings.rollout
+    return Usage(
+        group=rollout.n,
+        dtype=getattr(torch, settings.model.compute_dtype),
+        device=device,
+        models=models,
+        temperature=rollout.temperature,
+        longest=None if settings.in_turns else rows.max_prompt_tokens + rollout.max_tokens,
+    )
+
+
+def _built(settings: TrainSettings) -> list[Model]:
+    """The models of a run, without parameters."""
+    others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
+    named = _models_named(settings.model, critic=settings.uses_critic_model, **others)
+    critic = settings.critic if settings.algorithm.uses_critic else None
+    return [build() for build in _builders(settings.model, critic, named).values()]
+
+
 def _text_tools(
     model: ModelSettings, rows: DataSettings, tried: Tried
 ) -> tuple[PreTrainedTokenizerBase, GenerationConfig, data.ImageReader | None]:
@@ -185,8 +215,11 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     """Open what an evaluation takes, and nothing that is for training alone. Raises SettingsError with all problems."""
     search(settings.module_dirs)
     tried = Tried()
-    device = device or tried(lambda: device_of(settings.device, settings.placement))
-    kernels = tried(lambda: kernels_of(kernels_named(settings)))
+    device, names = device or tried(lambda: device_of(settings.device, settings.placement)), kernels_named(settings)
+    kernels = tried(lambda: kernels_of(names))
+    if settings.check and kernels is not None and device is not None:
+        use = _usage(settings, device, lambda: [bare_model(settings.model)])
+        tried(lambda: check_own_kernels(names, kernels, use))
     tried(lambda: _check_rewards(settings.reward, settings.rollout))
     tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))
     if tokenizer is None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from fppo import data
 from fppo.advantages.columns import of_values
 from fppo.assembly.adapters import base_of_role, bases_of, policy_model, shape_of
-from fppo.assembly.announce import input_lines, model_lines, optimizer_lines, sharing_lines
+from fppo.assembly.announce import clock_lines, input_lines, model_lines, optimizer_lines, sharing_lines
 from fppo.assembly.engines import (
     EngineOptions,
     answering,
@@ -127,7 +127,8 @@ def assemble(
     device, pad = home_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
-    announce(input_lines(inputs, section, settings.placement, *said, rows=settings.data if settings.in_turns else None))
+    turns = settings.data if settings.in_turns else None
+    announce(input_lines(inputs, section, settings.placement, *said, rows=turns) + clock_lines(settings))
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from fppo import data, tree
 from fppo.assembly.adapters import base_of_role, bases_of, check_export, load_policy
 from fppo.assembly.announce import optimizer_lines, supervised_lines
-from fppo.assembly.functions import optimizer_of
+from fppo.assembly.functions import check_own_kernels, optimizer_of
 from fppo.assembly.inputs import Tried, read_data, watching_of
 from fppo.assembly.learning import Learning, learning_of
 from fppo.assembly.machine import resolved
@@ -28,6 +28,7 @@ from fppo.fields import only
 from fppo.fleet import Call, Here
 from fppo.key import Key
 from fppo.models.model import Model
+from fppo.pipeline.checks import Usage
 from fppo.pipeline.passes import PolicyFn
 from fppo.pipeline.program import RunState
 from fppo.pipeline.supervised import EvaluateLoss, Imitation
@@ -196,6 +197,10 @@ def assemble_supervised(
         tried=tried,
     )
     device = inputs.device
+    if settings.check:
+        use = Usage(group=1, dtype=getattr(torch, section.compute_dtype), device=device, longest=sft.max_tokens)
+        use = attrs.evolve(use, models=lambda: [bare_model(section)])
+        check_own_kernels(kernels_named(settings), inputs.kernels, use)
     settings = attrs.evolve(settings, steps=_steps(sft, settings.steps, len(inputs.rows)))
     counts = {"demonstrations": inputs.rows, "held out": inputs.held_out}
     announce(supervised_lines(device, section, counts, settings.steps, sft.batch_size, chosen))

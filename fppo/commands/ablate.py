@@ -36,9 +36,12 @@ from fppo.settings.train import TrainSettings
 from fppo_kernels import table as tables
 from fppo_kernels.table import Implementation, Kernels, Table
 
+RAISED = "it raised"  # the begin of a reason why a kernel did not run
+
 
 def ablate(settings: AblateSettings) -> int:
-    """Prints the table, or where a replayed step parts, and writes what was asked for; 130 if it was interrupted."""
+    """Prints the table, or where a replayed step parts, and writes what was asked for; returns 130 if it was
+    interrupted, else 1 if a kernel breaks a law or raises, else 0."""
     ops = list(operations.NAMES) if settings.ops == ("all",) else [operations.case_of(op).name for op in settings.ops]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -65,7 +68,9 @@ def ablate(settings: AblateSettings) -> int:
         from fppo.ablate import chart  # here: it loads matplotlib
 
         chart.save(ablation, Path(settings.png))
-    return 130 if ablation.interrupted else 0
+    if ablation.interrupted:
+        return 130
+    return int(any(row.status in ("failed", "error") for row in ablation.rows))
 
 
 def _device(name: str) -> torch.device:
@@ -168,7 +173,9 @@ def _replay(directory: Path, step: int, asked: AblateSettings, ops: list[str]) -
     if asked.json is not None:
         line = {"run": str(directory), "step": step, "own": before, "choices": choices, "interrupted": interrupted}
         output.write(asked.json, json.dumps(plain(line), indent=1))
-    return 130 if interrupted else 0
+    if interrupted:
+        return 130
+    return int(any((choice["reason"] or "").startswith(RAISED) for choice in choices))
 
 
 def _stand(directory: Path, asked: AblateSettings, step: int) -> None:
@@ -226,7 +233,7 @@ def _compared(reference: _Reference, op: str, implementation: Implementation) ->
             )
     except Exception as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        return {"reason": f"it raised {type(error).__name__}: {first}"}
+        return {"reason": f"{RAISED} {type(error).__name__}: {first}"}
     return {"stages": [attrs.asdict(parting) for parting in swap.partings(reference.trace, step)]}
 
 

@@ -16,6 +16,7 @@ from fppo_kernels.operation import Kernel, Operation
 # The allowed difference from the float64 reference, relative to the larger of 1 and the tensor's largest number.
 # bfloat16 keeps 8 bits, and intermediate logits may be rounded to it.
 TOLERANCES = MappingProxyType({torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 2e-2})
+SLACK = 10.0  # factor of tolerances in screening, for kernels that multiply in TF32 or the like
 DTYPES = (torch.float64, torch.float32)  # the default for kernels
 
 
@@ -25,9 +26,11 @@ def words(dtype: torch.dtype) -> str:
 
 
 def apart(what: str, expected: Tensor, actual: Tensor, dtype: torch.dtype, slack: float = 1.0) -> str | None:
-    """Describe how two tensors `differ` by more than `slack` times the tolerance of `dtype`; None if they do not."""
+    """Describe how two tensors `differ` by more than `slack` times the tolerance of `dtype`, for float16 that of
+    bfloat16; None if they do not."""
     largest = max(1.0, expected.detach().abs().max().item()) if expected.numel() else 1.0
-    reason = differ(what, expected, actual, slack * TOLERANCES[dtype] * largest, relative=0.0)
+    tolerance = slack * TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+    reason = differ(what, expected, actual, tolerance * largest, relative=0.0)
     return reason and f"in {words(dtype)}, {reason}"
 
 

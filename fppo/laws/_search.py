@@ -11,7 +11,9 @@ from torch import Tensor
 
 SIZES = ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3), (4, 5), (6, 7))
 SEEDS = 6
-PRINTED = 1000  # numbers of a tensor
+PRINTED = 1000  # numbers of a tensor in lines that can be run
+SHOWN = 24  # and in others, where its shape is shown beyond that
+RAISED = 3  # lines of an error
 WRITTEN = 100  # characters of a callable without a name
 _OBJECT = re.compile(r"<[\w.<>]*?(\w+) object at 0x\w+>")  # <module.Class object at 0x7f>
 _FUNCTION = re.compile(
@@ -233,9 +235,14 @@ def _digits(x: Tensor) -> tuple[str, bool]:
     return str(numbers), torch.isclose(whole, x.detach().cpu(), rtol=0.0, atol=0.0, equal_nan=True).all().item() is True
 
 
+def shape_of(x: Tensor) -> str:
+    """The dtype and the shape of a tensor as text."""
+    return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
+
+
 def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     """Format the example with 4 digits, as lines of Python. They can be run, and end with the lines `see`, if 4 digits
-    are exact."""
+    are exact; else large tensors are their shapes."""
     tensors = {**example.inputs, **example.extras}
     if any("weights" in line for line in see):
         tensors["weights"] = example.weights
@@ -243,7 +250,8 @@ def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     width = max((len(key) for key in tensors), default=0)
     if not see or not all(whole for _, whole in texts.values()):
         mode = [] if example.mode is None else [f"weight_mode = {example.mode!r}"]
-        return [*mode, *(f"{key:<{width}} = {text}" for key, (text, _) in texts.items()), "(all of it is in .example)"]
+        shown = {key: texts[key][0] if x.numel() <= SHOWN else shape_of(x) for key, x in tensors.items()}
+        return [*mode, *(f"{key:<{width}} = {text}" for key, text in shown.items()), "(all of it is in .example)"]
     lines = ["from functools import partial"] if name.startswith("partial(") else []
     lines.append("from torch import float32, float64, inf, nan, tensor")
     for key, (text, _) in texts.items():
@@ -252,13 +260,20 @@ def describe(example: LawExample, name: str, see: Sequence[str]) -> list[str]:
     return [*lines, *(line.format(name) for line in see)]
 
 
+def raised(error: Exception) -> str:
+    """The error that a function raised, by its first lines."""
+    lines = str(error).splitlines()
+    more = [f"... and {len(lines) - RAISED} more lines"] if len(lines) > RAISED else []
+    return f"it raised {type(error).__name__}: " + "\n  ".join([*lines[:RAISED], *more])
+
+
 def first_breach(fn: Callable, law: Law, examples: Sequence[tuple[int, LawExample]]) -> tuple[str, Breach] | None:
     """Find the first example that breaks the law: its size, and the breach."""
     for seed, example in examples:
         try:
             breach = law.breach(fn, example.map(torch.clone), torch.Generator().manual_seed(seed))
         except Exception as error:
-            breach = f"it raised {type(error).__name__}: {error}"
+            breach = raised(error)
         if breach is not None:
             return example.size, Breach(breach, example) if isinstance(breach, str) else breach
     return None

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from fppo.batch import Annotated, Column
 from fppo.laws import adamw, losses
-from fppo.laws._kernels import apart, carry, exact, example_of, grads, named, settings
+from fppo.laws._kernels import SLACK, apart, carry, exact, example_of, grads, named, settings
 from fppo.laws._search import Law, LawExample, check, short
 from fppo_kernels.operation import Kernel, Operation, operation_of
 from fppo_kernels.table import DEFAULTS, own
 
 SIZES = ((1, 2), (2, 2), (4, 5))  # a small number of rows, if that shows the error
-SLACK = 10.0  # factor of tolerances, for kernels that multiply in TF32 or the like
 _LOSS = ("per token", "gradient", "empty mask", "masked garbage")
 
 

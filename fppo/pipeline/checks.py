@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 
 from fppo import laws
 from fppo.advantages.columns import of_rows
 from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
+from fppo.models.model import Model
 from fppo.models.probe import check_model
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
@@ -33,19 +35,28 @@ def is_own(fn: Any) -> bool:
     return (getattr(fn, "__module__", None) or type(fn).__module__).partition(".")[0] not in LIBRARY
 
 
+@attrs.frozen(kw_only=True)
+class Usage:
+    """The use that a run makes of its functions: `group` responses to a prompt, at a temperature; kernels in `dtype`
+    and on `device`, by the `models`, on rows of at most `longest` tokens, if that is known."""
+
+    group: int
+    dtype: torch.dtype
+    device: torch.device | str
+    models: Callable[[], Sequence[Model]] = tuple
+    temperature: float = 1.0
+    longest: int | None = None
+
+
 def screened(
     *,
     loss_fn: Any = None,
     advantage_fn: Any = None,
     kernels: Mapping[str, Callable[..., Any]],
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device | str,
+    usage: Usage,
 ) -> dict[str, LawViolation]:
     """Violations of laws by the functions that are not this library's, under the names of the arguments and kernels.
-
-    `group` is the number of responses to a prompt; kernels run in `dtype` and on `device`.
-    """
+    The models are built if a kernel of theirs is looked at."""
     checks: dict[str, Callable[[], None]] = {}
     if isinstance(loss_fn, SelectiveLoss) and is_own(loss_fn.loss_fn):
         checks["loss_fn"] = partial(laws.screen_policy_loss, loss_fn.loss_fn, selective=True)
@@ -54,10 +65,10 @@ def screened(
     plain = getattr(advantage_fn, "fn", advantage_fn)
     if plain is not None and is_own(plain):
         name = fn_name(plain)
-        checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=group, name=name)
+        checks["advantage_fn"] = partial(laws.screen_estimator, of_rows(advantage_fn), group=usage.group, name=name)
     for op, kernel in kernels.items():
         if is_own(kernel):
-            checks[op] = partial(laws.screen_kernel, op, kernel, dtype=dtype, device=device)
+            checks[op] = partial(_screen_kernel, op, kernel, usage)
     wrong: dict[str, LawViolation] = {}
     for name, check in checks.items():
         try:
@@ -65,6 +76,15 @@ def screened(
         except LawViolation as violation:
             wrong[name] = violation
     return wrong
+
+
+def _screen_kernel(op: str, kernel: Callable[..., Any], usage: Usage) -> None:
+    """Check a kernel on a small batch, and on what each kind of model asks of it. Raises LawViolation."""
+    place: dict[str, Any] = {"dtype": usage.dtype, "device": usage.device}
+    laws.screen_kernel(op, kernel, **place)
+    kinds = {str(model.whole_config): model for model in (usage.models() if op in SCREENED else ())}
+    for model in kinds.values():
+        laws.screen_calls(op, kernel, model, temperature=usage.temperature, longest=usage.longest, **place)
 
 
 def innermost(stage: Any) -> Any:
@@ -118,9 +138,13 @@ def check_stages(*, rollout: Any, annotate: Any, estimate: Any, update_actor: An
         loss_fn=field(update_actor, "loss_fn"),
         advantage_fn=(advantage_fn := field(estimate, "advantage_fn")),
         kernels=_kernels(forward, advantage_fn, (update_actor, update_critic)),
-        group=4 if sampling is None else sampling.n,
-        dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        usage=Usage(
+            group=4 if sampling is None else sampling.n,
+            dtype=torch.float32 if forward is None else forward.model.compute_dtype or torch.float32,
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            models=lambda: [each.model for each in (forward, critic) if isinstance(each, Forward)],
+            temperature=1.0 if sampling is None or sampling.greedy else sampling.temperature,
+        ),
     )
     if wrong:
         first = next(iter(wrong.values()))

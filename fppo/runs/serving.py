@@ -9,12 +9,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fppo.assembly.adapters import load_policy, policy_model
+from fppo.assembly.functions import check_own_kernels
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import device_of, kernels_of
 from fppo.assembly.texts import chat_options, load_tokenizer, policy_generation, sampling_of, vocabulary_size_of
 from fppo.data import check_tokenizer
 from fppo.key import Key
 from fppo.models.model import Model, Params
+from fppo.pipeline.checks import Usage
 from fppo.rollout.check import check_engine
 from fppo.rollout.embedded import EmbeddedEngine
 from fppo.rollout.engine import Sampling
@@ -58,7 +60,11 @@ def served_policy(settings: TrainSettings, *, begins: bool) -> ServedPolicy:
     else:
         model, params = policy_model(section, settings.critic, key, LOCAL, device), None
     check_engine(model)
-    kernels, cache = kernels_of(kernels_named(settings)), settings.rollout.cache_gb
+    names, cache = kernels_named(settings), settings.rollout.cache_gb
+    kernels = kernels_of(names)
+    if settings.check:
+        use = {"dtype": model.compute_dtype or torch.float32, "device": device, "models": lambda: [model]}
+        check_own_kernels(names, kernels, Usage(group=1, temperature=settings.rollout.temperature, **use))
     engine = EmbeddedEngine(
         model=model,
         kernels=kernels,

@@ -45,7 +45,7 @@ class SftSettings:
 
 
 READ = (  # the settings and sections that fppo sft reads
-    *("output_dir", "seed", "steps", "module_dirs", "resume", "device", "model", "data", "sft"),
+    *("output_dir", "seed", "steps", "module_dirs", "resume", "device", "check", "model", "data", "sft"),
     *("eval.every", "eval.before", "eval.max_prompts", "mesh", "checkpoint", "digest", "log"),
 )
 _NOT_READ = (  # of these sections

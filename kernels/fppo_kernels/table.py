@@ -250,10 +250,14 @@ def takes_key_lengths(attention: Callable[..., Any]) -> bool:
 
 
 def own(op: str, fn: Callable[..., Any]) -> Implementation:
-    """Wrap a user's function as an implementation of `op`; for attention, `lacks` has the keywords that it does not
-    name."""
+    """Wrap a user's function as an implementation of `op`. It lacks the keywords, features and dtypes in its attribute
+    `lacks`, if it has one, and for attention `key_lengths` if it has no such keyword. Raises ValueError for an
+    attribute that is no collection of names."""
+    lacks = getattr(fn, "lacks", ())
+    if isinstance(lacks, str) or not isinstance(lacks, Collection) or not all(isinstance(x, str) for x in lacks):
+        raise ValueError(f"{getattr(fn, '__name__', fn)}.lacks must be names, as ('sinks', 'float16'), got {lacks!r}")
     whole = op != "attention" or takes_key_lengths(fn)
-    return Implementation(fn, lacks=frozenset() if whole else frozenset({"key_lengths"}))
+    return Implementation(fn, lacks=frozenset({*lacks} if whole else {*lacks, "key_lengths"}))
 
 
 def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:

@@ -12,7 +12,7 @@ from fppo import losses
 from fppo.advantages.columns import OfRows, by_token
 from fppo.assembly import functions
 from fppo.losses import Correction
-from fppo.pipeline.checks import SCREENED
+from fppo.pipeline.checks import SCREENED, Usage
 from fppo.runtime.offload import Lane
 from fppo.settings import files
 from fppo.settings.learning import (
@@ -165,12 +165,14 @@ def test_laws_are_put_to_what_settings_name_and_say_which_setting_broke_one(monk
     estimator = AdvantageSettings(name=OWN if own else "gae")
     weighed: list[Any] = []
     names = {"model.attention": "my:attention", "algorithm.gae": "my:gae"}
-    how: dict[str, Any] = {"group": 3, "dtype": torch.bfloat16, "device": CPU}
+    usage = Usage(group=3, dtype=torch.bfloat16, device=CPU)
     args = LossSettings(), estimator, lambda given: weighed.append(given) or "estimator", names, KERNELS
-    functions.check_laws(*args, **how)  # pyright: ignore
+    functions.check_laws(*args, usage)  # pyright: ignore
     loss = functions.policy_loss(LossSettings())
     kernels = {op: getattr(KERNELS, op) for op in (*SCREENED, "gae")}
-    assert asked == [{"loss_fn": loss, "advantage_fn": "estimator" if own else None, "kernels": kernels, **how}]
+    assert asked == [
+        {"loss_fn": loss, "advantage_fn": "estimator" if own else None, "kernels": kernels, "usage": usage}
+    ]
     assert weighed == ([{}] if own else [])
     wrong |= {
         "gae": "is no kernel",
@@ -179,7 +181,7 @@ def test_laws_are_put_to_what_settings_name_and_say_which_setting_broke_one(monk
         "advantage_fn": "is flat",
     }
     with pytest.raises(files.SettingsError) as caught:
-        functions.check_laws(*args, **how)  # pyright: ignore
+        functions.check_laws(*args, usage)  # pyright: ignore
     end = "\n  check = false starts all the same"
     assert caught.value.problems == (
         f"algorithm.gae = 'my:gae': is no kernel{end}",

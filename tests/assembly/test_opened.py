@@ -56,7 +56,8 @@ OPENED = {
     "module_dirs": ["here"],
 }
 OPENERS = (
-    *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_check_models"),
+    *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_usage", "_check_models"),
+    "check_own_kernels",
     *("policy_loss", "advantage_of", "load_tokenizer", "policy_generation", "load_images", "_prompts", "_held_out"),
     *("sampling_of", "eval_sampling_of", "drawing_of", "check_export"),
 )
@@ -76,6 +77,11 @@ def opened(monkeypatch):
 
 KERNELS = Kernels.named()
 READER = SimpleNamespace(processor="the processor")
+FIRST = {"_check_models": 4, "_usage": 2}  # the arguments that are looked at
+
+
+def _seen(opened: Log) -> list[Any]:
+    return [(name, args[: FIRST.get(name, len(args))], named) for name, args, named in opened.every]
 
 
 @pytest.mark.parametrize("held_out", [True, False])
@@ -90,7 +96,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
     actor, algorithm, environment = settings.actor, settings.algorithm, rollout.environment
     words, images, begun = "<load_tokenizer>", READER, "<policy_generation>"
     kernels, device = own.get("kernels", KERNELS), own.get("device", CPU)
-    laws = (actor.loss, algorithm.advantage, "<advantage_of>", names, kernels)
+    laws = (actor.loss, algorithm.advantage, "<advantage_of>", names, kernels, "<_usage>")
     optimizers = {"actor": actor.optimizer, "critic": settings.critic.optimizer}
     sets = ["<_prompts>", "<_held_out>"] if held_out else ["<_prompts>"]
     calls = [
@@ -103,7 +109,8 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("_check_rewards", (settings.reward, rollout), {}),
         ("watching_of", (settings.log,), {}),
         ("_check_saved", (rollout,), {"until": 7, "routed": True}),
-        ("check_laws", laws, {"group": 2, "dtype": torch.bfloat16, "device": device}),
+        ("_usage", (settings, device), {}),  # and the models
+        ("check_laws", laws, {}),
         ("load_tokenizer", (model, rows), {}),
         ("policy_generation", (model, rows, words), {}),
         ("load_images", (model, rows, words), {}),
@@ -115,10 +122,9 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {"like": "<sampling_of>"}),
         ("drawing_of", (rows, "<_prompts>", Key(3).fold("data")), {}),
     ]
-    left_out = {"device_of", "kernels_of", "check_laws"} if own else set()
+    left_out = {"device_of", "kernels_of", "check_laws", "_usage"} if own else set()
     left_out |= set() if held_out else {"_held_out"}
-    seen = [(name, args[:4] if name == "_check_models" else args, named) for name, args, named in opened.every]
-    assert seen == [call for call in calls if call[0] not in left_out]
+    assert _seen(opened) == [call for call in calls if call[0] not in left_out]
     common: dict[str, Any] = {"device": device, "kernels": kernels, "tokenizer": words}
     evaluation = EvalInputs(**common, held_out="<_held_out>", sampling="<eval_sampling_of>")  # pyright: ignore
     whole: dict[str, Any] = {"advantage": "<advantage_of>", "images": images, "generation": begun}
@@ -144,6 +150,8 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("search", (("here",),), {}),
         ("device_of", (settings.device, settings.placement), {}),
         ("kernels_of", (kernels_named(settings),), {}),
+        ("_usage", (settings, own.get("device", CPU)), {}),
+        ("check_own_kernels", (kernels_named(settings), KERNELS, "<_usage>"), {}),
         ("_check_rewards", (settings.reward, rollout), {}),
         ("load_tokenizer", (model, rows), {}),
         ("load_images", (model, rows, words), {}),
@@ -152,8 +160,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {}),
         ("_check_models", (settings, words, ["<_held_out>"], mesh), {"trained": False}),
     ]
-    seen = [(name, args[:4] if name == "_check_models" else args, named) for name, args, named in opened.every]
-    assert seen == [call for call in calls if not own or call[0] != "device_of"]
+    assert _seen(opened) == [call for call in calls if not own or call[0] != "device_of"]
     common: dict[str, Any] = {"device": own.get("device", CPU), "kernels": KERNELS, "tokenizer": words}
     assert made == EvalInputs(**common, held_out="<_held_out>", sampling="<eval_sampling_of>")  # pyright: ignore
 

@@ -14,6 +14,7 @@ from fppo.commands import ablate, actions, cli
 from fppo.pipeline import replay
 from fppo.pipeline.swap import Parting
 from fppo.settings.ablate import AblateSettings
+from fppo_kernels.log_probs.reference import reference
 from fppo_kernels.table import BUILTIN, Implementation, Kernels
 from tests import tiny_run
 
@@ -32,13 +33,29 @@ def run(tmp_path_factory):
 def test_a_table_a_file_and_a_chart(tmp_path, capsys):
     files = ["--json", str(tmp_path / "out" / "a.json"), "--png", str(tmp_path / "out" / "a.png")]
     own = ["--with", "tests.ablate.test_ablation:drops_entropy_gradient"]
-    assert cli.main(["ablate", *SMALL, "--implementations", "reference,chunked", *own, *files]) == 0
+    assert cli.main(["ablate", *SMALL, "--implementations", "reference,chunked", *own, *files]) == 1
     out = capsys.readouterr().out
     read = json.loads((tmp_path / "out" / "a.json").read_text())
     names = [row["implementation"] for row in read["rows"]]
     assert names == ["reference", "chunked", "drops_entropy_gradient"]
     assert all(name in out for name in names)
     assert (tmp_path / "out" / "a.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(("kernel", "status"), [("drops_entropy_gradient", 1), ("my_reference", 0), ("breaks", 1)])
+def test_a_kernel_that_breaks_a_law_or_raises_ends_the_command_with_1(capsys, kernel, status):
+    given = [*SMALL[:4], "--dtypes", "float32", "--implementations", "reference"]
+    place = "tests.ablate.test_ablation" if kernel == "drops_entropy_gradient" else __name__
+    assert cli.main(["ablate", *given, "--with", f"{place}:{kernel}"]) == status
+    assert ("FAILED" in (said := capsys.readouterr().out) or "ERROR" in said) is bool(status)
+
+
+def my_reference(*args, **keywords):
+    return reference(*args, **keywords)
+
+
+def breaks(*args, **keywords):
+    raise RuntimeError("it breaks")
 
 
 def test_a_models_sizes_are_taken(tmp_path, capsys):

@@ -322,7 +322,7 @@ def test_the_lines_of_an_example_run_where_four_digits_are_exact():
     assert describe(odd, "f", ("{}",))[1] in ("x    = [[0.1235, -2.0]]", "x    = [[0.1234, -2.0]]")
     assert describe(odd, "f", ("{}",))[-1] == "(all of it is in .example)"
     large = example.put(x=torch.zeros(1, 1001))._replace(mode=None)
-    assert describe(large, "f", ("{}",))[0] == "x    = [1, 1001]"
+    assert describe(large, "f", ("{}",))[0] == "x    = float32 [1, 1001]"
     assert describe(example.put(x=torch.zeros(1, 1000)), "f", ("{}",))[-1] == "f"
 
 
