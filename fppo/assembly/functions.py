@@ -19,7 +19,7 @@ from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, LossSet
 from fppo.settings.tables import CORRECTIONS, CURRICULA, ESTIMATORS, OPTIMIZERS, POLICY_LOSSES, VALUE_HEADS
 from fppo.steps.actor import LossFn, SelectiveLoss
 from fppo.steps.optimizers import Optimizer, kept_on_host
-from fppo.steps.schedules import schedule
+from fppo.steps.schedules import Schedule, schedule
 from fppo_kernels.adamw import adamw_
 from fppo_kernels.table import Kernels
 
@@ -46,6 +46,17 @@ def value_head_of(part: Component) -> ValueHead:
     return head
 
 
+def rate_of(section: OptimizerSettings, updates: int) -> Schedule:
+    """The learning rate by an update's number, for a run of `updates` updates."""
+    return schedule(
+        section.schedule,
+        section.lr,
+        total_steps=updates,
+        warmup_steps=section.warmup_steps,
+        min_ratio=section.min_lr_ratio,
+    )
+
+
 def optimizer_of(
     section: OptimizerSettings,
     updates: int,
@@ -59,13 +70,7 @@ def optimizer_of(
     `setting` is what errors call the section. Raises ValueError for a function of the user's that does not import or
     makes no optimizer, and what the optimizer's function says of its keywords.
     """
-    rate = schedule(
-        section.schedule,
-        section.lr,
-        total_steps=updates,
-        warmup_steps=section.warmup_steps,
-        min_ratio=section.min_lr_ratio,
-    )
+    rate = rate_of(section, updates)
     (make,) = bound(section, OPTIMIZERS, setting)
     if section.name == "adamw":
         return make(rate, kernel=kernel if on_host is None else offloaded_adamw(kernel, on_host))

@@ -76,15 +76,17 @@ def learning_of(
     section: ActorSettings | CriticSettings,
     *,
     batch_size: int,
+    n: int,
     steps: int,
     offload: Offload,
     offload_activations: bool,
 ) -> Learning:
-    """How the actor or the critic learns from batches of so many sequences, in so many steps of the run."""
-    optimizer, updates = section.optimizer, steps * section.updates(batch_size)
+    """How the actor or the critic learns from batches of so many sequences, `n` for each prompt, in so many steps of
+    the run."""
+    optimizer, updates = section.optimizer, steps * section.updates(batch_size, n)
     constant = optimizer.schedule == "constant" and not optimizer.warmup_steps
     loop = Loop(
-        mini_batch_size=section.mini_batch(batch_size),
+        mini_batch_size=section.mini_batch(batch_size, n),
         micro_batching=micro_batching_of(section),
         **only(section, "epochs", "weight_mode", "horizon"),
         balance_rate=section.experts.bias_rate if isinstance(section, ActorSettings) else 0.0,

@@ -329,7 +329,8 @@ def make_roles(
     source = old_log_probs_source(settings)
     if source == "engine" and algorithm.reads("sum_squared_probs"):
         source = "pass"  # there is one, which measures the gap to the engine
-    how = partial(learning_of, batch_size=settings.rollout.batch_size, offload_activations=model.offload_activations)
+    sizes = only(settings.rollout, "batch_size", "n")
+    how = partial(learning_of, **sizes, offload_activations=model.offload_activations)
     learning = how("actor", actor, steps=settings.actor_steps, offload=model.offload)
     watched = update_watch(settings.rollout, model.compute_dtype, learning.loop)
     load = partial(load_policy, model, critic, key)

@@ -253,7 +253,8 @@ def _steps(sft: SftSettings, steps: int, rows: int) -> int:
 def _learning(sft: SftSettings, section: ModelSettings, steps: int) -> Learning:
     """How the policy learns: one update for each batch."""
     names = ("weight_mode", "horizon", "micro_batch_size", "token_budget", "optimizer")
-    actor, how = ActorSettings(**only(sft, *names)), {"batch_size": sft.batch_size, "steps": steps}
+    actor = ActorSettings(**only(sft, *names), mini_batch_size=sft.batch_size)
+    how = {"batch_size": sft.batch_size, "n": 1, "steps": steps}
     return learning_of("actor", actor, **how, **only(section, "offload", "offload_activations"))
 
 

@@ -31,7 +31,7 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     if places_of(of.placement):
         sections, numbers, fits = planned_pools(of, options)
     elif options.search is not None:
-        sequences = of.actor.mini_batch(of.rollout.batch_size)
+        sequences = of.actor.mini_batch(of.rollout.batch_size, of.rollout.n)
         found = search(budgeted(of, options), options.search, sequences)
         sections, numbers, fits = text.of_search(found), text.numbers_of_search(found), bool(found.best)
     else:

@@ -29,7 +29,7 @@ from fppo.steps.packed import LEAST_SAVED
 def case_of(of: TrainSettings, options: PlanSettings) -> Case:
     """The case of a run. Raises ValueError for an unknown model or GPU."""
     case = budgeted(of, options)
-    return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size))
+    return with_sequences(case, of.actor.mini_batch(of.rollout.batch_size, of.rollout.n))
 
 
 def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
@@ -108,7 +108,7 @@ def _together(of: TrainSettings) -> tuple[float, float]:
     rows, n, share = of.rollout.batch_size, of.rollout.n, of.model.share_prompts
     if n == 1 or not share or resolve.sharing_hindrances(of) or (share == "auto" and of.model.graphs is True):
         return 1.0, 1.0
-    mini = of.actor.mini_batch(rows)
+    mini = of.actor.mini_batch(rows, n)
     update = float(n)
     if of.actor.draw_by == "row":
         update = mini / (rows / n * (1 - math.comb(rows - n, mini) / math.comb(rows, mini)))

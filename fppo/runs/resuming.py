@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from fppo.assembly.functions import rate_of
 from fppo.assembly.run import MADE_BY, DrawnPrompts
 from fppo.pipeline.program import Base, RunState
 from fppo.runtime import checkpoint
 from fppo.runtime.checkpoint import CheckpointError
+from fppo.settings.learning import OptimizerSettings
+from fppo.settings.train import TrainSettings
+from fppo.steps.clock import Timeline, UpdateTurn, at_step, tick
 from fppo.steps.train_state import TrainState
 from fppo.tree import replace
 
@@ -78,3 +83,49 @@ def with_saved_clocks(run: RunState, directory: Path, step: int) -> RunState:
         return state
 
     return replace(run, actor=known("actor", run.actor), critic=run.critic and known("critic", run.critic))
+
+
+def say_rates(before: TrainSettings | None, settings: TrainSettings, run: RunState, *, supervised: bool) -> None:
+    """Print on stderr the learning rates that the next update has, and had not under the settings `before`: those of a
+    schedule that ends with the run rise where the run becomes longer."""
+    if before is None:
+        return
+    then = dict(_schedules(before, supervised=supervised))
+    for role, (section, updates, each) in _schedules(settings, supervised=supervised):
+        state = run.actor if role == "actor" else run.critic
+        if state is None or role not in then:
+            continue
+        old = _rate(state, *then[role], run.step, before.steps)
+        new = _rate(state, section, updates, each, run.step, settings.steps)
+        if not math.isclose(old, new, rel_tol=1e-6):
+            print(
+                f"going on from step {run.step} with another learning rate: {role}/lr is {new:.4g}, and was to be "
+                f"{old:.4g}: {_course(section, settings.steps)}, before {_course(then[role][0], before.steps)}",
+                file=sys.stderr,
+            )
+
+
+def _schedules(s: TrainSettings, *, supervised: bool) -> Iterator[tuple[str, tuple[OptimizerSettings, int, int]]]:
+    """The optimizer of each role that learns, its updates in the run, and those of a step."""
+    if supervised:
+        yield "actor", (s.sft.optimizer, s.steps, 1)
+        return
+    roles = (("actor", s.actor, s.actor_steps), ("critic", s.critic, s.steps))
+    for role, section, steps in roles[: 1 + s.algorithm.uses_critic]:
+        each = section.updates(s.rollout.batch_size, s.rollout.n)
+        yield role, (section.optimizer, steps * each, each)
+
+
+def _rate(state: TrainState, section: OptimizerSettings, updates: int, each: int, step: int, steps: int) -> float:
+    """The rate of the first update after `step` of `steps`, as the update will have it (`optimizer_step`)."""
+    rate = rate_of(section, updates)
+    if state.clock is None:
+        return rate(state.step)
+    turn = UpdateTurn(Timeline(section.warmup_steps, updates), 0, each)
+    return rate(tick(at_step(state.clock, step, steps), turn)[1])
+
+
+def _course(section: OptimizerSettings, steps: int) -> str:
+    if section.schedule == "constant":
+        return f"constant {section.lr:g}"
+    return f"{section.schedule} from {section.lr:g} to {section.lr * section.min_lr_ratio:g} at step {steps}"

@@ -29,7 +29,7 @@ from fppo.runs import evaluations, jsonl, loggers, origins, starts
 from fppo.runs.first_step import FirstStep
 from fppo.runs.jsonl import JsonLines
 from fppo.runs.observers import TRACE, OwnObserver, Profiles, Tracer, gauged_by, traffic_since
-from fppo.runs.resuming import check_bases, check_prompts, with_saved_clocks
+from fppo.runs.resuming import check_bases, check_prompts, say_rates, with_saved_clocks
 from fppo.runs.sample_files import SAMPLES, SampleFiles
 from fppo.runs.starts import CHECKPOINTS, SETTINGS
 from fppo.runs.writer import Checkpoints, Digests
@@ -309,7 +309,9 @@ def _writing(
         begin(run).wait()
     logged, sampled, lines, own = list[Observe](), list[SampleFiles](), None, list[OwnObserver]()
     if first:
+        before = starts.before(settings)
         _record_start(settings, assembly, run.step, every)
+        say_rates(before, settings, run, supervised=isinstance(assembly, SupervisedAssembly))
         sampled = [] if isinstance(assembly, SupervisedAssembly) else [_sample_files(settings, assembly, first_step)]
         for each in sampled:
             opened.callback(each.close)

@@ -74,6 +74,17 @@ def last(directory: Path) -> dict[str, Any]:
     return files.flat(_values(recorded[-1]) or {}) if recorded else {}
 
 
+def before(settings: TrainSettings) -> TrainSettings | None:
+    """The settings of the last start in output_dir; in a directory without one, those of the run whose checkpoint
+    `resume` names. None without either, or if they are damaged."""
+    directory = Path(settings.output_dir)
+    if settings.resume not in files.RESUMES and not _recorded(directory):
+        directory = Path(settings.resume).parent.parent
+    recorded = list(_recorded(directory).values())
+    values = _values(recorded[-1]) if recorded else None
+    return None if values is None else files.from_dict(values)
+
+
 def source(directory: Path) -> str | None:
     """The other run's checkpoint that the run began from, if any; "" if its record is damaged."""
     first = next(iter(_recorded(directory).items()), None)

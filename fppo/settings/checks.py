@@ -253,7 +253,7 @@ def _critic(s: TrainSettings) -> Problems:
 def _updates(s: TrainSettings, name: str) -> Problems:
     """Batch sizes, weights and warm-up of the actor or the critic."""
     section, size = value_at(s, name), s.rollout.batch_size
-    mini = section.mini_batch(size)
+    mini = section.mini_batch(size, s.rollout.n)
     if mini >= 1 and size % mini:
         text = f"must divide rollout.batch_size = {size}; both count sequences"
         yield wrong(s, f"{name}.mini_batch_size", text)
@@ -272,7 +272,7 @@ def _updates(s: TrainSettings, name: str) -> Problems:
         yield from unread(s, [f"{name}.horizon"], by_length)
     elif section.horizon is None:
         yield wrong(s, f"{name}.horizon", f"{by_length} divides by it; give one, as rollout.max_tokens")
-    steps, updates = s.actor_steps if name == "actor" else s.steps, section.updates(size)
+    steps, updates = s.actor_steps if name == "actor" else s.steps, section.updates(size, s.rollout.n)
     if section.optimizer.warmup_steps >= steps * updates:
         text = f"must be less than the run's {steps * updates} updates ({steps} steps of {updates})"
         yield wrong(s, f"{name}.optimizer.warmup_steps", text)

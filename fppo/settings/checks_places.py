@@ -42,7 +42,7 @@ def mesh_rules(s: TrainSettings, world: int) -> Problems:
         yield from vllm_on_ranks(s, "reward.judge.vllm", world)
     ranks = world // (mesh.pipeline * mesh.sequence * mesh.context * mesh.tensor)
     for name in ("actor", "critic") if critic else ("actor",):
-        size = value_at(s, name).mini_batch_size or s.rollout.batch_size
+        size = value_at(s, name).mini_batch(s.rollout.batch_size, s.rollout.n)
         if size < ranks:
             advice = f"give at least as many sequences as there are data ranks, {ranks}, or a longer mesh.context"
             yield Problem(f"{name}.mini_batch_size", size, f"some ranks would have nothing to do; {advice}")

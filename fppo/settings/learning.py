@@ -13,6 +13,7 @@ from fppo.settings.tables import CORRECTIONS, ESTIMATORS, OPTIMIZERS, POLICY_LOS
 OldLogProbs = Literal["pass", "engine", "update", "auto"]
 KlKind = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"]
 DEFAULT_TOKEN_BUDGET = 16384
+MOST_MINI_BATCHES = 4  # of a batch, unless settings say how large they are
 WeightMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -147,7 +148,7 @@ class UpdateSettings:
     epochs: int = setting(1, at_least(1))
     """Passes over the batch in a step."""
     mini_batch_size: int | None = setting(None, at_least(1))
-    """Sequences per optimizer update; it must divide rollout.batch_size; None: all of them."""
+    """Sequences per optimizer update; it must divide rollout.batch_size; None: a quarter of them."""
     draw_by: Literal["row", "prompt"] = setting("row")
     """What mini-batches are drawn by: rows, or prompts with all of their rows, which are then computed once."""
     micro_batch_size: int | None = setting(None, at_least(0))
@@ -160,13 +161,20 @@ class UpdateSettings:
         """(sequences, tokens) per forward and backward pass; one of them is None."""
         return passes_of(self.micro_batch_size, self.token_budget)
 
-    def mini_batch(self, batch_size: int) -> int:
-        """Sequences per optimizer update."""
-        return batch_size if self.mini_batch_size is None else self.mini_batch_size
+    def mini_batch(self, batch_size: int, n: int) -> int:
+        """Sequences per optimizer update, of a batch with `n` responses to each prompt.
 
-    def updates(self, batch_size: int) -> int:
-        """Optimizer updates that a batch of so many sequences becomes."""
-        return -(-batch_size // max(self.mini_batch(batch_size), 1)) * max(self.epochs, 1)
+        Where settings do not say, a batch has four mini-batches, or as many fewer as divide it into equal ones, of
+        whole prompts where these are drawn.
+        """
+        if self.mini_batch_size is not None:
+            return self.mini_batch_size
+        drawn = batch_size // max(n, 1) if self.draw_by == "prompt" else batch_size
+        return batch_size // next(parts for parts in range(MOST_MINI_BATCHES, 0, -1) if drawn % parts == 0)
+
+    def updates(self, batch_size: int, n: int) -> int:
+        """Optimizer updates that a batch of so many sequences becomes, `n` for each prompt."""
+        return -(-batch_size // max(self.mini_batch(batch_size, n), 1)) * max(self.epochs, 1)
 
 
 @attrs.frozen(kw_only=True, field_transformer=_own_first)

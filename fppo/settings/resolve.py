@@ -213,10 +213,11 @@ def passes_before_update(s: TrainSettings) -> list[str]:
 
     Its own pass will do where the ratio of new to old is 1 all along, and nothing else asks for the old ones.
     """
-    size, correction = s.rollout.batch_size, s.algorithm.correction
-    reasons = []
-    if s.actor.epochs > 1 or (s.actor.mini_batch_size or size) != size:
-        reasons.append("actor.epochs and actor.mini_batch_size make several updates of a batch")
+    correction, reasons = s.algorithm.correction, []
+    size, n = s.rollout.batch_size, s.rollout.n
+    if (updates := s.actor.updates(size, n)) > 1:
+        how = f"actor.epochs = {s.actor.epochs} and actor.mini_batch_size = {s.actor.mini_batch(size, n)}"
+        reasons.append(f"{how} make {updates} updates of a batch")
     if s.algorithm.kl.coef > 0:
         reasons.append("algorithm.kl.coef puts their KL to the reference into the rewards")
     if correction.name != "none":

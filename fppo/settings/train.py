@@ -332,5 +332,5 @@ def sized_for_sft(settings: TrainSettings) -> TrainSettings:
         settings,
         data=attrs.evolve(settings.data, max_prompt_tokens=sft.max_tokens - 1),
         rollout=attrs.evolve(settings.rollout, batch_size=sft.batch_size, max_tokens=1, exact=False),
-        actor=attrs.evolve(settings.actor, epochs=1),
+        actor=attrs.evolve(settings.actor, epochs=1, mini_batch_size=sft.batch_size),
     )

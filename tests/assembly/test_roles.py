@@ -132,7 +132,7 @@ def test_every_role_is_made_on_its_own_group_of_its_own_settings(made):
         temperature=1.0,
         replay="none",
     )
-    how = partial(learning_of, batch_size=8, offload_activations=False)
+    how = partial(learning_of, batch_size=8, n=1, offload_activations=False)
     group, fn, (load, of_actor, learns, section, source, watched) = calls["make actor"]
     assert (group, fn) == ("a", roles.make_actor)
     assert same(load, partial(load_policy, model, settings.critic, key))
@@ -285,7 +285,7 @@ def test_a_state_waits_where_its_role_says_and_has_a_clock(monkeypatch, offload,
     sent = []
     monkeypatch.setattr(learning, "to_host", lambda x: sent.append(x) or x)
     section = ActorSettings() if role == "actor" else CriticSettings()
-    how = learning_of(role, section, batch_size=8, steps=3, offload=offload, offload_activations=False)
+    how = learning_of(role, section, batch_size=8, n=1, steps=3, offload=offload, offload_activations=False)
     params = {"w": torch.ones(2)}
     tools: Any = Tools(KERNELS, Lane(CPU))
     state = how.state(params, how.optimizer_on(tools, MODEL))
@@ -300,18 +300,18 @@ def test_an_optimizer_is_that_of_its_role_where_its_state_is(monkeypatch, offloa
     asked = []
     monkeypatch.setattr(learning, "optimizer_of", lambda *args, **named: asked.append((args, named)) or "made")
     section = ActorSettings() if role == "actor" else CriticSettings()
-    how = learning_of(role, section, batch_size=8, steps=3, offload=offload, offload_activations=False)
+    how = learning_of(role, section, batch_size=8, n=1, steps=3, offload=offload, offload_activations=False)
     tools: Any = Tools(KERNELS, Lane(CPU))
     assert how.optimizer_on(tools, None) == "made"
     own = {"setting": f"{role}.optimizer", "kernel": KERNELS.adamw}
     own["on_host"] = None if offload == "none" else tools.lane
     assert asked == [((section.optimizer, how.updates), own)]
-    assert how.updates == 3 * section.updates(8)
+    assert how.updates == 3 * section.updates(8, 1)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 def test_the_loss_is_scaled_for_a_model_that_computes_in_float16(dtype):
-    how = learning_of("actor", ActorSettings(), batch_size=8, steps=3, offload="none", offload_activations=False)
+    how = learning_of("actor", ActorSettings(), batch_size=8, n=1, steps=3, offload="none", offload_activations=False)
     tools: Any = Tools(KERNELS, Lane(CPU))
     optimizer = how.optimizer_on(tools, SimpleNamespace(compute_dtype=dtype))
     assert isinstance(optimizer.init({"w": torch.ones(1)}), LossScaled) is (dtype == torch.float16)
@@ -324,7 +324,7 @@ def test_an_update_keeps_on_the_host_what_its_role_says(monkeypatch, offload, ac
     monkeypatch.setattr(learning, "HostActivations", lambda stage, lane: ("activations", stage, lane))
     monkeypatch.setattr(learning, "Offloaded", lambda stage, lane: ("state", stage, lane))
     section = ActorSettings(epochs=3)
-    how = learning_of("critic", section, batch_size=8, steps=3, offload=offload, offload_activations=activations)
+    how = learning_of("critic", section, batch_size=8, n=1, steps=3, offload=offload, offload_activations=activations)
     lane: Any = "lane"
     update: Any = "update"
     expected = ("activations", "update", "lane") if activations else "update"

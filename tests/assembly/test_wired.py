@@ -372,7 +372,7 @@ def test_an_actor_is_made_as_its_sections_say(stand_ins, replay, offload):
         experts=ExpertSettings(balance_coef=0.4, z_coef=0.5),
         epochs=3,
     )
-    how = learning_of("actor", section, batch_size=8, steps=2, offload=offload, offload_activations=False)
+    how = learning_of("actor", section, batch_size=8, n=1, steps=2, offload=offload, offload_activations=False)
     params, loaded = {"w": torch.ones(2)}, []
     made = make_actor(
         HERE,
@@ -416,7 +416,7 @@ def test_an_actor_is_made_as_its_sections_say(stand_ins, replay, offload):
 @pytest.mark.parametrize("loss", ["mse", "two_hot"])
 def test_a_critic_that_is_a_model_sees_and_reads_alike_in_passes_and_updates(stand_ins, offload, popart, loss):
     section = CriticSettings(popart=popart, loss=attrs.evolve(CriticSettings().loss, name=loss))
-    how = learning_of("critic", section, batch_size=8, steps=2, offload=offload, offload_activations=False)
+    how = learning_of("critic", section, batch_size=8, n=1, steps=2, offload=offload, offload_activations=False)
     params, loaded, view = {"w": torch.ones(2)}, [], lambda rows: rows
 
     def load(*at):
@@ -445,7 +445,7 @@ def test_a_critic_that_is_a_model_sees_and_reads_alike_in_passes_and_updates(sta
 @pytest.mark.parametrize("reads", ["confidence", "hidden"])
 def test_a_critic_without_a_model_learns_from_what_it_reads(stand_ins, reads):
     section = CriticSettings(reads=reads, loss=attrs.evolve(CriticSettings().loss, name="two_hot"))
-    how = learning_of("critic", section, batch_size=8, steps=2, offload="none", offload_activations=False)
+    how = learning_of("critic", section, batch_size=8, n=1, steps=2, offload="none", offload_activations=False)
     params = {"w": torch.ones(2)}
     made = make_critic(HERE, TOOLS, lambda *at: (None, params), passes_of(), how, section, lambda: as_it_is)
     head = roles.value_head_of(section.loss)

@@ -285,6 +285,42 @@ def test_a_run_that_goes_on_with_other_epochs_keeps_its_schedule(task, tmp_path)
     assert _learning_rates(directory)[2] == pytest.approx(_learning_rates(other)[2])
 
 
+ONCE = {"actor__epochs": 1, "actor__mini_batch_size": 8, "critic__mini_batch_size": 8}
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "exponential", "wsd"])
+def test_a_longer_run_says_that_its_learning_rates_rise(task, tmp_path, capsys, schedule):
+    """By the numbers that the next step logs, for each role whose rate is another."""
+    changes = ONCE | {f"{role}__optimizer__schedule": schedule for role in ("actor", "critic")}
+    changes |= {f"{role}__optimizer__min_lr_ratio": 0.1 for role in ("actor", "critic")}
+    _, directory = _run(task, tmp_path, "run", steps=2, **changes)
+    assert "learning rate" not in capsys.readouterr().err
+    assert _run(task, tmp_path, "run", steps=2, **changes)[0] == 0
+    assert "learning rate" not in capsys.readouterr().err
+    _run(task, tmp_path, "run", steps=3, **changes)
+    said = [line for line in capsys.readouterr().err.splitlines() if "another learning rate" in line]
+    logged = list(jsonl.read(directory / "metrics.jsonl"))[-1]
+    assert logged["step"] == 3
+    course = [f"{schedule} from 0.001 to 0.0001 at step {steps}" for steps in (3, 2)]
+    assert said == [
+        f"going on from step 2 with another learning rate: {role}/lr is {logged[f'{role}/lr']:.4g}, and was to be "
+        f"0.0001: {course[0]}, before {course[1]}"
+        for role in ("actor", "critic")
+    ]
+    assert logged["actor/lr"] > 1.1e-4
+
+
+def test_a_run_from_anothers_checkpoint_says_that_its_learning_rate_is_another(task, tmp_path, capsys):
+    _, directory = _run(task, tmp_path, "run", steps=2, **ONCE)
+    capsys.readouterr()
+    start = str(directory / "checkpoints" / "step_00000002")
+    changes = ONCE | {"actor__optimizer__schedule": "constant", "actor__optimizer__lr": 2e-3}
+    _run(task, tmp_path, "fork", steps=3, resume=start, **changes)
+    said = [line for line in capsys.readouterr().err.splitlines() if "another learning rate" in line]
+    text = "actor/lr is 0.002, and was to be 0: constant 0.002, before linear from 0.001 to 0 at step 2"
+    assert said == [f"going on from step 2 with another learning rate: {text}"]
+
+
 @pytest.mark.parametrize("warmup", [0, 3])
 def test_a_checkpoint_without_a_clock_goes_on_by_the_number_of_updates(task, tmp_path, warmup):
     """As those of earlier versions."""

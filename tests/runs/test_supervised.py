@@ -156,6 +156,17 @@ def test_a_run_learns_exports_its_model_and_reports(task, tmp_path, capsys):
     assert "loss 0." in capsys.readouterr().out
 
 
+def test_a_longer_run_says_that_its_learning_rate_rises(task, tmp_path, capsys):
+    """Also where passes over the data say how many steps there are."""
+    how = {"sft__optimizer__schedule": "linear", "sft__batch_size": 10, "eval__every": 0}
+    assert actions.sft(settings_of(task, tmp_path, sft__epochs=1, **how)) == 0
+    capsys.readouterr()
+    assert actions.sft(settings_of(task, tmp_path, sft__epochs=2, **how)) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "learning rate" in line]
+    text = "actor/lr is 0.0015, and was to be 0: linear from 0.003 to 0 at step 4, before linear from 0.003 to 0 at"
+    assert said == [f"going on from step 2 with another learning rate: {text} step 2"]
+
+
 def test_a_stopped_run_goes_on_bit_for_bit(task, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     schedule = {"sft__optimizer__schedule": "constant"}

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import settings as draws
 from hypothesis import strategies as st
 
-from fppo.settings import files, resolve
-from fppo.settings.learning import ActorSettings, CriticSettings
+from fppo.settings import checks, files, resolve
+from fppo.settings.learning import ActorSettings, CriticSettings, UpdateSettings
 from fppo.settings.placement import (
     AXES,
     MeshSettings,
@@ -37,7 +37,7 @@ EVERY: dict[str, list[Any]] = {
     "rollout.from": [None, "saved"],
     "model.compute_dtype": ["float32", "bfloat16"],
     "actor.epochs": [1, 2],
-    "actor.mini_batch_size": [None, 64, 32],
+    "actor.mini_batch_size": [64, 32, None],
     "algorithm.kl.coef": [0.0, 0.1],
     "algorithm.correction": ["none", "rollout"],
     "algorithm.advantage": ["gae", "grpo", "optimal_token_baseline", "distill"],
@@ -54,7 +54,7 @@ def reasons(given: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Why old log-probs are needed before the update, and why the engine's are not those of a pass."""
     advantage, corrected = given["algorithm.advantage"], given["algorithm.correction"] != "none"
     before = {
-        "actor.epochs and actor.mini_batch_size": given["actor.epochs"] > 1 or given["actor.mini_batch_size"] == 32,
+        f"actor.epochs = {given['actor.epochs']} and actor.mini_batch_size": given["actor.epochs"] > 1 or given["actor.mini_batch_size"] != 64,
         "algorithm.kl.coef puts": given["algorithm.kl.coef"] > 0,
         "algorithm.correction compares them": corrected,
         f"{advantage} estimates advantages": advantage in ("distill", "optimal_token_baseline"),
@@ -208,7 +208,7 @@ def test_a_supervised_run_is_sized_as_one_pass_over_rows_of_its_own():
     given = make({"sft.max_tokens": 99, "sft.batch_size": 7, "rollout.exact": True, "actor.epochs": 3, "seed": 5})
     found = sized_for_sft(given)
     expected = {"data.max_prompt_tokens": 98, "rollout.batch_size": 7, "rollout.max_tokens": 1}
-    expected |= {"rollout.exact": False, "actor.epochs": 1}
+    expected |= {"rollout.exact": False, "actor.epochs": 1, "actor.mini_batch_size": 7}
     assert found == files.replace(given, expected)
 
 
@@ -216,8 +216,20 @@ def test_a_supervised_run_is_sized_as_one_pass_over_rows_of_its_own():
 @given(batch=st.integers(1, 40), mini=st.none() | st.integers(1, 40), epochs=st.integers(1, 3))
 def test_a_batch_becomes_as_many_updates_as_it_has_mini_batches_in_each_epoch(section, batch, mini, epochs):
     of = section(mini_batch_size=mini, epochs=epochs)
-    assert of.mini_batch(batch) == (batch if mini is None else mini)
-    assert of.updates(batch) == epochs * len(range(0, batch, mini or batch))
+    size = mini or batch // max(parts for parts in (1, 2, 3, 4) if batch % parts == 0)
+    assert of.mini_batch(batch, 1) == size
+    assert of.updates(batch, 1) == epochs * len(range(0, batch, size))
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "by_row", "by_prompt"),
+    [(64, 8, 16, 16), (64, 16, 16, 16), (64, 32, 16, 32), (24, 4, 6, 8), (8, 8, 2, 8), (6, 1, 2, 2), (7, 1, 7, 7)],
+)
+def test_mini_batches_are_a_quarter_or_as_few_parts_fewer_as_come_out_even(batch, n, by_row, by_prompt):
+    for draw_by, size in (("row", by_row), ("prompt", by_prompt)):
+        assert UpdateSettings(draw_by=draw_by).mini_batch(batch, n) == size
+        changes = {"rollout.batch_size": batch, "rollout.n": n, "algorithm.advantage": "rloo" if n > 1 else "gae"}
+        assert not any("mini_batch" in str(x) for x in checks.problems(make(changes | {"actor.draw_by": draw_by})))
 
 
 @pytest.mark.parametrize("section", [ActorSettings, CriticSettings, SftSettings])

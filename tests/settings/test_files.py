@@ -240,7 +240,7 @@ CONFLICTS = [
     ({"algorithm.correction.threshold": 3.0}, "algorithm.correction.threshold"),
     ({"algorithm.correction.name": "rolout"}, "algorithm.correction.name"),
     ({"steps": 5, "critic.warmup_steps": 5}, "critic.warmup_steps"),
-    ({"steps": 5, "actor.optimizer.warmup_steps": 5}, "actor.optimizer.warmup_steps"),
+    ({"steps": 5, "actor.optimizer.warmup_steps": 20}, "actor.optimizer.warmup_steps"),
     ({"critic.optimizer.min_lr_ratio": 0.1}, "critic.optimizer.min_lr_ratio"),
     ({"critic.optimizer.schedule": "exponential"}, "critic.optimizer.min_lr_ratio"),
     ({"actor.optimizer.name": "adam"}, "actor.optimizer.name"),
@@ -411,8 +411,8 @@ def test_micro_batching_is_by_size_or_by_budget():
     assert make().actor.passes == (None, DEFAULT_TOKEN_BUDGET)
     assert make({"actor.micro_batch_size": 4}).actor.passes == (4, None)
     assert make({"actor.token_budget": 100}).actor.passes == (None, 100)
-    assert make().actor.mini_batch(64) == 64
-    assert make({"actor.mini_batch_size": 16}).actor.mini_batch(64) == 16
+    assert make().actor.mini_batch(64, 1) == 16
+    assert make({"actor.mini_batch_size": 32}).actor.mini_batch(64, 1) == 32
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ OF_ALGORITHMS: list[Rule] = [
         )
     ),
     *(
-        ({"algorithm.old_log_probs": "update"}, changes, ["algorithm.old_log_probs"])
+        ({"algorithm.old_log_probs": "update", "actor.mini_batch_size": 64}, changes, ["algorithm.old_log_probs"])
         for changes in (
             {"actor.epochs": 2},
             {"actor.mini_batch_size": 32},
@@ -265,18 +265,18 @@ OF_UPDATES: list[Rule] = [
 ] + [
     # the actor's updates come after the critic's own steps
     (
-        {"steps": 5, "critic.warmup_steps": 2, "actor.epochs": 2, "actor.optimizer.warmup_steps": 5},
-        {"actor.optimizer.warmup_steps": 6},
+        {"steps": 5, "critic.warmup_steps": 2, "actor.epochs": 2, "actor.optimizer.warmup_steps": 23},
+        {"actor.optimizer.warmup_steps": 24},
         ["actor.optimizer.warmup_steps"],
     ),
     (
-        {"steps": 5, "critic.pretrain": 3, "actor.optimizer.warmup_steps": 1},
-        {"actor.optimizer.warmup_steps": 2},
+        {"steps": 5, "critic.pretrain": 3, "actor.optimizer.warmup_steps": 7},
+        {"actor.optimizer.warmup_steps": 8},
         ["actor.optimizer.warmup_steps"],
     ),
     (
-        {"steps": 5, "critic.pretrain": 3, "critic.optimizer.warmup_steps": 4},
-        {"critic.optimizer.warmup_steps": 5},
+        {"steps": 5, "critic.pretrain": 3, "critic.optimizer.warmup_steps": 19},
+        {"critic.optimizer.warmup_steps": 20},
         ["critic.optimizer.warmup_steps"],
     ),
 ]

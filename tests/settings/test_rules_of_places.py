@@ -159,7 +159,7 @@ MESHES: list[tuple[int, dict[str, Any], dict[str, Any], list[str]]] = [
     (8, {"actor.mini_batch_size": 8}, {"actor.mini_batch_size": 4}, ["actor.mini_batch_size"]),
     (8, {"critic.mini_batch_size": 8}, {"critic.mini_batch_size": 4}, ["critic.mini_batch_size"]),
     (8, GROUPS | {"critic.mini_batch_size": 4}, {"algorithm.advantage": "gae"}, ["critic.mini_batch_size"]),
-    (8, {"rollout.batch_size": 8}, {"rollout.batch_size": 4}, ["actor.mini_batch_size", "critic.mini_batch_size"]),
+    (8, {"rollout.batch_size": 32}, {"rollout.batch_size": 16}, ["actor.mini_batch_size", "critic.mini_batch_size"]),
     *(
         (8, {f"mesh.{axis}": 2, "actor.mini_batch_size": 4}, {f"mesh.{axis}": 1}, ["actor.mini_batch_size"])
         for axis in ("pipeline", "sequence", "context", "tensor")
