@@ -39,13 +39,14 @@ def input_lines(
     differing: Mapping[str, Any],
     chosen: Sequence[str] = (),
     old_log_probs: Sequence[str] = (),
+    idle: Sequence[str] = (),
     thinking: str = "keep",
     *,
     rows: DataSettings | None = None,
 ) -> list[str]:
     """Device, kernels and what is to be said of their choice, pools, prompts, what ends a response, the settings that
-    differ from their defaults here, and where old log-probs come from; `rows` of chats for responses in turns, with
-    `thinking`, what becomes of earlier thoughts in them."""
+    differ from their defaults here, where old log-probs come from, and the settings that change nothing (`idle`);
+    `rows` of chats for responses in turns, with `thinking`, what becomes of earlier thoughts in them."""
     ends = [repr(inputs.tokenizer.decode([token])) for token in inputs.sampling.stop_token_ids]
     texts = inputs.sampling.stop_texts
     ends += [] if texts is None else [repr(text.decode()) for text in texts.texts]
@@ -63,6 +64,7 @@ def input_lines(
         *_export(model),
         _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
         *(_line("auto", text) for text in old_log_probs),
+        *(_line("note", text) for text in idle),
     ]
 
 

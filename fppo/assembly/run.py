@@ -24,6 +24,7 @@ from fppo.assembly.engines import (
     make_engine,
     make_engine_of_pool,
 )
+from fppo.assembly.idle import said_of_idle
 from fppo.assembly.inputs import EvalInputs, Inputs, read_eval_inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.parts import Tools
@@ -126,9 +127,9 @@ def assemble(
     inputs = read_inputs(settings, mesh=mesh, kernels=kernels, device=device)
     device, pad = home_of(places.roles, inputs.device, settings.model_roles), inputs.prompts.pad_token_id
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
-    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), rollout.turns.thinking
-    turns = settings.data if settings.in_turns else None
-    announce(input_lines(inputs, section, settings.placement, *said, rows=turns) + clock_lines(settings))
+    said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), said_of_idle(settings)
+    chats = {"thinking": rollout.turns.thinking, "rows": settings.data if settings.in_turns else None}
+    announce(input_lines(inputs, section, settings.placement, *said, **chats) + clock_lines(settings))
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from fppo._errors import printable
 from fppo.assembly.announce import input_lines
+from fppo.assembly.idle import said_of_idle
 from fppo.assembly.inputs import Inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.rewards import reward_of
@@ -94,8 +95,9 @@ def check(
     free = free_bytes(Path(settings.output_dir))
     faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
+    said = notes, said_of_old_log_probs(chosen), said_of_idle(chosen)
     lines = [
-        input_lines(inputs, chosen.model, chosen.placement, plain, notes, said_of_old_log_probs(chosen)),
+        input_lines(inputs, chosen.model, chosen.placement, plain, *said),
         sections if needs is None else needs_lines(needs, settings, free),
         ["the environment gives the prompts: none is shown here"] if environment else _lengths(inputs.prompts),
         *(prompt_lines(prompt) for prompt in prompts),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fppo._errors import RunFailed, UsageError, printable
+from fppo.assembly.idle import said_of_idle
+from fppo.assembly.machine import resolved
 from fppo.assembly.trials import value_problems
+from fppo.pipeline.replay import DIGESTS
 from fppo.report import compare as comparing
 from fppo.runs import jsonl, saved
 from fppo.settings import checks, files, logged, places
@@ -58,6 +61,8 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     out = Path(next(iter(next(iter(runs.values())).values())).output_dir).parent.parent
     if not any(out.glob("*/seed_*")) and (others := places.foreign_files(out)):
         raise UsageError(f"--out {out} holds {places.some(others)} and no comparison; give a new directory")
+    for text in _said_of_idle(runs):
+        print(printable(text, 2000))
     every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
     every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: finished runs compare at any time
     left = [run for run in every if not _done(run[2])]
@@ -88,14 +93,36 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
 
 
 def write(runs: Mapping[str, Mapping[int, Path]], metrics: Sequence[str], out: Path) -> None:
-    """Print the table, and write it, the numbers and the picture to `out`."""
+    """Print the table, with the variants that are equal, and write it, the numbers and the picture to `out`."""
     comparison = comparing.collect(runs, metrics)
     text = comparison.table()
     (out / TABLE).write_text(text + "\n", encoding="utf-8")
     (out / MARKDOWN).write_text(comparison.markdown() + "\n", encoding="utf-8")
     (out / NUMBERS).write_text(json.dumps(jsonl.plain(comparison.numbers()), indent=1) + "\n", encoding="utf-8")
     comparing.write_png(comparison, out / PICTURE)
-    print(f"\n{printable(text, len(text), lines=True)}\n\npicture: {out / PICTURE}")
+    print(f"\n{printable(text, len(text), lines=True)}")
+    for names in comparison.equal():
+        which = "" if len(names) == len(runs) else f": {'; '.join(names)}"
+        states = {tuple(_last_digest(path) for path in runs[name].values()) for name in names}
+        ends = "in the same state, bit by bit" if len(states) == 1 else "in other states"
+        print(f"the variants are equal, number by number, and end {ends}{which}")
+    print(f"\npicture: {out / PICTURE}")
+
+
+def _last_digest(directory: Path) -> str:
+    """The digests of a run's last state in words; those of a run without any are its own."""
+    lines = jsonl.read(directory / DIGESTS, on_damage=lambda _: None)
+    return str(lines[-1].get("state", directory) if lines else directory)
+
+
+def _said_of_idle(runs: Mapping[str, Mapping[int, TrainSettings]]) -> Iterator[str]:
+    """Lines on settings that change nothing, with the variants of which this holds, unless it does of all."""
+    found: dict[str, list[str]] = {}
+    for name, seeds in runs.items():
+        for text in said_of_idle(resolved(next(iter(seeds.values())))[0]):
+            found.setdefault(text, []).append(name)
+    for text, names in found.items():
+        yield text if len(names) == len(runs) else f"{text} ({'; '.join(names)})"
 
 
 def _done(settings: TrainSettings) -> bool:

@@ -64,6 +64,16 @@ class Comparison:
         lines += [[f"`{name}`", *(own.get(metric, "") for metric in self.curves)] for name, own in cells.items()]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
+    def equal(self) -> list[list[str]]:
+        """The variants whose runs have logged the same numbers of every metric, step by step, in groups of two and
+        more."""
+        groups: dict[str, list[str]] = {}
+        for name in next(iter(self.curves.values()), {}):
+            own = [variants.get(name) for variants in self.curves.values()]
+            if any(own):
+                groups.setdefault(repr(own), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
     def numbers(self) -> list[dict[str, Any]]:
         """The rows as JSON values."""
         return [

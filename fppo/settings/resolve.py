@@ -189,16 +189,29 @@ def said_of_old_log_probs(settings: TrainSettings) -> list[str]:
     return [f"algorithm.old_log_probs {text}"]
 
 
-def passes_besides(settings: TrainSettings) -> list[str]:
-    """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
-    rollout, algorithm = settings.rollout, settings.algorithm
-    reasons = []
+def has_equal_log_probs(settings: TrainSettings) -> bool:
+    """Whether old and new log-probs of the actor's only update of a step are the same but for rounding."""
+    s = settings
+    if s.actor.updates(s.rollout.batch_size, s.rollout.n) > 1:
+        return False
+    return old_log_probs_source(s) in ("update", "pass") or s.rollout.exact or not engine_is_apart(s)
+
+
+def engine_is_apart(settings: TrainSettings) -> list[str]:
+    """Why rows are sampled from anything but the policy that is updated; empty if they differ by rounding alone."""
+    rollout, reasons = settings.rollout, []
     if rollout.engine != "embedded":
         reasons.append(f"rollout.engine = {rollout.engine} is a copy of the policy, which computes otherwise")
     if settings.model.compute_dtype != "float32":
         reasons.append(f"model.compute_dtype = {settings.model.compute_dtype} rounds the engine's otherwise")
     if rollout.ahead or rollout.from_ is not None:
         reasons.append(f"rollout.{'ahead' if rollout.ahead else 'from'} trains on what an earlier policy sampled")
+    return reasons
+
+
+def passes_besides(settings: TrainSettings) -> list[str]:
+    """Why the engine's log-probs cannot stand for the policy's own; empty if they may be the same but for rounding."""
+    algorithm, reasons = settings.algorithm, engine_is_apart(settings)
     if algorithm.correction.name != "none":
         reasons.append("algorithm.correction compares the two")
     if algorithm.reads("sum_squared_probs"):

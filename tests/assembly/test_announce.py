@@ -54,7 +54,9 @@ def test_what_is_read_is_said_line_by_line():
     held_out = SimpleNamespace(held_out=prompts("t", "t"))
     pools = {"p": {"ranks": 2, "threads": 3}, "e": {"ranks": 1, "threads": 1}}
     placement = PlacementSettings(pools=pools, roles=RoleSettings(actor="p", rollout="e"))
-    found = input_lines(inputs(eval=held_out), MODEL, placement, differing, ["one: two"], ["old log-probs"])
+    found = input_lines(
+        inputs(eval=held_out), MODEL, placement, differing, ["one: two"], ["old log-probs"], ["x changes nothing"]
+    )
     assert [" ".join(line.split()) for line in found] == [
         "device cpu, bfloat16",
         "kernels attention varlen, log-probs triton",
@@ -64,6 +66,7 @@ def test_what_is_read_is_said_line_by_line():
         r"ends '<1>' '<8>' 'ab' '\n'",
         f"settings steps=4, data.path=x, y, model.config={('a ' * 29)[:57]}...",
         "auto old log-probs",
+        "note x changes nothing",
     ]
     assert all(line.startswith(f"{line.split()[0]:<10}") for line in found)
     assert all(len(part) <= 80 for line in found for part in line.splitlines())

@@ -60,6 +60,17 @@ def test_the_numbers_are_json_too(task, capsys):
     assert 0 < needs["model"] < needs["checkpoint"] < needs["disk"]
 
 
+def test_settings_that_change_nothing_are_named_by_a_check_and_in_the_first_lines_of_a_run(task, capsys):
+    flags = ["--actor.epochs", "1", "--actor.mini-batch-size", "8", "--model.compute-dtype", "float32", "--steps", "1"]
+    text = "one update a step: the ratio is 1; actor.loss.clip_low, actor.loss.clip_high, actor.loss.dual_clip change"
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu", *flags, "--actor.loss.dual-clip", "4"]) == 0
+    assert f"note {text} nothing" in " ".join(capsys.readouterr().out.split())
+    assert main(["train", str(task / "run.toml"), *flags]) == 0
+    assert f"note {text} nothing" in " ".join(capsys.readouterr().out.split())
+    assert main(["check", str(task / "run.toml"), "--gpu", "cpu"]) == 0
+    assert "note" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_disk_is_what_a_run_takes(task, capsys):
     assert main(["check", str(task / "run.toml"), "--gpu", "cpu", "--json", "-"]) == 0

@@ -189,6 +189,29 @@ def test_what_is_done_is_not_run_again(task, monkeypatch, capsys):
     assert "holds a run with other settings (rollout.n 1 -> 2)" in capsys.readouterr().err
 
 
+def test_what_cannot_differ_is_said_before_the_runs_and_what_does_not_after_them(task, capsys):
+    """A clip where a step has one update, beside a rate that has an effect."""
+    once = ["--actor.mini-batch-size", "8", "--seeds", "1", "--metrics", "critic/score/mean"]
+    vary = ["--vary", "actor.loss.clip_low=0.1,0.2,0.1+actor.optimizer.lr=0.5"]
+    assert cli.main(["compare", str(task / "run.toml"), *vary, *once]) == 0
+    said = capsys.readouterr().out
+    idle = "actor.loss.clip_low, actor.loss.clip_high, actor.loss.dual_clip change nothing"
+    assert said.startswith(f"one update a step: the ratio is 1; {idle}\n\nrun 1 of 3")
+    lines = [line for line in said.splitlines() if "variants are equal" in line]
+    assert lines == ["the variants are equal, number by number, and end in other states"]  # of one step's scores
+    assert cli.main(["compare", str(task / "run.toml"), "--vary", "actor.loss.clip_low=0.1,0.2", *once]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "variants are equal" in line]
+    assert lines == ["the variants are equal, number by number, and end in the same state, bit by bit"]
+
+
+def test_variants_that_are_equal_are_named():
+    """Step by step and seed by seed; one without runs is equal to none."""
+    curves = {"a": [(1, 0.5)], "b": [(1, 0.5)], "c": [(1, 0.25)], "d": [(1, 0.5), (2, 0.5)]}
+    every = {name: {0: points} for name, points in curves.items()} | {"e": {}, "f": {}}
+    assert Comparison(curves={"x": every}).equal() == [["a", "b"]]
+    assert Comparison(curves={"x": every, "y": every | {"b": {0: [(1, 0.0)]}}}).equal() == []
+
+
 def test_a_run_that_fails_does_not_take_the_others_along(task, monkeypatch, capsys):
     def train(settings, here):
         if settings.critic.loss.name == "mse":

@@ -54,7 +54,8 @@ def reasons(given: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Why old log-probs are needed before the update, and why the engine's are not those of a pass."""
     advantage, corrected = given["algorithm.advantage"], given["algorithm.correction"] != "none"
     before = {
-        f"actor.epochs = {given['actor.epochs']} and actor.mini_batch_size": given["actor.epochs"] > 1 or given["actor.mini_batch_size"] != 64,
+        f"actor.epochs = {given['actor.epochs']} and actor.mini_batch_size": given["actor.epochs"] > 1
+        or given["actor.mini_batch_size"] != 64,
         "algorithm.kl.coef puts": given["algorithm.kl.coef"] > 0,
         "algorithm.correction compares them": corrected,
         f"{advantage} estimates advantages": advantage in ("distill", "optimal_token_baseline"),
