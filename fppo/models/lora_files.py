@@ -281,7 +281,7 @@ def _is_stack(name: str, model: Model) -> bool:
 
 
 def _end(name: str, model: Model) -> str:
-    """The name of a parameter in the config: the end of a stack's name if all stacks with it are adapted, else the whole
+    """A parameter's name for the config: the end of a stack's name if all stacks with it are adapted, else the whole
     name."""
     end, frozen = ".".join(name.split(".")[-3:]), frozen_of(model.unplaced or model)
     alike = [each for each in names_of_weights(frozen.shapes) if each.endswith(f".{end}")]

@@ -59,7 +59,7 @@ OPENERS = (
     *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_usage", "_check_models"),
     "check_own_kernels",
     *("policy_loss", "advantage_of", "load_tokenizer", "policy_generation", "load_images", "_prompts", "_held_out"),
-    *("sampling_of", "eval_sampling_of", "drawing_of", "check_export"),
+    *("sampling_of", "eval_sampling_of", "drawing_of", "check_export", "_check_truths"),
 )
 
 
@@ -116,6 +116,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("load_images", (model, rows, words), {}),
         ("_prompts", (rows, environment, words, images), {}),
         ("_held_out", (rows, settings.eval, environment, words, images), {}),
+        ("_check_truths", (settings.reward, rollout, "<_prompts>", "<_held_out>" if held_out else None), {}),
         ("_check_models", (settings, words, sets, mesh), {}),
         ("check_export", (model, "the processor", begun), {}),
         ("sampling_of", (rollout, words, begun), {}),
@@ -156,6 +157,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("load_tokenizer", (model, rows), {}),
         ("load_images", (model, rows, words), {}),
         ("_held_out", (rows, settings.eval, rollout.environment, words, images), {}),
+        ("_check_truths", (settings.reward, rollout, "<_held_out>"), {}),
         ("policy_generation", (model, rows, words), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {}),
         ("_check_models", (settings, words, ["<_held_out>"], mesh), {"trained": False}),
