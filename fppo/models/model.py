@@ -19,6 +19,7 @@ from fppo.models import codes, routing, seams
 from fppo.models.adapted import FACTORS, Frozen
 from fppo.models.inner import OWN, Inner, compile_layers, put_kernels
 from fppo.models.logits import LogitForm, measure_logits
+from fppo.models.precision import NarrowDefault
 from fppo.models.recompute import Recompute
 from fppo.models.rows import packed_attention, padded_attention
 from fppo.models.states import ALONE, has_attention, put_mixers, slides_along, stateful_layers
@@ -266,12 +267,12 @@ def model_class(config: PreTrainedConfig) -> Any:
     return AutoModelForImageTextToText if takes_images(config) else AutoModelForCausalLM
 
 
-def causal_lm(
-    config: PreTrainedConfig, device: str, *, dtype: torch.dtype = torch.float32, trust_remote_code: bool = False
-) -> PreTrainedModel:
-    """The plain Hugging Face model in `dtype`, freshly initialised on "cpu", or without storage on "meta"."""
+def causal_lm(config: PreTrainedConfig, device: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The plain Hugging Face model, freshly initialised on "cpu", or without storage on "meta"."""
     with BUILDING, torch.device(device):
-        module = model_class(config).from_config(plain_config(config), dtype=dtype, trust_remote_code=trust_remote_code)
+        module = model_class(config).from_config(
+            plain_config(config), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
     module.tie_weights()
     return module.eval()
 
@@ -374,10 +375,10 @@ def _wide(
     """The parameters that transformers' `from_pretrained` gives in float32 when asked for 16 bits: those that modules
     create in float32, and those that a class lists in `_keep_in_fp32_modules_strict` (for both dtypes) or
     `_keep_in_fp32_modules` (for float16). Entries are found anywhere in a name, as transformers finds them."""
-    wide = {}
+    with NarrowDefault():
+        module = causal_lm(config, "meta", trust_remote_code=trust_remote_code)
+    created, wide = {name for name, x in named_state(module).items() if x.dtype == torch.float32}, {}
     for dtype in (torch.bfloat16, torch.float16):
-        module = causal_lm(config, "meta", dtype=dtype, trust_remote_code=trust_remote_code)
-        created = {name for name, x in named_state(module).items() if x.dtype == torch.float32}
         listed = [re.compile(entry.replace("*", ".*")) for entry in module._get_dtype_plan(dtype)]
         wide[dtype] = frozenset(name for name in shapes if name in created or any(x.search(name) for x in listed))
     return wide

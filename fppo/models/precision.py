@@ -1,4 +1,4 @@
-"""A context in which passes stay in float64."""
+"""Contexts in which passes stay in float64, and in which modules are built as for 16 bits."""
 
 from __future__ import annotations
 
@@ -43,3 +43,21 @@ def _grouped_product(x: Tensor, weights: Tensor, *, offs: Tensor, **_: None) -> 
     ends = offs.tolist()
     products = [x[start:end] @ w for start, end, w in zip([0, *ends[:-1]], ends, weights, strict=True)]
     return torch.cat([*products, x.new_zeros(len(x) - ends[-1], weights.shape[-1])])
+
+
+class NarrowDefault(TorchFunctionMode):
+    """A context in which new tensors are in bfloat16 unless float32 is asked for, in this thread alone: torch's default
+    dtype is that of all threads, whose passes it would change.
+
+    A float32 result is new if neither a float32 tensor nor the dtype is among the arguments.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not isinstance(out, Tensor) or out.dtype != torch.float32 or func is Tensor.float:
+            return out
+        given = (*args, *(kwargs or {}).values())
+        wide = (x is torch.float32 or (isinstance(x, Tensor) and x.dtype == torch.float32) for x in given)
+        return out if any(wide) else out.bfloat16()

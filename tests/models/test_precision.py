@@ -1,5 +1,7 @@
 """float64 stays float64, whatever a model's code asks for."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import attrs
 import pytest
 import torch
@@ -9,7 +11,7 @@ from fppo import models
 from fppo.key import Key
 from fppo.models import lora
 from fppo.models.model import kept_wide
-from fppo.models.precision import KeepDouble
+from fppo.models.precision import KeepDouble, NarrowDefault
 from tests.models import families
 from tests.models.test_lora import SPEC, logits, noisy
 
@@ -55,3 +57,13 @@ def test_parameters_in_the_compute_dtype_are_what_a_pass_makes_of_them(name, tar
     kept = kept_wide(model, torch.bfloat16)
     assert wide == kept | (head if set(targets) - {"q_proj"} else set())
     assert kept == ({n for n in params if ".gate." in n} if name == "deepseek_v3" else set())
+
+
+def test_new_tensors_are_narrow_in_one_thread_alone():
+    """torch's default dtype is that of the process, whose other threads may be in the middle of a pass."""
+    with NarrowDefault(), ThreadPoolExecutor(1) as other:
+        made = torch.empty(2), torch.log(torch.arange(1, 3)), torch.nn.Linear(2, 3).weight, torch.tensor([1.0])
+        wide = torch.zeros(2, dtype=torch.float32), torch.arange(2.0, dtype=torch.float32).exp(), torch.ones(2).float()
+        assert other.submit(lambda: torch.ones(2).dtype).result() == torch.get_default_dtype() == torch.float32
+    assert [x.dtype for x in made] == [torch.bfloat16] * 4
+    assert [x.dtype for x in wide] == [torch.float32] * 3
