@@ -20,12 +20,10 @@ from fppo.models import lora_files
 from fppo.models.bases import base_kind
 from fppo.models.model import Model
 from fppo.rollout.turns.observations import forgets_thinking
-from fppo.settings.checks_rollout import exact_hindrances
 from fppo.settings.learning import OptimizerSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, places_of, pools_of, threads_of
-from fppo.settings.resolve import old_log_probs_source
-from fppo.settings.train import DataSettings, TrainSettings
+from fppo.settings.train import DataSettings
 from fppo.steps.outputs import Forward
 from fppo_kernels.table import Kernels
 
@@ -68,20 +66,9 @@ def input_lines(
     ]
 
 
-def clock_lines(settings: TrainSettings) -> list[str]:
-    """A line on the bits of sampled log-probs, if the clock decides which rows are decoded together, and on what reads
-    them; none for other runs."""
-    if not settings.in_turns or settings.rollout.exact:
-        return []
-    algorithm, source = settings.algorithm, old_log_probs_source(settings)
-    readers = [f"algorithm.old_log_probs = {algorithm.old_log_probs!r}"] if source in ("engine", "auto") else []
-    readers += [f"algorithm.correction = {algorithm.correction.name!r}"] if algorithm.correction.name != "none" else []
-    reads = any(map(algorithm.reads, ("rollout_log_probs", "sampling_log_probs")))
-    readers += [f"algorithm.advantage = {algorithm.advantage.name!r}"] if reads else []
-    who = f"{' and '.join(readers)} reads them, so updates vary" if readers else "metrics alone read them"
-    exact = "" if [*exact_hindrances(settings)] else "; rollout.exact = true keeps all bits"
-    text = "turns are decoded as answers come, so the last digits of sampled log-probs vary from run to run"
-    return [_line("bits", f"{text}: {who}{exact}")]
+def clock_lines(said: Sequence[str]) -> list[str]:
+    """Lines on bits that the clock decides (`settings.clock.said_of_clock`)."""
+    return [_line("bits", text) for text in said]
 
 
 def supervised_lines(

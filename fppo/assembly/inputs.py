@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -145,7 +145,11 @@ def read_inputs(
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
     if check and advantage is not None and device is not None and len(tried.problems) == before:
         law = partial(check_laws, actor.loss, algorithm.advantage, advantage, names, kernels or Kernels.named())
-        tried(lambda: law(_usage(settings, device, lambda: _built(settings))))
+        others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
+        named = _models_named(model, critic=settings.uses_critic_model, **others)
+        built = _builders(model, settings.critic if algorithm.uses_critic else None, named)
+        use = _usage(model, rows, rollout, device, built.values, in_turns=settings.in_turns)
+        tried(lambda: law(use))
     tokenizer, generation, images = _text_tools(model, rows, tried)
     prompts = tried(lambda: _prompts(rows, rollout.environment, tokenizer, images))
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
@@ -175,25 +179,24 @@ def read_inputs(
     )
 
 
-def _usage(settings: TrainSettings, device: torch.device, models: Callable[[], Sequence[Model]]) -> Usage:
-    """The use that a run of these models makes of its functions."""
-    rows, rollout = settings.data, settings.rollout
+def _usage(
+    section: ModelSettings,
+    rows: DataSettings,
+    rollout: RolloutSettings,
+    device: torch.device,
+    models: Callable[[], Iterable[Callable[[], Model]]],
+    *,
+    in_turns: bool,
+) -> Usage:
+    """The use that a run of the models that these build makes of its functions."""
     return Usage(
         group=rollout.n,
-        dtype=getattr(torch, settings.model.compute_dtype),
+        dtype=getattr(torch, section.compute_dtype),
         device=device,
-        models=models,
+        models=lambda: [build() for build in models()],
         temperature=rollout.temperature,
-        longest=None if settings.in_turns else rows.max_prompt_tokens + rollout.max_tokens,
+        longest=None if in_turns else rows.max_prompt_tokens + rollout.max_tokens,
     )
-
-
-def _built(settings: TrainSettings) -> list[Model]:
-    """The models of a run, without parameters."""
-    others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
-    named = _models_named(settings.model, critic=settings.uses_critic_model, **others)
-    critic = settings.critic if settings.algorithm.uses_critic else None
-    return [build() for build in _builders(settings.model, critic, named).values()]
 
 
 def _text_tools(
@@ -218,7 +221,8 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     device, names = device or tried(lambda: device_of(settings.device, settings.placement)), kernels_named(settings)
     kernels = tried(lambda: kernels_of(names))
     if settings.check and kernels is not None and device is not None:
-        use = _usage(settings, device, lambda: [bare_model(settings.model)])
+        sections = settings.model, settings.data, settings.rollout
+        use = _usage(*sections, device, lambda: [partial(bare_model, settings.model)], in_turns=settings.in_turns)
         tried(lambda: check_own_kernels(names, kernels, use))
     tried(lambda: _check_rewards(settings.reward, settings.rollout))
     tokenizer = tried(lambda: load_tokenizer(settings.model, settings.data))

@@ -52,6 +52,7 @@ from fppo.runtime.layout import Extent
 from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.offload import Lane
 from fppo.settings import files
+from fppo.settings.clock import said_of_clock
 from fppo.settings.component import bound, value_of
 from fppo.settings.learning import AdvantageSettings, AlgorithmSettings, CriticSettings
 from fppo.settings.model import ModelSettings
@@ -129,7 +130,7 @@ def assemble(
     plain, _ = resolved(TrainSettings(model=ModelSettings(cpp=section.cpp)), inputs.device)
     said = files.differing(settings, plain), chosen, said_of_old_log_probs(settings), said_of_idle(settings)
     chats = {"thinking": rollout.turns.thinking, "rows": settings.data if settings.in_turns else None}
-    announce(input_lines(inputs, section, settings.placement, *said, **chats) + clock_lines(settings))
+    announce(input_lines(inputs, section, settings.placement, *said, **chats) + clock_lines(said_of_clock(settings)))
     roles = make_roles(settings, inputs.kernels, LocalGroup(Here(mesh, device)), places.roles)
     model, critic_model = _models(section, settings.critic, roles)
     shown = sharing_lines(section, rollout.n, sharing_hindrances(settings), model, inputs.kernels)

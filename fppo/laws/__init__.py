@@ -9,7 +9,6 @@ Begin with `losses.check_policy_loss`; `screening` has the laws that take no tim
 from fppo.laws import references as references
 from fppo.laws._search import LawViolation
 from fppo.laws.adamw import check_adamw
-from fppo.laws.calls import screen_calls
 from fppo.laws.collectives import check_all_to_all, check_collective, check_collectives
 from fppo.laws.context import check_context
 from fppo.laws.curricula import check_curriculum
@@ -76,7 +75,6 @@ __all__ = [
     "check_whiten",
     "check_whole_loss",
     "fixed_point",
-    "screen_calls",
     "screen_estimator",
     "screen_kernel",
     "screen_policy_loss",

@@ -43,7 +43,7 @@ class KernelCall(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What calls of equal kind have in common: shapes, dtypes and numbers."""
+        """Shapes, dtypes and numbers, in which calls of equal kind agree."""
         return tuple((name, _text(x)) for name, x in self.arguments.items())
 
     def of(self, fn: Kernel, arguments: Mapping[str, Any]) -> Any:

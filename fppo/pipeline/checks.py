@@ -14,6 +14,7 @@ from fppo import laws
 from fppo.advantages.columns import of_rows
 from fppo.laws import LawViolation
 from fppo.laws._search import fn_name
+from fppo.laws.calls import screen_calls
 from fppo.models.model import Model
 from fppo.models.probe import check_model
 from fppo.rollout.check import check_engine
@@ -84,7 +85,7 @@ def _screen_kernel(op: str, kernel: Callable[..., Any], usage: Usage) -> None:
     laws.screen_kernel(op, kernel, **place)
     kinds = {str(model.whole_config): model for model in (usage.models() if op in SCREENED else ())}
     for model in kinds.values():
-        laws.screen_calls(op, kernel, model, temperature=usage.temperature, longest=usage.longest, **place)
+        screen_calls(op, kernel, model, temperature=usage.temperature, longest=usage.longest, **place)
 
 
 def innermost(stage: Any) -> Any:

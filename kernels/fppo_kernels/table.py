@@ -253,11 +253,11 @@ def own(op: str, fn: Callable[..., Any]) -> Implementation:
     """Wrap a user's function as an implementation of `op`. It lacks the keywords, features and dtypes in its attribute
     `lacks`, if it has one, and for attention `key_lengths` if it has no such keyword. Raises ValueError for an
     attribute that is no collection of names."""
-    lacks = getattr(fn, "lacks", ())
-    if isinstance(lacks, str) or not isinstance(lacks, Collection) or not all(isinstance(x, str) for x in lacks):
+    lacks: Any = getattr(fn, "lacks", ())
+    if type(lacks) not in (tuple, list, set, frozenset) or not all(isinstance(x, str) for x in lacks):
         raise ValueError(f"{getattr(fn, '__name__', fn)}.lacks must be names, as ('sinks', 'float16'), got {lacks!r}")
     whole = op != "attention" or takes_key_lengths(fn)
-    return Implementation(fn, lacks=frozenset({*lacks} if whole else {*lacks, "key_lengths"}))
+    return Implementation(fn, lacks=frozenset[str]({*lacks} if whole else {*lacks, "key_lengths"}))
 
 
 def register(op: str, name: str, implementation: Implementation, *, table: Table = BUILTIN) -> Table:

@@ -11,7 +11,6 @@ import torch
 
 from fppo.assembly import announce
 from fppo.assembly.announce import (
-    clock_lines,
     input_lines,
     model_lines,
     optimizer_lines,
@@ -26,7 +25,6 @@ from fppo.settings.model import ModelSettings
 from fppo.settings.placement import PlacementSettings, RoleSettings
 from fppo.settings.train import DataSettings
 from fppo_kernels.table import Kernels
-from tests import tiny_run
 
 MODEL = ModelSettings(path="m", compute_dtype="bfloat16", attention="varlen", log_probs="triton")
 
@@ -231,23 +229,3 @@ def test_a_run_says_which_parameters_muon_has():
     adapted = lora.without_base(model, Lora(2, 4.0))
     (line,) = optimizer_lines("sft", both, adapted)
     assert " ".join(line.split()) == "optimizer sft: muon: 28 matrices of adapters; adamw: nothing"
-
-
-def test_a_run_whose_turns_others_answer_says_whose_numbers_the_clock_decides(tmp_path):
-    """At which rounding, and by which settings updates read it."""
-
-    def said(**changes: Any) -> str:
-        found = " ".join(" ".join(clock_lines(tiny_run.settings(tmp_path, **changes))).split())
-        return found.replace("log- probs", "log-probs")
-
-    turns = {"rollout__turns__respond": "mine:respond", "rollout__turns__max_turns": 2}
-    assert said() == ""
-    assert said(**turns, rollout__exact=True) == ""
-    varies = "bits turns are decoded as answers come, so the last digits of sampled log-probs vary from run to run: "
-    keeps = "; rollout.exact = true keeps all bits"
-    passed = {**turns, "algorithm__old_log_probs": "pass"}
-    assert said(**passed) == f"{varies}metrics alone read them"
-    engine = said(**turns, algorithm__old_log_probs="engine")
-    assert engine == f"{varies}algorithm.old_log_probs = 'engine' reads them, so updates vary{keeps}"
-    corrected = said(**passed, algorithm__correction="rollout")
-    assert corrected == f"{varies}algorithm.correction = 'rollout' reads them, so updates vary"

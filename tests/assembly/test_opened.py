@@ -77,7 +77,7 @@ def opened(monkeypatch):
 
 KERNELS = Kernels.named()
 READER = SimpleNamespace(processor="the processor")
-FIRST = {"_check_models": 4, "_usage": 2}  # the arguments that are looked at
+FIRST = {"_check_models": 4, "_usage": 4}  # the arguments that are looked at
 
 
 def _seen(opened: Log) -> list[Any]:
@@ -109,7 +109,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("_check_rewards", (settings.reward, rollout), {}),
         ("watching_of", (settings.log,), {}),
         ("_check_saved", (rollout,), {"until": 7, "routed": True}),
-        ("_usage", (settings, device), {}),  # and the models
+        ("_usage", (model, rows, rollout, device), {"in_turns": False}),
         ("check_laws", laws, {}),
         ("load_tokenizer", (model, rows), {}),
         ("policy_generation", (model, rows, words), {}),
@@ -151,7 +151,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("search", (("here",),), {}),
         ("device_of", (settings.device, settings.placement), {}),
         ("kernels_of", (kernels_named(settings),), {}),
-        ("_usage", (settings, own.get("device", CPU)), {}),
+        ("_usage", (model, rows, rollout, own.get("device", CPU)), {"in_turns": False}),
         ("check_own_kernels", (kernels_named(settings), KERNELS, "<_usage>"), {}),
         ("_check_rewards", (settings.reward, rollout), {}),
         ("load_tokenizer", (model, rows), {}),

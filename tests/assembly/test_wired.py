@@ -225,7 +225,17 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         begin="begin",
     )
     results: dict[str, Any] = {"read_inputs": inputs, "home_of": CPU, "make_roles": own, "engine_options": None}
-    names = ("input_lines", "model_lines", "sharing_lines", "_fresh", "program_of", "_draw", "_truth", "_evaluation")
+    names = (
+        "input_lines",
+        "clock_lines",
+        "model_lines",
+        "sharing_lines",
+        "_fresh",
+        "program_of",
+        "_draw",
+        "_truth",
+        "_evaluation",
+    )
     for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs"):
         log.stub(name, results.get(name, [name] if name.endswith("lines") else None))
     for name in ("scoring", "answering", "_engine_pool" if engines else "_engine"):
@@ -255,7 +265,7 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
     hindrances = "<sharing_hindrances>"
     assert log.of("sharing_lines") == ((section, 4, hindrances, MODEL, inputs.kernels), {})
     assert log.of("model_lines") == ((MODEL, "p", ["critic", "reference"]), {})
-    assert said == [["input_lines"], ["model_lines", "sharing_lines"]]
+    assert said == [["input_lines", "clock_lines"], ["model_lines", "sharing_lines"]]
     assert log.of("_fresh") == ((own, section, key, settings.critic, settings.algorithm, "cursor"), {})
     options = log.calls["engine_options"]
     assert options == [((rollout, section), {"routed": False, "held_out": True})]

@@ -13,6 +13,7 @@ from transformers import PhiConfig
 from fppo import laws, models
 from fppo.commands import cli
 from fppo.laws import LawViolation
+from fppo.laws.calls import screen_calls
 from fppo.models.model import Model
 from fppo.settings import files
 from fppo_kernels import table
@@ -104,7 +105,7 @@ BAD: list[tuple[str, Any, str, str]] = [
 @pytest.mark.parametrize(("op", "kernel", "name", "words"), BAD, ids=[f"{x[0]}-{x[3]}-{i}" for i, x in enumerate(BAD)])
 def test_what_a_kernel_ignores_of_what_a_model_asks_is_named(op, kernel, name, words):
     with pytest.raises(LawViolation) as caught:
-        laws.screen_calls(op, kernel, model_of(name), temperature=0.5, dtype=torch.bfloat16)
+        screen_calls(op, kernel, model_of(name), temperature=0.5, dtype=torch.bfloat16)
     told = str(caught.value)
     assert words in told
     assert f"breaks the law \"calls of the model\": on what a model of type '{name}' asks of it" in told
@@ -124,19 +125,19 @@ def test_every_kernel_of_the_library_keeps_the_calls_of_every_kind_of_model(name
     for op in ("attention", "decode_attention", "log_probs", *table.INSIDE):
         for kernel in table.BUILTIN[op].values():
             if kernel.refuse() is None and not kernel.lacks & lacking and not kernel.opaque:
-                laws.screen_calls(op, kernel.load(), model, temperature=0.7, dtype=dtype)
+                screen_calls(op, kernel.load(), model, temperature=0.7, dtype=dtype)
 
 
 def test_a_window_that_no_row_of_the_run_reaches_is_no_matter():
     kernel = ignores(eager, "window")
-    laws.screen_calls("attention", kernel, model_of("mistral"), longest=3)
+    screen_calls("attention", kernel, model_of("mistral"), longest=3)
     with pytest.raises(LawViolation, match="it ignores window"):
-        laws.screen_calls("attention", kernel, model_of("mistral"), longest=4)
+        screen_calls("attention", kernel, model_of("mistral"), longest=4)
 
 
 def test_operations_that_the_model_never_asks_for_are_not_tried():
-    laws.screen_calls("glu", of_silu, model_of("gpt2"))
-    laws.screen_calls("attention", ignores(eager, "window", "softcap", "sinks"), model_of("qwen2"))
+    screen_calls("glu", of_silu, model_of("gpt2"))
+    screen_calls("attention", ignores(eager, "window", "softcap", "sinks"), model_of("qwen2"))
 
 
 def test_what_an_own_kernel_says_that_it_lacks_is_left_out_by_laws_and_needed_by_models():
