@@ -83,7 +83,7 @@ def _others(value: Any, keyword: Keyword) -> list[Any]:
 
 
 def _value_and_gradient(part: Component, spread: float, loss: Loss) -> tuple[Tensor, Tensor] | None:
-    """The same for every call, whatever is drawn inside; None for a part that takes no such value."""
+    """Loss and gradient with the same draws inside in every call; None for a part that takes no such value."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:

@@ -22,6 +22,7 @@ from fppo.assembly.run import Assembly, assemble, assemble_evaluation
 from fppo.assembly.supervised import COMMAND as SFT
 from fppo.assembly.supervised import assemble_supervised
 from fppo.commands import push
+from fppo.commands.needs import said_of_time
 from fppo.commands.options import ServeOptions
 from fppo.fleet import GroupDied
 from fppo.pipeline import replay as replays
@@ -31,10 +32,11 @@ from fppo.pipeline.train import StepsOf, iterate
 from fppo.report import write as report
 from fppo.report.card import Exported, Form, add_card
 from fppo.report.diff import diff as compare_runs
-from fppo.runs import bits, evaluations, origins, sampling, saved, session, starts
+from fppo.runs import bits, evaluations, jsonl, origins, sampling, saved, session, starts
+from fppo.runs.loggers import METRICS
 from fppo.runs.resuming import check_bases
 from fppo.runtime import checkpoint
-from fppo.runtime.mesh import LOCAL, Mesh, is_first
+from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, ranks_on
 from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
 from fppo.settings import files, places
@@ -81,6 +83,10 @@ def _trained(settings: TrainSettings, here: CommandRank) -> int:
     with _assemble(settings, here, announce=_say(here)) as assembly:
         at_end = partial(_finish, assembly, Path(settings.output_dir), here)
         run = session.run_training(settings, assembly, here.watch, at_end=at_end)
+        if is_first(here.mesh) and run.step == settings.steps:
+            records = jsonl.read(Path(settings.output_dir) / METRICS, on_damage=lambda _: None)
+            if (text := said_of_time(settings, assembly.inputs, records, ranks_on(here.mesh, AXES))) is not None:
+                print(text)
     return 130 if run.step < settings.steps else 0
 
 

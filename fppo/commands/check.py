@@ -12,7 +12,6 @@ from statistics import median
 from typing import Any
 
 import attrs
-import torch
 from transformers.utils import logging as transformers_logging
 
 from fppo._errors import printable
@@ -22,19 +21,17 @@ from fppo.assembly.inputs import Inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.rewards import reward_of
 from fppo.commands import output
-from fppo.commands.plan import planned_pools
+from fppo.commands.needs import NO_FIT, duration, gpu_of, planned_needs
 from fppo.data import PromptSet
 from fppo.data.tokenizers import encode_behind
 from fppo.fields import Problem
-from fppo.models.flops import PEAKS
 from fppo.plan import text as plans
-from fppo.plan.case import KNOWN, hardware_of
-from fppo.plan.needs import RunNeeds, needs_of
+from fppo.plan.case import hardware_of
+from fppo.plan.needs import RunNeeds
 from fppo.rewards.runner import RewardRunner
 from fppo.runtime.mesh import LOCAL
 from fppo.settings import files
 from fppo.settings.check import CheckSettings
-from fppo.settings.placement import places_of
 from fppo.settings.places import free_bytes
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import said_of_old_log_probs
@@ -70,7 +67,6 @@ class Rewarded:
     seconds: float = 0.0
 
 
-NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
 TRUTH, EMPTY = "the ground truth", "an empty response"
 
 
@@ -90,8 +86,8 @@ def check(
     prompts = [] if environment else shown_prompts(inputs, options.prompts)
     rewarded = rewarded_prompts(settings.reward, prompts, inputs, settings.rollout.max_tokens)
     prompts = [attrs.evolve(x, rewards=y) for x, y in zip(prompts, rewarded.scores, strict=True)]
-    gpu = options.gpu or _gpu_of(inputs.device)
-    needs, sections, fits = _needs(settings, PlanSettings(gpu=gpu, gpus=ranks))
+    wanted = PlanSettings(gpu=options.gpu or gpu_of(inputs.device), gpus=ranks)
+    needs, sections, fits = planned_needs(settings, wanted, chosen, inputs)
     free = free_bytes(Path(settings.output_dir))
     faults = _faults(needs, free, rewarded) + ([] if fits else [NO_FIT] if needs else sections[-1:])
     plain = files.differing(chosen, resolved(TrainSettings(), inputs.device)[0])
@@ -223,29 +219,6 @@ def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:
     )
 
 
-def _gpu_of(device: torch.device) -> str:
-    """The name that plans have for a device."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device)
-    known = next((kind for kind in PEAKS if kind in name), name)
-    return "a100-80" if known == "A100" else known.lower()
-
-
-def _needs(settings: TrainSettings, options: PlanSettings) -> tuple[RunNeeds | None, list[str], bool]:
-    """The planned needs of a run; else lines of its pools' plans, or on why there is none, and whether it fits."""
-    if options.gpu not in (*KNOWN, "cpu"):
-        return None, [f"needs     not planned: {options.gpu} is no GPU that fppo plan knows; give --gpu"], True
-    try:
-        if places_of(settings.placement):
-            sections, _, fits = planned_pools(settings, attrs.evolve(options, gpus=None))
-            return None, [*plans.rendered(sections, 100).split("\n"), *([] if fits else ["", NO_FIT])], fits
-        needs = needs_of(settings, options)
-    except ValueError as error:
-        return None, [f"it cannot be planned: {error}"], False
-    return needs, [], needs.fits
-
-
 def _faults(needs: RunNeeds | None, free: float, rewarded: Rewarded) -> list[str]:
     """List the reasons for which the run would fail later."""
     faults = []
@@ -262,11 +235,18 @@ def needs_lines(needs: RunNeeds, settings: TrainSettings, free: float) -> list[s
     return [
         f"memory    {_gib(needs.memory)} of {_gib(needs.available)} a rank ({share:.0%}): it {fits}; "
         f"{needs.ranks:,} x {needs.gpu}; a process of the host {_gib(needs.host)}",
-        f"time      about {duration(needs.step)} a step, {duration(needs.run)} for {settings.steps:,} steps, if all "
-        "responses are as long as they may be",
+        f"time      about {duration(needs.step)} a step, {duration(needs.run)} for {settings.steps:,} steps, with "
+        f"prompts of {needs.prompt:,} tokens and responses of all {needs.response:,}, {_basis(needs)}; without rewards "
+        "by functions, evaluations and files",
         f"disk      up to {_gb(needs.disk)}: {settings.checkpoint.keep} checkpoints of {_gb(needs.checkpoint)} and one "
         f"under way, a model of {_gb(needs.model)}, samples; {_gb(free)} are free",
     ]
+
+
+def _basis(needs: RunNeeds) -> str:
+    if needs.pace is not None:
+        return "at the pace of a miniature that was run here"
+    return "at a few cores' usual rates" if needs.gpu == "cpu" else f"at usual parts of the peak of a {needs.gpu}"
 
 
 def _gib(size: float) -> str:
@@ -275,14 +255,6 @@ def _gib(size: float) -> str:
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.3g} GB" if size >= 1e8 else f"{size / 1e6:,.3g} MB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in the unit that fits: 0.25 s, 12 min, 3.4 h or 5.2 days."""
-    for size, unit in ((86_400 * 2, "days"), (3600, "h"), (120, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:,.2g} {unit}"
-    return f"{seconds:,.2g} s"
 
 
 def _lengths(prompts: PromptSet) -> list[str]:

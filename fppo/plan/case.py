@@ -234,6 +234,16 @@ class Role:
     dtype: torch.dtype = torch.float32  # the dtype of its parameters
 
 
+@attrs.frozen
+class Pace:
+    """How many times as long as by the formulas the parts of a step take, as measured on a CPU (`plan.pace`)."""
+
+    forward: float = 1.0  # passes without gradients
+    update: float = 1.0  # passes with gradients
+    optimizer: float = 1.0  # and what else an update does between its passes
+    decode: float = 1.0  # steps of the embedded engine
+
+
 @attrs.frozen(kw_only=True)
 class PlannedSampling:
     """How the responses of a case are sampled."""
@@ -294,6 +304,7 @@ class Case:
     roles: Mapping[str, Role] = attrs.field(factory=dict)  # overrides for the critic, the reference, ...
     only: tuple[str, ...] | None = None  # for a pool: the roles in it; stages and state of others are not planned
     sampling: PlannedSampling | None = None  # None: the rollout is not planned
+    pace: Pace = Pace()  # of the machine at hand, if it was measured
     columns: float = 0.0  # bytes of a batch in host memory, which the controller holds too
     full: bool = False  # run every layer instead of extrapolating from a few
 

@@ -13,7 +13,7 @@ import attrs
 from fppo.models import experts, flops
 from fppo.models.model import Model
 from fppo.plan import passes
-from fppo.plan.case import Case, Hardware, overhead
+from fppo.plan.case import Case, Hardware, Pace, overhead
 from fppo.plan.passes import FROZEN, STAGES
 from fppo.plan.track import Cost, Phase
 from fppo.runtime.mesh import AXES, DENSE, SHARD_AXES
@@ -66,7 +66,8 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
                       + bytes read and written by other operations / (memory bandwidth * COPY_SHARE))
         exposed = collectives that the code waits for + what those it does not wait for take longer than `compute`
 
-    and `launching` is how much more the first of these is than the second. The time is the sum of compute and exposed
+    and `launching` is how much more the first of these is than the second. On a CPU, which launches nothing ahead, the
+    two are added, and multiplied by the machine's pace. The time is the sum of compute and exposed
     over all phases; on a pipeline, where the passes of all ranks take as long as the slowest one's, and (p - 1) / (v m)
     of that longer, `idle` is the rest. A collective takes its latency and its bytes over the link of its axis: see
     `link`. Copies to and from the host count as collectives that are waited for, except in passes, which fetch
@@ -77,8 +78,8 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
         passes = phase.name.startswith(("forward", "backward"))
         busy = busy_seconds(phase.cost, case.hardware)
         begins = 0.0 if passes and recorded else phase.cost.other["launches"] * (PASS_LAUNCH if passes else LAUNCH)
-        work = max(busy, begins)
-        launching += times * (work - busy)
+        work = max(busy, begins) if case.hardware.on_gpu else (busy + begins) * _pace(phases, phase, case.pace)
+        launching += times * (work - busy) if case.hardware.on_gpu else 0.0
         waited, hidden = (
             sum(
                 _collective(case, axis, op, phase.cost.sent[axis, op, wait], calls)
@@ -95,6 +96,13 @@ def seconds_of(phases: Sequence[Phase], case: Case, *, slowest: float = 1.0, rec
         if passes:
             in_passes += times * (work + waited + max(0.0, hidden - work))
     return Seconds(compute, communication, exposed, in_passes * (slowest * (1 + case.bubble) - 1), launching)
+
+
+def _pace(phases: Sequence[Phase], phase: Phase, pace: Pace) -> float:
+    """The pace of one of a stage's phases on a CPU."""
+    if not any(x.name.startswith("backward") for x in phases):
+        return pace.forward
+    return pace.update if phase.name.startswith(("forward", "backward")) else pace.optimizer
 
 
 def busy_seconds(cost: Cost, hardware: Hardware) -> float:

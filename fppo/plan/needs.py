@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from statistics import fmean
+
 import attrs
 
-from fppo.plan.case import Case
+from fppo.plan.case import Case, Pace
 from fppo.plan.host import state_of
+from fppo.plan.pace import paced
 from fppo.plan.passes import FROZEN, Built
 from fppo.plan.plan import Plan, plan
 from fppo.plan.run import case_of
 from fppo.settings.plan import PlanSettings
 from fppo.settings.resolve import old_log_probs_source
 from fppo.settings.train import TrainSettings
+from fppo_kernels.table import Kernels
 
 _LOG_PROBS = "log-probs"
 
@@ -26,6 +31,9 @@ class RunNeeds:
     available: float  # memory of a rank
     host: float  # memory of a rank's process on the host
     step: float  # seconds of a step, if all responses are as long as they may be; without rewards by functions
+    prompt: int  # tokens of a prompt in that step
+    response: int  # tokens of a response in it
+    pace: Pace | None  # of this machine, if it was measured
     run: float  # seconds of all steps
     checkpoint: float  # bytes of one
     model: float  # bytes of the exported policy
@@ -37,11 +45,22 @@ class RunNeeds:
         return self.memory <= self.available
 
 
-def needs_of(of: TrainSettings, options: PlanSettings) -> RunNeeds:
-    """Plan a run's memory, time and disk. Raises ValueError for a model, a GPU or a case that cannot be planned."""
-    planned = plan(case_of(of, options))
+def needs_of(
+    of: TrainSettings, options: PlanSettings, *, lengths: Sequence[int] = (), kernels: Kernels | None = None
+) -> RunNeeds:
+    """Plan a run's memory, time and disk. Raises ValueError for a model, a GPU or a case that cannot be planned.
+
+    `lengths` are the prompts' tokens, if they are known: the longest counts for memory, their mean for time; else all
+    are as long as they may be. With the run's `kernels` the pace of this machine's CPU is measured.
+    """
+    given = of.data.max_prompt_tokens
+    longest, mean = max(lengths, default=given), max(1, round(fmean(lengths or (given,))))
+    of = attrs.evolve(of, data=attrs.evolve(of.data, max_prompt_tokens=max(longest, 1)))
+    case = case_of(of, options)
+    pace = None if kernels is None or case.hardware.on_gpu else _pace_of(case, kernels)
+    planned = plan(case if pace is None else attrs.evolve(case, pace=pace))
     checkpoint, model = _saved(planned.case)
-    step = _step_seconds(of, planned)
+    step = _step_seconds(of, planned, mean)
     samples = 0.0 if of.log.samples == 0 else 1e9 * of.log.samples_gb
     return RunNeeds(
         gpu=planned.case.hardware.name,
@@ -50,6 +69,9 @@ def needs_of(of: TrainSettings, options: PlanSettings) -> RunNeeds:
         available=planned.case.hardware.memory,
         host=0.0 if planned.host is None else planned.host.needs,
         step=step,
+        prompt=mean,
+        response=of.rollout.max_tokens,
+        pace=pace,
         run=step * of.steps,
         checkpoint=checkpoint,
         model=model,
@@ -57,13 +79,28 @@ def needs_of(of: TrainSettings, options: PlanSettings) -> RunNeeds:
     )
 
 
-def _step_seconds(of: TrainSettings, planned: Plan) -> float:
-    """Seconds of a whole step: the stages of a mini-batch as often as the step has them, and the rollout."""
+def _pace_of(case: Case, kernels: Kernels) -> Pace | None:
+    """The pace of this machine; None for a model that cannot be made small, whose time is then by formulas alone."""
+    try:
+        return paced(case, kernels).pace
+    except Exception:  # any code of a model may fail where it has fewer layers than its config says
+        return None
+
+
+def _step_seconds(of: TrainSettings, planned: Plan, prompt: int) -> float:
+    """Seconds of a whole step: the stages of a mini-batch as often as the step has them, and the rollout.
+
+    Of prompts of `prompt` tokens, and not as long as planned, stages and prefill take the same part as of tokens.
+    """
     times = of.rollout.batch_size / planned.case.mini_batch
+    longest, response = of.data.max_prompt_tokens, of.rollout.max_tokens
+    part = (prompt + response) / (longest + response)
     epochs = {"update actor": of.actor.epochs, "update critic": of.critic.epochs}
     skipped = {_LOG_PROBS} if old_log_probs_source(of) in ("update", "engine") else set[str]()
     each = [x.seconds.total * epochs.get(x.name, 1) for x in planned.stages if x.name not in skipped]
-    return sum(each) * times + (0.0 if planned.rollout is None else planned.rollout.seconds)
+    sampled = planned.rollout
+    rollout = 0.0 if sampled is None else sampled.seconds - sampled.prefill * (1 - prompt / longest)
+    return sum(each) * times * part + rollout
 
 
 def _saved(case: Case) -> tuple[float, float]:

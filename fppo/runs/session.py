@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from types import FrameType
 
 from fppo import models, tree
@@ -358,12 +359,16 @@ def digest_spacing(settings: TrainSettings, assembly: AnyAssembly, run: RunState
     """The spacing of digested steps; 0 for steps with a checkpoint alone."""
     if settings.digest.every != "auto":
         return settings.digest.every
-    rows, longest = settings.rollout.batch_size, settings.data.max_prompt_tokens + settings.rollout.max_tokens
     if isinstance(assembly, SupervisedAssembly):
-        rows, longest = settings.sft.batch_size, settings.sft.max_tokens
+        lengths = [len(row.prompt) + len(row.response) for row in assembly.inputs.rows.rows]
+        tokens = settings.sft.batch_size * fmean(lengths)
+    else:  # responses that are half as long as they may be
+        rollout, given = settings.rollout, assembly.inputs.prompts.tokens
+        prompt = settings.data.max_prompt_tokens / 2 if rollout.environment.used else fmean(map(len, given))
+        tokens = rollout.batch_size * (prompt + rollout.max_tokens / 2)
     return digests.spacing(
         run if assembly.placed is None else [run, assembly.placed.like(run)],
-        tokens=rows * (longest // 2),  # half of the longest row
+        tokens=round(tokens),
         numbers=sum(shape.numel() for shape in assembly.model.whole_shapes.values()),
         device=assembly.device,
         mesh=assembly.mesh,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
+from typing import Any
 
 import attrs
 import pytest
 
+from fppo.assembly.run import assemble
 from fppo.commands import check
-from fppo.commands.check import duration, tokens_line
+from fppo.commands import needs as needs_of_runs
+from fppo.commands.check import tokens_line
 from fppo.commands.cli import main
+from fppo.commands.needs import duration, planned_needs, said_of_time
 from fppo.data import prompt_set
 from fppo.fields import Problem
 from fppo.settings import files
@@ -35,6 +40,7 @@ def test_a_run_is_looked_over_and_nothing_is_started(task, capsys):
     for text in (
         "device    cpu, float32",
         "it fits; 1 x cpu",
+        "steps, with prompts of 4 tokens and responses of all 3, at the pace of a miniature that was run here",
         "disk      up to",
         "prompt train.jsonl:1, the first, 4 tokens",
         'text    "0+0="',
@@ -58,6 +64,23 @@ def test_the_numbers_are_json_too(task, capsys):
     assert 0 < needs["memory"] < needs["available"]
     # parameters and two moments of actor and critic, the reference, all float32: as a checkpoint of the run has
     assert 0 < needs["model"] < needs["checkpoint"] < needs["disk"]
+
+
+def test_a_long_run_says_how_far_off_the_plan_of_its_steps_was(task):
+    """By the median of its steps and the lengths of its responses; a short one, or one in pools, says nothing."""
+    settings = tiny_run.settings(task)
+    steps = [{"timing_s/step": x, "response_length/mean": 2.0} for x in (90.0, 100.0, 150.0)]
+    with assemble(settings) as assembly:
+        said = said_of_time(settings, assembly.inputs, [{"val/x": 1.0}, *steps], 1)
+        assert said is not None
+        found = re.fullmatch(
+            r"planned (\S+) s a step, took 1e\+02 s \((\S+)\); responses had 2 tokens of the 3 planned", said
+        )
+        assert found is not None
+        assert float(found[1]) * float(found[2]) == pytest.approx(100, rel=0.06)
+        assert said_of_time(settings, assembly.inputs, steps[:2], 1) is None
+        pools = {"placement__pools": {"a": {"ranks": 2}}, "placement__roles__actor": "a"}
+        assert said_of_time(tiny_run.settings(task, **pools), assembly.inputs, steps, 1) is None
 
 
 def test_settings_that_change_nothing_are_named_by_a_check_and_in_the_first_lines_of_a_run(task, capsys):
@@ -236,9 +259,10 @@ def test_a_run_in_pools_is_planned_pool_by_pool_on_its_own_ranks(monkeypatch, tm
     asked = []
     pools = {"placement__pools": {"a": {"ranks": 2}}, "placement__roles__actor": "a"}
     settings = tiny_run.settings(tmp_path, model__path="quickstart", **pools)
-    monkeypatch.setattr(check, "planned_pools", lambda *given: asked.append(given) or ([["of a"]], {}, fits))
-    needs, lines, found = check._needs(settings, PlanSettings(gpu="h100", gpus=3))
+    monkeypatch.setattr(needs_of_runs, "planned_pools", lambda *given: asked.append(given) or ([["of a"]], {}, fits))
+    inputs: Any = None  # of pools, which are planned by their settings
+    needs, lines, found = planned_needs(settings, PlanSettings(gpu="h100", gpus=3), settings, inputs)
     assert asked == [(settings, PlanSettings(gpu="h100", gpus=None))]
-    assert (needs, lines, found) == (None, ["of a", *([] if fits else ["", check.NO_FIT])], fits)
-    assert check._needs(settings, PlanSettings(gpu="some card"))[0::2] == (None, True)
+    assert (needs, lines, found) == (None, ["of a", *([] if fits else ["", needs_of_runs.NO_FIT])], fits)
+    assert planned_needs(settings, PlanSettings(gpu="some card"), settings, inputs)[0::2] == (None, True)
     assert len(asked) == 1

@@ -234,12 +234,28 @@ def test_a_run_takes_its_steps_and_a_step_its_mini_batches_and_epochs(tmp_path, 
     assert none.disk == 5 * found.checkpoint + found.model
 
 
+@pytest.mark.parametrize("lengths", [(5, 5), (2, 20, 5)])
+def test_prompts_of_a_known_length_are_planned_as_long_as_they_are(tmp_path, lengths):
+    """The longest counts for memory, their mean for time."""
+    own = {"model__path": "quickstart", "data__max_prompt_tokens": 512, "actor__token_budget": 640}
+
+    def planned(prompt, **known):
+        settings = tiny_run.settings(tmp_path, **own | {"data__max_prompt_tokens": prompt})
+        return needs.needs_of(settings, PlanSettings(gpu="cpu"), **known)
+
+    found, longest, mean = planned(512, lengths=lengths), planned(max(lengths)), planned(sum(lengths) // len(lengths))
+    assert found.memory == longest.memory < planned(512).memory
+    assert (found.prompt, found.response) == (sum(lengths) // len(lengths), 3)
+    assert 0.4 * mean.step < found.step <= longest.step
+    assert found.pace is None
+
+
 def test_log_probs_of_the_update_itself_take_no_pass_before_it(tmp_path):
     own = tiny_run.NO_KL | {"actor__epochs": 1, "actor__mini_batch_size": 64, "algorithm__old_log_probs": "update"}
     own |= {"model__path": "quickstart", "rollout__batch_size": 64, "actor__micro_batch_size": 16}
     settings = tiny_run.settings(tmp_path, **own)
     planned = planned_of(case_of(settings, PlanSettings(gpu="cpu")), {"log-probs": 1.0, "update actor": 16.0}, 5.0)
-    assert needs._step_seconds(settings, planned) == 16 + 5
+    assert needs._step_seconds(settings, planned, settings.data.max_prompt_tokens) == 16 + 5
 
 
 def test_a_checkpoint_has_the_state_of_all_ranks_and_an_export_the_policy():

@@ -191,6 +191,10 @@ def test_digests_are_as_far_apart_as_the_work_of_a_step_says(tmp_path, monkeypat
         device="device",
         mesh="mesh",
         shapes="shapes",
+        inputs=simple(
+            prompts=simple(tokens=[(1, 2), (1, 2, 3, 4)]),
+            rows=simple(rows=[simple(prompt=(1, 2), response=(3,)), simple(prompt=(1,), response=(2, 3, 4))]),
+        ),
     )
     monkeypatch.setattr(session, "SupervisedAssembly", types.SimpleNamespace if supervised else type("Other", (), {}))
     settings = tiny_run.settings(
@@ -208,7 +212,7 @@ def test_digests_are_as_far_apart_as_the_work_of_a_step_says(tmp_path, monkeypat
         session.digest_spacing(attrs.evolve(settings, digest=attrs.evolve(settings.digest, every="auto")), made, "run")
         == 5
     )
-    tokens = 6 * (9 // 2) if supervised else 8 * ((8 + 3) // 2)
+    tokens = 6 * 3.5 if supervised else 8 * (3 + 3 / 2)
     expected = {"tokens": tokens, "numbers": 10, "device": "device", "mesh": "mesh", "shapes": "shapes"}
     assert asked == [(["run", "like run"] if placed else "run", expected)]
 

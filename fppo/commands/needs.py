@@ -1,0 +1,81 @@
+"""The planned needs of a run that is about to start or has ended, on the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from typing import Any
+
+import attrs
+import torch
+
+from fppo.assembly.inputs import Inputs
+from fppo.assembly.machine import resolved
+from fppo.commands.plan import planned_pools
+from fppo.models.flops import PEAKS
+from fppo.plan import text as plans
+from fppo.plan.case import KNOWN
+from fppo.plan.needs import RunNeeds, needs_of
+from fppo.settings.placement import places_of
+from fppo.settings.plan import PlanSettings
+from fppo.settings.train import TrainSettings
+
+NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
+_LEAST = 300.0  # seconds of a run's steps from which it says how far off the plan was: planning takes some, too
+
+
+def gpu_of(device: torch.device) -> str:
+    """The name that plans have for a device."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = next((kind for kind in PEAKS if kind in name), name)
+    return "a100-80" if known == "A100" else known.lower()
+
+
+def planned_needs(
+    settings: TrainSettings, options: PlanSettings, chosen: TrainSettings, inputs: Inputs
+) -> tuple[RunNeeds | None, list[str], bool]:
+    """The planned needs of a run; else lines of its pools' plans, or on why there is none, and whether it fits.
+
+    Prompts are as long as those of the `inputs`, if no environment gives others. A plan for this machine's CPU is one
+    of the settings `chosen` for it, at the pace that is measured here.
+    """
+    if options.gpu not in (*KNOWN, "cpu"):
+        return None, [f"needs     not planned: {options.gpu} is no GPU that fppo plan knows; give --gpu"], True
+    try:
+        if places_of(settings.placement):
+            sections, _, fits = planned_pools(settings, attrs.evolve(options, gpus=None))
+            return None, [*plans.rendered(sections, 100).split("\n"), *([] if fits else ["", NO_FIT])], fits
+        lengths = () if settings.rollout.environment.used else tuple(map(len, inputs.prompts.tokens))
+        here = options.gpu == inputs.device.type == "cpu"
+        kernels = inputs.kernels if here else None
+        needs = needs_of(chosen if here else settings, options, lengths=lengths, kernels=kernels)
+    except ValueError as error:
+        return None, [f"it cannot be planned: {error}"], False
+    return needs, [], needs.fits
+
+
+def said_of_time(
+    settings: TrainSettings, inputs: Inputs, records: Sequence[Mapping[str, Any]], ranks: int
+) -> str | None:
+    """A line on how long a step was planned to take, and took, by the metrics of a run's steps; None for a short run,
+    and for one that cannot be planned."""
+    seconds = [x["timing_s/step"] for x in records if "timing_s/step" in x]
+    if sum(seconds) < _LEAST:
+        return None
+    chosen, _ = resolved(settings, inputs.device)
+    needs, _, _ = planned_needs(settings, PlanSettings(gpu=gpu_of(inputs.device), gpus=ranks), chosen, inputs)
+    if needs is None:
+        return None
+    took, sampled = median(seconds), [x["response_length/mean"] for x in records if "response_length/mean" in x]
+    lengths = f"; responses had {fmean(sampled):,.0f} tokens of the {needs.response:,} planned" if sampled else ""
+    return f"planned {duration(needs.step)} a step, took {duration(took)} ({took / needs.step:.2f}){lengths}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that fits: 0.25 s, 12 min, 3.4 h or 5.2 days."""
+    for size, unit in ((86_400 * 2, "days"), (3600, "h"), (120, "min")):
+        if seconds >= size:
+            return f"{seconds / {'days': 86_400, 'h': 3600, 'min': 60}[unit]:,.2g} {unit}"
+    return f"{seconds:,.2g} s"
