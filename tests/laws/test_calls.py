@@ -15,6 +15,7 @@ from fppo.commands import cli
 from fppo.laws import LawViolation
 from fppo.laws.calls import screen_calls
 from fppo.models.model import Model
+from fppo.runs.serving import served_policy
 from fppo.settings import files
 from fppo_kernels import table
 from fppo_kernels.attention.eager import eager
@@ -184,20 +185,30 @@ def task(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("command", ["train", "eval", "sft", "serve", "check"])
-def test_every_command_that_computes_by_an_own_kernel_refuses_one_that_ignores_the_models_window(task, capsys, command):
-    flags = {"sft": ["--sft.response", "answer"], "serve": ["--port", "0"]}.get(command, [])
-    if command in ("eval", "serve"):  # of a run that began without the check
-        assert cli.main(["train", "run.toml", "--check", "false"]) == 0
-        settings = task / "run" / "settings.toml"
-        settings.write_text(settings.read_text().replace("check = false", "check = true"))
-    asked = [str(task / "run")] if command in ("eval", "serve") else ["run.toml"]
-    capsys.readouterr()
-    assert cli.main([command, *asked, *flags]) in (1, 2)
-    said = "".join(capsys.readouterr())
+def _refused(said: str) -> None:
     assert "model.attention = 'calls_mine:no_window': no_window breaks the law" in said
     assert "it ignores window" in said
     assert len(said[said.index("model.attention") :].splitlines()) <= 15
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "sft", "check"])
+def test_every_command_that_computes_by_an_own_kernel_refuses_one_that_ignores_the_models_window(task, capsys, command):
+    if command == "eval":  # of a run that began without the check
+        assert cli.main(["train", "run.toml", "--check", "false"]) == 0
+        settings = task / "run" / "settings.toml"
+        settings.write_text(settings.read_text().replace("check = false", "check = true"))
+    flags = {"sft": ["--sft.response", "answer"]}.get(command, [])
+    capsys.readouterr()
+    assert cli.main([command, str(task / "run") if command == "eval" else "run.toml", *flags]) in (1, 2)
+    _refused("".join(capsys.readouterr()))
+
+
+def test_a_policy_is_not_served_by_a_kernel_that_ignores_its_window(task):
+    settings = files.load(task / "run.toml")
+    with pytest.raises(files.SettingsError) as caught:
+        served_policy(settings, begins=True)
+    _refused(str(caught.value))
+    served_policy(files.replace(settings, {"check": False}), begins=True)
 
 
 def test_a_script_with_an_own_kernel_is_told_at_its_program():
