@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import re
+import signal
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -90,6 +91,16 @@ def _held(value: Any) -> Iterable[Any]:
     """The tables and lists directly inside a value."""
     held = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
     return (x for x in held if isinstance(x, Mapping | list | tuple))
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Whether an error is ctrl-C: raised by a handler of signals, of Python or of ours, and by no function of the
+    user's."""
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = not frames or Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return ours or signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @contextlib.contextmanager

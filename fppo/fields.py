@@ -21,6 +21,7 @@ MOST_SECONDS = 1e7  # that anything waits: four months
 _FLOAT32 = (1.1754944e-38, 3.4028234e38)  # the least and the largest size of its normal numbers
 FUNCTION = re.compile(r"[\w.]+:[\w.]+")
 _ADDRESS = re.compile(r"(ray://)?[^\s:/]+:\d+")
+_VARIABLE = re.compile(r"\$(\w+|\{[^}]*\}?|\([^)]*\)?)")  # as shells and templates write one, and a command
 
 Check = Callable[[Any], str | None]  # what is wrong with a value and what to do, or None
 Table = dict[str, Any]  # names and values that are another library's: a table in a file, JSON on the command line
@@ -56,7 +57,7 @@ def said(error: ValueError) -> Problem:
 
 
 def setting(default: Any, *checks: Check, unbounded: bool = False, name: str | None = None) -> Any:
-    """A field with the checks of its value; a `default` that is a class makes a section of it.
+    """A field with the checks of its value; a `default` that is a class makes a section of it, NOTHING none.
 
     A number must be finite, unless the field is `unbounded`: then inf turns a bound off. `name` is what files and the
     command line call a field whose name Python reserves.
@@ -145,11 +146,13 @@ def wrong_values(section: Any, prefix: str = "") -> Problems:
 
 
 def flag_problems(options: Any) -> list[str]:
-    """A line for each failed check of a command's own options, which it takes as flags."""
-    return [
-        f"--{problem.path.rstrip('_').replace('_', '-')} {problem.value!r}: {problem.text}"
-        for problem in wrong_values(options)
-    ]
+    """A line for each failed check of a command's own options, which it takes as flags; those that must be given it
+    takes without one."""
+    lines, defaults = [], {name_of(field): field.default for field in attrs.fields(type(options))}
+    for path, value, text in wrong_values(options):
+        flag = path.upper() if defaults[path] is attrs.NOTHING else f"--{path.replace('_', '-')}"
+        lines.append(f"{flag} {' '.join(map(repr, value)) if isinstance(value, tuple) else repr(value)}: {text}")
+    return lines
 
 
 def at_least(low: float) -> Check:
@@ -180,6 +183,34 @@ def temperature(value: float | None) -> str | None:
 def nonempty(advice: str) -> Check:
     """The text or list is not empty."""
     return lambda x: None if x else f"is not set; {advice}"
+
+
+def place(value: str | tuple[str, ...] | None) -> str | None:
+    """The file or directory, or each of several, is written out: a shell replaces ~ and variables, and nothing else
+    does. Fields with this check are those that name a place (`place_settings`)."""
+    names = () if value is None else value if isinstance(value, tuple) else (value,)
+    return next((text for text in map(_not_written_out, names) if text is not None), None)
+
+
+def _not_written_out(name: str) -> str | None:
+    if name.startswith("~"):
+        home = os.path.expanduser(name)
+        return f"~ is not replaced here; give {home if home != name else f'./{name}'}"
+    variable = _VARIABLE.search(name)
+    if variable is None or os.path.lexists(name):
+        return None
+    return f"{variable[0]} is not replaced here; write out what it stands for"
+
+
+def place_settings(cls: type, prefix: str = "") -> Iterator[str]:
+    """The settings that name a file or a directory, by their paths, through all sections."""
+    kinds = kinds_of(cls)
+    for field in fields_of(cls):
+        path = f"{prefix}{name_of(field)}"
+        if attrs.has(kinds[name_of(field)]):
+            yield from place_settings(kinds[name_of(field)], f"{path}.")
+        elif place in field.metadata.get("checks", ()):
+            yield path
 
 
 def module_function(value: str | None) -> str | None:

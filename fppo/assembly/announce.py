@@ -28,6 +28,7 @@ from fppo.steps.outputs import Forward
 from fppo_kernels.table import Kernels
 
 _WIDTH = 80
+SHARD = "mesh.shard"  # a command fills it in, so that it is nothing that anybody asked for
 
 
 def input_lines(
@@ -57,10 +58,10 @@ def input_lines(
         *(_line("auto", text) for text in chosen),
         *([_line("pools", text)] if (text := _pools(placement)) else []),
         _line("prompts", prompts),
-        _line("ends", " ".join(ends)),
+        _line("ends", " ".join(dict.fromkeys(ends))),
         *([] if rows is None else _thoughts(rows, inputs.tokenizer, thinking)),
         *_export(model),
-        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items())),
+        _line("settings", ", ".join(f"{name}={_short(value)}" for name, value in differing.items() if name != SHARD)),
         *(_line("auto", text) for text in old_log_probs),
         *(_line("note", text) for text in idle),
     ]

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.adapters import check_export
+from fppo.assembly.adapters import check_export, lora_of
 from fppo.assembly.environments import episode_prompts, maker_of
 from fppo.assembly.functions import (
     Advantage,
@@ -31,6 +31,7 @@ from fppo.assembly.parts import (
     check_kernels,
     check_length,
     check_mesh,
+    check_positions,
     check_vision,
     device_of,
     kernels_of,
@@ -51,10 +52,12 @@ from fppo.assembly.texts import (
 )
 from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
+from fppo.data.examples import check_fields
 from fppo.data.privileged import TEACHER_PROMPT
-from fppo.data.problems import together
+from fppo.data.problems import lines_of, together
 from fppo.fields import only
 from fppo.key import Key
+from fppo.models.lora import without_base
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
@@ -155,6 +158,7 @@ def read_inputs(
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     tried(lambda: _check_truths(settings.reward, rollout, prompts, held_out))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
+    _check_rows(settings, prompts, held_out, tried)
     tried(lambda: check_export(model, tokenizer if images is None else images.processor, generation))
     sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
@@ -237,6 +241,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
+    _check_rows(settings, None, held_out, tried)
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None  # noqa: PT018
@@ -261,7 +266,7 @@ class Tried:
     def error(self) -> files.SettingsError:
         """One error for all of them, with the first one's place."""
         found = together(self.problems)
-        lines = [x.problems if isinstance(x, files.SettingsError) else (str(x),) for x in found]
+        lines = [x.problems if isinstance(x, files.SettingsError) else lines_of(x) for x in found]
         whole = files.SettingsError(list(dict.fromkeys(line for each in lines for line in each)))
         whole.__cause__ = self.problems[0]
         return whole
@@ -308,6 +313,7 @@ def load_prompts(
     problems = data.Problems()
     rows = read_data(section, problems)
     encode = partial(data.encode_rows, rows, tokenizer, pad_token=section.pad_token, chat=chat_options(section))
+    check_fields(rows, {"data.teacher_prompt": section.teacher_prompt}, problems)
     own = only(section, "max_prompt_tokens", "over_long")
     prompts = encode(fields=section.fields, images=images, problems=problems, **own)
     if section.teacher_prompt is None:
@@ -428,6 +434,45 @@ def _builders(
     return built | {role: partial(bare_model, attrs.evolve(section, path=path)) for role, path in others.items()}
 
 
+def _check_adapter(section: ModelSettings) -> None:
+    """Raises ValueError for an adapter that does not fit the policy."""
+    try:
+        without_base(bare_model(section), lora_of(section.lora))
+    except ValueError as error:
+        raise ValueError(f"model.lora: {error}") from error
+
+
+def _check_rows(settings: TrainSettings, prompts: PromptSet | None, held_out: PromptSet | None, tried: Tried) -> None:
+    """Notes models that were made for shorter rows than those that these prompts may become. Of an environment's
+    prompts only the responses are known."""
+    section, trained, most = (
+        settings.model,
+        ("rollout.max_tokens", settings.rollout.max_tokens),
+        settings.eval.max_tokens,
+    )
+    evaluated = trained if most is None else ("eval.max_tokens", most)
+    others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
+    named = _models_named(section, critic=settings.uses_critic_model, **others)
+    if settings.uses_critic_model and "critic" not in named:
+        named["critic"] = named["actor"]
+    for role, place in named.items():
+        sets = [(prompts, trained), *([(held_out, evaluated)] if role == "actor" else [])]
+        extra = settings.critic.privileged if role == "critic" else 0
+        for of, response in sets:
+            if of is not None:
+                longest = _longest(of, taught=role == "teacher") + extra
+                config = partial(config_of, section, config_place(*place))
+                tried(
+                    lambda args=(longest, response), config=config, at=place: check_positions(config(), *args, place=at)
+                )
+
+
+def _longest(prompts: PromptSet, *, taught: bool) -> int:
+    """The tokens of the longest prompt, of those that a teacher reads if it is `taught`."""
+    own = (extra.get(TEACHER_PROMPT) if taught else None for extra in prompts.extras)
+    return max(len(tokens if of is None else of) for tokens, of in zip(prompts.tokens, own, strict=True))
+
+
 def _check_models(
     settings: TrainSettings,
     tokenizer: PreTrainedTokenizerBase,
@@ -467,6 +512,8 @@ def _check_models(
         tried(partial(check_mesh, *asked))
         if role == "actor" or (role == "critic" and section.lora.of_critic):
             tried(partial(check_base, section.lora.base, *asked))
+    if section.lora.used and section.lora.path is None:
+        tried(lambda: _check_adapter(section))
     for role, config in configs.items():
         privileged = critic.privileged if role == of_critic else 0
         if role == "teacher" and settings.data.teacher_prompt is not None:

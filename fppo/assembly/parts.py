@@ -20,7 +20,7 @@ from fppo.key import Key
 from fppo.models import lora
 from fppo.models.bases import check_cuts
 from fppo.models.inner import inner_of
-from fppo.models.lengths import over_long
+from fppo.models.lengths import over_long, positions
 from fppo.models.model import Model, Params, state_dtype
 from fppo.models.narrow import narrow
 from fppo.models.spans import layer_spans
@@ -255,6 +255,20 @@ def check_length(
         raise ValueError(
             f"{before}data.max_prompt_tokens = {prompt} and {name} = {response} allow rows of {longest} "
             f"tokens: {over_long(config, limit)}"
+        )
+
+
+def check_positions(config: PreTrainedConfig, prompt: int, named: tuple[str, int], *, place: tuple[str, str]) -> None:
+    """Raises ValueError if a row of a prompt of so many tokens, and of as many as the setting `named` says, is longer
+    than the model was made for, that which the setting of `place` names by its value."""
+    (name, response), most = named, positions(config)
+    if most is not None and prompt + response > most:
+        total = prompt + response
+        room = f"give at most {most - prompt}" if prompt < most else "leave long prompts out (data.max_prompt_tokens)"
+        made = f"{place[1]} = {place[0]!r} has {most} positions (max_position_embeddings)"
+        raise ValueError(
+            f"{name} = {response}: with the longest prompt of {prompt} tokens a row may have {total}, and {made}; "
+            f"{room}, or, where positions are rotary, model.config = {{max_position_embeddings = {total}}}"
         )
 
 

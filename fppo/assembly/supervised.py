@@ -23,10 +23,12 @@ from fppo.assembly.roles import PassOptions, fetch_of
 from fppo.assembly.run import DrawnPrompts
 from fppo.assembly.texts import chat_options, config_of, config_place, load_tokenizer, policy_generation
 from fppo.data import DataCursor, DemonstrationSet
-from fppo.data.conversations import Answers, digest_of_demonstrations
+from fppo.data.conversations import digest_of_demonstrations
+from fppo.data.examples import Answers
 from fppo.fields import only
 from fppo.fleet import Call, Here
 from fppo.key import Key
+from fppo.models.lengths import positions
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
 from fppo.pipeline.passes import PolicyFn
@@ -120,6 +122,7 @@ def read_supervised(
         tried(lambda: check_mesh(config, "", mesh))
         for each in (made, held_out):
             tried(lambda each=each: _check_ids(each, data.vocabulary_size(config)))
+            tried(lambda each=each: _check_positions(each, positions(config), section.path))
         tried(lambda: check_kernels(names, bare_model(section), axes))
     if tried.problems:
         raise tried.error()
@@ -172,6 +175,16 @@ def _check_ids(found: DemonstrationSet | None, vocabulary: int) -> None:
         largest = max(*row.prompt, *row.response)
         if largest >= vocabulary:
             problems.add(f"token id {largest} is outside the model's vocabulary of {vocabulary}", at=name)
+    problems.check("demonstrations")
+
+
+def _check_positions(found: DemonstrationSet | None, most: int | None, path: str) -> None:
+    """Raise ValueError for rows of more tokens than the model was made for, naming them."""
+    problems = data.Problems()
+    for row, name in zip(found.rows, found.ids, strict=True) if found is not None and most is not None else ():
+        if (size := len(row.prompt) + len(row.response)) > most:
+            text = f"{size} tokens, and model.path = {path!r} has {most} positions (max_position_embeddings)"
+            problems.add(f"{text}; with sft.max_tokens = {most} and data.over_long such rows are left out", at=name)
     problems.check("demonstrations")
 
 

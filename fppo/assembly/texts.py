@@ -151,6 +151,10 @@ def generation_config(
     ids = ends_of(generation)
     if wrong := [x for x in ids if isinstance(x, bool) or not isinstance(x, int)]:
         raise ValueError(f"{directory / GENERATION}: eos_token_id holds {wrong[:3]}, which are no ids of tokens")
+    if beyond := [x for x in ids if not 0 <= x < data.vocabulary_size(config)]:
+        place = directory / GENERATION if there else directory / "config.json"
+        text = f"and the model has {data.vocabulary_size(config)} tokens; mend it"
+        raise ValueError(f"{place}: eos_token_id names {beyond[:3]}, {text}")
     turn = None if chat is None else data.end_of_turn(tokenizer, options=chat)
     every = list(dict.fromkeys(x for x in (*ids, tokenizer.eos_token_id, turn) if x is not None))
     if every == ids:

@@ -133,7 +133,11 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
         own = [directory / name for name in (task.MODEL, task.TRAIN, task.TEST)]
         if others := places.foreign_files(directory, inputs=own):
             raise UsageError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
-        directory.mkdir(parents=True, exist_ok=True)  # an error here costs no warm-up
+        try:
+            directory.mkdir(parents=True, exist_ok=True)  # an error here costs no warm-up
+        except OSError as error:
+            text = f"{(error.strerror or str(error)).lower()}; give a directory that can be made"
+            raise UsageError(f"--output-dir {printable(str(directory))}: {text}") from error
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
     status = run(task.settings(directory, seed))

@@ -21,7 +21,8 @@ from fppo.assembly.inputs import Inputs, read_inputs
 from fppo.assembly.machine import resolved
 from fppo.assembly.rewards import reward_of
 from fppo.commands import output
-from fppo.commands.needs import NO_FIT, duration, gpu_of, planned_needs
+from fppo.commands.needs import NO_FIT, duration, planned_needs
+from fppo.commands.plan import gpu_of
 from fppo.data import PromptSet
 from fppo.data.tokenizers import encode_behind
 from fppo.fields import Problem

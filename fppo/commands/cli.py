@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import tyro
@@ -401,43 +401,49 @@ def _no_file(command: str) -> int:
 def _look(
     processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem], *, exports: bool = False
 ) -> list[Problem]:
-    """All problems with files, modules, devices and other things that settings name, as far as visible before the run.
+    """All problems with files, rows, modules, devices and other things that settings name, as far as visible before the
+    run and without torch; with none of these, those of the values of parts.
 
-    With `exports`, the target of the policy's export is checked too. Rows are read only if there are problems already:
-    otherwise the run reads them and reports theirs.
+    With `exports`, the target of the policy's export is checked too.
     """
+    wrong = _seen(processes, settings, exports=exports)
+    wrong += places.token_problems(settings)
+    wrong += _of_rows([*known, *wrong], partial(places.row_problems, settings))
+    return wrong or _of_values(parts(settings), known)
+
+
+def _look_sft(processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
+    """Problems with what a supervised run reads, as far as visible before it."""
+    wrong = _seen(processes, settings, exports=True)
+    wrong += _of_rows([*filter(is_read, known), *wrong], partial(places.row_problems, settings, imitates=True))
+    return wrong or _of_values([x for x in parts(settings) if x[0] == "sft.optimizer"], known)
+
+
+def _seen(processes: LaunchOptions, settings: TrainSettings, *, exports: bool) -> list[Problem]:
+    """Problems with files and directories, modules, the machine and its processes."""
     world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
     local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
     target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL) if exports else None
     wrong = [*places.place_problems(settings)]
     wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
     wrong += [*modules.module_problems(settings), *machine.machine_problems(settings, local, visible=visible)]
-    wrong += [*places.token_problems(settings), *checks.mesh_problems(settings, world)]
-    named = [*parts(settings)]
-    if any(part.keywords for _, part, _ in named):
-        from fppo.assembly import trials  # imported here: it loads torch, which the run needs anyway
-
-        wrong += trials.value_problems(named, [*known, *wrong])
-    every = [*known, *wrong]
-    if every and not any(problem.path.startswith(("data.", "[data")) for problem in every):
-        wrong += places.row_problems(settings)
-    return wrong
+    return [*wrong, *checks.mesh_problems(settings, world)]
 
 
-def _look_sft(processes: LaunchOptions, settings: TrainSettings, known: Sequence[Problem]) -> list[Problem]:
-    """Problems with what a supervised run reads, as far as visible before it."""
-    world = int(os.environ.get("WORLD_SIZE") or processes.nproc or settings.mesh.least_ranks)
-    local, visible = int(os.environ.get("LOCAL_WORLD_SIZE") or world), os.environ.get("CUDA_VISIBLE_DEVICES")
-    target = places.target_problem(settings, Path(settings.output_dir) / places.MODEL)
-    wrong = [*places.place_problems(settings), *modules.module_problems(settings)]
-    wrong += [] if target is None else [Problem("output_dir", settings.output_dir, target)]
-    wrong += [*machine.machine_problems(settings, local, visible=visible), *checks.mesh_problems(settings, world)]
-    named = [x for x in parts(settings) if x[0] == "sft.optimizer"]
-    if any(part.keywords for _, part, _ in named):
-        from fppo.assembly import trials
+def _of_rows(known: Sequence[Problem], look: Callable[[], list[Problem]]) -> list[Problem]:
+    """Problems with rows, which are read only if nothing is wrong with the settings that say how."""
+    return [] if any(problem.path.startswith(("data.", "[data")) for problem in known) else look()
 
-        wrong += trials.value_problems(named, [*known, *wrong])
-    return wrong
+
+def _of_values(named: Iterable[tuple[str, Any, Any]], known: Sequence[Problem]) -> list[Problem]:
+    """Problems with the values of parts, which are called once; nothing more is loaded if there are problems already,
+    since that takes torch."""
+    tried = [x for x in named if x[1].keywords]
+    if known or not tried:
+        return []
+    from fppo.assembly import trials
+
+    return trials.value_problems(tried, known)
 
 
 def _sft_help(usage: str) -> None:

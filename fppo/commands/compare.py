@@ -66,13 +66,15 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
     every = [(name, seed, own) for name, seeds in runs.items() for seed, own in seeds.items()]
     every.sort(key=lambda run: run[1])  # all variants of a seed, then the next: finished runs compare at any time
     left = [run for run in every if not _done(run[2])]
+    where = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
     if len(left) < len(every):
         print(f"{len(every) - len(left)} of {len(every)} runs are done")
-    where = {name: {seed: Path(own.output_dir) for seed, own in seeds.items()} for name, seeds in runs.items()}
+        if left and all(any(run[0] == name for run in every if run not in left) for name in runs):
+            write(where, asked.metrics, out)
     failed: list[str] = []
     for number, (name, seed, own) in enumerate(left, start=1):
         if number > 1 and seed != left[number - 2][1] and not failed:  # every variant has a run
-            comparing.collect(where, asked.metrics)  # so that metrics without logs are named before the next seed
+            write(where, asked.metrics, out)  # in sight meanwhile; metrics without logs are named before the next seed
         print(f"\nrun {number} of {len(left)}: {name}, seed {seed}", flush=True)
         directory = Path(own.output_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,9 +88,9 @@ def compare(settings: TrainSettings, asked: CompareSettings, train: Callable[[Tr
             print(f"stopped in {name}, seed {seed}; the same command resumes there")
             return status
         failed += [f"{name}, seed {seed}"] if status else []
-    write(where, asked.metrics, out)
     if failed:
-        print(f"failed; the same command tries them again: {'; '.join(failed)}")
+        print(f"\nfailed; the same command tries them again: {'; '.join(failed)}")
+    write(where, asked.metrics, out)
     return 1 if failed else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
@@ -30,17 +31,23 @@ def status_of(error: Exception, name: str, *, show: bool) -> int:
     if not _is_for_the_user(error):
         if _cut(trace) == trace:
             raise error
-        print(_cut(trace), end="", file=sys.stderr)
+        _say(_cut(trace).rstrip("\n"))
         return 1
     if show:
-        print(_cut(trace), end="", file=sys.stderr)
+        _say(_cut(trace).rstrip("\n"))
     hint = "" if show or isinstance(error, files.SettingsError | UsageError) else f"\n({TRACEBACK} shows where)"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         then = ", then run the same command to resume from the last checkpoint" if name in TRAINING else ""
         error.add_note(f"the disk is full; free space{then}")
     notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    print(f"fppo {name}: {_words(error)}{_cut(notes)}{hint}", file=sys.stderr)
+    _say(f"fppo {name}: {_words(error)}{_cut(notes)}{hint}")
     return 1 if isinstance(error, RunFailed) else 2
+
+
+def _say(text: str) -> None:
+    """Print to standard error, if that takes anything: nothing else is there to be told by."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def status_of_exit(error: SystemExit, name: str, *, show: bool) -> int:

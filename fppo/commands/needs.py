@@ -7,12 +7,10 @@ from statistics import fmean, median
 from typing import Any
 
 import attrs
-import torch
 
 from fppo.assembly.inputs import Inputs
 from fppo.assembly.machine import resolved
-from fppo.commands.plan import planned_pools
-from fppo.models.flops import PEAKS
+from fppo.commands.plan import gpu_of, planned_pools
 from fppo.plan import text as plans
 from fppo.plan.case import KNOWN
 from fppo.plan.needs import RunNeeds, needs_of
@@ -22,15 +20,6 @@ from fppo.settings.train import TrainSettings
 
 NO_FIT = "it does not fit in memory; fppo plan says what would make it fit"
 _LEAST = 300.0  # seconds of a run's steps from which it says how far off the plan was: planning takes some, too
-
-
-def gpu_of(device: torch.device) -> str:
-    """The name that plans have for a device."""
-    if device.type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name(device)
-    known = next((kind for kind in PEAKS if kind in name), name)
-    return "a100-80" if known == "A100" else known.lower()
 
 
 def planned_needs(

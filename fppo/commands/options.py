@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, at_most, output_file, setting
+from fppo.fields import above, at_least, at_most, output_file, place, setting
 
 _MOST_SEED = 2**64 - 1
 
@@ -16,7 +16,7 @@ _MOST_SEED = 2**64 - 1
 class Quickstart:
     """Train a small model on an addition task, from nothing to a report, in two minutes."""
 
-    output_dir: str = "runs/quickstart"
+    output_dir: str = setting("runs/quickstart", place)
     """The directory for everything that the run writes."""
     seed: int = setting(0, at_least(0), at_most(_MOST_SEED))
     """The seed of all random draws."""
@@ -28,7 +28,7 @@ class Quickstart:
 class Replay:
     """Recompute a step of a run from the nearest checkpoint and name the first number that differs."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
     step: int
     """The step to recompute."""
@@ -40,9 +40,9 @@ class Replay:
 class Export:
     """Write the policy of a run as a Hugging Face directory with a model card."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
-    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")] = setting(attrs.NOTHING, place)
     """The directory to write."""
     step: int | None = None
     """The step of the checkpoint; None: the last."""
@@ -66,13 +66,15 @@ class ServeOptions:
     the server is that of FPPO_API_KEY in the environment, or a new one, which is printed. Ctrl-C ends it.
     """
 
-    targets: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|MODEL [MODEL ...]")]
+    targets: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN|MODEL [MODEL ...]")] = setting(
+        attrs.NOTHING, place
+    )
     """The output_dir of a run, or the name or the directory of a model; with --tinker, of one or more models."""
     tinker: bool = False
     """Answer the tinker protocol, too: its clients train adapters, or all weights, of the models, and sample."""
-    store: str = "runs/tinker"
+    store: str = setting("runs/tinker", place)
     """The directory of what tinker's clients make: runs, checkpoints, snapshots. The next server goes on from it."""
-    keys: str | None = None
+    keys: str | None = setting(None, place)
     """A file of keys for tinker's clients, one a line, each beginning with tml-; None: the server's key alone."""
     compress: bool = False
     """Have tinker's clients compress their data, which pays where they are on other machines."""
@@ -96,7 +98,7 @@ class ServeOptions:
     """The seed of all draws: answers depend on it, and on the names of their episodes."""
     requests: int = setting(1024, at_least(1))
     """Answers that are drawn, or wait, at once; others are refused."""
-    record: str | None = None
+    record: str | None = setting(None, place)
     """The directory for files of the recorded episodes; None: they are to be had over HTTP alone."""
     step: int | None = None
     """The step of the run's checkpoint; None: the last."""
@@ -114,7 +116,7 @@ class ServeOptions:
 class Report:
     """Draw the curves of a run and write its report.html."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
 
 
@@ -125,9 +127,11 @@ class ViewOptions:
     RUN may be a directory that holds runs, as fppo compare writes it. Nobody without the printed address can read it.
     """
 
-    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")]
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN [RUN ...]")] = setting(
+        attrs.NOTHING, place
+    )
     """The output_dirs of the runs."""
-    export: str | None = setting(None, output_file)
+    export: str | None = setting(None, place, output_file)
     """Write everything to this HTML file, which works without a server or a network, and end."""
     export_mb: float = setting(64.0, at_least(0))
     """Megabytes of sampled rows in that file; of more, every second step is left out, then every fourth, and so on."""
@@ -139,9 +143,9 @@ class ViewOptions:
 class TraceOptions:
     """Write a timeline of a run's last steps as a Chrome trace, for ui.perfetto.dev or chrome://tracing."""
 
-    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")] = setting(attrs.NOTHING, place)
     """The output_dir of the run."""
-    out: str | None = setting(None, output_file)
+    out: str | None = setting(None, place, output_file)
     """The file to write; None: trace/trace.json in the run's directory."""
 
 
@@ -149,7 +153,9 @@ class TraceOptions:
 class DiffOptions:
     """Print the first difference of two runs: the step, and the stage that made it. Exits with 0 if equal, else 1."""
 
-    runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")]
+    runs: Annotated[tyro.conf.Positional[tuple[str, str]], tyro.conf.arg(metavar="RUN RUN")] = setting(
+        attrs.NOTHING, place
+    )
     """The output_dirs of the two runs."""
 
 
@@ -165,9 +171,9 @@ class AuditOptions:
     """The trainer; None with --dump."""
     batches: bool = False
     """Print the smallest batch that breaks each law, too, as lines of Python."""
-    json: str | None = setting(None, output_file)
+    json: str | None = setting(None, place, output_file)
     """Write everything to this JSON file; -: print it."""
-    dump: str | None = None
+    dump: str | None = setting(None, place)
     """A safetensors file with the tensors of a batch: recompute them, and print the first row that differs."""
     preset: str = "none"
     """Names of the tensors in the file: those of trl or verl; none: ours."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from typing import Any
 
 import attrs
+import torch
 from transformers.utils import logging as transformers_logging
 
+from fppo._errors import printable
+from fppo.assembly.inputs import load_prompts
+from fppo.assembly.parts import device_of
+from fppo.assembly.texts import load_images, load_tokenizer
 from fppo.commands import output
+from fppo.data import PromptSet
+from fppo.models.flops import PEAKS
 from fppo.plan import text
 from fppo.plan.case import Case, Role
 from fppo.plan.columns import column_calls
@@ -18,7 +27,7 @@ from fppo.plan.run import budgeted, case_of, engines_of, part_of
 from fppo.plan.search import TOKENS, Remedy, remedies, search
 from fppo.settings import placement
 from fppo.settings.placement import places_of
-from fppo.settings.plan import PlanSettings, pools_of_run
+from fppo.settings.plan import HERE, PlanSettings, pools_of_run
 from fppo.settings.train import TrainSettings
 
 Shown = tuple[list[text.Section], dict[str, Any], bool]  # text, numbers, and whether it fits
@@ -28,6 +37,9 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     """Prints the plan of a run, of each of its pools if it has any, or what a search has found, and writes JSON; 1 if
     nothing fits."""
     transformers_logging.set_verbosity_error()
+    if options.gpu == HERE:
+        options = attrs.evolve(options, gpu=gpu_of(device_of(of.device, of.placement)))
+        of = _as_read(of)
     if places_of(of.placement):
         sections, numbers, fits = planned_pools(of, options)
     elif options.search is not None:
@@ -39,6 +51,35 @@ def run(of: TrainSettings, options: PlanSettings) -> int:
     width = min(shutil.get_terminal_size((100, 24)).columns, 100)
     output.show(text.rendered(sections, width), json.dumps(text.plain(numbers), indent=1), options.json)
     return 0 if fits else 1
+
+
+def gpu_of(device: torch.device) -> str:
+    """The name that plans have for a device of this machine."""
+    if device.type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name(device)
+    known = next((kind for kind in PEAKS if kind in name), name)
+    return "a100-80" if known == "A100" else known.lower()
+
+
+def with_prompts(of: TrainSettings, prompts: PromptSet) -> TrainSettings:
+    """The settings with rows no longer than those of these prompts."""
+    longest = min(max(map(len, prompts.tokens)), of.data.max_prompt_tokens)
+    return attrs.evolve(of, data=attrs.evolve(of.data, max_prompt_tokens=longest))
+
+
+def _as_read(of: TrainSettings) -> TrainSettings:
+    """The settings with rows as long as those of the run's own prompts, where these are in files here; else a line says
+    what is planned."""
+    if not of.data.path or not all(map(os.path.isfile, of.data.path)):
+        return of
+    try:
+        tokenizer = load_tokenizer(of.model, of.data)
+        return with_prompts(of, load_prompts(of.data, tokenizer, load_images(of.model, of.data, tokenizer)))
+    except (ValueError, OSError) as error:
+        asked = f"prompts are planned as long as data.max_prompt_tokens = {of.data.max_prompt_tokens}"
+        print(f"{asked}, since they cannot be read: {printable(str(error), 300)}", file=sys.stderr)
+        return of
 
 
 def _planned(of: TrainSettings, options: PlanSettings, case: Case, pool: str | None = None) -> Shown:

@@ -19,7 +19,7 @@ from fppo import batch as batches
 from fppo._errors import UsageError, printable, words_of
 from fppo.commands.options import ServeOptions
 from fppo.key import Key
-from fppo.models.lengths import longest_row
+from fppo.models.lengths import longest_row, positions
 from fppo.models.model import Params
 from fppo.pipeline.timing import now
 from fppo.runs import saved, session, starts
@@ -184,8 +184,11 @@ def settings_of_model(options: ServeOptions, target: str) -> TrainSettings:
 def bounds_of(options: ServeOptions, policy: ServedPolicy) -> Bounds:
     """The bounds of a policy's server."""
     config = policy.model.config
-    most = longest_row(config) or getattr(config, "max_position_embeddings", None) or _LONGEST
-    row = min(options.row_tokens or _LONGEST, most)
+    most = longest_row(config.get_text_config()) or positions(config)
+    asked = options.row_tokens or _LONGEST
+    if options.row_tokens is not None and most is not None and asked > most:
+        raise UsageError(f"--row-tokens {asked}: the model was made for rows of {most} tokens; give at most that")
+    row = asked if most is None else min(asked, most)
     return Bounds(row_tokens=row, answer_tokens=options.max_tokens, requests=options.requests)
 
 
@@ -205,7 +208,11 @@ class EpisodeFiles:
     """Episodes on disk, as rollouts: one file for those that are dropped together, the last at the end."""
 
     def __init__(self, directory: Path, pad_token_id: int, *, most: int = 1024) -> None:
-        directory.mkdir(0o700, parents=True, exist_ok=True)
+        try:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            text = f"{(error.strerror or str(error)).lower()}; give a directory"
+            raise UsageError(f"--record {printable(str(directory))}: {text}") from error
         self._directory, self._pad, self._most = directory, pad_token_id, most
         self._rows: list[tuple[str, EpisodeRow]] = []
         self._number = 1 + len(list(directory.glob("episodes_*.safetensors")))

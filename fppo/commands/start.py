@@ -18,6 +18,7 @@ _IMPORTING = "<frozen importlib._bootstrap>"  # the file name in frames of impor
 
 def main() -> int:
     """Run the command that the process's arguments name, and return the exit status."""
+    _open_closed()
     guarded = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else it is ignored, as behind nohup
     if guarded:
         signal.signal(signal.SIGINT, _interrupt)
@@ -32,6 +33,21 @@ def main() -> int:
     if guarded:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(status))  # only Python's own shutdown is left
     return status
+
+
+def _open_closed() -> None:
+    """Have input, output and errors that a shell has closed (`>&-`) read and write nothing: else the next file that is
+    opened would take their numbers, and with them what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            os.dup2(opened, number)  # for processes that are started, too
+            os.set_inheritable(number, True)
+            if opened != number:
+                os.close(opened)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import attrs
 
+from fppo._errors import check_depth
 from fppo.data.chat import (
     PLAIN,
     ChatOptions,
@@ -18,14 +20,24 @@ from fppo.data.chat import (
     end_of_turn,
     render_chat,
 )
-from fppo.data.encode import OverLong
-from fppo.data.examples import Fields, example_of, fill, from_text, lookup, messages_of
+from fppo.data.encode import OverLong, most_characters
+from fppo.data.examples import (
+    Answers,
+    Fields,
+    ImitatedTurns,
+    check_fields,
+    example_of,
+    fields_in,
+    fill,
+    from_text,
+    lookup,
+    messages_of,
+)
 from fppo.data.plain import BadField
 from fppo.data.problems import Problems
 from fppo.data.read import Row
 from fppo.data.tokenizers import check_tokenizer, encode_behind, encode_text
 
-ImitatedTurns = Literal["all", "last"]
 Message = Mapping[str, Any]
 
 
@@ -41,15 +53,6 @@ class Imitated:
     def num_tokens(self) -> int:
         """The number of its tokens."""
         return len(self.prompt) + len(self.response)
-
-
-@attrs.frozen(kw_only=True)
-class Answers:
-    """The fields of a row that are imitated: a response to its prompt, or, with `messages`, turns of a conversation."""
-
-    response: str = "response"  # a field, or a template like "{reasoning} #### {answer}"
-    messages: str | None = None
-    turns: ImitatedTurns = "all"
 
 
 RESPONSE = Answers()
@@ -148,9 +151,17 @@ def encode_demonstrations(
     special, problems = check_tokenizer(tokenizer, pad_token=pad_token), Problems() if problems is None else problems
     if fields.chat:
         check_chat_template(tokenizer, options=chat)
+    check_fields(rows, answers.needed(fields), problems)
     made: list[tuple[Imitated, Row, str]] = []
+    most, dropped = most_characters(tokenizer, max_tokens), 0
     for row in rows:
-        for each, source in _read(row, tokenizer, fields, answers, chat, problems):
+        if (said := _too_large(row, answers, fields, most, max_tokens)) is not None and over_long != "truncate":
+            dropped += 1
+            if over_long == "error":
+                problems.add(f"{said} (over_long can drop or truncate it)", at=row.place)
+            continue
+        own = row if said is None else _shortened(row, answers, fields, 2 * most, max_tokens)
+        for each, source in _read(own, tokenizer, fields, answers, chat, problems):
             made.append((each, row, source))
     long = [each.num_tokens > max_tokens for each, _, _ in made]
     for (each, row, _), over in zip(made, long, strict=True):
@@ -165,15 +176,73 @@ def encode_demonstrations(
         if any(each.mask) and not (over and over_long == "drop")
     ]
     if not kept:
-        raise ValueError(f"the data set holds no demonstrations: {len(made)} were read, and all were too long")
+        read = len(made) + dropped
+        raise ValueError(f"the data set holds no demonstrations: {read} were read, and all were too long")
     return DemonstrationSet(
         rows=tuple(each for each, _, _ in kept),
         ids=tuple(row.name for _, row, _ in kept),
         sources=tuple(source for _, _, source in kept),
         pad_token_id=special.pad_token_id,
-        num_dropped=len(made) - len(kept),
+        num_dropped=len(made) - len(kept) + dropped,
         num_truncated=sum(long) - (len(made) - len(kept)) if over_long == "truncate" else 0,
     )
+
+
+def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> str | None:
+    """What is to be said of a row that has more characters, or more messages, than `limit` tokens can have: templates
+    and tokenizers take minutes for such; None for others."""
+    texts, count = [], 0
+    for name in _texts_of(answers, fields):
+        with contextlib.suppress(BadField, ValueError):
+            value = _opened(check_depth(lookup(row.fields, name)), name)
+            count = max(count, len(value) if isinstance(value, list | tuple) else 0)
+            texts += [len(text) for text in _inside(value)]
+    if sum(texts) > most:
+        return f"the row has {sum(texts):,} characters, more than max_tokens = {limit} tokens can have"
+    return f"the row has {count:,} messages, more than max_tokens = {limit} tokens can have" if count > limit else None
+
+
+def _texts_of(answers: Answers, fields: Fields) -> list[str]:
+    """The fields that become tokens."""
+    names = [fields.prompt, answers.response] if answers.messages is None else [answers.messages]
+    return [field for name in names for field in fields_in(name)]
+
+
+def _opened(value: Any, name: str) -> Any:
+    """A field's value, as messages where it is their JSON text."""
+    messages = from_text(value, name) if isinstance(value, str) and value.lstrip().startswith("[") else None
+    return value if messages is None else messages
+
+
+def _inside(value: Any) -> Iterator[str]:
+    """The texts in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _inside(each)
+
+
+def _shortened(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> Row:
+    """The row with only so much of its texts and messages as its first `limit` tokens can be of."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, str):
+            return value[:most]
+        if isinstance(value, Mapping):
+            return {name: short(each) for name, each in value.items()}
+        return [short(each) for each in value] if isinstance(value, list | tuple) else value
+
+    changed = dict(row.fields)
+    for name in {name.partition(".")[0] for name in _texts_of(answers, fields)} & changed.keys():
+        value = short(_opened(changed[name], name))
+        if isinstance(value, list) and len(value) > limit:
+            ends = (
+                at for at, x in enumerate(value) if at >= limit and isinstance(x, dict) and x.get("role") == "assistant"
+            )
+            value = value[: next(ends, len(value)) + 1]
+        changed[name] = value
+    return attrs.evolve(row, fields=changed)
 
 
 def _cut(row: Imitated, most: int) -> Imitated:

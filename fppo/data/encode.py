@@ -8,7 +8,7 @@ from typing import Any, Literal
 import attrs
 
 from fppo.data.chat import PLAIN, ChatOptions, EndlessTemplate, check_chat_template, encode_chat, opening_of
-from fppo.data.examples import FIELDS, Example, Fields, example_of
+from fppo.data.examples import FIELDS, Example, Fields, check_fields, example_of
 from fppo.data.images import ImageReader, ReadInputs, ReadRow
 from fppo.data.problems import Problems
 from fppo.data.prompts import PromptSet, check_prompt_set, share
@@ -81,6 +81,7 @@ def encode_rows(
     if fields.chat:
         check_chat_template(tokenizer if images is None else images.processor, options=chat)
     problems = Problems() if problems is None else problems
+    check_fields(rows, fields.needed, problems)
     read = ((row, example_of(row, fields, problems)) for row in rows)
     asked = [(row, example) for row, example in read if example is not None]
     seen: list[ReadRow] = []
@@ -114,7 +115,7 @@ def _too_long(
     sizes = [_characters(example.prompt) for _, example in asked]
     if max(sizes, default=0) <= _SHORT:
         return set()
-    most = max(_SHORT, limit * max(map(len, tokenizer.get_vocab())))
+    most = most_characters(tokenizer, limit)
     huge = [number for number, size in enumerate(sizes) if size > most]
     if huge and over_long == "error":
         for number in huge:
@@ -122,6 +123,11 @@ def _too_long(
             problems.add(f"{text} (over_long can drop or truncate it)", at=asked[number][0].place)
         problems.check("data")
     return set(huge)
+
+
+def most_characters(tokenizer: Any, limit: int) -> int:
+    """The most characters of a text of at most `limit` tokens, and no fewer than any text may have."""
+    return max(_SHORT, limit * max(map(len, tokenizer.get_vocab())))
 
 
 def _note_over_long(

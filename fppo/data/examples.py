@@ -6,16 +6,17 @@ import re
 import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
-from fppo._errors import check_depth, json_of, listed, printable
+from fppo._errors import check_depth, json_of, listed, nearest, printable
 from fppo.data.messages import INSTEAD, MARKS
 from fppo.data.plain import BadField, TwiceError, encoded, half_pairs, missing_in, once, path_exists, plain
-from fppo.data.problems import Problems
+from fppo.data.problems import FieldError, Problems
 from fppo.data.read import Row
 
+ImitatedTurns = Literal["all", "last"]
 MESSAGES = "prompt_messages"  # the key under which extras hold a prompt's chat messages
 
 
@@ -45,6 +46,11 @@ class Fields:
     tools: str | None = None
 
     @property
+    def needed(self) -> dict[str, str | None]:
+        """The fields that every row must have, by the settings that name them."""
+        return {"data.prompt": self.prompt, "data.ground_truth": self.ground_truth, "data.source": self.source}
+
+    @property
     def seen(self) -> dict[str, str]:
         """The fields of images and videos by kind: "image", "video"."""
         fields = {"image": self.images, "video": self.videos}
@@ -52,6 +58,26 @@ class Fields:
 
 
 FIELDS = Fields()
+_ALIKE = (  # names of fields that mean the same in published data sets
+    ("prompt", "question", "problem", "query", "instruction", "input", "messages", "conversations", "conversation"),
+    ("answer", "ground_truth", "solution", "target", "label", "expected_answer", "output", "response", "completion"),
+)
+
+
+@attrs.frozen(kw_only=True)
+class Answers:
+    """The fields of a row that are imitated: a response to its prompt, or, with `messages`, turns of a conversation."""
+
+    response: str = "response"  # a field, or a template like "{reasoning} #### {answer}"
+    messages: str | None = None
+    turns: ImitatedTurns = "all"
+
+    def needed(self, fields: Fields) -> dict[str, str | None]:
+        """The fields that every row must have, beside what `fields` names, by the settings that name them."""
+        source = {"data.source": fields.source}
+        if self.messages is not None:
+            return {"sft.messages": self.messages, **source}
+        return {"data.prompt": fields.prompt, "sft.response": self.response, **source}
 
 
 @attrs.frozen(kw_only=True)
@@ -210,14 +236,63 @@ def lookup(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
+def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems: Problems) -> None:
+    """Raise FieldError for fields, or fields of templates, that none of the rows has, with the `problems` so far;
+    `named` has the fields by the settings that give them. A field that some rows lack is a fault of these rows."""
+    lines = []
+    for setting, name in named.items():
+        for field in [] if name is None else fields_in(name):
+            if rows and not any(_has(row, field) for row in rows):
+                there = sorted(map(str, rows[0].fields))
+                near = _nearest_field(field, rows[0].fields)
+                hint = f"did you mean {near!r}? " if near else ""
+                what = "that field" if field == name else f"the field {field!r}"
+                lines.append(
+                    f"{setting} = {name!r}: no row has {what}; {hint}there are {', '.join(map(repr, there)) or 'none'}"
+                )
+    if lines:
+        raise FieldError([*lines, *problems.lines(), *filter(None, [problems.rest()])])
+
+
+def fields_in(name: str) -> list[str]:
+    """The field of this name, or those of a template."""
+    return [field for _, field, _, _ in _pieces(name) if field] if "{" in name else [name]
+
+
+def _has(row: Row, name: str) -> bool:
+    try:
+        lookup(row.fields, name)
+    except BadField:
+        return False
+    return True
+
+
+def _nearest_field(name: str, fields: Mapping[str, Any]) -> str | None:
+    """The field, or the field of a field, that is most like a name, else one that means the same; None without one."""
+    known = {str(field).casefold(): str(field) for field in fields}
+    for field, value in fields.items():
+        inside = value if isinstance(value, Mapping) else {}
+        known |= {f"{field}.{inner}".casefold(): f"{field}.{inner}" for inner in inside}
+    last = {path.rpartition(".")[2]: full for path, full in reversed(known.items())}
+    wanted = name.casefold()
+    if near := nearest(wanted, known) or nearest(wanted, last):
+        return known.get(near) or last[near]
+    alike = next((names for names in _ALIKE if wanted.rpartition(".")[2] in names), ())
+    return next((last[each] for each in alike if each in last), None)
+
+
+def _pieces(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
+    """The texts of a template and the fields between them. Raises ValueError if it is none."""
+    try:
+        return list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"prompt = {template!r} is not a template: {error}; write {{{{ for a brace") from error
+
+
 def fill(template: str, fields: Mapping[str, Any]) -> str:
     """Replace each {field} of a template by its text; {{ and }} are braces. Raises BadField, ValueError."""
     texts = []
-    try:
-        pieces = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"prompt = {template!r} is not a template: {error}; write {{{{ for a brace") from error
-    for text, name, specification, conversion in pieces:
+    for text, name, specification, conversion in _pieces(template):
         texts.append(text)
         if name is None:
             continue

@@ -34,10 +34,8 @@ class Problems:
 
     def text(self, what: str) -> str:
         """The error's text: the count, a line for each problem shown, and the number of others."""
-        left = self.count - sum(number for _, number in self._places.values())
-        rest = f"\n  and {left} more" if left else ""
         noun = "problem" if self.count == 1 else "problems"
-        return "\n  ".join([f"{self.count} {noun} in the {what}:", *self._lines()]) + rest
+        return "\n  ".join([f"{self.count} {noun} in the {what}:", *self.lines(), *filter(None, [self.rest()])])
 
     def and_those_of(self, other: Problems) -> Problems:
         """The union of these problems and `other`."""
@@ -49,7 +47,13 @@ class Problems:
                 both._places[text] = (place, before + number)
         return both
 
-    def _lines(self) -> Iterator[str]:
+    def rest(self) -> str:
+        """The words on problems that are not shown; empty if all are."""
+        left = self.count - sum(number for _, number in self._places.values())
+        return f"and {left} more" if left else ""
+
+    def lines(self) -> Iterator[str]:
+        """A line for each problem that is shown."""
         for text, (first, number) in self._places.items():
             also = f" (and {number - 1} more have it)" if number > 1 else ""
             yield f"{first}: {text}{also}" if first else f"{text}{also}"
@@ -61,6 +65,24 @@ class DataError(ValueError):
     def __init__(self, problems: Problems, what: str) -> None:
         super().__init__(problems.text(what))
         self.problems, self.what = problems, what
+
+
+class FieldError(ValueError):
+    """The error of fields that no row has: a line for each."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+        self.lines = tuple(lines)
+
+
+def lines_of(error: Exception) -> list[str]:
+    """The problems that an error names, one line each."""
+    if isinstance(error, FieldError):
+        return [*error.lines]
+    if not isinstance(error, DataError):
+        return [str(error)]
+    lines, rest = list(error.problems.lines()), error.problems.rest()
+    return [*lines[:-1], f"{lines[-1]}; {rest} in the {error.what}"] if rest else lines
 
 
 def together(errors: Sequence[Exception]) -> list[Exception]:

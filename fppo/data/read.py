@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import sys
@@ -19,6 +20,10 @@ from fppo.data.problems import Problems
 
 PathLike = str | os.PathLike[str]
 FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+_BATCH = 256  # rows of a parquet file that are decoded at a time
+_ROW = 400  # bytes of a row here beside its values
+UNPACKED = 4_000_000_000  # bytes that the rows of any parquet file may take
+_RATIO = 100  # and those of a large one, for each byte of it
 
 
 @attrs.frozen
@@ -47,9 +52,10 @@ def read_rows(
     *,
     split: str = "train",
     stream: int | None = None,
+    most: int | None = None,
     problems: Problems | None = None,
 ) -> list[Row]:
-    """Read the rows of all `paths`, in order.
+    """Read the rows of all `paths`, in order, or the first `most` of them.
 
     A path is a jsonl, json (an array of objects, or lines), csv (its first line names the fields, which are texts) or
     parquet file; a directory that the datasets library saved or can read; or the name of a data set, as
@@ -60,7 +66,7 @@ def read_rows(
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     noted = Problems() if problems is None else problems
-    rows = [row for path in many for row in _read(path, split, stream, noted)]
+    rows = [*itertools.islice((row for path in many for row in _read(path, split, stream, noted)), most)]
     if problems is None:
         noted.check("data")
     if not rows and not noted.count:
@@ -150,13 +156,16 @@ def _cells(file: Path, problems: Problems) -> list[tuple[int, list[str]]]:
 
 
 def _json(file: Path, problems: Problems, *, lines: bool) -> Iterator[Row]:
-    text = _text(file, problems)
-    if not lines and text.lstrip().startswith("["):
+    if not lines and (text := _text(file, problems)).lstrip().startswith("["):
         yield from _array(file, text, problems)
         return
-    for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1):
-        if line.strip():
-            yield from _object(file, number, line, problems)
+    try:
+        with file.open(encoding="utf-8-sig") as opened:
+            for number, line in enumerate(opened, start=1):
+                if line.strip():
+                    yield from _object(file, number, line.removesuffix("\n"), problems)
+    except UnicodeDecodeError:
+        _text(file, problems)
 
 
 def _line_of(file: Path, position: int) -> int:
@@ -200,15 +209,23 @@ def _array(file: Path, text: str, problems: Problems) -> Iterator[Row]:
 def _parquet(file: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
+    size = file.stat().st_size
+    bound, rows, taken = max(UNPACKED, _RATIO * size), 0, 0
     try:
-        more = twice(pyarrow.parquet.read_schema(file).names)
-        table = None if more else pyarrow.parquet.read_table(file)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            more, taken = twice(opened.schema_arrow.names), opened.metadata.num_rows * _ROW
+            batches = iter(()) if more or taken > bound else opened.iter_batches(_BATCH)
+            while (batch := next(batches, None)) is not None and (taken := taken + batch.nbytes) <= bound:
+                for value in batch.to_pylist():
+                    rows += 1
+                    yield Row(str(file), rows, value, file.stem, filled=True)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
         raise ValueError(f"{file}: not a whole parquet file: {error}") from error
-    if table is None:
+    if more:
         raise ValueError(f"{file}: it has the columns {more} more than once; leave one of each")
-    for number, value in enumerate(table.to_pylist(), start=1):
-        yield Row(str(file), number, value, file.stem, filled=True)
+    if taken > bound:
+        text = f"its rows take more than {bound / 1e9:.3g} GB of memory, and the file has {size:,} bytes"
+        raise ValueError(f"{file}: {text}: it was packed to fill a memory, or repeats itself; give other rows")
 
 
 def _directory(directory: Path, split: str, problems: Problems) -> Iterator[Row]:

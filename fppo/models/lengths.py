@@ -1,4 +1,4 @@
-"""The row length beyond which a model's positions change for all tokens."""
+"""The row lengths that a model is made for, and beyond which its positions change for all tokens."""
 
 from __future__ import annotations
 
@@ -21,6 +21,21 @@ def longest_row(config: PreTrainedConfig) -> int | None:
         limits += [section.get("original_max_position_embeddings")] if kind == "longrope" else []
         limits += [getattr(config, "max_position_embeddings", None)] if "dynamic" in kind else []
     return min((limit for limit in limits if limit is not None), default=None)
+
+
+def positions(config: PreTrainedConfig) -> int | None:
+    """The most tokens of a row that the model was made for: its max_position_embeddings, times the factor of a rope
+    that is stretched ("linear", "dynamic", "yarn"); None where its config does not say.
+
+    Beyond it a table of learned positions ends, and rotary angles are such as the model has never seen.
+    """
+    text = config.get_text_config()
+    most, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    if isinstance(most, bool) or not isinstance(most, int):
+        return None
+    sections = [rope, *(x for x in rope.values() if isinstance(x, Mapping))]
+    factors = [x.get("factor") for x in sections if x.get("rope_type") in ("linear", "dynamic", "yarn")]
+    return int(most * max((factor for factor in factors if isinstance(factor, int | float)), default=1))
 
 
 def over_long(config: PreTrainedConfig, limit: int) -> str:

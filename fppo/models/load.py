@@ -41,6 +41,7 @@ from fppo.runtime.mesh import LOCAL, Mesh
 from fppo.runtime.weights import weight_files
 
 _PATIENCE = 4.0  # seconds for the hub to answer
+_WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")  # kinds of layers that see so many tokens
 # parameter paths of value heads: token and sequence classification, GPT-2's token classification, TRL, and others
 VALUE_HEADS = ("score", "classifier", "v_head.summary", "v_head", "value_head")
 
@@ -109,16 +110,28 @@ def load(
 def read_config(
     directory: Path, *, changes: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PreTrainedConfig:
-    """Read the config of a checkpoint, with `changes`. Raises ValueError for unknown fields, and for values that
-    transformers refuses."""
+    """Read the config of a checkpoint, with `changes`. Raises ValueError for unknown fields, for values that
+    transformers refuses, and for layers whose windows have no size."""
     config = _config(directory, trust_remote_code)
     if unknown := [name for name in changes or {} if not hasattr(config, name)]:
         raise ValueError(
             f"the config of {directory} ({config.model_type}) has no {unknown}; it has {sorted(vars(config))}"
         )
     if changes:
-        return _config(directory, trust_remote_code, changes)
+        config = _config(directory, trust_remote_code, changes)
+    _check_windows(directory, config)
     return config
+
+
+def _check_windows(directory: Path, config: PreTrainedConfig) -> None:
+    text = config.get_text_config()
+    given = {name: getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    sizes = [value for value in given.values() if value is not None]
+    kinds = dict.fromkeys(kind for kind in getattr(text, "layer_types", None) or () if kind in _WINDOWED)
+    if kinds and not any(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        named = " and ".join(f"{name} = {value!r}" for name, value in given.items() if hasattr(text, name))
+        layers = f"layers of kind {' and '.join(map(repr, kinds))} and {named or 'no window'}"
+        raise ValueError(f"the config of {directory} has {layers}: give how many tokens they see, or other layer_types")
 
 
 def _config(directory: Path, trust_remote_code: bool, changes: Mapping[str, Any] = {}) -> PreTrainedConfig:

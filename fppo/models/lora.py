@@ -133,7 +133,8 @@ def adapt(
 
 
 def without_base(model: Model, lora: Lora) -> Model:
-    """An adapted model whose base has shapes without tensors. Raises ValueError as `adapt` does."""
+    """An adapted model whose base has shapes without tensors. Raises ValueError as `adapt` does, and for a rank above
+    those of all weights."""
     if model.frozen is not None:
         raise ValueError("the model is adapted already: merge it first, and adapt the plain model")
     whole = model.unplaced or model
@@ -145,6 +146,10 @@ def without_base(model: Model, lora: Lora) -> Model:
             f"adapters on a pipeline axis: targets {list(lora.targets)} name nothing in layers {sorted(bare)}, and "
             "every stage needs something to train: name weights of all layers"
         )
+    shapes = model.plain.whole_shapes
+    most = max(min(shapes[name][-2:]) for name in places if name in shapes)
+    if lora.rank > most:
+        raise ValueError(f"rank={lora.rank}: no weight that is adapted has a rank above {most}; give at most that")
     layout = layout_of_weights(model.layout or Layout(model.shapes, {}, frozenset(), 0, 1), model.forms)
     layout = layout_in_codes(with_factors(layout, places, lora.rank), model.forms)
     shapes = layout.shapes

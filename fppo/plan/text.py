@@ -95,6 +95,14 @@ def _lines(part: str | Table, width: int) -> list[str]:
     return [part.title, *lines]
 
 
+def amount(count: float) -> str:
+    """A number of parameters in the unit that fits: 7.62 B, 0.49 B, 2.62 k."""
+    size, name = next(
+        ((size, name) for size, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if count >= size / 10), (1, "")
+    )
+    return f"{count / size:,.2f} {name}" if name else f"{count:,.0f}"
+
+
 def gib(size: float) -> str:
     """Bytes as GiB."""
     value = size / GIB
@@ -142,7 +150,7 @@ def _name(dtype: torch.dtype | None) -> str:
 
 def _head(case: Case, parameters: Mapping[str, int]) -> Section:
     hardware, passes = case.hardware, _name(case.compute_dtype)
-    models = ", ".join(f"{role} {count / 1e9:,.2f} B" for role, count in parameters.items())
+    models = ", ".join(f"{role} {amount(count)}" for role, count in parameters.items())
     axes = " x ".join(f"{name} {case.size(name)}" for name in ORDER)
     sharded = f", stage {case.sharding.stage}" if case.shards > 1 else ""
     sharded += f", {case.virtual_stages} stages on each rank" if case.virtual_stages > 1 else ""

@@ -29,7 +29,7 @@ CARD = "README.md"
 Form = Literal["whole", "adapter", "merged"]
 Role = Literal["actor", "critic"]
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_PATHS = (*files.PATHS, "model.tokenizer", "data.chat_template", "data.tools", "output_dir")
+_PATHS = (*files.PATHS, "output_dir")
 _SHOWN = ("python", "fppo", "torch", "transformers", "datasets")  # of the versions
 
 

@@ -432,6 +432,9 @@ def _record_start(settings: TrainSettings, assembly: AnyAssembly, step: int, dig
     if changes := starts.record(settings, step):
         shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
         print(f"going on from step {step} with other settings: {shown}", file=sys.stderr)
+    if step:
+        ranks = ranks_on(assembly.mesh, AXES)
+        print(f"going on from step {step} on {'1 process' if ranks == 1 else f'{ranks} processes'}", file=sys.stderr)
     for news in origins.record(settings, step):
         print(f"going on from step {step} {news}", file=sys.stderr)
     texts = assembly.inputs.texts

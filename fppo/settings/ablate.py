@@ -7,7 +7,7 @@ from typing import Annotated
 import attrs
 import tyro
 
-from fppo.fields import above, at_least, flag_problems, nonempty, output_file, setting
+from fppo.fields import above, at_least, flag_problems, nonempty, output_file, place, setting
 
 SHAPE = "write sizes as N=256,H=512"
 
@@ -36,11 +36,11 @@ class AblateSettings:
     """What to compute in: float32, bfloat16, float64; an operation leaves out what it is not made for."""
     shapes: tuple[str, ...] = setting((), _shapes)
     """Sizes, as N=256,H=512,V=32000; what is left out has its default, and more shapes go behind spaces."""
-    model: str | None = setting(None)
+    model: str | None = setting(None, place)
     """Take the sizes of a model: a directory with its config.json, or a name, as qwen2.5-0.5b."""
     implementations: tuple[str, ...] = setting(())
     """Only these of the table, by commas or spaces; none: all."""
-    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions)
+    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions, name="with")
     """Functions of your own beside them: module:function, or op=module:function."""
     repeats: int = setting(5, at_least(1))
     """Rounds of timing, of which the median is shown."""
@@ -50,11 +50,11 @@ class AblateSettings:
     """Threads of the CPU; None: torch's choice."""
     device: str = setting("auto", nonempty("give auto, cpu or cuda"))
     """Where it runs: auto (a GPU if there is one), cpu, cuda or cuda:N."""
-    json: str | None = setting(None, output_file)
+    json: str | None = setting(None, place, output_file)
     """Write everything to this JSON file."""
-    png: str | None = setting(None, output_file)
+    png: str | None = setting(None, place, output_file)
     """Draw time and error to this PNG file."""
-    replay: str | None = setting(None)
+    replay: str | None = setting(None, place)
     """The output_dir of a run: compute one step of it again under each implementation of --op, others as in the run."""
     step: int | None = setting(None, above(0))
     """The step to replay."""

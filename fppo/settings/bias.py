@@ -10,7 +10,7 @@ import attrs
 import tyro
 
 from fppo._errors import did_you_mean
-from fppo.fields import at_least, at_most, flag_problems, nonempty, output_file, setting
+from fppo.fields import at_least, at_most, flag_problems, nonempty, output_file, place, setting
 from fppo.settings import files
 from fppo.settings.plan import run_of
 from fppo.settings.train import TrainSettings
@@ -37,7 +37,7 @@ class BiasSettings:
 
     tables: tuple[str, ...] = setting(TABLES, nonempty("give tables, as estimators,kl"))
     """Which tables, by commas or spaces."""
-    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions)
+    with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions, name="with")
     """Estimators and policy losses of your own among the rows, as module:function."""
     n: tuple[int, ...] = setting((2, 4, 8), _groups)
     """Rows of a group, in the table of estimators."""
@@ -47,11 +47,11 @@ class BiasSettings:
     """The longest response of a world, in tokens."""
     worlds: int = setting(5, at_least(1), at_most(1000))
     """Worlds that medians are taken over."""
-    json: str | None = setting(None, output_file)
+    json: str | None = setting(None, place, output_file)
     """Write all numbers to this JSON file; -: print them in place of the tables."""
-    markdown: str | None = setting(None, output_file)
+    markdown: str | None = setting(None, place, output_file)
     """Write the tables to this Markdown file."""
-    png: str | None = setting(None, output_file)
+    png: str | None = setting(None, place, output_file)
     """Draw the tables to this PNG file."""
 
     @property

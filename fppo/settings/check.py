@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from fppo.fields import at_least, at_most, output_file, setting
+from fppo.fields import at_least, at_most, output_file, place, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -19,5 +19,5 @@ class CheckSettings:
     """Prompts to show and to score: the first, the shortest, the longest, then the next ones."""
     gpu: str | None = setting(None)
     """What a rank runs on, as fppo plan has it: a100-80, h100, h200, b200 or cpu; None: what is here."""
-    json: str | None = setting(None, output_file)
+    json: str | None = setting(None, place, output_file)
     """Write everything to this JSON file; -: print it in place of the text."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from fppo.fields import at_least, nonempty, setting
+from fppo.fields import at_least, nonempty, place, setting
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import is_list, read, value_of_words
@@ -63,7 +63,7 @@ class CompareSettings:
     """Seeds of each variant, from that of the file on."""
     metrics: tuple[str, ...] = setting(())
     """The metrics to compare; none: the held-out reward, and critic/true/r2 where it is logged."""
-    out: str | None = setting(None)
+    out: str | None = setting(None, place)
     """The directory for all runs, the table and the picture; None: output_dir of the file, and -compare."""
 
 

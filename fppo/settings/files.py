@@ -20,7 +20,7 @@ from typing import Any
 import attrs
 
 from fppo._errors import check_depth
-from fppo.fields import Problem, WrongSetting, fields_of, kinds_of, name_of, table_of
+from fppo.fields import Problem, WrongSetting, fields_of, kinds_of, name_of, place, place_settings, table_of
 from fppo.settings import checks
 from fppo.settings.component import parts, signature_of
 from fppo.settings.modules import own_functions
@@ -37,18 +37,8 @@ _COMMANDS = (  # of LaTeX, which begin as a new line or a tab is written
     *("tan", "tau", "text", "textbf", "textit", "tfrac", "theta", "tilde", "times", "to", "top", "triangle", "tag"),
 )
 _COMMAND = re.compile(rf"(?<!\\)\\({'|'.join(_COMMANDS)})(?![A-Za-z])")
-PATHS = (
-    *(
-        "model.path",
-        "model.critic_path",
-        "model.ref_path",
-        "model.teacher_path",
-        "data.path",
-        "data.eval_path",
-        "module_dirs",
-    ),
-    *("model.lora.path", "rollout.from", "reward.model.path", "reward.model.tokenizer", "reward.judge.path"),
-)  # settings that may name a file or a directory
+# settings that may name a file or a directory to read
+PATHS = tuple(path for path in place_settings(TrainSettings) if path not in ("output_dir", "resume"))
 
 
 class SettingsError(ValueError):
@@ -93,14 +83,18 @@ def examined(
     """
     values = {} if path is None else read_toml(path)
     settings, problems = read_section(TrainSettings, values, known=list(paths()))
+    remembered: tuple[str, ...] = ()  # by a run, and maybe gone since then
     if run is not None:
         settings = attrs.evolve(relocated(settings, run), resume="auto")
+        remembered = settings.module_dirs
     elif path is not None and (Path(path).parent / STARTS).is_dir():
         settings = relocated(settings, Path(path).parent)
+        remembered = settings.module_dirs
     settings, wrong = override(settings, overrides)
     settings, problems = _remember_modules(settings, path), [*problems, *wrong]
     known = {problem.path for problem in problems}  # a malformed value was replaced by its default
     problems += [p for p in checks.problems(settings) if p.path not in known]
+    problems += _absent(settings.module_dirs, remembered)
     if not any(checks.text_problems(settings)):  # else nothing can be asked about such a path
         problems += [p for p in look(settings, problems) if p.path not in known]
     return settings, problems
@@ -119,9 +113,8 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return check_depth(tomllib.loads(read_text(path)))
     except FileNotFoundError as error:
-        raise SettingsError(
-            [f"there is no such file in {Path(os.path.realpath(path)).parent}"], where=str(path)
-        ) from error
+        wrong = place(str(path)) or f"there is no such file in {Path(os.path.realpath(path)).parent}"
+        raise SettingsError([wrong], where=str(path)) from error
     except IsADirectoryError as error:
         own = Path(path) / "settings.toml"
         advice = f"the settings of the run in it are {own}" if own.exists() else "give a TOML file"
@@ -335,6 +328,14 @@ def _remember_modules(settings: TrainSettings, path: str | os.PathLike[str] | No
         return settings
     places = [Path.cwd()] if path is None else [Path(os.path.realpath(path)).parent, Path.cwd()]
     return attrs.evolve(settings, module_dirs=tuple(dict.fromkeys(map(str, places))))
+
+
+def _absent(module_dirs: Sequence[str], remembered: Sequence[str]) -> list[Problem]:
+    """The directories of modules that are not there, but for those that a run has `remembered`."""
+    given = [name for name in module_dirs if name not in remembered and place(name) is None and "\0" not in name]
+    absent = [name for name in given if not os.path.isdir(name)]
+    text = "there is no such directory; give one that is there, or leave it out"
+    return [Problem("module_dirs", absent, text)] if absent else []
 
 
 def _toml_lines(table: Mapping[str, Any], prefix: str, plain: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import attrs
 
-from fppo.fields import Table, above, at_least, nonempty, setting
+from fppo.fields import Table, above, at_least, nonempty, place, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -21,7 +21,7 @@ class LoraSettings:
     """What divides alpha: the rank (standard), or its square root (rslora)."""
     targets: tuple[str, ...] = setting(("all-linear",), nonempty("give names of weights, or all-linear"))
     """The weights that have adapters: all-linear, ends of names, as q_proj, or patterns of whole names."""
-    path: str | None = setting(None)
+    path: str | None = setting(None, place)
     """A directory with PEFT's files, whose adapter the policy starts from; rank, alpha, scaling and targets are its."""
     reference: Literal["start", "base"] = setting("start")
     """What the policy is compared with, if it starts from path: the policy as it starts, or its base."""
@@ -52,15 +52,15 @@ class LoraSettings:
 class ModelSettings:
     """Which models, and how they run."""
 
-    path: str = setting("", nonempty("give the name or directory of a Hugging Face model"))
+    path: str = setting("", nonempty("give the name or directory of a Hugging Face model"), place)
     """The policy to train: the name or directory of a Hugging Face model."""
-    critic_path: str | None = setting(None)
+    critic_path: str | None = setting(None, place)
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
-    ref_path: str | None = setting(None)
+    ref_path: str | None = setting(None, place)
     """The reference that KL terms hold the policy to; None: the policy as it was at the start."""
-    teacher_path: str | None = setting(None)
+    teacher_path: str | None = setting(None, place)
     """The teacher that algorithm.advantage = "distill" holds the policy to, of the same tokenizer, of any size."""
-    tokenizer: str | None = setting(None)
+    tokenizer: str | None = setting(None, place)
     """Where the tokenizer is; None: in path."""
     config: Table = setting(dict)
     """What differs from the config.json of these models, as {max_position_embeddings = 8192}."""

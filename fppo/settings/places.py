@@ -9,12 +9,15 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+import attrs
+
 from fppo._errors import json_of, printable
-from fppo.data.examples import example_of
+from fppo.data.examples import Answers, check_fields, example_of
 from fppo.data.plain import half_pairs, irregular
 from fppo.data.problems import Problems as RowProblems
+from fppo.data.problems import lines_of
 from fppo.data.read import FORMATS, read_rows
-from fppo.fields import Problem, Problems, said
+from fppo.fields import Problem, Problems, only, said, wrong_values
 from fppo.runtime.exports import check_replaceable
 from fppo.runtime.weights import weight_files
 from fppo.settings import files
@@ -37,15 +40,22 @@ _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: sett
 _NO_PLACE = "is no directory, or a link that leads to none"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-_MOST_BYTES = 32 << 20  # of rows that are looked at: reading takes time
+_MOST_BYTES = 32 << 20  # of rows that are all looked at: reading takes time
+_FIRST = 1000  # rows that are looked at of more
 _LONGEST = 255  # bytes of a name in a directory
 _ROWS = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def place_problems(settings: TrainSettings) -> list[Problem]:
-    """Every file and directory that a setting names and that is not there, or not whole. Names of the hub pass."""
+    """Every file and directory that a setting names and that is not there, or not whole. Names of the hub pass, and
+    names that their own checks refuse."""
     if wrong := list(_names(settings)):
         return wrong
+    refused = {problem.path for problem in wrong_values(settings)}
+    return [problem for problem in _problems(settings) if problem.path not in refused]
+
+
+def _problems(settings: TrainSettings) -> list[Problem]:
     reward = settings.reward
     models = {"model.path": settings.model.path or None, "reward.model.path": reward.model.path}
     models["reward.judge.path"] = reward.judge.path
@@ -70,7 +80,7 @@ def place_problems(settings: TrainSettings) -> list[Problem]:
 def _names(settings: TrainSettings) -> Problems:
     """Yield the settings whose name is empty, which would be that of the working directory, or longer than any is."""
     values = files.flat(files.to_dict(settings))
-    for setting in (*files.PATHS, "model.tokenizer", "data.chat_template", "data.tools", "resume", "output_dir"):
+    for setting in (*files.PATHS, "resume", "output_dir"):
         names = values[setting] if isinstance(values[setting], list) else [values[setting]]
         names = [name for name in names if name is not None]
         longest = max((len(os.fsencode(part)) for name in names for part in Path(name).parts), default=0)
@@ -306,34 +316,38 @@ def _text(name: str, path: str, *, schemas: bool) -> Problems:
 
 
 def _missing(place: Path) -> str:
-    """The text on a missing place: it begins with ~, is a file, or lacks a parent."""
-    if str(place).startswith("~"):
-        return f"~ is not replaced here; give {place.expanduser()}"
+    """The text on a missing place: it is a file, or lacks a parent."""
     if place.exists():
         return "is a file, not the directory of a model"
     there = next(parent for parent in (place, *place.absolute().parents) if parent.exists())
     return "there is no such file or directory" if there == place.absolute().parent else f"there is no {place.parent}"
 
 
-def row_problems(settings: TrainSettings) -> list[Problem]:
-    """The faulty rows of the data sets that are files here, and not large: all as one text."""
+def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Problem]:
+    """The fields that no row has, and the faulty rows, of the data sets that are files here; of large ones the first
+    rows alone are looked at. `imitates`: the rows are demonstrations."""
     data, found = settings.data, []
     noted = RowProblems()
+    fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_prompt}
+    if imitates:
+        fields = attrs.evolve(fields, ground_truth=None)
+        needed = Answers(**only(settings.sft, "response", "messages", "turns")).needed(fields)
     for paths in dict.fromkeys((data.path, data.eval_path if data.has_held_out else ())):
         places = [Path(path) for path in paths]
-        local = all(place.is_file() and place.suffix.lower() in FORMATS for place in places)
-        if not places or not local or sum(place.stat().st_size for place in places) > _MOST_BYTES:
+        if not places or not all(place.is_file() and place.suffix.lower() in FORMATS for place in places):
             continue
+        most = _FIRST if sum(place.stat().st_size for place in places) > _MOST_BYTES else None
         try:
-            for row in read_rows(places, problems=noted):
-                example_of(row, data.fields, noted)
+            rows = read_rows(places, most=most, problems=noted)
+            check_fields(rows, needed, RowProblems())
+            for row in rows:
+                if not imitates or settings.sft.messages is None:
+                    example_of(row, fields, noted)
         except ValueError as error:
-            found.append(said(error))
-    try:
-        noted.check("data")
-    except ValueError as error:
-        found.append(said(error))
-    return found
+            found += lines_of(error)
+    lines = dict.fromkeys([*found, *noted.lines()])
+    rest = f"; {noted.rest()} in the data" if noted.rest() else ""
+    return [said(ValueError(f"{line}{rest if number == len(lines) else ''}")) for number, line in enumerate(lines, 1)]
 
 
 def token_problems(settings: TrainSettings) -> list[Problem]:

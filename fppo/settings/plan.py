@@ -9,12 +9,13 @@ from types import MappingProxyType
 import attrs
 import tyro
 
-from fppo.fields import Problem, above, at_least, flag_problems, nonempty, output_file, setting
+from fppo.fields import Problem, above, at_least, flag_problems, nonempty, output_file, place, setting
 from fppo.settings import checks, files, placement
 from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import words_given
 
+HERE = "here"  # the device of the run, as this machine has it
 _UNREAD = (
     "data.path = []",
     "reward.functions = []",
@@ -52,12 +53,17 @@ RENAMED: Mapping[str, str] = MappingProxyType(
 )
 
 
+def _named(gpu: str | None) -> str | None:
+    return None if gpu is None else nonempty("give a GPU, as h200")(gpu)
+
+
 @attrs.frozen(kw_only=True)
 class PlanSettings:
     """Says what a run will need, before there is one: memory of a rank by kind, bytes on the wire, time and MFU."""
 
-    gpu: str = setting("h200", nonempty("give a GPU, as h200"))
-    """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below."""
+    gpu: str | None = setting(None, _named)
+    """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below; None: what
+    is here for the run of a file, and h200 for flags alone."""
     gpus: int | None = setting(None, at_least(1))
     """GPUs in all; None: as many as the mesh has ranks."""
     memory: float | None = setting(None, above(0))
@@ -82,7 +88,7 @@ class PlanSettings:
     """In place of a mesh: the meshes of so many GPUs with the shortest steps that fit, and why the others are not."""
     tries: bool = setting(True)
     """Where it does not fit, find settings with which it would."""
-    json: str | None = setting(None, output_file)
+    json: str | None = setting(None, place, output_file)
     """Write everything to this JSON file; -: print it in place of the table."""
 
 
@@ -97,6 +103,8 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings, Pla
         now = [RENAMED[name].replace("_", "-") for name in old]
         raise files.SettingsError([f"{a}: it is {b} now" for a, b in zip(lines, now, strict=True)])
     options, rest = tyro.cli(PlanSettings, args=arguments, prog="fppo plan [FILE.toml]", return_unknown_args=True)
+    if options.gpu is None:
+        options = attrs.evolve(options, gpu=HERE if file is not None else "h200")
     run, wrong = run_of(file, rest)
     if wrong := [*wrong, *problems(run, options)]:
         raise files.SettingsError(list(dict.fromkeys(wrong)))

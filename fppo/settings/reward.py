@@ -14,6 +14,7 @@ from fppo.fields import (
     above,
     at_least,
     at_most,
+    place,
     setting,
     temperature,
 )
@@ -38,13 +39,13 @@ End with one line of the form "Score: number"."""
 class RewardModelSettings:
     """A reward model: a classifier or a critic, whose number at the last token is added to the reward functions'."""
 
-    path: str | None = setting(None)
+    path: str | None = setting(None, place)
     """A model with a sequence- or token-classification head or a value head; None: no reward model."""
     weight: float = setting(1.0)
     """The factor of its score."""
     label: str | None = setting(None)
     """The label whose number is the score, by name or number, where the head has several."""
-    tokenizer: str | None = setting(None)
+    tokenizer: str | None = setting(None, place)
     """Where its tokenizer is; None: in path, if that one differs; else it reads the policy's tokens."""
     chat: bool | None = setting(None)
     """Put texts for a tokenizer of its own through that one's chat template; None: where data.chat does so."""
@@ -62,7 +63,7 @@ class RewardModelSettings:
 class JudgeSettings:
     """A language model that is asked for a score, which is added to the reward functions'."""
 
-    path: str | None = setting(None)
+    path: str | None = setting(None, place)
     """The judge: the name or directory of a Hugging Face model, with its tokenizer; None: no judge."""
     weight: float = setting(1.0)
     """The factor of its score."""

@@ -17,6 +17,7 @@ from fppo.fields import (
     at_least,
     at_most,
     nonempty,
+    place,
     setting,
     temperature,
 )
@@ -158,5 +159,5 @@ class RolloutSettings:
     """Which responses are not trained on."""
     save: bool = setting(False)
     """Write every step's responses to the directory rollouts, for rollout.from."""
-    from_: Annotated[str | None, tyro.conf.arg(name="from")] = setting(None, name="from")
+    from_: Annotated[str | None, tyro.conf.arg(name="from")] = setting(None, place, name="from")
     """Train on the responses in this directory, in the order of their steps, instead of sampling any."""

@@ -24,6 +24,7 @@ from fppo.fields import (
     module_function,
     nonempty,
     only,
+    place,
     setting,
     temperature,
 )
@@ -58,11 +59,11 @@ class CurriculumSettings:
 class DataSettings:
     """Where prompts come from, and how a row becomes one."""
 
-    path: tuple[str, ...] = setting(())
+    path: tuple[str, ...] = setting((), place)
     """Prompts to train on: jsonl, csv or parquet files, or one name of the datasets library."""
     split: str = setting("train", nonempty("give the name of a split"))
     """The split to train on, where path is the name of a data set."""
-    eval_path: tuple[str, ...] = setting(())
+    eval_path: tuple[str, ...] = setting((), place)
     """Held-out prompts, never trained on; none: no evaluation."""
     rows: str | None = setting(None, module_function)
     """In place of path, rows of your own: module:function, which returns or yields dicts."""
@@ -80,7 +81,7 @@ class DataSettings:
     """The longest of these, in tokens; longer ones are an error."""
     chat: bool = setting(False)
     """Put the prompt, a text or a list of messages, through the tokenizer's chat template."""
-    chat_template: str | None = setting(None)
+    chat_template: str | None = setting(None, place)
     """A file with a chat template in place of the tokenizer's own; it is exported with the model."""
     chat_arguments: Table = setting(dict)
     """What the chat template gets beside messages, as {enable_thinking = false}."""
@@ -92,7 +93,7 @@ class DataSettings:
     """How many frames of each second of a video the model sees; None: as many as its processor has by default."""
     video_frames: int | None = setting(None, at_least(1))
     """In place of video_fps, how many frames of a whole video the model sees; all of one that has fewer."""
-    tools: str | None = setting(None)
+    tools: str | None = setting(None, place)
     """A JSON file with a list of schemas of tools, which the chat template shows."""
     row_tools: str | None = setting(None)
     """The field with schemas of a row's own tools, a list or JSON text of one; rows without any have those of tools."""
@@ -224,15 +225,15 @@ def _device(name: str) -> str | None:
 class TrainSettings:
     """Everything that a run of `fppo train` depends on."""
 
-    output_dir: str = setting("runs/fppo", nonempty("give a directory for what the run writes"))
+    output_dir: str = setting("runs/fppo", nonempty("give a directory for what the run writes"), place)
     """The directory for everything that the run writes."""
     seed: int = setting(0, at_least(0), at_most(2**64 - 1))
     """What every random draw of the run follows from."""
     steps: int = setting(100, at_least(1))
     """Steps of the run: each samples one batch and updates on it."""
-    module_dirs: tuple[str, ...] = setting(())
+    module_dirs: tuple[str, ...] = setting((), place)
     """Where modules of module:function are sought too; none: beside the settings file, and the working directory."""
-    resume: str = setting("auto", nonempty("give auto, never, must, or a checkpoint"))
+    resume: str = setting("auto", nonempty("give auto, never, must, or a checkpoint"), place)
     """auto: from the last checkpoint if there is one; must: or fail; never: start anew; or a checkpoint's directory."""
     device: str = setting("auto", _device)
     """Where tensors live: auto (a GPU if there is one), cpu, cuda or cuda:N."""

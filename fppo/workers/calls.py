@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import attrs
 
-from fppo._errors import listed, printable, words_of
+from fppo._errors import is_interrupt, listed, printable, words_of
 from fppo.runtime.clock import ProcessClock
 from fppo.workers.sample import Kind, Outcome, Sample, UserFn, outcome_of
 
@@ -84,16 +84,24 @@ def _settled(result: Any, loop: asyncio.Runner) -> Any:
     if not inspect.isawaitable(result):
         return result
 
-    async def wait() -> Any:
-        return await result
+    async def wait() -> tuple[Any, BaseException | None]:
+        try:
+            return await result, None
+        except BaseException as error:  # an event loop does not outlive all of them
+            return None, error
 
-    return loop.run(wait())
+    value, error = loop.run(wait())
+    if error is not None:
+        raise error
+    return value
 
 
 def _guarded(attempt: Callable[[], Outcome], sample: Sample) -> Outcome:
     try:
         return attempt()
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         return _error(error, sample)
 
 
@@ -125,7 +133,9 @@ def _batch(
     on_call()
     try:
         results = _settled(fn(list(samples)), loop)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         if len(samples) == 1:
             on_outcome(first, _error(error, samples[0]))
             return
@@ -213,7 +223,9 @@ class CoroutineCalls:
             if task.cancelling() and task not in self._late:
                 raise
             outcome = _error(error, sample)  # of the function's own, where it is not late
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
             outcome = _error(error, sample)
         finally:
             self._due.pop(task, None)

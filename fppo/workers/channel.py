@@ -11,6 +11,7 @@ import os
 import socket
 
 SECRET = 16  # bytes
+CUT = 74  # the exit status of a process whose end of the channel was closed inside of it
 _DIGEST, _LENGTH = 16, 8  # bytes
 _HEAD = SECRET + _LENGTH + _DIGEST
 _MOST = 1 << 34  # bytes of a message

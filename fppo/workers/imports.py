@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from fppo._errors import nearest, of_exit, words_of
+from fppo._errors import is_interrupt, nearest, of_exit, words_of
 
 
 def search(directories: Iterable[str | os.PathLike[str]]) -> None:
@@ -34,7 +34,9 @@ def imported(name: str, kind: str, *, also: type | tuple[type, ...] = ()) -> Any
         value: Any = importlib.import_module(module_name)
     except SystemExit as error:
         raise ValueError(f"{kind} {name!r}: the module {module_name!r} does not import: {of_exit(error)}") from error
-    except Exception as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise ValueError(f"{kind} {name!r}: the module {module_name!r} does not import: {words_of(error)}") from error
     for attribute in path.split("."):
         if not hasattr(value, attribute):

@@ -24,7 +24,7 @@ from fppo.runtime.clock import ProcessClock
 from fppo.runtime.in_order import InOrder
 from fppo.runtime.parent import kill_session, start_python
 from fppo.workers.calls import Mode, Patience
-from fppo.workers.channel import SECRET, Channel, ForeignBytes
+from fppo.workers.channel import CUT, SECRET, Channel, ForeignBytes
 from fppo.workers.sample import Outcome, Sample, UserFn
 
 _SLACK = 1.0  # seconds that overdue coroutines have to end by themselves
@@ -247,9 +247,10 @@ class WorkerPool:
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(timeout=1.0)
         code = worker.process.poll()
+        how = "closed a descriptor that is not its own" if code == CUT else f"ended with code {code}"
         if not worker.ready:
-            raise ValueError(f"the process of the {self._names} ended with code {code} before it was ready")
-        self._give_up(worker, Outcome("error", text=f"its process ended with code {code}"))
+            raise ValueError(f"the process of the {self._names} {how} before it was ready")
+        self._give_up(worker, Outcome("error", text=f"its process {how}"))
 
     def _broken(self, worker: _Worker, found: str) -> None:
         """Gives a worker up in whose channel somebody else has written."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import pickle
+import signal
+from types import FrameType
 from typing import Any, NamedTuple
 
 from fppo._errors import of_exit, words_of
 from fppo.runtime.parent import end_with
 from fppo.workers.calls import CoroutineCalls, Mode, OnOutcome, call
-from fppo.workers.channel import WorkerChannel
+from fppo.workers.channel import CUT, WorkerChannel
 from fppo.workers.sample import Outcome, Sample
 
 
@@ -21,7 +25,16 @@ def main(descriptor: str, secret: str, parent: str) -> None:
     coroutines run, further tasks of the same function may come.
     """
     end_with(int(parent))
+    with contextlib.suppress(ValueError):  # threads handle no signals
+        signal.signal(signal.SIGINT, _nothing)  # ctrl-C goes to the parent: a KeyboardInterrupt is the function's own
     channel = WorkerChannel(int(descriptor), bytes.fromhex(secret))
+    try:
+        _work(channel)
+    except OSError:
+        os._exit(CUT)  # without a word: its descriptors are not what they were
+
+
+def _work(channel: WorkerChannel) -> None:
     try:
         functions = [_load(data) for data in pickle.loads(channel.receive())]
     except BaseException as error:
@@ -36,6 +49,10 @@ def main(descriptor: str, secret: str, parent: str) -> None:
                 task = _answer(channel, functions, _task(channel) if task is None else task, loop)
             except EOFError:
                 return
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    del number, frame
 
 
 class _Task(NamedTuple):

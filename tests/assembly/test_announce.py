@@ -71,9 +71,16 @@ def test_what_is_read_is_said_line_by_line():
     assert all(part.startswith(" " * 10) for line in found for part in line.splitlines()[1:])
 
 
+def test_a_stop_that_is_a_token_and_a_text_is_said_once():
+    both = SimpleNamespace(stop_token_ids=(1, 8), stop_texts=SimpleNamespace(texts=[b"<8>", b"x"]))
+    lines = input_lines(inputs(sampling=both), MODEL, PlacementSettings(), {})
+    assert [line.split() for line in lines if line.startswith("ends")] == [["ends", "'<1>'", "'<8>'", "'x'"]]
+
+
 def test_nothing_is_said_of_what_is_not_there():
     alone = SimpleNamespace(stop_token_ids=(1,), stop_texts=None)
-    found = input_lines(inputs(sampling=alone, prompts=prompts("a", "b", "c")), MODEL, PlacementSettings(), {"x": 1})
+    nobodys = {"mesh.shard": 1, "x": 1}  # a command fills the first in
+    found = input_lines(inputs(sampling=alone, prompts=prompts("a", "b", "c")), MODEL, PlacementSettings(), nobodys)
     assert [" ".join(line.split()) for line in found] == [
         "device cpu, bfloat16",
         "kernels attention varlen, log-probs triton",

@@ -136,8 +136,8 @@ def test_all_that_a_supervised_run_cannot_open_is_named_at_once(demonstrations, 
     wrong = {"device": "cuda", "log__loggers": [f"{__name__}:no_logger"], "sft__max_tokens": 2}
     with pytest.raises(files.SettingsError) as caught:
         assemble_supervised(settings_of(demonstrations, **own, **wrong))
-    device, logger, rows, kernel = caught.value.problems
+    device, logger, *rows, kernel = caught.value.problems
     assert device.startswith("device = 'cuda': torch sees no GPU here")
     assert logger.startswith("log.loggers")
-    assert rows.startswith("20 problems in the data")
+    assert sum("more than max_tokens = 2" in row for row in rows) == len(rows) > 0
     assert "key_lengths" in kernel

@@ -252,7 +252,7 @@ def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
         ("--model.path ~/start", "~ is not replaced here; give "),
         ("--model.path {task}/no/start", "there is no {task}/no"),
         ("--model.path {task}/train.jsonl", "is a file, not the directory of a model"),
-        ("--data.path ~/rows.jsonl", "data.path = '~/rows.jsonl': ~ is not replaced here"),
+        ("--data.path ~/rows.jsonl", "data.path = ['~/rows.jsonl']: ~ is not replaced here"),
         ("--data.chat --data.tools {task}/train.jsonl", "data.tools = '{task}/train.jsonl': is not JSON"),
         ("--data.chat --data.tools {task}/start/config.json", "must hold a list of objects, a schema each"),
         ("--data.chat --data.chat-template none.jinja", "data.chat_template = 'none.jinja': there is no such file"),

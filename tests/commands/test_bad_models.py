@@ -167,6 +167,8 @@ def test_a_config_with_values_of_other_kinds(task, capsys, config):
         ("generation_config.json", 5, "generation_config.json"),
         ("generation_config.json", {"eos_token_id": [[1]]}, "eos_token_id holds [[1]], which are no ids"),
         ("generation_config.json", {"eos_token_id": "x"}, "eos_token_id holds ['x'], which are no ids"),
+        ("generation_config.json", {"eos_token_id": [1, 99]}, "eos_token_id names [99], and the model has 15 tokens"),
+        ("generation_config.json", {"eos_token_id": -2}, "eos_token_id names [-2], and the model has 15 tokens"),
         ("tokenizer.json", {"model": {"vocab": 5, "type": "BPE"}}, "model.path: no tokenizer came from"),
         ("model.safetensors.index.json", {"weight_map": {"a": 5}}, "is not an index of weights"),
         ("adapter_config.json", {"r": [1], "lora_alpha": {}}, "model.lora.path"),
@@ -190,3 +192,53 @@ def test_a_plan_of_a_config_with_values_of_other_kinds(task, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "wide"}))
     assert cli.main(["plan", "--model.path", str(task / "start")]) == 2
     assert "of config.json cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            "--rollout.max-tokens 40 --eval.max-tokens 3",
+            "rollout.max_tokens = 40: with the longest prompt of 4 tokens a row may have 44, and model.path = "
+            "'{task}/start' has 32 positions (max_position_embeddings); give at most 28",
+        ),
+        ("--eval.max-tokens 40", "eval.max_tokens = 40: with the longest prompt of 4 tokens a row may have 44, and"),
+        (
+            '--model.config {{"max_position_embeddings":3}}',
+            "has 3 positions (max_position_embeddings); leave long prompts out",
+        ),
+        ('--model.config {{"max_position_embeddings":0}}', "has 0 positions (max_position_embeddings)"),
+        ("--critic.privileged 30", "with the longest prompt of 34 tokens a row may have 37"),
+        ("--model.lora.rank 100000", "model.lora: rank=100000: no weight that is adapted has a rank above 16"),
+        ("--model.lora.rank 2 --model.lora.targets nowhere", "model.lora: targets ['nowhere'] name no weight"),
+        (
+            '--model.config {{"layer_types":["sliding_attention"]}}',
+            "has layers of kind 'sliding_attention' and sliding_window = None",
+        ),
+        (
+            '--model.config {{"layer_types":["sliding_attention"],"sliding_window":-3,"use_sliding_window":true}}',
+            "sliding_window = -3: give how many tokens they see, or other layer_types",
+        ),
+        ('--model.config {{"layer_types":["chunked_attention"]}}', "has layers of kind 'chunked_attention' and"),
+    ],
+)
+def test_what_a_model_was_not_made_for_is_named_before_the_run(task, capsys, overrides, said):
+    assert said.format(task=task) in fails(task, capsys, *overrides.format(task=task).split())
+
+
+def test_a_model_whose_positions_are_stretched_takes_longer_rows(task, capsys):
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 32}
+    config = json.dumps({"rope_parameters": yarn})
+    assert "has 64 positions" in fails(task, capsys, "--model.config", config, "--rollout.max-tokens", "61")
+    longer = ["--model.config", json.dumps({"max_position_embeddings": 44}), "--rollout.max-tokens", "40"]
+    assert cli.main(["train", str(task / "run.toml"), *longer, "--steps", "1"]) == 0
+
+
+def test_demonstrations_beyond_the_positions_of_a_model_are_named_by_their_rows(task, capsys):
+    rows = [{"prompt": "1+1=", "response": "2" * size} for size in (1, 40)]
+    (task / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert cli.main(["sft", str(task / "run.toml"), "--data.eval-path"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        f"train.jsonl:2: 45 tokens, and model.path = '{task}/start' has 32 positions (max_position_embeddings)" in said
+    )

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from transformers import LlamaConfig, PreTrainedConfig
 
+from fppo._errors import UsageError
 from fppo.assembly.environments import maker_of
 from fppo.commands import ablate, audit, bias, check, distributed, output, plan, serve
 from fppo.commands.actions import ALONE
@@ -224,20 +226,31 @@ def test_a_batch_that_is_sampled_is_said_with_its_pace(tmp_path):
     assert line == f"batch  3/12  score 0.250  length {tokens / 8:.1f}  tok/s {2 * tokens}"
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
     ("options", "config", "row"),
     [
-        ({}, {}, 4096),
+        ({}, None, 4096),
+        ({}, {"max_position_embeddings": 512, "rope_parameters": YARN}, 1024),
         ({}, {"max_position_embeddings": 512}, 512),
         ({"row_tokens": 100}, {"max_position_embeddings": 512}, 100),
-        ({"row_tokens": 1000}, {"max_position_embeddings": 512}, 512),
         ({"row_tokens": 9000}, {"max_position_embeddings": 1 << 20}, 9000),
     ],
 )
 def test_a_servers_rows_are_as_long_as_flags_and_model_let_them(options, config, row):
-    policy = SimpleNamespace(model=SimpleNamespace(config=SimpleNamespace(**config)))
+    policy = SimpleNamespace(
+        model=SimpleNamespace(config=PreTrainedConfig() if config is None else LlamaConfig(**config))
+    )
     given = ServeOptions(targets=("m",), max_tokens=7, requests=9, **options)
     assert serve.bounds_of(given, policy) == Bounds(row_tokens=row, answer_tokens=7, requests=9)
+
+
+def test_a_server_of_longer_rows_than_the_model_was_made_for_is_refused_by_name():
+    policy = SimpleNamespace(model=SimpleNamespace(config=LlamaConfig(max_position_embeddings=512)))
+    with pytest.raises(UsageError, match="--row-tokens 1000: the model was made for rows of 512 tokens"):
+        serve.bounds_of(ServeOptions(targets=("m",), row_tokens=1000), policy)
 
 
 def test_a_server_answers_as_its_flags_say_or_as_the_run_does():
@@ -329,7 +342,7 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
 def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
     asked, places, shown, opened, lines = [], [], [], [], []
     settings = tiny_run.settings(tmp_path, seed=5)
-    inputs = SimpleNamespace(device=torch.device("meta"), prompts=())
+    inputs = SimpleNamespace(device=torch.device("meta"), prompts=SimpleNamespace(tokens=[(1, 2)]))
     stubs = {
         "resolved": lambda given, device=None: (attrs.evolve(given, seed=given.seed + 100), [f"of {device}"]),
         "_opened": lambda *args: opened.append(args) or inputs,
@@ -339,7 +352,7 @@ def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatc
         "input_lines": lambda *args: lines.append(args) or [],
         "_lengths": lambda prompts: [],
         "free_bytes": lambda directory: places.append(directory) or 1e12,
-        "_gpu_of": lambda device: f"a {device}",
+        "gpu_of": lambda device: f"a {device}",
     }
     for name, stub in stubs.items():
         monkeypatch.setattr(check, name, stub)

@@ -86,3 +86,23 @@ def test_a_script_that_has_loaded_torch_hears_that_it_is_too_late():
     assert "torch" in sys.modules
     with pytest.raises(RuntimeError, match=r"before the first import of torch, or start the script with OMP_WAIT"):
         barriers.wait_asleep()
+
+
+@pytest.mark.parametrize(
+    "closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"]
+)
+def test_closed_and_full_outputs_give_no_traceback(tmp_path, closed):
+    """What is printed goes nowhere, and to no file that is opened later; a full disk is told, and is no success."""
+    code = (
+        "import os, sys; from fppo.commands import start; sys.argv = ['fppo', 'completion', 'bash']\n"
+        "status = start.main(); file = open('opened', 'w')\n"
+        "try: print('printed', flush=True)\n"
+        "except OSError: status = 2\n"
+        "assert file.fileno() > 2 and not os.get_inheritable(file.fileno()); os._exit(status)"
+    )
+    line = f'exec "$0" -c "$1" {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable, code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == (2 if closed.startswith(">/dev/full") else 0)
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "opened").read_text() == ""
+    assert closed != ">/dev/full" or "No space left on device" in done.stderr

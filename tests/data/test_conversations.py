@@ -174,7 +174,6 @@ def test_rows_that_are_too_long_are_dropped_or_cut(most, rule):
 @pytest.mark.parametrize(
     ("row", "given", "text"),
     [
-        ({"prompt": "1"}, {}, "field 'response': missing"),
         ({"prompt": "1", "response": ""}, {}, "field 'response': a str, not text, or empty"),
         ({"prompt": "1", "response": "2 3"}, {"max_tokens": 3}, "the row has 4 tokens, more than max_tokens = 3"),
         ({"talk": TALK[:1]}, {"fields": CHAT, "answers": TALKS}, "ends with a message of the user"),
@@ -229,3 +228,35 @@ def test_a_template_that_does_not_read_its_arguments_is_refused_for_demonstratio
     chat = ChatOptions(arguments={"moods": 1})
     with pytest.raises(ValueError, match=r"does not read \['moods'\]; leave them out"):
         encode_demonstrations([row], tooled(), fields=CHAT, answers=TALKS, chat=chat)
+
+
+LARGE = "1 " * 700_000
+TALKS_ON = [{"role": role, "content": "1"} for _ in range(40) for role in ("user", "assistant")]
+
+
+@pytest.mark.parametrize(
+    ("row", "given", "said"),
+    [
+        ({"prompt": "1", "response": LARGE}, {}, "the row has 1,400,001 characters, more than max_tokens = 40"),
+        ({"prompt": LARGE, "response": "1"}, {}, "the row has 1,400,001 characters, more than max_tokens = 40"),
+        ({"talk": [{**TALK[0], "content": LARGE}, TALK[1]]}, {"fields": CHAT, "answers": TALKS}, "characters, more"),
+        ({"talk": TALKS_ON}, {"fields": CHAT, "answers": TALKS}, "the row has 80 messages, more than max_tokens = 40"),
+        ({"talk": json.dumps(TALKS_ON)}, {"fields": CHAT, "answers": TALKS}, "the row has 80 messages, more than"),
+    ],
+)
+def test_rows_that_no_tokenizer_should_be_given_are_told_by_their_characters(monkeypatch, row, given, said):
+    """Templates and tokenizers would take minutes for them."""
+    words = templates.tokenizer_of(KINDS["strips"]) if "fields" in given else chats.tokenizer()
+    small = {**row, "prompt": "1", "response": "2"} if "fields" not in given else {"talk": TALK[:2]}
+    whole = type(words).__call__
+    longest: list[int] = []
+    monkeypatch.setattr(
+        type(words), "__call__", lambda self, text, **how: longest.append(len(text)) or whole(self, text, **how)
+    )
+    with pytest.raises(ValueError, match=said):
+        encoded([row, small], words, max_tokens=40, **given)
+    dropped = encoded([row, small], words, max_tokens=40, over_long="drop", **given)
+    assert (len(dropped), dropped.num_dropped) == (1, 1)
+    assert max(longest, default=0) < 1_000_000
+    cut = encoded([small, row], words, max_tokens=40, over_long="truncate", **given)
+    assert all(x.num_tokens <= 40 for x in cut.rows)

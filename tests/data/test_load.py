@@ -6,9 +6,12 @@ import datetime
 import json
 
 import attrs
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from fppo import data
+from fppo.data import read
 from tests.data.rows import tokenizer, write
 
 GOOD = [{"prompt": "1 2 3", "answer": "6", "level": 2}, {"prompt": "4 5", "answer": "9", "level": None}]
@@ -66,7 +69,7 @@ def test_a_csv_file_names_its_fields_and_rows_by_the_line_that_they_begin_in(tmp
         (b"prompt,answer\n1,2\n1,2,3\n1\n1,\xff\n", [r"a\.csv:5: not UTF-8"]),
         (b"prompt,answer\n1,2\n1,2,3\n1\n", [r"a\.csv:3: 3 fields, and the first line names 2", r"a\.csv:4: 1 fields"]),
         (b'prompt,answer\n1,2\n1,"2\n', [r"a\.csv:3: not CSV: "]),
-        (b"question,answer\n1,2\n", [r"a\.csv:2: field 'prompt': missing; the row has \['answer', 'question'\]"]),
+        (b"question,answer\n1,2\n", [r"data\.prompt = 'prompt': no row has that field; did you mean 'question'\? "]),
         (b"prompt,answer\n", ["the data set is empty"]),
     ):
         path.write_bytes(content)
@@ -246,3 +249,36 @@ def test_extras_fit_json(tmp_path):
     assert prompts.left_out == ("raw",)
     with pytest.raises(ValueError, match="field 'raw': a bytes does not fit JSON"):
         load(tmp_path / "a.parquet", ground_truth="raw")
+
+
+def packed(path, column, rows):
+    """A parquet file of one value in many rows, which takes hardly any bytes."""
+    table = pyarrow.table({"prompt": pyarrow.chunked_array([pyarrow.array([column])] * rows), "answer": ["2"] * rows})
+    pyarrow.parquet.write_table(table, path, compression="zstd")
+    return path
+
+
+def test_a_file_that_was_packed_to_fill_a_memory_is_refused_before_it_does(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.nulls(11_000_000)}), tmp_path / "many.parquet")
+    with pytest.raises(ValueError, match=r"many\.parquet: its rows take more than 4 GB of memory, and the file has"):
+        data.read_rows(tmp_path / "many.parquet")
+    path = packed(tmp_path / "long.parquet", "1 2 " * 1000, 3000)
+    assert len(data.read_rows(path)) == 3000
+    monkeypatch.setattr(read, "UNPACKED", 1000)
+    with pytest.raises(ValueError, match=r"long\.parquet: its rows take more than .* GB of memory"):
+        data.read_rows(path)
+
+
+def test_a_file_that_repeats_itself_is_read(tmp_path):
+    rows = data.read_rows(packed(tmp_path / "a.parquet", "1 2 " * 100, 3000))
+    assert [row.line for row in rows] == [*range(1, 3001)]
+    assert {row.fields["prompt"] for row in rows} == {"1 2 " * 100}
+
+
+@pytest.mark.parametrize("ends", ["\n", "\r\n", "\r"])
+def test_the_first_rows_are_read_without_the_others(tmp_path, ends):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(ends.join([*(json.dumps({"prompt": f"{i}\u2028"}) for i in range(3)), "", "no row"]).encode())
+    assert [row.line for row in data.read_rows(path, most=2)] == [1, 2]
+    with pytest.raises(ValueError, match=r"a\.jsonl:5: not JSON"):
+        data.read_rows(path)

@@ -25,6 +25,10 @@ def process(sample: Sample) -> dict[str, float]:
     return {"score": 1.0, "pid": float(os.getpid()), "torch": float("torch" in sys.modules)}
 
 
+class OwnEnd(BaseException):
+    """No error of Python's."""
+
+
 def by_response(sample: Sample) -> float:
     """Does what the response says."""
     match sample.response:
@@ -34,6 +38,12 @@ def by_response(sample: Sample) -> float:
             sys.exit(3)
         case "die":
             os._exit(7)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "base":
+            raise OwnEnd("mine")
+        case "close":
+            os.closerange(3, 256)
         case "loop":
             while True:
                 pass
@@ -56,6 +66,15 @@ def spawns(sample: Sample) -> float:
 @inline_reward
 def inline(sample: Sample) -> float:
     return by_response(sample) + os.getpid()
+
+
+async def as_coroutine(sample: Sample) -> float:
+    return by_response(sample)
+
+
+@inline_reward
+async def inline_coroutine(sample: Sample) -> float:
+    return by_response(sample)
 
 
 @batch_reward

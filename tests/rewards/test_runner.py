@@ -18,6 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fppo.commands import start
 from fppo.rewards import RewardRunner, batch_reward, inline_reward, weighted_sum
 from fppo.runtime import clock
 from fppo.workers.calls import Patience
@@ -452,3 +453,54 @@ def test_a_column_that_a_reward_misses_is_named_with_those_there_are(fn):
     assert failure.number == 1
     assert re.search(r"KeyError: 'difficulty' at .*; the row has the columns \['level', 'xxx", failure.text)
     assert len(failure.text) < 3000
+
+
+ENDS = [("interrupt", "KeyboardInterrupt: "), ("base", "OwnEnd: mine")]
+
+
+@pytest.mark.parametrize("what", ENDS)
+@pytest.mark.parametrize("name", ["by_response", "as_coroutine", "batch_lengths", "inline", "inline_coroutine"])
+def test_what_a_function_raises_is_its_own_even_if_it_looks_like_ctrl_c(capfd, name, what):
+    """Beside a command's handler of ctrl-C, which is not Python's."""
+    response, text = what
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        with RewardRunner(getattr(functions, name), workers=1) as runner:
+            results = runner.run(samples("", response, ""))
+            again = runner.run(samples(""))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ((number, kind, said),) = [(x.number, x.kind, x.text) for x in results.failures]
+    assert (number, kind) == (1, "error")
+    assert said.startswith(text)
+    assert again.failures == ()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["by_response", "as_coroutine"])
+def test_a_function_that_closes_descriptors_is_told_without_a_traceback(capfd, name):
+    with RewardRunner(getattr(functions, name), workers=1) as runner:
+        results = runner.run(samples("", "close", ""))
+        again = runner.run(samples(""))
+    assert [(x.number, x.text) for x in results.failures] == [
+        (1, "its process closed a descriptor that is not its own")
+    ]
+    assert again.failures == ()
+    assert capfd.readouterr().err.count("Traceback") == 0
+
+
+def test_ctrl_c_ends_a_function_of_this_process():
+    """That of Python's own handler, and of a command's."""
+
+    def pressing(sample):
+        signal.raise_signal(signal.SIGINT)
+        return 1.0
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for handler in (signal.default_int_handler, start._interrupt):
+            signal.signal(signal.SIGINT, handler)
+            with RewardRunner(inline_reward(pressing)) as runner, pytest.raises(KeyboardInterrupt):
+                runner.run(samples(""))
+    finally:
+        signal.signal(signal.SIGINT, before)

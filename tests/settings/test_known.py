@@ -43,6 +43,7 @@ PROBES: tuple[Any, ...] = (
     math.nan,
     "",
     "x",
+    "$X/x",
     (),
     ("x",),
     (-1,),

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
+import attrs
 import pytest
 
-from fppo.settings import files, places
+from fppo.commands import help as helps
+from fppo.commands import options
+from fppo.fields import fields_of, flag_problems, name_of, place, place_settings
+from fppo.settings import ablate, bias, check, checks, compare, files, places, plan
 from fppo.settings.train import TrainSettings
 
 GONE = {
@@ -80,6 +86,7 @@ def test_an_export_does_not_replace_what_the_run_reads_by_whatever_name(tmp_path
 NAMED = (
     *("model.path", "model.critic_path", "model.ref_path", "model.teacher_path", "model.lora.path", "rollout.from"),
     *("reward.model.path", "reward.model.tokenizer", "reward.judge.path", "data.path", "data.eval_path", "module_dirs"),
+    *("model.tokenizer", "data.chat_template", "data.tools"),
 )
 
 
@@ -96,3 +103,69 @@ def test_all_that_settings_name_inside_of_a_run_moves_with_it(tmp_path):
     found = files.flat(files.to_dict(files.relocated(begun, new)))
     assert {name: found[name] for name in NAMED} == {name: paths(new, name) for name in NAMED}
     assert found["output_dir"] == str(new)
+
+
+COMMANDS = [cls for _, cls in inspect.getmembers(options, attrs.has) if cls.__module__ == options.__name__]
+COMMANDS += [ablate.AblateSettings, bias.BiasSettings, check.CheckSettings, compare.CompareSettings, plan.PlanSettings]
+NONE_OF_THEM = {  # texts whose help speaks of files, and that are none
+    *("data.images", "data.videos", "data.split", "data.source", "rollout.turns.respond", "log.loggers"),
+    *("gpu", "push", "preset", "map"),
+}
+
+
+@pytest.mark.parametrize("text", ["~/x", "$HOME/x", "a/${NAME}/x", "$(date)/x", "~nobody-at-all/x"])
+@pytest.mark.parametrize("name", place_settings(TrainSettings))
+def test_a_variable_in_a_place_is_refused_by_the_settings_name(name, text):
+    """Only a shell replaces it: a directory of that name would be made."""
+    listed = isinstance(files.flat(files.to_dict(TrainSettings()))[name], list)
+    settings = files.replace(TrainSettings(), {name: [text] if listed else text})
+    (said,) = [problem for problem in checks.problems(settings) if "is not replaced here" in problem.text]
+    assert said.path == name
+
+
+def test_a_name_that_is_there_is_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "$x.jsonl").write_text("")
+    assert place(("$x.jsonl", "a~b", "./~x", "owner/name")) is None
+    assert place("$y.jsonl") == "$y is not replaced here; write out what it stands for"
+    assert place("~").startswith("~ is not replaced here; give /")
+    assert place("~nobody-at-all") == "~ is not replaced here; give ./~nobody-at-all"
+
+
+def speaks_of_files(cls):
+    """The settings, by their paths, that hold texts, and whose help speaks of files and directories."""
+    texts = helps._texts(cls)
+    for field in fields_of(attrs.resolve_types(cls, include_extras=False)):
+        if attrs.has(field.type):
+            yield from (f"{name_of(field)}.{inner}" for inner in speaks_of_files(field.type))
+        elif "str" in str(field.type) and any(x in texts.get(field.name, "") for x in ("directory", " file", "_dir")):
+            yield name_of(field)
+
+
+@pytest.mark.parametrize("cls", [TrainSettings, *COMMANDS])
+def test_every_setting_that_names_a_file_is_known_as_one(cls):
+    assert set(speaks_of_files(cls)) - set(place_settings(cls)) <= NONE_OF_THEM
+
+
+@pytest.mark.parametrize("cls", COMMANDS)
+def test_a_variable_in_a_place_is_refused_by_the_flags_name(cls):
+    fields = {name: field for name, field in attrs.fields_dict(cls).items() if name in place_settings(cls)}
+    given = {name: ("~/x", "y") if "tuple" in str(field.type) else "~/x" for name, field in fields.items()}
+    others = {
+        field.name: 1 for field in attrs.fields(cls) if field.default is attrs.NOTHING and field.name not in given
+    }
+    said = [line for line in flag_problems(cls(**given, **others)) if "~ is not replaced here" in line]
+    assert len(said) == len(given)
+
+
+def test_directories_of_modules_that_are_not_there_are_named_but_for_those_that_a_run_remembers(tmp_path):
+    here, gone = str(tmp_path), str(tmp_path / "gone")
+    text = f"module_dirs = ['{gone}']: there is no such directory; give one that is there, or leave it out"
+    (tmp_path / "run.toml").write_text(f'module_dirs = ["{here}", "{gone}"]\n')
+    _, problems = files.examined(tmp_path / "run.toml")
+    assert text in [*map(str, problems)]
+    (tmp_path / "starts").mkdir()
+    _, problems = files.examined(tmp_path / "run.toml")
+    assert "module_dirs" not in {problem.path for problem in problems}
+    _, problems = files.examined(tmp_path / "run.toml", ["--module-dirs", f"{gone}/x"])
+    assert text.replace("gone", "gone/x") in [*map(str, problems)]

@@ -80,15 +80,17 @@ def test_a_judge_on_several_ranks_needs_a_process_of_its_own():
     assert checks.mesh_problems(make(VLLM), 1) == []
 
 
-def test_rows_of_large_files_are_not_looked_at_beforehand(tmp_path):
-    """Reading them takes time: what is wrong with them is told once the run reads them."""
+def test_of_large_files_the_first_rows_are_looked_at_beforehand(tmp_path):
+    """Reading them takes time: what is wrong with the others is told once the run reads them."""
     file = tmp_path / "a.jsonl"
-    file.write_text("no row\n")
+    file.write_text('{"prompt": "1", "answer": "2"}\n' * 1000 + "no row\n")
     (problem,) = places.row_problems(make({"data.path": [str(file)]}))
-    assert "a.jsonl:1: not JSON" in str(problem)
+    assert "a.jsonl:1001: not JSON" in str(problem)
     with file.open("r+b") as opened:
         opened.truncate((32 << 20) + 1)
     assert places.row_problems(make({"data.path": [str(file)]})) == []
+    (problem,) = places.row_problems(make({"data.path": [str(file)], "data.prompt": "question"}))
+    assert str(problem).startswith("data.prompt = 'question': no row has that field; did you mean 'prompt'?")
 
 
 def test_ids_that_a_tokenizer_lacks_are_named_though_it_has_larger_ones(tmp_path):
@@ -131,4 +133,4 @@ def test_what_reads_a_ground_truth_is_named_where_there_is_none(tmp_path):
     rows = own | {"data.path": [str(tmp_path / "a.jsonl")]}
     assert places.row_problems(make(rows)) == []
     (problem,) = places.row_problems(make(rows | {"data.ground_truth": "answer"}))
-    assert "a.jsonl:1: field 'answer': missing" in str(problem)
+    assert str(problem) == "data.ground_truth = 'answer': no row has that field; there are 'prompt'"

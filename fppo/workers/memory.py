@@ -1,0 +1,165 @@
+"""A bound on the memory of a process with all that it starts: a control group where one can be made, else their sum.
+
+Limits of the system are of single processes, and many small ones pass them together. Linux. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import attrs
+
+_ENTER = 'kill -STOP $$; exec "$@"'  # of a shell, which waits until it is let in, and becomes the command
+_KINDS = (  # of control groups: the files of their limit, the file that counts kills, and others with their values
+    (("memory.max",), "memory.events", {"memory.swap.max": "0", "memory.oom.group": "1"}),
+    (("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), "memory.oom_control", {}),
+)
+_LINGERS = 1.0  # seconds that killed processes may take to leave their group
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@attrs.frozen
+class ControlGroup:
+    """A control group that bounds the memory of the processes in it, all that the kernel holds for them too."""
+
+    place: Path
+    counts: str  # the file that counts kills
+
+    def entering(self, command: Sequence[str]) -> list[str]:
+        """The command, which waits to be admitted."""
+        return ["/bin/sh", "-c", _ENTER, "sh", *command]
+
+    def admit(self, pid: int) -> None:
+        """Put a process that waits into the group, and let it go on. Raises OSError."""
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        (self.place / "cgroup.procs").write_text(str(pid))
+        os.kill(pid, signal.SIGCONT)
+
+    def exceeded(self, pid: int) -> bool:
+        """Whether the kernel has killed a process of the group for want of memory; `pid` is the first of them."""
+        del pid
+        words = (self.place / self.counts).read_text().split()
+        return int(words[words.index("oom_kill") + 1]) > 0
+
+
+@attrs.frozen
+class WatchedSum:
+    """A limit on the sum of what a process and its descendants hold, in bytes, for whoever looks often."""
+
+    limit: int
+
+    def entering(self, command: Sequence[str]) -> list[str]:
+        """The command as it is."""
+        return [*command]
+
+    def admit(self, pid: int) -> None:
+        """Let a process go on, which has not waited."""
+
+    def exceeded(self, pid: int) -> bool:
+        """Whether the processes hold more than the limit. What they share counts once."""
+        pids = [pid, *descendants(pid)]
+        return sum(map(_resident, pids)) > self.limit and sum(map(_share, pids)) > self.limit
+
+
+MemoryBound = ControlGroup | WatchedSum
+
+
+@contextlib.contextmanager
+def memory_bound(limit: int) -> Iterator[MemoryBound]:
+    """A bound of so many bytes on what one command starts."""
+    group = _group(limit)
+    try:
+        yield WatchedSum(limit) if group is None else group
+    finally:
+        if group is not None:
+            _remove(group.place)
+
+
+def _remove(place: Path) -> None:
+    """Remove a control group once the last of its processes has ended."""
+    begun = time.monotonic()
+    while time.monotonic() - begun < _LINGERS:
+        with contextlib.suppress(OSError):
+            place.rmdir()
+            return
+        time.sleep(0.01)
+
+
+def _group(limit: int) -> ControlGroup | None:
+    """A new control group below this process's own; None where none can be made that bounds memory."""
+    for parent in _own_groups():
+        place = parent / f"fppo-{uuid.uuid4().hex}"
+        try:
+            place.mkdir()
+        except OSError:
+            continue
+        try:
+            (name, *more), counts, others = next(kind for kind in _KINDS if (place / kind[0][0]).exists())
+            (place / name).write_text(str(limit))
+            for other, value in (dict.fromkeys(more, str(limit)) | others).items():
+                if (place / other).exists():  # kernels without swap lack some
+                    (place / other).write_text(value)
+            group = ControlGroup(place, counts)
+            group.exceeded(0)
+            return group
+        except (OSError, StopIteration, ValueError):  # no controller of memory, or one without counts
+            place.rmdir()
+    return None
+
+
+def _own_groups() -> list[Path]:
+    """The control groups that this process is in, as directories."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    parts = [line.split(":", 2) for line in lines]
+    named = {controllers: path.lstrip("/") for _, controllers, path in parts}
+    roots = {"memory": ("/sys/fs/cgroup/memory",), "": ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")}
+    return [Path(root, path) for name, path in named.items() for root in roots.get(name, ())]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and those that these have."""
+    found: list[int] = []
+    left = [pid]
+    while left:
+        inside = _children(left.pop())
+        found += inside
+        left += inside
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):  # it has ended
+        tasks = os.listdir(f"/proc/{pid}/task")
+        texts = (_text(f"/proc/{pid}/task/{task}/children") for task in tasks)
+        return [int(word) for text in texts for word in text.split()]
+    return []
+
+
+def _resident(pid: int) -> int:
+    """The bytes that a process holds, what it shares with others too."""
+    words = _text(f"/proc/{pid}/statm").split()
+    return int(words[1]) * _PAGE if words else 0
+
+
+def _share(pid: int) -> int:
+    """The bytes that a process holds, of what it shares with others its part; all if it hides which that is."""
+    lines = _text(f"/proc/{pid}/smaps_rollup").splitlines()
+    parts = [int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")]
+    return parts[0] if parts else _resident(pid)
+
+
+def _text(file: str) -> str:
+    """What a file of the kernel says; nothing of a process that has ended, or hides it."""
+    try:
+        return Path(file).read_text()
+    except OSError:
+        return ""
