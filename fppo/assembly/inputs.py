@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from fppo import data
-from fppo.assembly.adapters import check_export, lora_of
+from fppo.assembly.adapters import check_export
 from fppo.assembly.environments import episode_prompts, maker_of
 from fppo.assembly.functions import (
     Advantage,
@@ -57,7 +57,6 @@ from fppo.data.privileged import TEACHER_PROMPT
 from fppo.data.problems import lines_of, together
 from fppo.fields import only
 from fppo.key import Key
-from fppo.models.lora import without_base
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
 from fppo.pipeline.program import LearnOfPrompts, learn_nothing
@@ -434,23 +433,11 @@ def _builders(
     return built | {role: partial(bare_model, attrs.evolve(section, path=path)) for role, path in others.items()}
 
 
-def _check_adapter(section: ModelSettings) -> None:
-    """Raises ValueError for an adapter that does not fit the policy."""
-    try:
-        without_base(bare_model(section), lora_of(section.lora))
-    except ValueError as error:
-        raise ValueError(f"model.lora: {error}") from error
-
-
 def _check_rows(settings: TrainSettings, prompts: PromptSet | None, held_out: PromptSet | None, tried: Tried) -> None:
     """Notes models that were made for shorter rows than those that these prompts may become. Of an environment's
     prompts only the responses are known."""
-    section, trained, most = (
-        settings.model,
-        ("rollout.max_tokens", settings.rollout.max_tokens),
-        settings.eval.max_tokens,
-    )
-    evaluated = trained if most is None else ("eval.max_tokens", most)
+    section, trained = settings.model, ("rollout.max_tokens", settings.rollout.max_tokens)
+    evaluated = trained if settings.eval.max_tokens is None else ("eval.max_tokens", settings.eval.max_tokens)
     others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
     named = _models_named(section, critic=settings.uses_critic_model, **others)
     if settings.uses_critic_model and "critic" not in named:
@@ -461,10 +448,11 @@ def _check_rows(settings: TrainSettings, prompts: PromptSet | None, held_out: Pr
         for of, response in sets:
             if of is not None:
                 longest = _longest(of, taught=role == "teacher") + extra
-                config = partial(config_of, section, config_place(*place))
-                tried(
-                    lambda args=(longest, response), config=config, at=place: check_positions(config(), *args, place=at)
-                )
+                tried(partial(_check_longest, section, longest, response, place))
+
+
+def _check_longest(section: ModelSettings, prompt: int, response: tuple[str, int], place: tuple[str, str]) -> None:
+    check_positions(config_of(section, config_place(*place)), prompt, response, place=place)
 
 
 def _longest(prompts: PromptSet, *, taught: bool) -> int:
@@ -512,8 +500,6 @@ def _check_models(
         tried(partial(check_mesh, *asked))
         if role == "actor" or (role == "critic" and section.lora.of_critic):
             tried(partial(check_base, section.lora.base, *asked))
-    if section.lora.used and section.lora.path is None:
-        tried(lambda: _check_adapter(section))
     for role, config in configs.items():
         privileged = critic.privileged if role == of_critic else 0
         if role == "teacher" and settings.data.teacher_prompt is not None:

@@ -189,8 +189,8 @@ def encode_demonstrations(
 
 
 def _too_large(row: Row, answers: Answers, fields: Fields, most: int, limit: int) -> str | None:
-    """What is to be said of a row that has more characters, or more messages, than `limit` tokens can have: templates
-    and tokenizers take minutes for such; None for others."""
+    """A complaint about a row with more characters, or more messages, than `limit` tokens can have: templates and
+    tokenizers take minutes for it. None for other rows."""
     texts, count = [], 0
     for name in _texts_of(answers, fields):
         with contextlib.suppress(BadField, ValueError):

@@ -247,9 +247,8 @@ def check_fields(rows: Sequence[Row], named: Mapping[str, str | None], problems:
                 near = _nearest_field(field, rows[0].fields)
                 hint = f"did you mean {near!r}? " if near else ""
                 what = "that field" if field == name else f"the field {field!r}"
-                lines.append(
-                    f"{setting} = {name!r}: no row has {what}; {hint}there are {', '.join(map(repr, there)) or 'none'}"
-                )
+                names = printable(", ".join(map(repr, there)) or "none", 1000)
+                lines.append(f"{setting} = {name!r}: no row has {what}; {hint}there are {names}")
     if lines:
         raise FieldError([*lines, *problems.lines(), *filter(None, [problems.rest()])])
 

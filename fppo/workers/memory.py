@@ -158,7 +158,7 @@ def _share(pid: int) -> int:
 
 
 def _text(file: str) -> str:
-    """What a file of the kernel says; nothing of a process that has ended, or hides it."""
+    """The content of a file of the kernel; "" for a process that has ended, or hides it."""
     try:
         return Path(file).read_text()
     except OSError:

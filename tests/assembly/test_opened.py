@@ -15,6 +15,7 @@ from fppo.assembly import rewards as rewards_module
 from fppo.assembly import teacher as teacher_module
 from fppo.assembly.inputs import EvalInputs, Inputs, Tried
 from fppo.data import ChatOptions
+from fppo.data.read import Row
 from fppo.fleet import HERE, LOCAL_GROUP, Here
 from fppo.key import Key
 from fppo.pipeline.passes import PolicyPass
@@ -59,7 +60,7 @@ OPENERS = (
     *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_usage", "_check_models"),
     "check_own_kernels",
     *("policy_loss", "advantage_of", "load_tokenizer", "policy_generation", "load_images", "_prompts", "_held_out"),
-    *("sampling_of", "eval_sampling_of", "drawing_of", "check_export", "_check_truths"),
+    *("sampling_of", "eval_sampling_of", "drawing_of", "check_export", "_check_truths", "_check_rows"),
 )
 
 
@@ -77,7 +78,7 @@ def opened(monkeypatch):
 
 KERNELS = Kernels.named()
 READER = SimpleNamespace(processor="the processor")
-FIRST = {"_check_models": 4, "_usage": 4}  # the arguments that are looked at
+FIRST = {"_check_models": 4, "_check_rows": 3, "_usage": 4}  # the arguments that are looked at
 
 
 def _seen(opened: Log) -> list[Any]:
@@ -118,6 +119,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("_held_out", (rows, settings.eval, environment, words, images), {}),
         ("_check_truths", (settings.reward, rollout, "<_prompts>", "<_held_out>" if held_out else None), {}),
         ("_check_models", (settings, words, sets, mesh), {}),
+        ("_check_rows", (settings, "<_prompts>", "<_held_out>" if held_out else None), {}),
         ("check_export", (model, "the processor", begun), {}),
         ("sampling_of", (rollout, words, begun), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {"like": "<sampling_of>"}),
@@ -161,6 +163,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("policy_generation", (model, rows, words), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {}),
         ("_check_models", (settings, words, ["<_held_out>"], mesh), {"trained": False}),
+        ("_check_rows", (settings, None, "<_held_out>"), {}),
     ]
     assert _seen(opened) == [call for call in calls if not own or call[0] != "device_of"]
     common: dict[str, Any] = {"device": own.get("device", CPU), "kernels": KERNELS, "tokenizer": words}
@@ -193,7 +196,8 @@ def test_everything_that_cannot_be_opened_is_named_and_nothing_after_the_tokeniz
 @pytest.mark.parametrize("taught", [None, "hint"])
 def test_prompts_are_read_and_encoded_as_their_section_says(monkeypatch, taught):
     log = Log(monkeypatch, INPUTS)
-    log.stub("read_data")
+    rows = [Row("d", 1, {"hint": "x"}, "d")]
+    log.stub("read_data", rows)
     log.stub("chat_options")
     encoded: list[Any] = []
 
@@ -218,12 +222,12 @@ def test_prompts_are_read_and_encoded_as_their_section_says(monkeypatch, taught)
     assert log.of("chat_options") == ((section,), {})
     common: dict[str, Any] = {"pad_token": "<pad>", "chat": "<chat_options>"}
     own = {"fields": section.fields, "images": "images", "problems": problems, "max_prompt_tokens": 9}
-    assert encoded[0] == (("<read_data>", "words"), {**common, **own, "over_long": "drop"})
+    assert encoded[0] == ((rows, "words"), {**common, **own, "over_long": "drop"})
     if taught is None:
         assert (len(encoded), found.extras) == (1, ({"x": 1}, {"x": 2}))
         return
     fields = attrs.evolve(section.fields, prompt="hint")
-    assert encoded[1:] == [(("<read_data>", "words"), {**common, "fields": fields, "max_prompt_tokens": 30})]
+    assert encoded[1:] == [((rows, "words"), {**common, "fields": fields, "max_prompt_tokens": 30})]
     name = INPUTS.TEACHER_PROMPT
     assert found.extras == ({"x": 1, name: [7, 8]}, {"x": 2, name: [5]})
     assert (found.ids, found.tokens) == (("b", "a"), ((1,), (2,)))

@@ -209,8 +209,8 @@ def test_a_plan_of_a_config_with_values_of_other_kinds(task, capsys):
         ),
         ('--model.config {{"max_position_embeddings":0}}', "has 0 positions (max_position_embeddings)"),
         ("--critic.privileged 30", "with the longest prompt of 34 tokens a row may have 37"),
-        ("--model.lora.rank 100000", "model.lora: rank=100000: no weight that is adapted has a rank above 16"),
-        ("--model.lora.rank 2 --model.lora.targets nowhere", "model.lora: targets ['nowhere'] name no weight"),
+        ("--model.lora.rank 100000", "model.lora.targets: rank=100000: no weight that is adapted has a rank above 16"),
+        ("--model.lora.rank 2 --model.lora.targets nowhere", "model.lora.targets: targets ['nowhere'] name no weight"),
         (
             '--model.config {{"layer_types":["sliding_attention"]}}',
             "has layers of kind 'sliding_attention' and sliding_window = None",
