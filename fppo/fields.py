@@ -151,7 +151,8 @@ def flag_problems(options: Any) -> list[str]:
     lines, defaults = [], {name_of(field): field.default for field in attrs.fields(type(options))}
     for path, value, text in wrong_values(options):
         flag = path.upper() if defaults[path] is attrs.NOTHING else f"--{path.replace('_', '-')}"
-        lines.append(f"{flag} {' '.join(map(repr, value)) if isinstance(value, tuple) else repr(value)}: {text}")
+        words = " ".join([flag, *map(repr, value if isinstance(value, tuple) else [value])])
+        lines.append(f"{words}: {text}")
     return lines
 
 

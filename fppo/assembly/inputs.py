@@ -157,7 +157,9 @@ def read_inputs(
     held_out = tried(lambda: _held_out(rows, settings.eval, rollout.environment, tokenizer, images))
     tried(lambda: _check_truths(settings.reward, rollout, prompts, held_out))
     _check_models(settings, tokenizer, [x for x in (prompts, held_out) if x is not None], mesh, tried)
-    _check_rows(settings, prompts, held_out, tried)
+    privileged = settings.critic.privileged if settings.uses_critic_model else None
+    others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
+    _check_rows(model, rollout, settings.eval, privileged, others, (prompts, held_out), tried)
     tried(lambda: check_export(model, tokenizer if images is None else images.processor, generation))
     sampling = tried(lambda: sampling_of(rollout, tokenizer, generation))
     eval_sampling = tried(lambda: eval_sampling_of(settings.eval, rollout, tokenizer, generation, like=sampling))
@@ -240,7 +242,8 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
-    _check_rows(settings, None, held_out, tried)
+    none = dict.fromkeys(("reference", "teacher"), False)
+    _check_rows(settings.model, settings.rollout, settings.eval, None, none, (None, held_out), tried)
     if tried.problems:
         raise tried.error()
     assert device is not None and kernels is not None  # noqa: PT018
@@ -433,26 +436,32 @@ def _builders(
     return built | {role: partial(bare_model, attrs.evolve(section, path=path)) for role, path in others.items()}
 
 
-def _check_rows(settings: TrainSettings, prompts: PromptSet | None, held_out: PromptSet | None, tried: Tried) -> None:
-    """Notes models that were made for shorter rows than those that these prompts may become. Of an environment's
-    prompts only the responses are known."""
-    section, trained = settings.model, ("rollout.max_tokens", settings.rollout.max_tokens)
-    evaluated = trained if settings.eval.max_tokens is None else ("eval.max_tokens", settings.eval.max_tokens)
-    others = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
-    named = _models_named(section, critic=settings.uses_critic_model, **others)
-    if settings.uses_critic_model and "critic" not in named:
-        named["critic"] = named["actor"]
+def _check_rows(
+    section: ModelSettings,
+    rollout: RolloutSettings,
+    how: EvalSettings,
+    privileged: int | None,
+    others: Mapping[str, bool],
+    sets: tuple[PromptSet | None, PromptSet | None],
+    tried: Tried,
+) -> None:
+    """Notes models that were made for shorter rows than those that the prompts of both sets, to train on and held out,
+    may become: the policy's, a critic's with so many `privileged` tokens (None: it is no model), and the `others` that
+    are used. Of an environment's prompts only the responses are known."""
+    trained, most, has_critic = ("rollout.max_tokens", rollout.max_tokens), how.max_tokens, privileged is not None
+    evaluated = trained if most is None else ("eval.max_tokens", most)
+    named = _models_named(section, critic=has_critic, **others)
+    named |= {"critic": named["actor"]} if has_critic and "critic" not in named else {}
     for role, place in named.items():
-        sets = [(prompts, trained), *([(held_out, evaluated)] if role == "actor" else [])]
-        extra = settings.critic.privileged if role == "critic" else 0
-        for of, response in sets:
-            if of is not None:
+        extra = (privileged or 0) if role == "critic" else 0
+        for of, response in zip(sets, (trained, evaluated if role == "actor" else None), strict=True):
+            if of is not None and response is not None:
                 longest = _longest(of, taught=role == "teacher") + extra
-                tried(partial(_check_longest, section, longest, response, place))
+                tried(partial(_check_row, section, place, longest, response))
 
 
-def _check_longest(section: ModelSettings, prompt: int, response: tuple[str, int], place: tuple[str, str]) -> None:
-    check_positions(config_of(section, config_place(*place)), prompt, response, place=place)
+def _check_row(section: ModelSettings, place: tuple[str, str], longest: int, response: tuple[str, int]) -> None:
+    check_positions(config_of(section, config_place(*place)), longest, response, place=place)
 
 
 def _longest(prompts: PromptSet, *, taught: bool) -> int:

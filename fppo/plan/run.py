@@ -21,7 +21,7 @@ from fppo.settings import resolve
 from fppo.settings.learning import ActorSettings, CriticSettings
 from fppo.settings.model import LoraSettings
 from fppo.settings.placement import MeshSettings, pools_of
-from fppo.settings.plan import PlanSettings, sizes_of
+from fppo.settings.plan import USUAL, PlanSettings, sizes_of
 from fppo.settings.train import TrainSettings
 from fppo.steps.packed import LEAST_SAVED
 
@@ -35,7 +35,7 @@ def case_of(of: TrainSettings, options: PlanSettings) -> Case:
 def budgeted(of: TrainSettings, options: PlanSettings) -> Case:
     """The case of a run, with passes of the actor's full token budget."""
     numbers = {name: getattr(options, name) for name in NUMBERS}
-    hardware = hardware_of(options.gpu, numbers | {"memory": options.memory and options.memory * GIB})
+    hardware = hardware_of(options.gpu or USUAL, numbers | {"memory": options.memory and options.memory * GIB})
     name, config = config_of(of.model.path, changes=of.model.config)
     machine = resolve.Machine(device="cuda", capability=(8, 0)) if hardware.on_gpu else resolve.CPU
     of, _ = resolve.resolved(of, machine)

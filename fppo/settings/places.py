@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -326,28 +327,32 @@ def _missing(place: Path) -> str:
 def row_problems(settings: TrainSettings, *, imitates: bool = False) -> list[Problem]:
     """The fields that no row has, and the faulty rows, of the data sets that are files here; of large ones the first
     rows alone are looked at. `imitates`: the rows are demonstrations."""
-    data, found = settings.data, []
-    noted = RowProblems()
+    data, noted, found = settings.data, RowProblems(), list[tuple[str, str]]()
     fields, needed = data.fields, data.fields.needed | {"data.teacher_prompt": data.teacher_prompt}
     if imitates:
         fields = attrs.evolve(fields, ground_truth=None)
         needed = Answers(**only(settings.sft, "response", "messages", "turns")).needed(fields)
-    for paths in dict.fromkeys((data.path, data.eval_path if data.has_held_out else ())):
-        places = [Path(path) for path in paths]
-        if not places or not all(place.is_file() and place.suffix.lower() in FORMATS for place in places):
-            continue
-        most = _FIRST if sum(place.stat().st_size for place in places) > _MOST_BYTES else None
+    sets = [*filter(_are_rows, dict.fromkeys((data.path, data.eval_path if data.has_held_out else ())))]
+    for paths in sets:
+        most = _FIRST if sum(Path(path).stat().st_size for path in paths) > _MOST_BYTES else None
         try:
-            rows = read_rows(places, most=most, problems=noted)
+            rows = read_rows(paths, most=most, problems=noted)
             check_fields(rows, needed, RowProblems())
             for row in rows:
                 if not imitates or settings.sft.messages is None:
                     example_of(row, fields, noted)
         except ValueError as error:
-            found += lines_of(error)
-    lines = dict.fromkeys([*found, *noted.lines()])
+            found += [(line, some([Path(path).name for path in paths])) for line in lines_of(error)]
+    alike = Counter(line for line, _ in found)
+    told = [line if alike[line] == len(sets) or name in line else f"{line} (in {name})" for line, name in found]
+    lines = dict.fromkeys([*told, *noted.lines()])
     rest = f"; {noted.rest()} in the data" if noted.rest() else ""
     return [said(ValueError(f"{line}{rest if number == len(lines) else ''}")) for number, line in enumerate(lines, 1)]
+
+
+def _are_rows(paths: Sequence[str]) -> bool:
+    """Whether a data set is of files here that hold rows."""
+    return bool(paths) and all(Path(path).is_file() and Path(path).suffix.lower() in FORMATS for path in paths)
 
 
 def token_problems(settings: TrainSettings) -> list[Problem]:

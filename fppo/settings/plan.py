@@ -15,7 +15,7 @@ from fppo.settings.placement import MeshSettings
 from fppo.settings.train import TrainSettings
 from fppo.settings.values import words_given
 
-HERE = "here"  # the device of the run, as this machine has it
+HERE, USUAL = "here", "h200"  # the device of the run, as this machine has it; and what is planned without one
 _UNREAD = (
     "data.path = []",
     "reward.functions = []",
@@ -63,7 +63,7 @@ class PlanSettings:
 
     gpu: str | None = setting(None, _named)
     """What a rank runs on: a100-80, h100, h200, b200, cpu (this machine), or custom with the numbers below; None: what
-    is here for the run of a file, and h200 for flags alone."""
+    is here for the run of a file, and h200 for flags alone and for a search."""
     gpus: int | None = setting(None, at_least(1))
     """GPUs in all; None: as many as the mesh has ranks."""
     memory: float | None = setting(None, above(0))
@@ -104,7 +104,7 @@ def load(file: str | None, arguments: Sequence[str]) -> tuple[TrainSettings, Pla
         raise files.SettingsError([f"{a}: it is {b} now" for a, b in zip(lines, now, strict=True)])
     options, rest = tyro.cli(PlanSettings, args=arguments, prog="fppo plan [FILE.toml]", return_unknown_args=True)
     if options.gpu is None:
-        options = attrs.evolve(options, gpu=HERE if file is not None else "h200")
+        options = attrs.evolve(options, gpu=USUAL if file is None or options.search is not None else HERE)
     run, wrong = run_of(file, rest)
     if wrong := [*wrong, *problems(run, options)]:
         raise files.SettingsError(list(dict.fromkeys(wrong)))

@@ -78,7 +78,7 @@ def opened(monkeypatch):
 
 KERNELS = Kernels.named()
 READER = SimpleNamespace(processor="the processor")
-FIRST = {"_check_models": 4, "_check_rows": 3, "_usage": 4}  # the arguments that are looked at
+FIRST = {"_check_models": 4, "_check_rows": 6, "_usage": 4}  # the arguments that are looked at
 
 
 def _seen(opened: Log) -> list[Any]:
@@ -100,6 +100,9 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
     laws = (actor.loss, algorithm.advantage, "<advantage_of>", names, kernels, "<_usage>")
     optimizers = {"actor": actor.optimizer, "critic": settings.critic.optimizer}
     sets = ["<_prompts>", "<_held_out>"] if held_out else ["<_prompts>"]
+    given = "<_held_out>" if held_out else None
+    privileged = settings.critic.privileged if settings.uses_critic_model else None
+    used = {"reference": settings.uses_reference, "teacher": settings.uses_teacher}
     calls = [
         ("search", (("here",),), {}),
         ("device_of", (settings.device, settings.placement), {}),
@@ -117,9 +120,9 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("load_images", (model, rows, words), {}),
         ("_prompts", (rows, environment, words, images), {}),
         ("_held_out", (rows, settings.eval, environment, words, images), {}),
-        ("_check_truths", (settings.reward, rollout, "<_prompts>", "<_held_out>" if held_out else None), {}),
+        ("_check_truths", (settings.reward, rollout, "<_prompts>", given), {}),
         ("_check_models", (settings, words, sets, mesh), {}),
-        ("_check_rows", (settings, "<_prompts>", "<_held_out>" if held_out else None), {}),
+        ("_check_rows", (model, rollout, settings.eval, privileged, used, ("<_prompts>", given)), {}),
         ("check_export", (model, "the processor", begun), {}),
         ("sampling_of", (rollout, words, begun), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {"like": "<sampling_of>"}),
@@ -149,6 +152,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
     made = INPUTS.read_eval_inputs(settings, mesh=mesh, **own)
     model, rows, rollout = settings.model, settings.data, settings.rollout
     words, images, begun = "<load_tokenizer>", READER, "<policy_generation>"
+    unused = {"reference": False, "teacher": False}
     calls = [
         ("search", (("here",),), {}),
         ("device_of", (settings.device, settings.placement), {}),
@@ -163,7 +167,7 @@ def test_the_inputs_of_an_evaluation_are_opened_as_its_settings_say(tmp_path, op
         ("policy_generation", (model, rows, words), {}),
         ("eval_sampling_of", (settings.eval, rollout, words, begun), {}),
         ("_check_models", (settings, words, ["<_held_out>"], mesh), {"trained": False}),
-        ("_check_rows", (settings, None, "<_held_out>"), {}),
+        ("_check_rows", (model, rollout, settings.eval, None, unused, (None, "<_held_out>")), {}),
     ]
     assert _seen(opened) == [call for call in calls if not own or call[0] != "device_of"]
     common: dict[str, Any] = {"device": own.get("device", CPU), "kernels": KERNELS, "tokenizer": words}

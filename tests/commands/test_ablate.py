@@ -186,6 +186,14 @@ def test_a_step_that_was_not_recorded_is_named(run, capsys):
     assert "no record of step 9; the recorded steps are 1 to 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["ablate", "bias"])
+def test_help_shows_flags_as_they_are_given(capsys, command):
+    assert cli.main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  --with TEXT ..." in said
+    assert "--with-" not in said
+
+
 def test_an_unknown_flag_suggests_the_nearest(capsys):
     with pytest.raises(SystemExit):
         cli.main(["ablate", "--implementation", "chunked"])

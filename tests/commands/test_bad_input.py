@@ -228,12 +228,12 @@ def test_rows_are_looked_at_without_torch_where_something_else_is_wrong(task):
 def test_all_that_is_wrong_inside_of_files_is_named_at_once(task, capsys):
     with (task / "train.jsonl").open("a") as file:
         file.write("{\n")
-    (task / "test.jsonl").write_text('{"prompt": "1"}\n')
+    (task / "test.jsonl").write_text('{"prompt": "1"}\n{"prompt": "1", "answer": "2"}\n')
     overrides = (
         "--device cuda:7 --reward.functions exact_macth --actor.loss.name nowhere:loss --rollout.stop-token-ids 99"
     )
     said = fails(task, capsys, *overrides.split())
-    assert f"5 problems in {task / 'run.toml'}" in said
+    assert f"6 problems in {task / 'run.toml'}" in said
     for part in (
         "device = 'cuda:7'",
         "exact_match",
@@ -365,7 +365,8 @@ def endless_rows():
 
 
 def test_a_row_that_holds_itself(task, capsys):
-    said = fails(task, capsys, "--data.rows", f"{__name__}:endless_rows", "--data.path", "--data.ground-truth", "row")
+    words = ["--data.rows", f"{__name__}:endless_rows", "--data.path", "--data.ground-truth", "row", "--data.eval-path"]
+    said = fails(task, capsys, *words)
     assert "field 'row': its tables and lists are nested more than 100 deep" in said
 
 

@@ -114,7 +114,7 @@ def test_every_problem_is_named_at_once_with_those_of_files_and_rows(task, capsy
         "rollout.n",
         "'nowhere' does not import",
         "model.tokenizer",
-        "field 'answer'",
+        "data.ground_truth = 'answer': no row has that field; there are 'prompt' (in train.jsonl)",
     ):
         assert text in said, text
     assert not (task / "run").exists()
@@ -266,3 +266,23 @@ def test_a_run_in_pools_is_planned_pool_by_pool_on_its_own_ranks(monkeypatch, tm
     assert (needs, lines, found) == (None, ["of a", *([] if fits else ["", needs_of_runs.NO_FIT])], fits)
     assert planned_needs(settings, PlanSettings(gpu="some card"), settings, inputs)[0::2] == (None, True)
     assert len(asked) == 1
+
+
+def test_a_plan_of_a_file_is_of_this_machine_and_of_its_own_prompts_as_a_check_is(task, capsys):
+    (task / "test.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    cpu = ["--device", "cpu"]
+    assert main(["plan", str(task / "run.toml"), *cpu, "--json", "-"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert main(["check", str(task / "run.toml"), *cpu, "--json", "-"]) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert needs["gpu"] == "cpu"
+    assert main(["plan", str(task / "run.toml"), *cpu]) == 0
+    said = capsys.readouterr().out
+    assert "actor 2.62 k, critic 2.64 k parameters" in said
+    assert "1 x cpu, " in said
+    assert "4 x 7 tokens (3 response)" in said  # prompts of 4, where data.max_prompt_tokens is 512
+    assert planned["needs"] == pytest.approx(needs["memory"])
+    assert main(["plan", str(task / "run.toml"), *cpu, "--data.prompt", "question"]) == 0
+    assert "prompts are planned as long as data.max_prompt_tokens = 512" in capsys.readouterr().err
+    assert main(["plan", str(task / "run.toml"), *cpu, "--gpu", "h200"]) == 0
+    assert "1 x h200, " in capsys.readouterr().out

@@ -265,6 +265,24 @@ def test_seeds_go_on_after_one_in_which_all_failed(task, monkeypatch, capsys):
     assert f"tries them again: {failed}\n" in capsys.readouterr().out
 
 
+def test_the_table_is_in_sight_after_each_seed_and_last_of_all(task, monkeypatch, capsys):
+    left = [0, 0, 1, 0]
+
+    def train(settings, here):
+        log = JsonLines(f"{settings.output_dir}/metrics.jsonl")
+        log.log(1, {"actor/entropy": 0.5})
+        log.close()
+        return left.pop(0)
+
+    monkeypatch.setattr(actions, "train", train)
+    arguments = ["--vary", "critic.loss=mse,huber", "--seeds", "2", "--metrics", "actor/entropy"]
+    assert cli.main(["compare", str(task / "run.toml"), *arguments]) == 1
+    said, table = capsys.readouterr().out, "actor/entropy\nvariant"
+    assert said.count(table) == 2
+    assert said.index("run 2 of 4") < said.index(table) < said.index("run 3 of 4")
+    assert said.index("failed; the same command") < said.rindex(table)
+
+
 def test_a_variant_whose_settings_conflict_is_named_with_its_conflict(tmp_path):
     vary = CompareSettings(vary=("rollout.n=2,3,5",), seeds=2)
     with pytest.raises(files.SettingsError) as caught:
@@ -279,7 +297,7 @@ def test_all_that_is_wrong_with_any_variant_is_named_before_any_run(task, monkey
     vary = ["--vary", "steps=1,2"]
     for arguments, text in (
         (["--vary", "critic.loss"], "'critic.loss' is not of that form: write section.setting=VALUE,VALUE"),
-        (["--seeds", "2"], "--vary (): is not set; write section.setting=VALUE,VALUE"),
+        (["--seeds", "2"], "--vary: is not set; write section.setting=VALUE,VALUE"),
         (["--vary", "seed=1,2"], "seed: fppo compare sets it; give --seeds and --out"),
         (["--vary", "critic.los=mse"], "critic.los = 'mse': there is no such setting; did you mean critic.loss?"),
         (["--vary", "critic.loss=mse,mae"], "critic.loss.name = 'mae': there is no such value loss"),

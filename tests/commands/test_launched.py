@@ -181,7 +181,8 @@ def test_the_ranks_of_a_look_are_those_of_the_launcher(tmp_path, monkeypatch, wo
 
 
 def test_every_kind_of_problem_is_found_in_one_look(tmp_path, monkeypatch):
-    """Rows are read only if something is wrong already, and then only if nothing is wrong with the data."""
+    """Rows are read if nothing is wrong with the data's settings. Parts are called if nothing is wrong at all, since
+    that takes torch."""
     settings = tiny_run.settings(tmp_path)
     stubs = {
         "place_problems": places,
@@ -211,7 +212,8 @@ def test_every_kind_of_problem_is_found_in_one_look(tmp_path, monkeypatch):
         return [problem.text for problem in look_at(cli.LaunchOptions(), settings, known)]
 
     assert look() == []
-    assert look(row_problems="data.x") == []
+    assert look(row_problems="data.x") == ["row_problems"]
+    assert look(cli._look_sft, row_problems="data.x") == ["row_problems"]
     names = ["place_problems", "module_problems", "machine_problems", "token_problems", "mesh_problems"]
     for name in names:
         assert look(**{name: "model.path", "row_problems": "data.x"}) == [name, "row_problems"]
@@ -221,12 +223,14 @@ def test_every_kind_of_problem_is_found_in_one_look(tmp_path, monkeypatch):
     known = [cli.Problem("seed", 1, "known")]
     assert look(known=known, row_problems="data.x") == ["row_problems"]
     for name in ("place_problems", "module_problems", "target_problem", "machine_problems", "mesh_problems"):
-        assert look(cli._look_sft, **{name: "model.path", "row_problems": "data.x"}) == [name]
-    assert look(cli._look_sft, token_problems="data.x", row_problems="data.x") == []
+        assert look(cli._look_sft, **{name: "model.path", "row_problems": "data.x"}) == [name, "row_problems"]
+    assert look(cli._look_sft, token_problems="data.x") == []
     settings = files.replace(settings, {"actor.optimizer.eps": 0.0, "sft.optimizer.eps": -1.0})
     told, of_sft = (f"eps must be > 0, got {value}" for value in (0.0, -1.0))
-    assert look(place_problems="data.path") == ["place_problems", told, of_sft]
-    assert look(cli._look_sft, place_problems="data.path") == ["place_problems", of_sft]
+    assert look() == [told, of_sft]
+    assert look(cli._look_sft) == [of_sft]
+    assert look(place_problems="data.path") == look(cli._look_sft, place_problems="data.path") == ["place_problems"]
+    assert look(row_problems="data.x") == ["row_problems"]
 
 
 # fppo check
@@ -390,8 +394,8 @@ def test_a_prompt_is_shown_with_its_tokens_truth_and_rewards():
 )
 def test_a_gpu_has_the_name_that_plans_have(monkeypatch, name, kind):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert check._gpu_of(torch.device("cuda", 1)) == kind
-    assert check._gpu_of(torch.device("cpu")) == "cpu"
+    assert plan.gpu_of(torch.device("cuda", 1)) == kind
+    assert plan.gpu_of(torch.device("cpu")) == "cpu"
 
 
 def test_free_bytes_are_those_of_the_disk_that_a_directory_would_be_on(tmp_path, monkeypatch):
@@ -582,6 +586,6 @@ def test_a_search_is_for_the_sequences_of_an_update(tmp_path, monkeypatch, best)
     monkeypatch.setattr(plan.text, "of_search", lambda found: [])
     monkeypatch.setattr(plan.text, "numbers_of_search", lambda found: {})
     settings = tiny_run.settings(tmp_path, rollout__batch_size=8, actor__mini_batch_size=4)
-    options = SimpleNamespace(search=16, json=None)
+    options = SimpleNamespace(search=16, json=None, gpu="h200")
     assert plan.run(settings, options) == (0 if best else 1)
     assert calls == [("case", 16, 4)]

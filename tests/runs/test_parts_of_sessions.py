@@ -25,7 +25,7 @@ from fppo.runs import (
     session,
 )
 from fppo.runtime import checkpoint
-from fppo.runtime.mesh import Axis, Mesh
+from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.steps.clock import Clock
 from fppo.steps.train_state import TrainState
 from tests import tiny_run
@@ -250,7 +250,7 @@ def test_a_start_is_recorded_with_what_is_other_and_what_is_missing(
         session.jsonl, "gone", lambda path, a, b, *, every: done.append((path.name, a, b, every)) or ["lost"]
     )
     inputs = simple(texts="texts", generation="generation")
-    made = simple(inputs=inputs, model="actor", critic_model="critic")
+    made = simple(inputs=inputs, model="actor", critic_model="critic", mesh=Mesh({"shard": Axis(2), "tensor": Axis(3)}))
     settings = tiny_run.settings(tmp_path, checkpoint__every=kept_every)
     session._record_start(settings, made, 6, every)
     assert done == [
@@ -259,16 +259,20 @@ def test_a_start_is_recorded_with_what_is_other_and_what_is_missing(
         *((name, first, 6, spacing) for name, spacing in asked.items()),
     ]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:2] == [
+    assert lines[:3] == [
         "going on from step 6 with other settings: seed 1 -> 2, steps 3 -> 4",
+        "going on from step 6 on 6 processes",
         "going on from step 6 with other code: torch 1 -> 2; x",
     ]
-    assert lines[2:] == [*([f"{said} (digest.every = {settings.digest.every!r})"] if said else []), "lost", "lost"]
+    assert lines[3:] == [*([f"{said} (digest.every = {settings.digest.every!r})"] if said else []), "lost", "lost"]
     monkeypatch.setattr(session.starts, "record", lambda settings, step: {})
     monkeypatch.setattr(session.origins, "record", lambda settings, step: [])
     monkeypatch.setattr(session.jsonl, "gone", lambda *args, **_: [])
-    session._record_start(settings, simple(inputs=inputs, model="actor", critic_model=None), 6, 1)
+    alone = simple(inputs=inputs, model="actor", critic_model=None, mesh=LOCAL)
+    session._record_start(settings, alone, 0, 1)
     assert capsys.readouterr().err == ""
+    session._record_start(settings, alone, 6, 1)
+    assert capsys.readouterr().err == "going on from step 6 on 1 process\n"
 
 
 @pytest.mark.parametrize(
