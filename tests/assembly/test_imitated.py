@@ -49,7 +49,16 @@ def test_what_a_supervised_run_reads_is_opened_as_its_sections_say(monkeypatch, 
     how, axes, mesh, watch = EvalSettings(max_prompts=5), AxesSettings(tensor=2), attrs.evolve(LOCAL), LogSettings()
     for name in ("optimizer_of", "load_tokenizer", "policy_generation", "load_demonstrations", "config_place"):
         log.stub(name)
-    for name in ("check_export", "config_of", "check_mesh", "check_kernels", "bare_model", "_check_ids"):
+    for name in (
+        "check_export",
+        "config_of",
+        "check_mesh",
+        "check_kernels",
+        "bare_model",
+        "_check_ids",
+        "_check_positions",
+        "positions",
+    ):
         log.stub(name)
     log.stub("kernels_of", KERNELS)
     log.stub("watching_of", {"loggers": {"a": 1}, "observers": {"b": 2}})
@@ -75,7 +84,11 @@ def test_what_a_supervised_run_reads_is_opened_as_its_sections_say(monkeypatch, 
         ("config_of", (section, "<config_place>"), {}),
         ("check_mesh", (config, "", mesh), {}),
         ("_check_ids", ("<load_demonstrations>", 77), {}),
+        ("positions", (config,), {}),
+        ("_check_positions", ("<load_demonstrations>", "<positions>", "p"), {}),
         ("_check_ids", (others[0] if others else None, 77), {}),
+        ("positions", (config,), {}),
+        ("_check_positions", (others[0] if others else None, "<positions>", "p"), {}),
         ("bare_model", (section,), {}),
         ("check_kernels", (NAMES, "<bare_model>", axes), {}),
     ]

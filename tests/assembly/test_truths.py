@@ -29,10 +29,10 @@ def test_all_rows_whose_truth_no_response_can_equal_are_named(task):
     with pytest.raises(files.SettingsError) as found:
         read_inputs(tiny_run.settings(task), mesh=LOCAL)
     text = str(found.value)
-    assert "3 problems in the ground truths:" in text
+    assert "3 problems in the settings:" in text
     for place in ("train.jsonl:2", "train.jsonl:4", "test.jsonl:1"):
         assert f"{place}: the reward exact_match: no response equals the ground truth" in text
-    with pytest.raises(files.SettingsError, match=r"1 problem in the ground truths:\s.*test\.jsonl:1: the reward"):
+    with pytest.raises(files.SettingsError, match=r"1 problem in the settings:\s.*test\.jsonl:1: the reward"):
         read_eval_inputs(tiny_run.settings(task), mesh=LOCAL)
 
 

@@ -236,7 +236,7 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
         "_truth",
         "_evaluation",
     )
-    for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs"):
+    for name in (*results, *names, "_drawn", "_shapes", "sharing_hindrances", "said_of_old_log_probs", "said_of_idle"):
         log.stub(name, results.get(name, [name] if name.endswith("lines") else None))
     for name in ("scoring", "answering", "_engine_pool" if engines else "_engine"):
         log.stub(name, enters=True)
@@ -256,8 +256,8 @@ def test_a_run_is_built_of_its_parts(tmp_path, monkeypatch, log, engines, change
     rows = settings.data if settings.in_turns else None
     differing = RUN.files.differing(settings, plain_settings)
     assert log.of("input_lines") == (
-        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "keep"),
-        {"rows": rows},
+        (inputs, section, settings.placement, differing, [f"of {GPU}"], "<said_of_old_log_probs>", "<said_of_idle>"),
+        {"thinking": "keep", "rows": rows},
     )
     (given, kernels, local, at), named = log.of("make_roles")
     assert (given, local, at, named) == (settings, LocalGroup(Here(mesh, CPU)), groups, {})
