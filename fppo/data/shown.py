@@ -7,6 +7,7 @@ template reads, and what it shows of it; this is done once for a template and a 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -275,9 +276,23 @@ def _judged(
         for call in message.get("tool_calls", ()):
             if _is_no_json(text, call["function"]["arguments"]):
                 problems.append(f"writes the arguments of calls otherwise than as JSON, those {where}")
-    if template.tools and TOOL["function"]["name"] not in text:
+    if template.tools and not _has_tool(text) and _shows_tools(template, dialect):
         problems.append("does not show the tools")
     return problems, forgotten
+
+
+def _has_tool(text: str) -> bool:
+    return TOOL["function"]["name"] in text
+
+
+def _shows_tools(template: Template, dialect: _Dialect) -> bool:
+    """Whether a template writes tools in any conversation. One that never does may have words of its own for them."""
+    said = [{"role": role, "content": "x"} for role in ("system", "user")]
+    for messages in (said, said[1:]):
+        with contextlib.suppress(Exception):  # of a role that the template refuses
+            if _has_tool(template.write_marks(dialect.of(messages), generation=True).casefold()):
+                return True
+    return False
 
 
 def _marks(message: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:

@@ -223,6 +223,8 @@ def test_tools_that_a_conversation_does_not_show_are_named():
     words = words_of("{% if m.role == 'system' %}{{ tools | tojson }}{% endif %}{{ m.content }}")
     assert "find" in shown(words, [{"role": "system", "content": "x"}, USER], tools=[TOOL])
     assert "does not show the tools" in refused(words, [USER], tools=[TOOL])
+    own = words_of("{% if tools %}call: find{% endif %}{{ m.content }}")  # the model knows its tools
+    assert "call: find" in shown(own, [USER], tools=[TOOL])
 
 
 def test_tokens_are_those_of_the_text():
