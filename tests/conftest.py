@@ -127,8 +127,8 @@ def own_modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     yield
     place = str(tmp_path_factory.getbasetemp())
     for name in {*sys.modules} - before:
-        module = sys.modules[name]
-        places = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+        own = getattr(sys.modules[name], "__dict__", {})  # a stub may have any attribute that is asked for
+        places = [own.get("__file__"), *own.get("__path__", ())]
         if any(isinstance(x, str) and x.startswith(place) for x in places):
             del sys.modules[name]
     sys.path[:] = path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -133,7 +134,7 @@ def _opened(settings: TrainSettings, known: Sequence[Problem], where: str) -> In
 
 def _place(text: str) -> str:
     """The setting that a problem's text begins with."""
-    return text.partition(": ")[0].partition(" = ")[0]
+    return re.split(r": | = | '", text, maxsplit=1)[0]
 
 
 def shown_prompts(inputs: Inputs, count: int) -> list[ShownPrompt]:

@@ -29,7 +29,7 @@ def settings(tmp_path):
 def stopping_at(step, monkeypatch, made=None):
     """Training ends at this step, and exports and reports are only noted."""
     noted = []
-    assembled = SimpleNamespace() if made is None else made
+    assembled = SimpleNamespace(inputs=None) if made is None else made
 
     def train(settings, assembly, watch, *, at_end):
         noted.append((settings.resume, assembly is assembled, watch))
@@ -81,7 +81,7 @@ def test_a_run_is_assembled_on_its_rank_and_the_first_one_speaks(settings, monke
     def assemble(given, here, announce):
         announce(["a line", "another"])
         asked.append((given, here))
-        return contextlib.nullcontext("assembly")
+        return contextlib.nullcontext(SimpleNamespace(inputs=None))
 
     monkeypatch.setattr(actions, "_assemble", assemble)
     assert actions.train(settings, rank) == 0
@@ -90,18 +90,6 @@ def test_a_run_is_assembled_on_its_rank_and_the_first_one_speaks(settings, monke
     said = capsys.readouterr().out
     assert said.startswith("a line\nanother\nmodel: ") is (place == 0)
     assert (said == "") is (place == 1)
-
-
-@pytest.mark.parametrize("command", [actions.train, actions.sft])
-def test_where_a_run_may_write_is_looked_at_first(settings, monkeypatch, command):
-    noted = stopping_at(7, monkeypatch)
-    looked = []
-    monkeypatch.setattr(actions.session, "check_output", lambda settings: looked.append("output"))
-    monkeypatch.setattr(actions.session, "check_target", lambda settings, target: looked.append(target.name))
-    monkeypatch.setattr(actions.session, "check_alone", lambda settings: looked.append("alone"))
-    command(settings)
-    assert looked == ["output", "model", "alone"]
-    assert noted
 
 
 def test_a_run_that_lost_a_pool_goes_on_from_its_own_checkpoints(settings, monkeypatch, capsys):

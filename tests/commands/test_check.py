@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,6 @@ from fppo.commands import needs as needs_of_runs
 from fppo.commands.check import tokens_line
 from fppo.commands.cli import main
 from fppo.commands.needs import duration, planned_needs, said_of_time
-from fppo.data import prompt_set
 from fppo.fields import Problem
 from fppo.settings import files
 from fppo.settings.plan import PlanSettings
@@ -117,6 +117,7 @@ def test_every_problem_is_named_at_once_with_those_of_files_and_rows(task, capsy
         "data.ground_truth = 'answer': no row has that field; there are 'prompt' (in train.jsonl)",
     ):
         assert text in said, text
+    assert said.count("does not import") == 1
     assert not (task / "run").exists()
 
 
@@ -150,12 +151,16 @@ def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
     assert "reward  of the ground truth: by_response failed" in second
 
 
-@pytest.mark.parametrize(("answers", "said_so"), [((" ", "3"), False), ((" ", " "), True)])
-def test_a_truth_that_scores_as_nothing_does_is_said_where_all_do(task, capsys, answers, said_so):
-    rows = [{"prompt": f"{number}+2=", "answer": answer} for number, answer in enumerate(answers)]
-    (task / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(["check", str(task / "run.toml"), "--gpu", "cpu"])
-    assert ("exact_match: the ground truth scores as nothing does" in capsys.readouterr().out) is said_so
+def test_a_run_that_is_looked_over_is_of_as_many_ranks_as_are_given(task, capsys, monkeypatch):
+    """And the disk must hold what it writes."""
+    given = ["check", str(task / "run.toml"), "--gpu", "h100", "--nproc", "2", "--json", "-", "--prompts", "0"]
+    assert main(given) == 0
+    needs = json.loads(capsys.readouterr().out)["needs"]
+    assert (needs["gpu"], needs["ranks"]) == ("h100", 2)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(total=10**12, free=1000))
+    assert main(given) == 1
+    (fault,) = json.loads(capsys.readouterr().out)["faults"]
+    assert re.fullmatch(r"the run writes up to \S+ [GM]B, and 0\.001 MB are free", fault)
 
 
 def test_a_reward_without_a_score_is_a_problem(task, capsys):
@@ -201,32 +206,6 @@ def test_durations():
     assert [duration(x) for x in (0.25, 90, 600, 7200, 864000)] == ["0.25 s", "90 s", "10 min", "2 h", "10 days"]
     edges = {119: "1.2e+02 s", 120: "2 min", 3599: "60 min", 3600: "1 h", 172_799: "48 h", 172_800: "2 days"}
     assert {x: duration(x) for x in edges} == edges
-
-
-def test_a_tried_response_has_the_fields_of_its_own_row():
-    """Its prompt is decoded as rewards see prompts, and its words are encoded as a response's."""
-    asked = []
-
-    class Words:
-        def decode(self, ids, **how):
-            asked.append(how)
-            return " ".join(map(str, ids))
-
-        def encode(self, text, **how):
-            asked.append(how)
-            return [8]
-
-    extras = [{"row": 0}, {"row": 1}, {"row": 2}]
-    prompts = prompt_set([[3], [4, 5], [6]], pad_token_id=0, ground_truths=["a", "b", "c"], extras=extras)
-    inputs = SimpleNamespace(prompts=prompts, tokenizer=Words(), sampling=SimpleNamespace(stop_token_ids=()))
-    for shown in check.shown_prompts(inputs, 3):
-        asked.clear()
-        sample = check._sample(shown, check.TRUTH, inputs)
-        number = list(prompts.ids).index(shown.id)
-        assert (sample.extras, sample.ground_truth) == (extras[number], "abc"[number])
-        assert (sample.response_tokens, sample.prompt_tokens) == ((8,), prompts.tokens[number])
-        of_prompt = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        assert asked == [of_prompt, {"add_special_tokens": False}]
 
 
 def test_a_problem_that_is_known_is_not_named_again_when_it_is_met(monkeypatch, tmp_path):

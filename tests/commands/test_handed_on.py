@@ -25,10 +25,8 @@ from fppo.runs import sampling
 from fppo.serve.service import Bounds
 from fppo.settings import files
 from fppo.settings.ablate import AblateSettings
-from fppo.settings.check import CheckSettings
 from fppo.settings.plan import PlanSettings
 from fppo.settings.rollout import EnvironmentSettings
-from fppo.settings.train import TrainSettings
 from tests import tiny, tiny_run
 from tests.plan.cases import case
 from tests.rollout.environments import Count
@@ -183,6 +181,9 @@ NEEDS = RunNeeds(
     available=4.0 * 2**30,
     host=2.0 * 2**30,
     step=90.0,
+    prompt=12,
+    response=1500,
+    pace=None,
     run=7200.0,
     checkpoint=5e9,
     model=25e6,
@@ -195,7 +196,8 @@ def test_what_a_run_needs_is_said_in_its_own_units(tmp_path):
     memory, time, disk = check.needs_lines(NEEDS, settings, 32e9)
     assert memory.startswith("memory    3.00 GiB of 4.00 GiB a rank (75%): it fits; 4 x h100; ")
     assert memory.endswith("a process of the host 2.00 GiB")
-    assert time.startswith("time      about 90 s a step, 2 h for 80 steps, ")
+    begins = "time      about 90 s a step, 2 h for 80 steps, with prompts of 12 tokens and responses of all 1,500, "
+    assert time == f"{begins}at usual parts of the peak of a h100; without rewards by functions, evaluations and files"
     assert disk == (
         "disk      up to 16 GB: 2 checkpoints of 5 GB and one under way, a model of 25 MB, samples; 32 GB are free"
     )
@@ -337,45 +339,6 @@ def test_a_model_is_served_before_its_first_update_and_a_run_after_so_many(tmp_p
     assert asked == [True, False, False]
     with pytest.raises(serve.UsageError, match="no checkpoint of step 3"):
         serve._policy(ServeOptions(targets=("m",), step=3), str(tmp_path))
-
-
-def test_a_look_over_a_run_is_of_as_many_ranks_as_are_given(tmp_path, monkeypatch):
-    asked, places, shown, opened, lines = [], [], [], [], []
-    settings = tiny_run.settings(tmp_path, seed=5)
-    inputs = SimpleNamespace(device=torch.device("meta"), prompts=SimpleNamespace(tokens=[(1, 2)]))
-    stubs = {
-        "resolved": lambda given, device=None: (attrs.evolve(given, seed=given.seed + 100), [f"of {device}"]),
-        "_opened": lambda *args: opened.append(args) or inputs,
-        "shown_prompts": lambda inputs, count: [],
-        "rewarded_prompts": lambda *args: check.Rewarded(scores=[]),
-        "_needs": lambda settings, options: asked.append((options.gpu, options.gpus)) or (NEEDS, [], True),
-        "input_lines": lambda *args: lines.append(args) or [],
-        "_lengths": lambda prompts: [],
-        "free_bytes": lambda directory: places.append(directory) or 1e12,
-        "gpu_of": lambda device: f"a {device}",
-    }
-    for name, stub in stubs.items():
-        monkeypatch.setattr(check, name, stub)
-    monkeypatch.setattr(check.output, "show", lambda words, numbers, path: shown.append((words, path)))
-    for ranks in (None, 2):
-        assert check.check(settings, [], CheckSettings(gpu="h100", json="x.json"), where="x", ranks=ranks) == 0
-    assert check.check(settings, [], CheckSettings(), where="x") == 0
-    assert asked == [("h100", None), ("h100", 2), ("a meta", None)]
-    assert places == [Path(settings.output_dir)] * 3
-    chosen, usual = attrs.evolve(settings, seed=105), attrs.evolve(TrainSettings(), seed=100)
-    assert opened == [(chosen, [], "x")] * 3
-    plain, said = files.differing(chosen, usual), check.said_of_old_log_probs(chosen)
-    assert lines == [(inputs, chosen.model, chosen.placement, plain, ["of None"], said)] * 3
-    assert [path for _, path in shown] == ["x.json", "x.json", None]
-    assert all(words.endswith("nothing is wrong with x; nothing was started") for words, _ in shown)
-    monkeypatch.setattr(check, "free_bytes", lambda directory: 1e9)
-    assert check.check(settings, [], CheckSettings(), where="x") == 1
-    assert shown[-1][0].endswith("found: the run writes up to 16 GB, and 1 GB are free")
-    stubs["_needs"] = lambda settings, options: (None, ["no plan"], False)
-    monkeypatch.setattr(check, "_needs", stubs["_needs"])
-    assert check.check(settings, [], CheckSettings(), where="x") == 1
-    assert shown[-1][0].startswith("no plan")
-    assert shown[-1][0].endswith("found: no plan")
 
 
 @pytest.mark.parametrize(("attempt", "expected"), [(0, "never"), (1, "auto")])

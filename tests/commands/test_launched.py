@@ -22,6 +22,7 @@ from fppo.commands.check import Rewarded, ShownPrompt
 from fppo.data import prompt_set
 from fppo.pipeline.replay import Difference, DifferingLeaf
 from fppo.pipeline.swap import Parting
+from fppo.quickstart import character_tokenizer
 from fppo.runtime.mesh import LOCAL, Axis, Mesh
 from fppo.settings import files, machine, modules, places
 from fppo.settings.model import ModelSettings
@@ -247,6 +248,7 @@ INPUTS = SimpleNamespace(
         pad_token_id=0,
         ground_truths=["a", None, {"x": 1}, "d", "e"],
         sources=["s"] * 5,
+        extras=[{"row": number} for number in range(5)],
     ),
     tokenizer=SimpleNamespace(decode=words, encode=lambda text, **_: [len(text)]),
     sampling=SimpleNamespace(stop_token_ids=(1, 2)),
@@ -288,13 +290,24 @@ def test_a_tried_response_is_the_ground_truth_or_nothing_and_ends():
         prompt="10 11 12",
         response="a",
         ground_truth="a",
-        extras=INPUTS.prompts.extras[0],
+        extras={"row": 0},
         prompt_tokens=(10, 11, 12),
         response_tokens=(1, 1),
     )
     empty = check._sample(shortest, check.EMPTY, INPUTS)
-    assert (empty.response, empty.response_tokens, empty.ground_truth) == ("", (0, 1), {"x": 1})
+    assert (empty.response, empty.response_tokens) == ("", (1,))
+    assert (empty.ground_truth, empty.extras) == ({"x": 1}, {"row": 2})
     assert check._sample(shortest, check.TRUTH, INPUTS).response == '{"x": 1}'
+
+
+def test_a_tried_response_stands_behind_the_prompt_that_rewards_see():
+    """That has no special tokens; without stop tokens it has those of its words alone."""
+    tokenizer = character_tokenizer()
+    prompts = prompt_set([[tokenizer.eos_token_id, *tokenizer.encode("1+2=")]], pad_token_id=0, ground_truths=["3"])
+    inputs = SimpleNamespace(prompts=prompts, tokenizer=tokenizer, sampling=SimpleNamespace(stop_token_ids=()))
+    sample = check._sample(check.shown_prompts(inputs, 1)[0], check.TRUTH, inputs)
+    assert (sample.prompt, sample.prompt_tokens) == ("1+2=", prompts.tokens[0])
+    assert sample.response_tokens == tuple(tokenizer.encode("3"))
 
 
 class Runner:

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from fppo.commands import serve, serve_tinker
 from fppo.commands.options import ServeOptions
@@ -42,7 +43,7 @@ def parts(monkeypatch):
         return simple(
             params=f"params {settings.model.path}",
             engine=simple(pad_token_id=len(settings.model.path), kernels="k"),
-            model=simple(config=simple(), vision=None),
+            model=simple(config=PreTrainedConfig(), vision=None),
             sampling=Sampling(max_tokens=3, stop_token_ids=(5,)),
             texts="texts",
             tokenizer=simple(save_pretrained="write"),

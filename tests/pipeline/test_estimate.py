@@ -321,10 +321,9 @@ def test_a_correction_gets_the_policys_log_probs_before_the_engines():
 
 
 def test_a_row_that_is_alone_in_its_group_from_the_start_stays():
-    """As a prompt of one response beside others of several: nothing is missing, and its advantage is its score."""
+    """As a prompt of one response beside others of several: nothing is missing, and there is no score to compare."""
     rows = rows_of([1.0, 0.0, 2.0], n=2)
     found, _, _ = estimated(rows)
     assert torch.equal(found.response_mask, rows.response_mask)
-    assert found.advantages[2][rows.response_mask[2]].tolist() == pytest.approx(
-        [2.0] * int(rows.response_mask[2].sum()), rel=1e-5
-    )
+    assert found.advantages[:2].any()
+    assert not found.advantages[2].any()

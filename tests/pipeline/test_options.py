@@ -317,7 +317,7 @@ def test_a_program_is_looked_at_in_the_dtype_of_its_passes_and_the_size_of_its_g
     for dtype, used in ((None, torch.float32), (torch.bfloat16, torch.bfloat16)):
         policy = Forward(attrs.evolve(model, compute_dtype=dtype))
         checks.check_stages(
-            rollout=SimpleNamespace(engine=engine, sampling=Sampling(n=7)),
+            rollout=SimpleNamespace(engine=engine, sampling=Sampling(n=7, temperature=0.5)),
             annotate=SimpleNamespace(
                 passes=SimpleNamespace(policy=SimpleNamespace(forward=policy), values=SimpleNamespace(forward=other))
             ),
@@ -326,12 +326,16 @@ def test_a_program_is_looked_at_in_the_dtype_of_its_passes_and_the_size_of_its_g
         )
         (seen, named) = asked
         assert seen == (policy, other, engine)
-        assert (named["group"], named["dtype"], named["device"]) == (7, used, "cpu")
+        usage = named["usage"]
+        assert (usage.group, usage.temperature, usage.dtype, usage.device) == (7, 0.5, used, "cpu")
+        assert usage.models() == [policy.model, other.model]
         assert (named["loss_fn"], named["advantage_fn"]) == ("loss", advantages.grpo)
         assert named["kernels"] == {op: getattr(policy.kernels, op) for op in checks.SCREENED}
         asked.clear()
     checks.check_stages(rollout=print, annotate=print, estimate=print, update_actor=print)
-    assert (asked[1]["group"], asked[1]["dtype"], asked[1]["kernels"]) == (4, torch.float32, {})
+    usage = asked[1]["usage"]
+    assert (usage.group, usage.temperature, usage.dtype, usage.models()) == (4, 1.0, torch.float32, [])
+    assert asked[1]["kernels"] == {}
 
 
 @pytest.mark.parametrize("same", [False, True])

@@ -6,14 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
-from fppo.report import card, charts, compare, summary, view_server
+from fppo.report import card, charts, compare, summary
 from fppo.report.card import Exported
 from fppo.report.charts import Panel
 from fppo.report.compare import Comparison, Spread, spread
@@ -550,43 +549,3 @@ def test_changes_of_a_card_are_those_up_to_the_step(tmp_path, monkeypatch):
         (4, "data.path", "['openai/gsm8k:main', 'train.jsonl']", "['b.jsonl']"),
     ]
     assert asked == [(2, 6)]
-
-
-# the viewer's server
-
-
-def test_every_answer_forbids_frames_copies_and_other_pages(monkeypatch):
-    """And an error of the runs is one of the request."""
-    sent = []
-
-    class Handler(
-        view_server._handler(lambda target, headers: view_server._refused(view_server.HTTPStatus.NOT_FOUND, target))
-    ):
-        def __init__(self):
-            self.path, self.headers = "/x", {"Host": "h"}
-            self.wfile = SimpleNamespace(write=sent.append)
-
-        def send_response(self, status, message=None):
-            sent.append(int(status))
-
-        def send_header(self, name, value):
-            sent.append((name, value))
-
-        def end_headers(self):
-            sent.append("end")
-
-    Handler().do_GET()
-    assert sent == [
-        404,
-        ("Cache-Control", "no-store"),
-        ("X-Content-Type-Options", "nosniff"),
-        ("X-Frame-Options", "DENY"),
-        ("Referrer-Policy", "no-referrer"),
-        ("Cross-Origin-Resource-Policy", "same-origin"),
-        ("Cross-Origin-Opener-Policy", "same-origin"),
-        ("Content-Security-Policy", "frame-ancestors 'none'"),
-        ("Content-Type", "text/plain; charset=utf-8"),
-        ("Content-Length", "3"),
-        "end",
-        b"/x\n",
-    ]

@@ -118,6 +118,17 @@ def test_files_indices_and_states(served):
     assert json.loads(respond(served, f"/{KEY}/states?known={quote(known)}").body) == [None, None]
 
 
+FORBIDDING = {  # of every answer: copies, frames, and other pages
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+
+
 def test_the_server_answers_on_loopback(served):
     running = view_server.server(served, 0)
     thread = threading.Thread(target=running.serve_forever, args=(0.01,))
@@ -129,13 +140,15 @@ def test_the_server_answers_on_loopback(served):
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("GET", f"/{KEY}/run/0/samples/1", headers={"Range": "bytes=0-3"})
         reply = connection.getresponse()
-        assert (reply.status, reply.read()) == (206, b"PAR1")
-        assert reply.headers["Cache-Control"] == "no-store"
-        assert reply.headers["X-Content-Type-Options"] == "nosniff"
+        assert (reply.status, reply.read(), reply.headers["Content-Length"]) == (206, b"PAR1", "4")
+        assert re.fullmatch(r"bytes 0-3/\d+", reply.headers["Content-Range"])
+        assert FORBIDDING.items() <= {**reply.headers}.items()
         assert "Access-Control-Allow-Origin" not in reply.headers
         connection.request("GET", "/favicon.ico")  # on the same connection
         reply = connection.getresponse()
         assert (reply.status, len(reply.read()) < 100) == (403, True)
+        assert FORBIDDING.items() <= {**reply.headers}.items()
+        assert reply.headers["Content-Type"] == "text/plain; charset=utf-8"
         connection.request("POST", f"/{KEY}/states")
         assert connection.getresponse().status == 501
         connection.close()
@@ -270,7 +283,7 @@ def test_ctrl_c_is_the_regular_end_of_the_command(tmp_path, capsys, monkeypatch)
     [
         ([], "give the output_dir of a run"),
         (["nowhere"], "no record of a run"),
-        (["{run}", "--export", "{run}"], "a directory; give a file"),
+        (["{run}", "--export", "{run}"], "is a directory; give the name of a file"),
         (["{run}", "--export", "x.html", "--port", "3"], "has no server"),
         (["{run}", "--export", "x.html", "--export-mb", "-1"], "--export-mb -1.0: must be 0 or more"),
         (["{run}", "--port", "99999999"], "--port 99999999: must be 65535 or less"),

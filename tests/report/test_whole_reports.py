@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -20,7 +19,7 @@ from hypothesis import strategies as st
 
 from fppo.batch import Experience
 from fppo.pipeline.program import RunState
-from fppo.report import card, charts, compare, diff, summary, timeline, view_page, view_server, viewed
+from fppo.report import card, charts, compare, diff, summary, timeline, view_page, viewed
 from fppo.report.charts import Panel
 from fppo.report.compare import Comparison
 from fppo.report.timeline import Bar
@@ -388,30 +387,6 @@ def test_each_run_is_known_by_its_own_place(served):
     twice = respond(served, "/key/run/2/index?steps=7&steps=1")
     assert pq.read_table(io.BytesIO(twice.body)).num_rows == 2
     assert respond(served, "/key/run/3/index").status == 404
-
-
-def test_a_reply_has_its_own_headers_beside_those_of_all(monkeypatch):
-    sent = {}
-    reply = view_server.HttpReply(view_server.HTTPStatus.PARTIAL_CONTENT, "k", b"abc", {"Content-Range": "bytes 0-2/9"})
-
-    class Handler(view_server._handler(lambda target, headers: sent.update(target=target, given=headers) or reply)):
-        def __init__(self):
-            self.path, self.headers = "/x?y", {"HOST": "h", "Range": "r"}
-            self.wfile = SimpleNamespace(write=lambda body: sent.update(body=body))
-
-        def send_response(self, status, message=None):
-            sent["status"] = int(status)
-
-        def send_header(self, name, value):
-            sent[name] = value
-
-        def end_headers(self):
-            pass
-
-    Handler().do_GET()
-    assert (sent["target"], sent["given"]) == ("/x?y", {"host": "h", "range": "r"})
-    assert (sent["status"], sent["body"], sent["Content-Range"]) == (206, b"abc", "bytes 0-2/9")
-    assert (sent["Content-Type"], sent["Content-Length"], sent["Cache-Control"]) == ("k", "3", "no-store")
 
 
 # what the viewer reads

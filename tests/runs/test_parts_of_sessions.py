@@ -1,10 +1,11 @@
-"""Resumed runs, sessions and servers of a run: each setting where it is read, and each part called as it is to be."""
+"""Resumed runs and sessions of a run: each setting where it is read, and each part called as it is to be."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
+import shutil
 import signal
 import types
 from pathlib import Path
@@ -21,7 +22,6 @@ from fppo.pipeline.train import StepRecord
 from fppo.runs import (
     loggers,
     resuming,
-    serving,
     session,
 )
 from fppo.runtime import checkpoint
@@ -105,14 +105,21 @@ def stood(tmp_path, monkeypatch):
     noted = []
     here = {"step": 2}
     monkeypatch.setattr(session, "resolved", lambda settings, device: (settings, []))
-    monkeypatch.setattr(session, "restore", lambda settings, made: simple(step=here["step"]))
+    actor = TrainState(params={"w": torch.ones(2)}, opt=None, step=0)
+    monkeypatch.setattr(session, "restore", lambda settings, made: RunState(actor=actor, key=Key(0), step=here["step"]))
 
     def trained(settings, made, run, opened, watch):
         noted.append(("trained", run.step, watch))
-        return simple(step=here.get("ends", settings.steps))
+        return attrs.evolve(run, step=here.get("ends", settings.steps))
 
     monkeypatch.setattr(session, "_trained", trained)
     return noted, here
+
+
+def made_on(mesh=LOCAL):
+    """An assembly on a mesh, of a policy of two numbers."""
+    model = simple(frozen=None, whole_shapes={"w": torch.Size((2,))})
+    return simple(mesh=mesh, inputs=simple(device=None), placed=None, model=model)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +130,7 @@ def stood(tmp_path, monkeypatch):
 def test_a_run_is_trained_to_its_last_step_and_ended_once(tmp_path, stood, capsys, step, ends, done, rank):
     noted, here = stood
     here |= {"step": step, "ends": ends}
-    made = simple(mesh=Mesh({"shard": Axis(2, rank)}), inputs=simple(device=None))
+    made = made_on(Mesh({"shard": Axis(2, rank)}))
     run = session.run_training(
         tiny_run.settings(tmp_path), made, "watch", at_end=lambda run: noted.append(("end", run.step))
     )
@@ -148,19 +155,23 @@ def test_a_stopped_run_goes_on_by_the_command_that_began_it(tmp_path, monkeypatc
     """Whatever its file says of demonstrations."""
     _, here = stood
     here["ends"] = 3
-    made = simple(mesh=Mesh(), inputs=simple(device=None))
+    made = made_on()
     monkeypatch.setattr(session, "SupervisedAssembly", type(made) if supervised else str)
     session.run_training(tiny_run.settings(tmp_path), made)
     assert f"to go on: fppo {command} " in capsys.readouterr().err
 
 
-def test_saved_rollouts_do_not_mix_with_sampled_ones(tmp_path, stood):
-    made = simple(mesh=session.LOCAL, inputs=simple(device=None))
-    (tmp_path / "run" / "rollouts").mkdir(parents=True)
-    (tmp_path / "run" / "rollouts" / "settings.toml").touch()
-    with pytest.raises(ValueError, match="holds files of fppo rollout; give another output_dir"):
-        session.run_training(tiny_run.settings(tmp_path, rollout__save=True), made)
-    session.run_training(tiny_run.settings(tmp_path), made)
+def test_a_run_whose_last_state_has_no_room_on_the_disk_is_not_trained(tmp_path, stood, monkeypatch):
+    """A checkpoint and a model, of 8 bytes each."""
+    noted, _ = stood
+    disk = {"free": 15}
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: simple(total=10**9, free=disk["free"]))
+    words = "output_dir: the run ends with a checkpoint and a model of 0.0 MB, and the disk of .*/run has 0.0 MB left"
+    with pytest.raises(ValueError, match=words):
+        session.run_training(tiny_run.settings(tmp_path), made_on())
+    assert not noted
+    disk["free"] = 16
+    assert session.run_training(tiny_run.settings(tmp_path), made_on()).step == 4
 
 
 def test_a_second_request_to_stop_interrupts_and_a_burst_is_one(monkeypatch, capfd):
@@ -241,7 +252,7 @@ def test_a_start_is_recorded_with_what_is_other_and_what_is_missing(
 ):
     done = []
     monkeypatch.setattr(session.starts, "record", lambda settings, step: {"seed": (1, 2), "steps": (3, 4)})
-    monkeypatch.setattr(session.origins, "record", lambda settings, step: ["torch 1 -> 2", "x"])
+    monkeypatch.setattr(session.origins, "record", lambda settings, step: ["with other code: x", "with y"])
     monkeypatch.setattr(session.starts, "first", lambda directory: first - 1)
     monkeypatch.setattr(
         session.models, "save_config", lambda model, place, **how: done.append((model, place.name, how))
@@ -259,12 +270,13 @@ def test_a_start_is_recorded_with_what_is_other_and_what_is_missing(
         *((name, first, 6, spacing) for name, spacing in asked.items()),
     ]
     lines = capsys.readouterr().err.splitlines()
-    assert lines[:3] == [
+    assert lines[:4] == [
         "going on from step 6 with other settings: seed 1 -> 2, steps 3 -> 4",
         "going on from step 6 on 6 processes",
-        "going on from step 6 with other code: torch 1 -> 2; x",
+        "going on from step 6 with other code: x",
+        "going on from step 6 with y",
     ]
-    assert lines[3:] == [*([f"{said} (digest.every = {settings.digest.every!r})"] if said else []), "lost", "lost"]
+    assert lines[4:] == [*([f"{said} (digest.every = {settings.digest.every!r})"] if said else []), "lost", "lost"]
     monkeypatch.setattr(session.starts, "record", lambda settings, step: {})
     monkeypatch.setattr(session.origins, "record", lambda settings, step: [])
     monkeypatch.setattr(session.jsonl, "gone", lambda *args, **_: [])
@@ -376,53 +388,6 @@ def test_loggers_and_samples_are_opened_as_the_settings_say(tmp_path, monkeypatc
             (tmp_path / "run" / "samples", "tokenizer"),
             {"count": count, "most_bytes": 2.5e9, "first_step": 3},
         )
-
-
-# serving
-
-
-@pytest.mark.parametrize("begins", [False, True])
-@pytest.mark.parametrize(("cache", "exact"), [(None, False), (0.5, True)])
-def test_a_served_policy_is_made_as_the_settings_say(tmp_path, monkeypatch, begins, cache, exact):
-    settings = tiny_run.settings(tmp_path, seed=3, rollout__cache_gb=cache, rollout__exact=exact, device="cpu")
-    tokenizer, asked = simple(pad_token_id=7, chat_template="x" if begins else None), []
-    stubs = {
-        "search": lambda places: asked.append(("search", places)),
-        "resolved": lambda settings, device: (settings, []),
-        "load_tokenizer": lambda section, data: tokenizer,
-        "policy_generation": lambda section, data, given: "generation",
-        "sampling_of": lambda section, given, generation: (section, given, generation),
-        "load_policy": lambda *args: (simple(), asked.append(("load", *args)) or "params"),
-        "policy_model": lambda *args: asked.append(("model", *args)) or simple(),
-        "check_engine": lambda model: asked.append("checked"),
-        "kernels_of": lambda names: "kernels",
-        "EmbeddedEngine": lambda **named: named,
-        "probe_exact": lambda model, kernels: asked.append(("probed", kernels)),
-        "texts_of": lambda given, **named: named,
-        "vocabulary_size_of": lambda section: 30,
-        "chat_options": lambda data: "options",
-    }
-    for name, stub in stubs.items():
-        monkeypatch.setattr(serving, name, stub)
-    found = serving.served_policy(settings, begins=begins)
-    assert found.params == ("params" if begins else None)
-    assert found.engine == {
-        "model": found.model,
-        "kernels": "kernels",
-        "pad_token_id": 7,
-        "exact": exact,
-        "cache_bytes": None if cache is None else 2**29,
-    }
-    assert found.texts == {"vocabulary": 30, "chat": begins, "options": "options"}
-    assert found.sampling == (settings.rollout, tokenizer, "generation")
-    assert (found.tokenizer, found.device) == (tokenizer, torch.device("cpu"))
-    common = (settings.model, settings.critic, Key(3), serving.LOCAL, torch.device("cpu"))
-    assert asked == [
-        ("search", settings.module_dirs),
-        ("load" if begins else "model", *common),
-        "checked",
-        *([("probed", "kernels")] if exact else []),
-    ]
 
 
 def test_a_line_of_a_pipe_needs_no_clock_to_begin():

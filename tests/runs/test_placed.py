@@ -18,6 +18,7 @@ from fppo.commands import actions, distributed
 from fppo.fleet import GroupDied
 from fppo.fleet.group import RankLost
 from fppo.models import lora_files
+from fppo.pipeline import replay
 from fppo.report import timeline
 from fppo.report.diff import diff
 from fppo.runs import jsonl, session
@@ -75,13 +76,14 @@ def whole(task):
 
 
 def lines(directory):
-    """Of metrics, without times, and of digests."""
+    """Of metrics, without times, and of digests, without sketches of states: the controller has no whole one."""
     unlike = ("timing_s/", "perf/", "time")
     numbers = [
         {name: x for name, x in line.items() if not name.startswith(unlike)}
         for line in jsonl.read(directory / "metrics.jsonl")
     ]
-    return numbers, list(jsonl.read(directory / "digests.jsonl"))
+    digested = list(jsonl.read(directory / "digests.jsonl"))
+    return numbers, [line | {replay.SIZES: line[replay.SIZES]["batch"]} for line in digested]
 
 
 def check_trace(directory):

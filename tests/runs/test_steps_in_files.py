@@ -152,7 +152,7 @@ def test_starts_are_recorded_by_the_steps_that_they_go_on_from(tmp_path, monkeyp
         monkeypatch.setattr(origins.platform, "python_version", lambda own=own: str(own))
         changes, news = starts.record(attrs.evolve(base, seed=own), step), origins.record(base, step)
         assert changes == ({} if last in (None, own) else {"seed": (last, own)})
-        assert news == ([] if last in (None, own) else [f"python {last} -> {own}"])
+        assert news == ([] if last in (None, own) else [f"with other code: python {last} -> {own}"])
         expected, last = after(expected, step, own), own
         texts = {int(path.stem[5:]): json.loads(path.read_text()) for path in (run / files.STARTS).glob("*.json")}
         assert {start: x["versions"]["python"] for start, x in texts.items()} == {

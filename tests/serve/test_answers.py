@@ -329,12 +329,13 @@ def test_the_tokenizers_own_response_template_reads_calls(stream):
 NINE = (
     "{% macro checked(id) %}{% if id is not defined or id | length != 9 or not id.isalnum() %}"
     "{{ raise_exception('an id has nine letters or digits') }}{% endif %}{% endmacro %}"
+    "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'assistant' %}{{ m.content }}{% if m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
     '{{ checked(c.id) }}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "{{ ', ' if not loop.last }}{% endfor %}]{% endif %}<|im_end|>"
     "{% elif m.role == 'tool' %}{{ checked(m.tool_call_id) }}[TOOL_RESULTS]{{ m.content }}[/TOOL_RESULTS]{% endif %}"
-    "{% endfor %}{% if tools %}{% endif %}"
+    "{% endfor %}"
 )
 LISTED = '[TOOL_CALLS][{"name": "read", "arguments": {"file": "a"}}, {"name": "read", "arguments": {"file": "b"}}]'
 

@@ -10,11 +10,13 @@ import httpx2 as httpx
 import openai
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fppo import batch as batches
 from fppo.batch import Rollout
 from fppo.commands import actions, cli, serve
 from fppo.runs import session
+from fppo.runs.serving import served_policy
 from fppo.runtime import checkpoint
 from fppo.serve.episodes import EpisodeRow, RecordedTurn
 from fppo.serve.server import bound_socket
@@ -162,3 +164,20 @@ def test_files_of_episodes_are_numbered_on(tmp_path):
     second = batches.load(Rollout, tmp_path / "episodes_000002.safetensors")
     assert list(second.ids) == ["b", "b"]
     assert torch.equal(second.groups, torch.tensor([0, 0]))
+
+
+@pytest.mark.parametrize(("begins", "cache", "exact"), [(False, None, False), (True, 0.5, True)])
+def test_a_served_policy_is_made_as_the_settings_say(tmp_path, begins, cache, exact):
+    tiny_run.write_task(tmp_path)
+    found = served_policy(
+        tiny_run.settings(tmp_path, rollout__cache_gb=cache, rollout__exact=exact, device="cpu"), begins=begins
+    )
+    engine, weights = found.engine, load_file(tmp_path / "start" / "model.safetensors")
+    assert engine.model is found.model
+    assert (engine.exact, engine.cache_bytes) == (exact, None if cache is None else 2**29)
+    assert engine.pad_token_id == found.tokenizer.pad_token_id
+    assert (found.sampling.max_tokens, found.texts.vocabulary) == (3, found.model.config.vocab_size)
+    assert (found.params is not None) is begins
+    if found.params is not None:
+        assert {*found.params} == {*found.model.whole_shapes}
+        assert torch.equal(found.params["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])

@@ -176,12 +176,13 @@ def drawn(name, count, *, scored=False):
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=8))
 def test_the_newest_samples_are_recorded_up_to_so_many_tokens(samples):
-    records, held = SampleRecords(most=12), {}
+    beside = 128  # what a record counts as beside its tokens
+    records, held = SampleRecords(most=3 * beside + 12), {}
     for number, (count, scored) in enumerate(samples):
         work = work_of("s:1", 1)
         records.add(work, [drawn(f"s:1:{number}", count, scored=scored)])
         held[f"s:1:{number}"] = count
-        while sum(2 + x for x in held.values()) > 12:  # a prompt of 2 tokens each
+        while sum(2 + x + beside for x in held.values()) > 3 * beside + 12:  # a prompt of 2 tokens each
             del held[next(iter(held))]
         assert {name: len(x.tokens) for name, x in records._held.items()} == held
         record = records._held[f"s:1:{number}"]
