@@ -242,7 +242,7 @@ def read_eval_inputs(settings: TrainSettings, *, mesh: Mesh, device: torch.devic
     generation = tried(lambda: policy_generation(settings.model, settings.data, tokenizer)) or GenerationConfig()
     sampling = tried(lambda: eval_sampling_of(settings.eval, settings.rollout, tokenizer, generation))
     _check_models(settings, tokenizer, [] if held_out is None else [held_out], mesh, tried, trained=False)
-    none = dict.fromkeys(("reference", "teacher"), False)
+    none = {"reference": False, "teacher": False}
     _check_rows(settings.model, settings.rollout, settings.eval, None, none, (None, held_out), tried)
     if tried.problems:
         raise tried.error()

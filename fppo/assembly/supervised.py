@@ -181,8 +181,10 @@ def _check_ids(found: DemonstrationSet | None, vocabulary: int) -> None:
 def _check_positions(found: DemonstrationSet | None, most: int | None, path: str) -> None:
     """Raise ValueError for rows of more tokens than the model was made for, naming them."""
     problems = data.Problems()
-    for row, name in zip(found.rows, found.ids, strict=True) if found is not None and most is not None else ():
-        if (size := len(row.prompt) + len(row.response)) > most:
+    if found is None or most is None:
+        return
+    for row, name in zip(found.rows, found.ids, strict=True):
+        if (size := row.num_tokens) > most:
             text = f"{size} tokens, and model.path = {path!r} has {most} positions (max_position_embeddings)"
             problems.add(f"{text}; with sft.max_tokens = {most} and data.over_long such rows are left out", at=name)
     problems.check("demonstrations")

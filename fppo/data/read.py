@@ -214,8 +214,10 @@ def _parquet(file: Path) -> Iterator[Row]:
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             more, taken = twice(opened.schema_arrow.names), opened.metadata.num_rows * _ROW
-            batches = iter(()) if more or taken > bound else opened.iter_batches(_BATCH)
-            while (batch := next(batches, None)) is not None and (taken := taken + batch.nbytes) <= bound:
+            for batch in [] if more or taken > bound else opened.iter_batches(_BATCH):
+                taken += batch.nbytes
+                if taken > bound:
+                    break
                 for value in batch.to_pylist():
                     rows += 1
                     yield Row(str(file), rows, value, file.stem, filled=True)
