@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 import pytest
+from transformers import PreTrainedConfig
 import torch
 from transformers import PreTrainedConfig
 
