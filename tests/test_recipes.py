@@ -87,6 +87,7 @@ def test_a_recipe_trains_a_shrunk_model(name, tmp_path):
     flags += ["--actor.optimizer.warmup-steps=0", "--mesh.shard=1", "--mesh.tensor=1", f"--rollout.batch-size={rows}"]
     flags += [f"--actor.mini-batch-size={rows}", "--rollout.max-tokens=4", "--eval.max-prompts=2"]
     flags += [f"--critic.mini-batch-size={rows}", "--critic.pretrain=1"] if whole.uses_critic_model else []
+    flags += ["--model.lora.rank=4"] if whole.model.lora.used else []
     settings = load(name, *flags)
     settings, _ = resolve.resolved(settings, resolve.CPU)
     assert actions.train(settings) == 0

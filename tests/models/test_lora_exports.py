@@ -28,7 +28,7 @@ CONFIGS = families.CONFIGS | families.EXPERTS | families.OWN | families.CHANGED 
 # dense models, mixtures with dense and shared layers, stacks [in, out] and without gates, and layers with states
 FEW = ("qwen2", "gpt2", "mixtral", "glm4_moe", "gpt_oss", "qwen3_next", "nemotron_h")
 # types of whose linear layers PEFT adapts only some
-MERGED = {"falcon_h1", "jamba", "laguna", "mamba2", "nemotron_h"}
+MERGED = {"falcon_h1", "falcon_mamba", "jamba", "laguna", "mamba", "mamba2", "nemotron_h"}
 _SMALL = {  # what makes default configs of mixtures large
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("n_group", "topk_group"), 1),

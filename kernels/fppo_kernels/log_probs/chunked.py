@@ -281,14 +281,14 @@ def _backward(
         share = partial(_moments.share, moments, split, total)
         d_rows = None  # of the weight
         for tokens in runs:
-            slab = matmul(hidden[tokens], weight[vocab].T, wide, rounds=True)
+            slab = matmul(hidden[tokens], weight[vocab].T, wide)
             inputs.rule.work.differentiate(inputs, slab, tokens, vocab, coefficients, share, total)
             inside, places = inputs.find(tokens, vocab)
             at_labels = torch.arange(len(slab), device=slab.device), places[:, 0]
             slab[at_labels] += torch.where(inside[:, 0], coefficients.label[tokens], 0.0).to(slab.dtype)
             if d_bias is not None:
                 d_bias[vocab] += slab.sum(0, dtype=wide)
-            slab = slab.to(weight.dtype) if slab.is_cuda else slab
+            slab = slab.to(weight.dtype) if slab.is_cuda or weight.dtype == torch.bfloat16 else slab
             if d_hidden is not None:
                 d_hidden[tokens].add_(
                     matmul(slab, weight[vocab], wide, rounds=True)
