@@ -10,7 +10,6 @@ from typing import Any
 
 import attrs
 import pytest
-from transformers import PreTrainedConfig
 import torch
 from transformers import PreTrainedConfig
 
