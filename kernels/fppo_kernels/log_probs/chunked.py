@@ -290,9 +290,8 @@ def _backward(
                 d_bias[vocab] += slab.sum(0, dtype=wide)
             slab = slab.to(weight.dtype) if slab.is_cuda or weight.dtype == torch.bfloat16 else slab
             if d_hidden is not None:
-                d_hidden[tokens].add_(
-                    matmul(slab, weight[vocab], wide, rounds=True)
-                )  # += would also write the sum into itself
+                # += would also write the sum into itself
+                d_hidden[tokens].add_(matmul(slab, weight[vocab], wide, rounds=True))
             if d_weight is not None:
                 product = _weight_gradient(slab, hidden[tokens], wide)
                 d_rows = product if d_rows is None else d_rows.to(wide) + product
@@ -325,9 +324,9 @@ def chunked(
 ) -> LogProbs:
     """Compute `reference` with memory for one slab of logits, in both passes, with sums in float32 or wider.
 
-    On a CPU the gradient of bfloat16 hidden states and weights is computed from logits that are rounded to bfloat16
-    (see `_matmul`); the outputs are not. Derivatives other than the first are those of `reference`, some tokens at a
-    time. `work` is done with each slab, here by torch's operations on a block of it at a time.
+    The derivatives by logits of bfloat16 hidden states and weights are rounded to bfloat16 before they are multiplied.
+    Derivatives other than the first are those of `reference`, some tokens at a time. `work` is done with each slab,
+    here by torch's operations on a block of it at a time.
     """
     wide = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     temperatures = per_token(temperature, hidden, wide)
