@@ -41,7 +41,7 @@ class Origin:
     code: Mapping[str, str]
     """The sources of the users' modules whose functions settings name."""
     ground: Mapping[str, str] = attrs.field(factory=dict)
-    """What bits hang on, as `bits.ground` has it; empty for a start that did not record it."""
+    """The grounds of its bits (`bits.ground`); empty for a start that did not record them."""
 
 
 def origin_of(settings: TrainSettings) -> Origin:
