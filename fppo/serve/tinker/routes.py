@@ -223,14 +223,14 @@ def _sampling_router(service: TinkerService) -> APIRouter:
     @router.post("/join_sampling_session")
     async def join_sampling_session(request: Request) -> JSONResponse:
         given = decode.of_type(types.JoinSamplingSessionRequest, await request.body())
-        sampler = service.registry.sampler(given.sampling_session_id, _owner(request))
+        sampler = service.sampler(given.sampling_session_id, _owner(request))
         number = await asyncio.to_thread(service.registry.join, sampler)
         return JSONResponse({"type": "join_sampling_session", "client_counter": number})
 
     @router.post("/retrieve_futures")
     async def retrieve_futures(request: Request) -> JSONResponse:
         given = decode.of_type(types.FuturesRetrieveRequest, await request.body())
-        sampler = service.registry.sampler(given.target.sampling_session_id, _owner(request))
+        sampler = service.sampler(given.target.sampling_session_id, _owner(request))
         for name in given.retrieved_request_ids:
             if service.futures.state(name, _owner(request)) is not None:
                 service.futures.read(name)

@@ -100,6 +100,7 @@ class TinkerService:
         self._loops: Mapping[str, EngineLoop] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._swept, self._sweeping = clock(), None
+        self._again: dict[str, int] = {}  # by run, the last request that an earlier server took in and did not save
 
     def start(self, loops: Mapping[str, EngineLoop]) -> None:
         """Begin, with what an earlier server of the folder left to do; `loops` are the engines of the bases."""
@@ -108,6 +109,7 @@ class TinkerService:
             self.worker.add_run(name, number)
             for each, verb in sorted(todo.items()):
                 self.worker.put(name, each, verb)
+                self._again[name] = each
         self._loops = loops
         self._engines = SamplerEngines(loops, {name: each.engine for name, each in self.bases.items()})
         self.worker.start()
@@ -399,11 +401,27 @@ class TinkerService:
             self.registry.add_sampler(sampler)
         return name
 
+    def sampler(self, name: str, owner: str) -> Sampler:
+        """A sampling session of the owner's. Raises Refusal; with status 503, at which clients ask again, while what an
+        earlier server had done for its run is done again: that may make the session, or its weights."""
+        again = {run for run, last in self._again.items() if not self.worker.has_done(run, last)}
+        try:
+            sampler = self.registry.sampler(name, owner)
+        except Refusal:
+            session = name.partition(":")[0]
+            if not any(info.session == session and info.name in again for info in self.runs.infos(owner)):
+                raise
+        else:
+            weights = _snapshot_of(sampler)
+            if weights is None or sampler.run not in again or self.stores.snapshots.has(weights):
+                return sampler
+        raise Refusal(f"sampling session {printable(name, 80)} is being made again: send the request again", status=503)
+
     def sample(self, owner: str, request: types.SampleRequest) -> tuple[str, list[str]]:
         """Begin to draw samples; returns the names of the request, and of the samples."""
         if request.sampling_session_id is None or request.seq_id is None:
             raise Refusal("sampling_session_id, seq_id: give both")
-        sampler = self.registry.sampler(request.sampling_session_id, owner)
+        sampler = self.sampler(request.sampling_session_id, owner)
         self.registry.session(sampler.name.split(":")[0], owner)
         name = f"{sampler.name}:{decode.number_of(request.seq_id)}"
         served = self.base(sampler.base)
@@ -447,8 +465,8 @@ class TinkerService:
             assert sampler.path is not None
             meta = self.checkpoints.find(sampler.path, sampler.owner)
             return await asyncio.to_thread(self.stores.sampled, meta)
-        assert sampler.run is not None
-        name = sampler.name if sampler.weights == "snapshot" else f"{sampler.run}:inflight"
+        name = _snapshot_of(sampler)
+        assert name is not None
         return await asyncio.to_thread(self.stores.snapshots.weights, name)
 
     def knows(self, name: str, owner: str) -> bool:
@@ -458,15 +476,20 @@ class TinkerService:
             if ":train:" in home:
                 self.runs.info(home, owner)
             else:
-                self.registry.sampler(home, owner)
-        except Refusal:
-            return False
+                self.sampler(home, owner)
+        except Refusal as error:
+            return error.status == 503
         return True
 
     def cancel(self, name: str, owner: str) -> None:
         """End the drawing of samples that nobody wants any more."""
         if self.futures.state(name, owner) is not None and self._engines is not None:
             self._engines.cancel(name)
+
+
+def _snapshot_of(sampler: Sampler) -> str | None:
+    """The name of the snapshot that holds a sampler's weights; None for those of a base or a checkpoint."""
+    return {"snapshot": sampler.name, "inflight": f"{sampler.run}:inflight"}.get(sampler.weights)
 
 
 def graph_of(body: str) -> Any:

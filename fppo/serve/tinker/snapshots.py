@@ -103,6 +103,10 @@ class Snapshots:
             self.drop(of_run[: -self._most_of_run])
             self._spill()
 
+    def has(self, name: str) -> bool:
+        """Whether there is a snapshot of this name."""
+        return name in self._held
+
     def weights(self, name: str) -> SampledWeights:
         """The weights of a snapshot. Raises Refusal for one that is gone."""
         with self._lock:

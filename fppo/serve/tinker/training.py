@@ -90,7 +90,7 @@ class HeldRun:
     due: bool = False  # whether its state must be saved: what it came from may be deleted
     last: float = 0.0  # when a request came
     numbers: list[int] = attrs.field(factory=list)  # of results that may be held
-    tried: dict[int, int] = attrs.field(factory=dict)  # how often servers ended under a request
+    tried: tuple[int, int] = -1, 0  # the first request that no server has done, and how often one ended under it
     lock: threading.Lock = attrs.field(factory=threading.Lock)  # of the numbers
 
 
@@ -161,8 +161,7 @@ class TrainingRuns:
 
     def _refuse_killer(self, held: HeldRun, todo: dict[int, RunVerb]) -> None:
         """Refuse, for good, the request under which servers have ended so often that it must be what ends them."""
-        number, tries = _tried(held.place)
-        held.tried = {number: tries}
+        number, tries = held.tried = _tried(held.place)
         if number not in todo or tries < _TRIES or isinstance(todo[number], RefusedVerb):
             return
         error = f"request {number} of {held.info.name} was being done when the server ended, {tries} times"
@@ -224,21 +223,24 @@ class TrainingRuns:
         """Do a request. Errors are outcomes, which are noted for good: the next server gives the same, whatever it
         could do. Raises OSError where that cannot be noted: then the request has no outcome."""
         held = self._held[run]
-        begun = held.place / DOING
-        with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
-            begun.write_text(f"{number} {held.tried.get(number, 0) + 1}", "ascii")
-        breaks = False
+        first, tries = held.tried
+        if number >= first:  # one that is done again is not what ends servers
+            _try(held, number, tries + 1 if number == first else 1)
+        after, breaks = (number, 0), False
         try:
             if isinstance(verb, LaterVerb):
                 verb = self._verb_of(held.info, verb.record)
             breaks = isinstance(verb, RefusedVerb) and verb.breaks
             outcome = self._done(held, number, verb)
+            after = number + 1, 0
         except Exception as error:
             outcome = _failed(error)
             breaks = isinstance(verb, PassVerb) and verb.backward
             self._note(held, number, RefusedVerb(error=outcome.error, breaks=breaks, category=outcome.category))
+            after = number + 1, 0
         finally:
-            begun.unlink(missing_ok=True)
+            if number >= first:
+                _try(held, *after)
         if breaks:
             held.broken = f"request {number} failed, and so the gradients of this step are not whole"
         held.done = number
@@ -389,8 +391,15 @@ def _failed(error: Exception) -> FailedRequest:
     return FailedRequest(f"the server failed: {words_of(error, 500)}", "server")
 
 
+def _try(held: HeldRun, number: int, tries: int) -> None:
+    """Note that a request is tried for so many times, and that all before it have been done."""
+    held.tried = number, tries
+    with contextlib.suppress(OSError):  # a full disk: the request is to be done all the same
+        (held.place / DOING).write_text(f"{number} {tries}", "ascii")
+
+
 def _tried(place: Path) -> tuple[int, int]:
-    """The request that was being done when the last server ended, and how often one has ended so; -1 without one."""
+    """The first request that no server has done, and how often one ended under it; -1 where that is not known."""
     try:
         number, tries = (place / DOING).read_text("ascii").split()
         return int(number), int(tries)

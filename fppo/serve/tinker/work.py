@@ -108,6 +108,11 @@ class Worker:
             queue = self._runs[run]
             return number < queue.next or number in queue.todo
 
+    def has_done(self, run: str, number: int) -> bool:
+        """Whether a request has been done."""
+        with self._changed:
+            return number < self._runs[run].next
+
     def idle(self, run: str) -> bool:
         """Whether a run has nothing to do."""
         with self._changed:

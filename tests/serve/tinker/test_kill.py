@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -19,17 +20,19 @@ from tests import tiny_run
 
 KEY = "tml-given-key"
 STEPS = 8
+WAIT = 300.0  # seconds beyond any answer, even of a server that starts again: the client itself asks for ever
+PORTS = range(20_000, 30_000)  # which no connection of another process gets while the server is down
 
 
 def loop(url, at_step):
     """Reinforcement learning with seeded samples; the log-probs of a text at its end, and the checkpoint's address."""
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    trainer = service.create_lora_training_client("start", rank=2, seed=0).result()
+    trainer = service.create_lora_training_client("start", rank=2, seed=0).result(WAIT)
     for step in range(STEPS):
         at_step(step)
-        sampler = trainer.save_weights_and_get_sampling_client().result()
+        sampler = trainer.save_weights_and_get_sampling_client().result(WAIT)
         params = types.SamplingParams(max_tokens=4, seed=step, stop=[])
-        found = sampler.sample(types.ModelInput.from_ints([3, 4, 5]), 2, params).result().sequences
+        found = sampler.sample(types.ModelInput.from_ints([3, 4, 5]), 2, params).result(WAIT).sequences
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints([3, 4, 5, *each.tokens[:-1]]),
@@ -45,20 +48,25 @@ def loop(url, at_step):
             trainer.forward_backward(data, "ppo"),
             trainer.optim_step(types.AdamParams(learning_rate=1e-2)),
         )
-        passed.result()
-        stepped.result()
-    path = trainer.save_state("end").result().path
-    service.close("success").result()
+        passed.result(WAIT)
+        stepped.result(WAIT)
+    path = trainer.save_state("end").result(WAIT).path
+    service.close("success").result(WAIT)
     return path
+
+
+def is_free(port):
+    with contextlib.suppress(ValueError), bound_socket("127.0.0.1", port):
+        return True
+    return False
 
 
 class Server:
     """A process that serves, again on the same port after it was killed."""
 
     def __init__(self, folder, store):
-        with bound_socket("127.0.0.1", 0) as listener:
-            self.port = listener.getsockname()[1]
-        self.folder, self.store = folder, store
+        self.port = next(port for port in random.sample(PORTS, 100) if is_free(port))
+        self.folder, self.store, self.one_kill = folder, store, threading.Lock()
         self.process = self.start()
 
     @property
@@ -78,10 +86,15 @@ class Server:
         raise AssertionError("the server ended")
 
     def kill(self):
-        self.process.kill()
+        with self.one_kill:
+            self.end(self.process.kill)
+            self.process = self.start()
+            self.ready()
+
+    def end(self, how):
+        how()
         self.process.wait()
         self.process.stdout.close()
-        self.process = self.start()
 
 
 def weights_of(store, path):
@@ -113,8 +126,7 @@ def test_a_server_that_is_killed_at_random_moments_loses_no_step(tmp_path):
                 timer.join()
             ends.append(weights_of(tmp_path / name, path))
         finally:
-            server.process.terminate()
-            server.process.wait()
-            server.process.stdout.close()
+            with server.one_kill:
+                server.end(server.process.terminate)
         assert len(timers) == len(kills)
     assert ends[0] == ends[1]

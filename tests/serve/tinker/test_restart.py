@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import uuid
 
 import pytest
 import tinker
@@ -10,6 +11,7 @@ from tinker import types
 
 from fppo.serve.tinker import runs
 from fppo.serve.tinker.runs import Adapters
+from fppo.serve.tinker.work import Worker
 from tests.serve.tinker.served import KEY, base, equal, served
 from tests.serve.tinker.test_client import STEP, theirs, train, train_ours
 
@@ -130,13 +132,49 @@ def test_samplers_outlive_a_server(tmp_path):
         service.holder.close()
     assert len({str(each) for each in before}) == 3
     with served(tmp_path) as host:
-        asked = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}, "prompt_logprobs": True}
         for name, expected in zip(handles, before, strict=True):
-            body = {"sampling_session_id": name, "seq_id": 77, "sampling_params": {"max_tokens": 1}, **asked}
-            answer = host.post("asample", body)
-            assert answer.status_code == 200, answer.text
-            found = tinker.proto.response_conv.deserialize_sample_response(result(host, answer.json()["request_id"]))
-            assert found.prompt_logprobs == pytest.approx(expected, abs=1e-6)
+            assert sampled(host, name, 77).prompt_logprobs == pytest.approx(expected, abs=1e-6)
+
+
+def sampled(host, name, number=0):
+    """The response to a request for samples of three tokens, with the prompt's log-probs."""
+    asked = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [3, 4, 5]}]}, "prompt_logprobs": True}
+    body = {"sampling_session_id": name, "seq_id": number, "sampling_params": {"max_tokens": 3}, **asked}
+    answer = host.post("asample", body)
+    while answer.status_code == 503:
+        answer = host.post("asample", body)
+    assert answer.status_code == 200, answer.text
+    return tinker.proto.response_conv.deserialize_sample_response(result(host, answer.json()["request_id"]))
+
+
+def test_clients_wait_for_samplers_that_a_next_server_has_still_to_make_again(tmp_path, monkeypatch):
+    """The first server ends before it stores weights; the second has not begun to do again what made them."""
+    with served(tmp_path / "first") as host:
+        run = begun(host)
+        names = []
+        for number, how in ((1, {}), (2, {"kind": "inflight"})):
+            body = {"model_id": run, "seq_id": number, "sampling_session_seq_id": number, **how}
+            answer = host.post("save_weights_for_sampler", body)
+            names.append(result(host, answer.json()["request_id"])["sampling_session_id"])
+        before = [sampled(host, name) for name in names]
+        shutil.copytree(tmp_path / "first", tmp_path / "second")
+    begin = Worker.start
+    monkeypatch.setattr(Worker, "start", lambda worker: None)
+    with served(tmp_path / "second") as host:
+        for name in names:
+            body = {"sampling_session_id": name, "seq_id": 1, "prompt": {"chunks": []}, "sampling_params": {}}
+            assert host.post("asample", body).status_code == 503
+            assert host.post("join_sampling_session", {"sampling_session_id": name}).status_code == 503
+            assert host.post("retrieve_future", {"request_id": f"{name}:0"}).status_code == 410
+        stranger = str(uuid.uuid4())
+        for name in (f"{stranger}:sample:1", "nobody"):
+            assert host.post("asample", {**body, "sampling_session_id": name}).status_code == 404
+            assert host.post("retrieve_future", {"request_id": f"{name}:0"}).status_code == 404
+        begin(host.service.worker)
+        assert [sampled(host, name).prompt_logprobs for name in names] == [each.prompt_logprobs for each in before]
+        result(host, f"{run}:2")
+        body["sampling_session_id"] = f"{names[0]}0"
+        assert host.post("asample", body).status_code == 404, "all is done again: nothing is to come"
 
 
 def test_a_sample_that_was_lost_is_sent_again(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import warnings
 
 import pytest
@@ -357,7 +358,26 @@ def test_a_request_under_which_two_servers_ended_is_not_tried_again(tmp_path):
     outcome = later.did(run, 1, todo[1])
     assert isinstance(outcome, FailedRequest)
     assert outcome.category == "server"
-    assert not (place / "doing").exists()
+    assert (place / "doing").read_text() == "2 0"
+
+
+def test_a_request_that_was_done_is_done_again_however_often_servers_end_under_it(tmp_path):
+    """Its outcome may have been sent, and what came behind it builds on what it did. The folder is copied while the
+    request is being done, as a kill would leave it."""
+    first = World(tmp_path / "0", Clock())
+    run, _ = first.create()
+    first.take(run, 1, "pass")
+    first.take(run, 2, "step")
+    first.runs.close()
+    for kills in range(4):
+        place, copy = tmp_path / str(kills), tmp_path / str(kills + 1)
+        later = World(place, Clock())
+        ((_, _, todo),) = later.runs.restore()
+        assert [type(todo[number]) for number in range(3)] == [CreateVerb, LaterVerb, LaterVerb]
+        later.did(run, 0, todo[0])
+        later.runs._done = lambda *asked, place=place, copy=copy: shutil.copytree(place, copy)
+        later.runs.do(run, 1, todo[1])
+        later.runs.close()
 
 
 def test_what_was_answered_as_failed_stays_so_at_the_next_server(tmp_path):
