@@ -1,7 +1,7 @@
 """What the tests cost, by folder: seconds of processor, processes started, programs compiled.
 
-A process counts wherever it was started, also by one that a test started: `tests/started/sitecustomize.py` writes a
-line for each into a log. What a fixture of a module starts counts once, however many workers set it up, so that the
+A process counts wherever it was started, also by one that a test started, or as a copy of a fork server that several
+folders share: `tests/started/sitecustomize.py` writes a line for each into a log. What a fixture of a module starts counts once, however many workers set it up, so that the
 counts do not depend on the machine.
 """
 
@@ -149,7 +149,8 @@ class Costs:
         log = Path(os.environ[LOG])
         for folder, kinds in counted(log.read_text().splitlines()).items():
             self._costs[folder] += Cost(0, 0.0, *(kinds[kind] for kind in KINDS))
-        log.unlink()
+        for file in (log, *log.parent.glob(f"{log.name}.*")):
+            file.unlink()
         if self._config.getoption("--budgets"):
             self._over = over(self._costs, tomllib.loads(BUDGETS.read_text()))
         if self._over and session.exitstatus == pytest.ExitCode.OK:
@@ -169,8 +170,9 @@ class Costs:
 @contextlib.contextmanager
 def _cause(worker: str, name: str) -> Iterator[None]:
     """Has processes start on behalf of a test, or of a fixture that is set up while a test is."""
-    before = os.environ.get(CAUSE)
+    before, named = os.environ.get(CAUSE), Path(f"{os.environ[LOG]}.{worker}")  # the file is for fork servers
     os.environ[CAUSE] = f"{worker}\t{name}"
+    named.write_text(name)
     try:
         yield
     finally:
@@ -178,3 +180,4 @@ def _cause(worker: str, name: str) -> Iterator[None]:
             del os.environ[CAUSE]
         else:
             os.environ[CAUSE] = before
+            named.write_text(before.partition("\t")[2])

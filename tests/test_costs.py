@@ -35,6 +35,34 @@ def test_what_a_child_starts_counts_for_its_test(tmp_path):
     assert costs.counted(log.read_text().splitlines()) == {"runs": {"processes": 4}}  # itself, python, true, its copy
 
 
+SERVED = """
+import multiprocessing, os, sys
+from pathlib import Path
+def ran():
+    pass
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    for name in ("tests/runs/test_a.py::test_b", "tests/plan/test_c.py::test_d"):
+        os.environ["FPPO_TESTS_CAUSE"] = "gw0\\t" + name
+        Path(os.environ["FPPO_TESTS_LOG"] + ".gw0").write_text(name)
+        process = context.Process(target=ran)
+        process.start()
+        process.join()
+"""
+
+
+def test_a_copy_of_a_fork_server_counts_for_the_test_that_asked_for_it(tmp_path):
+    log, script = tmp_path / "log", tmp_path / "script.py"
+    log.touch()
+    script.write_text(SERVED)
+    path = os.pathsep.join([str(costs.TESTS / "started"), os.environ.get("PYTHONPATH", "")])
+    own = {costs.LOG: str(log), "PYTHONPATH": path}
+    without = {name: value for name, value in os.environ.items() if name != costs.CAUSE}
+    subprocess.run([sys.executable, str(script)], check=True, env={**without, **own})
+    found = costs.counted(log.read_text().splitlines())
+    assert found == {"runs": {"processes": 3}, "plan": {"processes": 1}}  # with the server, and what tracks its memory
+
+
 @pytest.fixture(scope="module")
 def made() -> str:
     """Whatever a fixture of a module is set up for."""

@@ -87,9 +87,17 @@ MALFORMED = {  # name: (path, body, status, parameter or part of the message)
 
 
 @pytest.fixture(scope="module")
-def world():
+def server():
     with parrot_world("lamp", bounds=Bounds(row_tokens=512, body_bytes=1 << 17)) as made:
         yield made
+
+
+@pytest.fixture
+def world(server):
+    """The server, with no episode of another test's."""
+    for episode in server.episodes.names():
+        server.episodes.take(episode)
+    return server
 
 
 @pytest.mark.parametrize("name", MALFORMED)
@@ -105,8 +113,6 @@ def test_a_malformed_request_gets_an_error_of_the_protocol(world, name):
     assert world.service._open == 0
     assert world.episodes.names() == []
     assert world.post(CHAT, asked()).status_code == 200  # others go on
-    for episode in world.episodes.names():
-        world.episodes.take(episode)
 
 
 def test_too_many_tokens_have_the_code_that_clients_know(world):
