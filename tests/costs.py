@@ -1,8 +1,8 @@
 """What the tests cost, by folder: seconds of processor, processes started, programs compiled.
 
 A process counts wherever it was started, also by one that a test started, or as a copy of a fork server that several
-folders share: `tests/started/sitecustomize.py` writes a line for each into a log. What a fixture of a module starts counts once, however many workers set it up, so that the
-counts do not depend on the machine.
+folders share: `tests/started/sitecustomize.py` writes a line for each into a log. What a fixture of a module starts
+counts once, however many workers set it up, so that the counts do not depend on the machine.
 """
 
 from __future__ import annotations
