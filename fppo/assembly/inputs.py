@@ -50,6 +50,7 @@ from fppo.assembly.texts import (
     policy_generation,
     sampling_of,
 )
+from fppo.assembly.trials import value_problems
 from fppo.data import Curriculum, DataCursor, Learn, PromptSet
 from fppo.data.cursor import Order
 from fppo.data.examples import check_fields
@@ -68,8 +69,9 @@ from fppo.rollout.turns import tools
 from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
-from fppo.settings import files
-from fppo.settings.learning import CriticSettings, OptimizerSettings
+from fppo.settings import checks, files
+from fppo.settings.component import parts
+from fppo.settings.learning import CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
 from fppo.settings.reward import RewardSettings
@@ -141,7 +143,7 @@ def read_inputs(
     actor, algorithm, before = settings.actor, settings.algorithm, len(tried.problems)
     tried(lambda: policy_loss(actor.loss))
     advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
-    tried(lambda: _check_optimizers(actor=actor.optimizer, critic=settings.critic.optimizer))
+    tried(lambda: _check_values(settings))
     tried(lambda: _check_rewards(settings.reward, rollout))
     watching = tried(lambda: watching_of(settings.log))
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
@@ -378,10 +380,16 @@ def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]
     }
 
 
-def _check_optimizers(*, actor: OptimizerSettings, critic: OptimizerSettings) -> None:
-    """Raises ValueError for optimizers that do not import or are none."""
-    optimizer_of(actor, 1, setting="actor.optimizer")
-    optimizer_of(critic, 1, setting="critic.optimizer")
+def _check_values(settings: TrainSettings) -> None:
+    """Raises SettingsError that names all values which the functions of parts refuse, and optimizers that do not import
+    or are none."""
+    wrong = [str(problem) for problem in value_problems(parts(settings), checks.problems(settings))]
+    tried = Tried()
+    for setting, part in (("actor", settings.actor.optimizer), ("critic", settings.critic.optimizer)):
+        if not part.keywords:  # else it was called
+            tried(partial(optimizer_of, part, 1, setting=f"{setting}.optimizer"))
+    if wrong or tried.problems:
+        raise files.SettingsError([*wrong, *map(str, tried.problems)])
 
 
 def _check_saved(section: RolloutSettings, *, until: int, routed: bool) -> None:

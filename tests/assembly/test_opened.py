@@ -57,7 +57,7 @@ OPENED = {
     "module_dirs": ["here"],
 }
 OPENERS = (
-    *("search", "_check_optimizers", "_check_rewards", "_check_saved", "check_laws", "_usage", "_check_models"),
+    *("search", "_check_values", "_check_rewards", "_check_saved", "check_laws", "_usage", "_check_models"),
     "check_own_kernels",
     *("policy_loss", "advantage_of", "load_tokenizer", "policy_generation", "load_images", "_prompts", "_held_out"),
     *("sampling_of", "eval_sampling_of", "drawing_of", "check_export", "_check_truths", "_check_rows"),
@@ -98,7 +98,6 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
     words, images, begun = "<load_tokenizer>", READER, "<policy_generation>"
     kernels, device = own.get("kernels", KERNELS), own.get("device", CPU)
     laws = (actor.loss, algorithm.advantage, "<advantage_of>", names, kernels, "<_usage>")
-    optimizers = {"actor": actor.optimizer, "critic": settings.critic.optimizer}
     sets = ["<_prompts>", "<_held_out>"] if held_out else ["<_prompts>"]
     given = "<_held_out>" if held_out else None
     privileged = settings.critic.privileged if settings.uses_critic_model else None
@@ -109,7 +108,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("kernels_of", (names,), {}),
         ("policy_loss", (actor.loss,), {}),
         ("advantage_of", (algorithm, kernels), {}),
-        ("_check_optimizers", (), optimizers),
+        ("_check_values", (settings,), {}),
         ("_check_rewards", (settings.reward, rollout), {}),
         ("watching_of", (settings.log,), {}),
         ("_check_saved", (rollout,), {"until": 7, "routed": True}),

@@ -130,6 +130,28 @@ def test_what_only_opening_finds_is_named_beside_what_settings_show(task, capsys
     assert "max_prompt_tokens = 2" in said
 
 
+def test_values_that_parts_refuse_are_all_named_with_their_settings_beside_other_problems(task, capsys):
+    given = [
+        "--rollout.n",
+        "3",
+        "--actor.optimizer.eps",
+        "0",
+        "--critic.optimizer.momentum",
+        "2",
+        "--critic.optimizer",
+        "sgd",
+    ]
+    assert main(["check", str(task / "run.toml"), *given, "--actor.loss.dual_clip", "0.5"]) == 2
+    said = capsys.readouterr().err
+    for text in (
+        "rollout.n",
+        "actor.loss = ppo_clip(dual_clip=0.5): dual_clip must be > 1",
+        "actor.optimizer = adamw(eps=0): eps must be > 0, got 0",
+        "critic.optimizer = sgd(momentum=2): momentum must be 0 or more",
+    ):
+        assert text in said, text
+
+
 def test_texts_of_data_are_no_escape_sequences(task, capsys):
     row = {"prompt": "1+\x1b[2J\u202e=", "answer": "\x1b]0;title\x07", "source": "\x1b[31m"}
     (task / "train.jsonl").write_text(json.dumps(row) + "\n")
