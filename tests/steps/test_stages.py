@@ -160,7 +160,7 @@ def test_bfloat16_stages_on_shards_have_the_bits_of_whole_parameters(stage, agai
     """Two ranks of whole parameters, and two of shards with the same casts: each has one micro-batch."""
     model, params = deep(compute_dtype=torch.bfloat16, checkpoint_layers=again)
     params = {name: x.float() for name, x in params.items()}
-    optimizer = adamw(lambda step: 0.1, eps=1.0)
+    optimizer = adamw(lambda step: 0.1, eps=1.0, max_grad_norm=None)  # shards add up a norm in another order
 
     def run(mesh):
         mesh = ready(mesh, stage=stage)
