@@ -67,7 +67,7 @@ else:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options for those who change the tests; `.ci/run` gives the first."""
+    """Options for those who change the tests; `.ci/run` gives both."""
     parser.addoption("--budgets", action="store_true", help="fail if a folder exceeds tests/budgets.toml")
     parser.addoption("--order", default="files", help="of the tests: files, reversed, or a text that shuffles them")
 
