@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,9 @@ class Payload:
     body: bytes
     proto: bool = False  # protobuf; else JSON
 
+    def __len__(self) -> int:
+        return len(self.body)
+
 
 @attrs.frozen
 class FailedRequest:
@@ -28,6 +32,9 @@ class FailedRequest:
 
     error: str
     category: Category = "user"
+
+    def __len__(self) -> int:
+        return len(self.error)
 
 
 Outcome = Payload | FailedRequest
@@ -56,6 +63,16 @@ class _Future:
     retrieved: float | None = None
     waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = attrs.field(factory=list)
 
+    @property
+    def held(self) -> int:
+        """The bytes of the outcome."""
+        return 0 if self.outcome is None else len(self.outcome)
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """The place in the order in which outcomes are forgotten for others."""
+        return self.retrieved is None, self.opened if self.retrieved is None else self.retrieved
+
 
 class PendingRequests(NamedTuple):
     """The requests of an owner without a result: how many there are, and the bytes of what was sent."""
@@ -74,15 +91,23 @@ class Futures:
     """The futures of a server; any thread may call.
 
     An outcome is forgotten `read_seconds` after it was first read, and else `seconds` after it was set, both by
-    `clock`. A name that was forgotten, or never was, has no state.
+    `clock`. Of an owner's outcomes at most `most_bytes` are held, and the newest: those that were read are forgotten
+    before the others, in the order in which they were read or set. A name that was forgotten, or never was, has no
+    state.
     """
 
     def __init__(
-        self, clock: Callable[[], float], *, read_seconds: float = 600.0, seconds: float = 24 * 3600.0
+        self,
+        clock: Callable[[], float],
+        *,
+        read_seconds: float = 600.0,
+        seconds: float = 24 * 3600.0,
+        most_bytes: int = 1 << 30,
     ) -> None:
         self._clock, self._read_seconds, self._seconds = clock, read_seconds, seconds
-        self._lock = threading.Lock()
+        self._most_bytes, self._lock = most_bytes, threading.Lock()
         self._held: dict[str, _Future] = {}
+        self._sizes: Counter[str] = Counter()  # of outcomes, by owner
         self._pending: dict[str, PendingRequests] = {}
 
     def open(self, name: str, owner: str, size: int = 0) -> bool:
@@ -116,9 +141,27 @@ class Futures:
             self._count(future, -1)
             future.outcome, future.opened = outcome, self._clock()
             waiting, future.waiting = future.waiting, []
+            self._sizes[future.owner] += future.held
+            if self._sizes[future.owner] > self._most_bytes:
+                self._make_room(future)
         for loop, event in waiting:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 loop.call_soon_threadsafe(event.set)
+
+    def _make_room(self, newest: _Future) -> None:
+        """Forget outcomes of an owner's until the rest may be held."""
+        own = [each for each in self._held.items() if each[1].owner == newest.owner and each[1].held]
+        own.sort(key=lambda each: each[1].order)
+        for name, future in own:
+            if self._sizes[newest.owner] > self._most_bytes and future is not newest:
+                self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Forget a future."""
+        future = self._held.pop(name)
+        self._sizes[future.owner] -= future.held
+        if future.outcome is None:
+            self._count(future, -1)
 
     def state(self, name: str, owner: str) -> FutureState | None:
         """The state of a future of this owner's; None if there is none."""
@@ -166,9 +209,8 @@ class Futures:
         """Forget futures."""
         with self._lock:
             for name in names:
-                future = self._held.pop(name, None)
-                if future is not None and future.outcome is None:
-                    self._count(future, -1)
+                if name in self._held:
+                    self._drop(name)
 
     def sweep(self) -> list[str]:
         """Forget the outcomes that have been held long enough; returns their names."""
@@ -176,7 +218,7 @@ class Futures:
             now = self._clock()
             old = [name for name, future in self._held.items() if self._is_old(future, now)]
             for name in old:
-                del self._held[name]
+                self._drop(name)
             return old
 
     def _is_old(self, future: _Future, now: float) -> bool:

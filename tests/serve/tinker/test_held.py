@@ -28,9 +28,10 @@ STEPS = st.lists(
 @settings(max_examples=80)
 @given(STEPS)
 def test_futures_are_held_and_counted_until_their_time_is_over(steps):
-    """7 seconds from when an outcome was first read, 20 from when it was set."""
+    """7 seconds from when an outcome was first read, 20 from when it was set; and 12 bytes of an owner's, and the
+    newest: those that were read first go first."""
     clock = Clock()
-    futures, held = Futures(clock, read_seconds=7.0, seconds=20.0), {}
+    futures, held = Futures(clock, read_seconds=7.0, seconds=20.0, most_bytes=12), {}
     for step, name, owner, size in steps:
         clock.now += size
         own = held.get(name)
@@ -41,6 +42,14 @@ def test_futures_are_held_and_counted_until_their_time_is_over(steps):
             futures.settle(name, Payload(bytes(size)))
             if own and own["outcome"] is None:
                 own |= {"outcome": Payload(bytes(size)), "set": clock.now}
+                others = {key: x for key, x in held.items() if x["owner"] == own["owner"] and key != name}
+                full = [key for key, x in others.items() if x["outcome"] is not None and len(x["outcome"])]
+                read = sorted((key for key in full if held[key]["read"] is not None), key=lambda key: held[key]["read"])
+                unread = sorted((key for key in full if held[key]["read"] is None), key=lambda key: held[key]["set"])
+                while full and len(own["outcome"]) + sum(len(held[key]["outcome"]) for key in full) > 12:
+                    first = [*read, *unread][0]
+                    del held[first]
+                    full, read, unread = ([key for key in each if key != first] for each in (full, read, unread))
         elif step == "read":
             futures.read(name)
             if own and own["read"] is None:
