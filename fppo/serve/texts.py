@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from fppo.data import stop_texts
-from fppo.data.chat import PLAIN, ChatOptions, encode_chat, end_of_turn
+from fppo.data.chat import PLAIN, ChatOptions, check_chat_template, encode_chat, end_of_turn
 from fppo.data.messages import named_tools
 from fppo.data.stops import StopTexts, token_pieces
 from fppo.data.tokenizers import encode_behind, encode_text, within
@@ -138,10 +138,15 @@ class Texts:
             raise ApiError(400, "the policy's tokenizer has no chat template: ask /v1/completions")
         if not tools:
             return self.template
+        options = attrs.evolve(self.options, tools=tuple(tools))
         if self.reader is None:
+            try:
+                check_chat_template(self.tokenizer, options=options)
+            except ValueError as error:
+                raise wrong("tools", str(error)) from error
             advice = "give the tokenizer a response_template"
             raise wrong("tools", f"calls cannot be read as the chat template writes them: {advice}")
-        return attrs.evolve(self.template, options=attrs.evolve(self.options, tools=tuple(tools)))
+        return attrs.evolve(self.template, options=options)
 
 
 def texts_of(tokenizer: Any, *, vocabulary: int, chat: bool = True, options: ChatOptions = PLAIN) -> Texts:
