@@ -284,6 +284,7 @@ class LiveConsole:
     """A progress bar below one line per step, for terminals."""
 
     def __init__(self, steps: int, *, first_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
         self._steps = steps
@@ -292,6 +293,7 @@ class LiveConsole:
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
             TextColumn("{task.fields[left]}"),
+            console=Console(),  # and not that of all the process, which has the width of whoever came first
             transient=True,
         )
         self._task = self._progress.add_task("", total=steps, completed=max(first_step - 1, 0), left="")

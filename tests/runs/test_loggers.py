@@ -110,10 +110,12 @@ def test_a_line_has_80_columns_and_an_evaluation_one_line(monkeypatch, capsys):
     assert max(map(len, lines)) <= 80
     assert lines[0].startswith("step  9999/10000  reward ")
     assert lines[1].startswith("step  9999/10000  held out  reward 0.125")
-    monkeypatch.setenv("COLUMNS", "80")
-    live = loggers.LiveConsole(10_000)
-    live.log(9_999, every | held_out)
-    live.close()
+    for columns in ("200", "80"):
+        monkeypatch.setenv("COLUMNS", columns)
+        capsys.readouterr()
+        live = loggers.LiveConsole(10_000)
+        live.log(9_999, every | held_out)
+        live.close()
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" 9999")]
     assert len(shown) == 2
     assert max(map(len, shown)) <= 80
