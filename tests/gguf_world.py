@@ -71,8 +71,8 @@ def stored_name(name: str) -> str:
 
 
 def rotated(name: str, rows: np.ndarray, *, heads: int, kv_heads: int) -> np.ndarray:
-    """Rows as the file has them, in the order of transformers: there the two numbers that rotary positions turn together
-    are half a head apart, in the file beside each other."""
+    """Rows as the file has them, in the order of transformers: numbers that rotary positions turn together are half a
+    head apart there, and beside each other in the file."""
     count = heads if "q_proj" in name else kv_heads if "k_proj" in name else 0
     if not count:
         return rows

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
 import math
-import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +18,7 @@ from fppo._errors import words_of
 from fppo.models.model import BUILDING, Model, Params, build, model_class, named_state
 from fppo.models.save import save, save_config
 from fppo.runtime.gguf_files import GgufHeader, read_header
+from fppo.runtime.kept import alone_in, kept_place
 
 _FORM = "1"  # of the directories: a change of what is written into them needs another
 _FILE = "model.gguf"
@@ -40,10 +36,9 @@ def unpacked(file: Path, *, weights: bool) -> Path:
     such a file or would read wrongly, and for a disk without room.
     """
     header = read_header(file)
-    place = _cache(file)
+    place = kept_place(file, "gguf", transformers.__version__, _FORM)
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        with _alone(place):
+        with alone_in(place):
             for name in ("model", "config"):
                 if (place / name).is_dir() and (name == "model" or not weights):
                     return place / name
@@ -53,26 +48,6 @@ def unpacked(file: Path, *, weights: bool) -> Path:
     except OSError as error:
         text = f"{file} is unpacked in {place}: {error.strerror or error}; XDG_CACHE_HOME names another place"
         raise ValueError(text) from error
-
-
-def _cache(file: Path) -> Path:
-    """Where a file is unpacked. The name has a digest of its place, size and time, and of what reads it."""
-    try:
-        stat = file.stat()
-    except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
-    own = [os.path.realpath(file), str(stat.st_size), str(stat.st_mtime_ns), transformers.__version__, _FORM]
-    digest = hashlib.sha256("\0".join(own).encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "fppo" / "gguf" / f"{file.stem}-{digest}"
-
-
-@contextlib.contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """A context that one process of the machine is in at a time; the others wait."""
-    with (directory / "lock").open("w") as opened:
-        fcntl.flock(opened, fcntl.LOCK_EX)
-        yield
 
 
 def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path:
@@ -88,7 +63,6 @@ def _written(file: Path, header: GgufHeader, place: Path, weights: bool) -> Path
         if (free := shutil.disk_usage(place.parent).free) < size:
             text = f"its weights take {size / 1e9:.1f} GB in float32, and {place.parent} has room for {free / 1e9:.1f}"
             raise ValueError(f"{file}: {text}; XDG_CACHE_HOME names another place")
-        print(f"{file.name}: weights in float32 are kept in {place} ({size / 1e9:.1f} GB)", file=sys.stderr, flush=True)
         save(model, _params(file, Path(alone), header, model), place, tokenizer=tokenizer)
         return place
 
@@ -112,7 +86,7 @@ def _config(file: Path, directory: Path, header: GgufHeader) -> PreTrainedConfig
     return config
 
 
-def _llama3(file: Path, header: GgufHeader, config: PreTrainedConfig) -> dict[str, object]:
+def _llama3(file: Path, header: GgufHeader, config: PreTrainedConfig) -> dict[str, Any]:
     """The scaling of rotary positions of Llama 3.1 and later, which the file keeps as a divisor of each frequency.
 
     Formula: llama.cpp's convert_hf_to_gguf.py, and transformers' rope type llama3. Raises ValueError for divisors that

