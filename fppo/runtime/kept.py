@@ -25,7 +25,7 @@ def kept_place(file: Path, kind: str, *made_by: str) -> Path:
 
 @contextlib.contextmanager
 def alone_in(place: Path) -> Iterator[None]:
-    """A context in which no other process of the machine makes things in a directory, which is made too; others wait."""
+    """A context in which no other process of the machine makes things in a directory, which is made; they wait."""
     place.mkdir(parents=True, exist_ok=True)
     with (place / "lock").open("w") as opened:
         fcntl.flock(opened, fcntl.LOCK_EX)
