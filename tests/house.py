@@ -22,7 +22,7 @@ FLOORS = (
     ("rollout", "laws"),
     ("rewards", "serve"),
     ("pipeline", "settings"),
-    ("ablate", "assembly", "audit", "quickstart"),
+    ("ablate", "assembly", "audit", "quickstart", "smol"),
     ("plan", "runs"),
     ("report", "bias"),
     ("commands",),

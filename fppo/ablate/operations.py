@@ -13,6 +13,7 @@ import torch
 
 from fppo._errors import did_you_mean, json_of
 from fppo.laws._kernels import words
+from fppo.runtime.gguf_files import gguf_of, read_header
 from fppo_kernels import table as tables
 from fppo_kernels.operation import Operation, Shape, operation_of
 from fppo_kernels.table import Implementation, Kernels, Table
@@ -111,11 +112,13 @@ PRESETS: Mapping[str, tuple[int, int, int, int, int]] = MappingProxyType(
 
 
 def sizes_of(model: str) -> dict[str, int]:
-    """H, V, heads, kv_heads and head_dim of a directory with a config.json, or of a name in PRESETS.
+    """H, V, heads, kv_heads and head_dim of a directory with a config.json, of a GGUF file, or of a name in PRESETS.
 
     An owner before the name and "-instruct" after it are left out. Raises ValueError where there is neither.
     """
     directory = Path(model)
+    if (file := gguf_of(model)) is not None:
+        return dict(zip(MODEL_SIZES, _of_gguf(file), strict=True))
     if directory.is_dir():
         return dict(zip(MODEL_SIZES, _read(directory / "config.json"), strict=True))
     name = model.rpartition("/")[2].lower().removesuffix("-instruct")
@@ -125,6 +128,16 @@ def sizes_of(model: str) -> dict[str, int]:
             f"{did_you_mean(name, PRESETS)}; or give the directory of a model, or its sizes by --shapes"
         )
     return dict(zip(MODEL_SIZES, PRESETS[name], strict=True))
+
+
+def _of_gguf(file: Path) -> tuple[int, int, int, int, int]:
+    header = read_header(file)
+    hidden, heads = header.own("embedding_length"), header.own("attention.head_count")
+    vocabulary = header.own("vocab_size") or header.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(hidden, int) or not isinstance(heads, int) or not heads or not isinstance(vocabulary, int):
+        raise ValueError(f"{file}: its header does not say the sizes of the model; give them by --shapes")
+    kv_heads = header.own("attention.head_count_kv") or heads
+    return hidden, vocabulary, heads, kv_heads, header.own("attention.key_length") or hidden // heads
 
 
 def _read(path: Path) -> tuple[int, int, int, int, int]:

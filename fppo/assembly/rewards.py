@@ -162,7 +162,7 @@ def check_scorers(
         check_mesh(config, *pool)
         _own_tokenizer(model, common, tokenizer, config, chat=_reads_chat(model, rows))
     if judge.path is not None:
-        directory = directory_of(judge.path, "reward.judge.path")
+        directory = config_place(judge.path, "reward.judge.path")
         config = read_config(directory, trust_remote_code=remote)
         own = _judge_tokenizer(directory, chat=judge.chat, trust_remote_code=remote)
         if judge.engine == "embedded":

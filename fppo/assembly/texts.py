@@ -17,6 +17,7 @@ from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
 from fppo.models.vision import Vision, takes_images
 from fppo.rollout.engine import Sampling
+from fppo.runtime.gguf_files import gguf_of
 from fppo.settings.model import ModelSettings
 from fppo.settings.places import TOKENIZER_FILES
 from fppo.settings.rollout import RolloutSettings
@@ -25,17 +26,17 @@ from fppo.settings.train import DataSettings, EvalSettings
 GENERATION = "generation_config.json"
 
 
-def directory_of(path: str, name: str) -> Path:
+def directory_of(path: str, name: str, *, weights: bool = True) -> Path:
     """The directory of the model that the setting `name` names. Raises ValueError with that name if there is none."""
     try:
-        return find_directory(path)
+        return find_directory(path, weights=weights)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
 def config_place(path: str, name: str) -> Path:
     """Where the config of the model lies that the setting `name` names: the weights need not be there."""
-    return Path(path) if Path(path).is_dir() else directory_of(path, name)
+    return directory_of(path, name, weights=False)
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -45,6 +46,8 @@ def has_tokenizer(directory: Path) -> bool:
 
 def open_tokenizer(path: str, name: str, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer that the setting `name` names. Raises ValueError if there is none."""
+    if gguf_of(path) is not None:
+        path = str(config_place(path, name))
     local = Path(path)
     if (local.is_absolute() or local.exists() or path.startswith(".")) and not has_tokenizer(local):
         raise ValueError(f"{name}: {path} holds no tokenizer, none of {list(TOKENIZER_FILES)}")

@@ -15,6 +15,7 @@ from huggingface_hub import HfApi
 from transformers.utils import logging as transformers_logging
 
 from fppo import quickstart as task
+from fppo import smol
 from fppo._errors import UsageError, printable
 from fppo.assembly.pools import groups_of
 from fppo.assembly.program import ROLLOUTS
@@ -36,6 +37,7 @@ from fppo.runs import bits, evaluations, jsonl, origins, sampling, saved, sessio
 from fppo.runs.loggers import METRICS
 from fppo.runs.resuming import check_bases
 from fppo.runtime import checkpoint
+from fppo.runtime.gguf_files import gguf_of, read_header
 from fppo.runtime.mesh import AXES, LOCAL, Mesh, is_first, ranks_on
 from fppo.runtime.restarts import Restarts
 from fppo.runtime.watch import Watch
@@ -129,15 +131,9 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
 
     `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files.
     """
+    _check_quickstart(directory, task.settings(directory, seed))
     if not (directory / task.MODEL).exists():
-        own = [directory / name for name in (task.MODEL, task.TRAIN, task.TEST)]
-        if others := places.foreign_files(directory, inputs=own):
-            raise UsageError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
-        try:
-            directory.mkdir(parents=True, exist_ok=True)  # an error here costs no warm-up
-        except OSError as error:
-            text = f"{(error.strerror or str(error)).lower()}; give a directory that can be made"
-            raise UsageError(f"--output-dir {printable(str(directory))}: {text}") from error
+        _make_quickstart(directory, (task.MODEL, task.TRAIN, task.TEST))  # an error here costs no warm-up
         print("warming up on demonstrations that forget the carry more often than not")
         task.prepare(directory, seed, on_step=lambda step, loss: print(f"  warm-up step {step}  loss {loss:.3f}"))
     status = run(task.settings(directory, seed))
@@ -145,6 +141,48 @@ def quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] =
         before, after = report.held_out_change(directory)
         print(f"held-out exact match: {before:.1%} before PPO, {after:.1%} after")
     return status
+
+
+def smol_quickstart(directory: Path, seed: int, run: Callable[[TrainSettings], int] = train) -> int:
+    """Train SmolLM2-135M-Instruct on word problems by GRPO; a stopped run resumes.
+
+    `run` trains by the settings, in this process or in others. Raises UsageError for a directory with other files, and
+    where the model or what reads it is not installed.
+    """
+    settings = smol.settings(directory, seed)
+    _check_quickstart(directory, settings)
+    try:
+        file = gguf_of(settings.model.path)
+        if file is not None:  # a directory of this name may stand there
+            read_header(file)
+    except ValueError as error:
+        raise UsageError(f"--model smol: {error}") from error
+    _make_quickstart(directory, (smol.TRAIN, smol.TEST))
+    smol.prepare(directory)
+    print(smol.cost(directory), flush=True)
+    status = run(settings)
+    if status == 0:
+        before, after = report.held_out_change(directory)
+        print(f"held-out word problems with the right number at the end: {before:.1%} before GRPO, {after:.1%} after")
+    return status
+
+
+def _check_quickstart(directory: Path, settings: TrainSettings) -> None:
+    """Raise UsageError for a directory that holds the other quickstart's run."""
+    file = directory / files.SETTINGS
+    if file.exists() and (files.load(file).model.path == smol.SMOL) != (settings.model.path == smol.SMOL):
+        raise UsageError(f"--output-dir {directory} holds the quickstart of the other model; give another directory")
+
+
+def _make_quickstart(directory: Path, own: Sequence[str]) -> None:
+    """Make the directory of a quickstart with inputs of its `own`. Raises UsageError for one with other files."""
+    if others := places.foreign_files(directory, inputs=[directory / name for name in own]):
+        raise UsageError(f"--output-dir {directory} holds {places.some(others)} and no run; give a new directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        text = f"{(error.strerror or str(error)).lower()}; give a directory that can be made"
+        raise UsageError(f"--output-dir {printable(str(directory))}: {text}") from error
 
 
 def evaluate(settings: TrainSettings, here: CommandRank = ALONE) -> int:

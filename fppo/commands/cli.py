@@ -115,7 +115,7 @@ def _options(cls: type[T], words: Sequence[str], command: str) -> T:
 
 
 def _quickstart(rest: Sequence[str]) -> int | None:
-    """Train a small model on an addition task, from nothing to a report, in two minutes [--nproc 2]"""
+    """Train a small model on an addition task, from nothing to a report, in two minutes [--model smol] [--nproc 2]"""
     if helps.wanted(rest):
         return helps.show(f"fppo quickstart {PROCESSES} [--OPTION VALUE ...]", Quickstart)
     processes, rest = processes_of(rest)
@@ -128,7 +128,9 @@ def _quickstart(rest: Sequence[str]) -> int | None:
         files.save(settings, file)
         return distributed.run(actions.train, settings, ["train", str(file)], *processes)
 
-    return actions.quickstart(Path(options.output_dir), options.seed, run)
+    directory = Path(options.output_dir or {"tiny": "runs/quickstart", "smol": "runs/smol"}[options.model])
+    begin = actions.quickstart if options.model == "tiny" else actions.smol_quickstart
+    return begin(directory, options.seed, run)
 
 
 def _train(rest: Sequence[str]) -> int | None:

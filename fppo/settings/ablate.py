@@ -37,7 +37,7 @@ class AblateSettings:
     shapes: tuple[str, ...] = setting((), _shapes)
     """Sizes, as N=256,H=512,V=32000; what is left out has its default, and more shapes go behind spaces."""
     model: str | None = setting(None, place)
-    """Take the sizes of a model: a directory with its config.json, or a name, as qwen2.5-0.5b."""
+    """Take the sizes of a model: a directory with its config.json, a GGUF file, or a name, as qwen2.5-0.5b."""
     implementations: tuple[str, ...] = setting(())
     """Only these of the table, by commas or spaces; none: all."""
     with_: Annotated[tuple[str, ...], tyro.conf.arg(name="with")] = setting((), _functions, name="with")

@@ -53,7 +53,7 @@ class ModelSettings:
     """Which models, and how they run."""
 
     path: str = setting("", nonempty("give the name or directory of a Hugging Face model"), place)
-    """The policy to train: the name or directory of a Hugging Face model."""
+    """The policy to train: the name or directory of a Hugging Face model, a GGUF file, or smol (SmolLM2-135M)."""
     critic_path: str | None = setting(None, place)
     """Where the critic's weights come from; None: the policy's own weights with a new value head."""
     ref_path: str | None = setting(None, place)

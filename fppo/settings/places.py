@@ -20,7 +20,8 @@ from fppo.data.problems import lines_of
 from fppo.data.read import FORMATS, read_rows
 from fppo.fields import Problem, Problems, only, said, wrong_values
 from fppo.runtime.exports import check_replaceable
-from fppo.runtime.weights import weight_files
+from fppo.runtime.gguf_files import GgufHeader, gguf_of, read_header
+from fppo.runtime.weights import no_weights, weight_files
 from fppo.settings import files
 from fppo.settings.train import TrainSettings
 
@@ -39,7 +40,8 @@ OUTPUTS = (*_DIRECTORIES, *_FILES)
 _MARKS = ("starts/step_*.toml", "checkpoints/step_*", "rollouts/step_*", "metrics.jsonl")  # of these a run has one
 _BESIDE = (".toml", ".log", ".out", ".err")  # what may stand there before: settings, and what a shell writes
 _NO_PLACE = "is no directory, or a link that leads to none"
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+_CONFIG = "config.json"
+_NO_TEMPLATE = "its tokenizer has no chat template, which chat = true needs"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 _MOST_BYTES = 32 << 20  # of rows that are all looked at: reading takes time
 _FIRST = 1000  # rows that are looked at of more
@@ -209,8 +211,24 @@ def _start(settings: TrainSettings) -> Problems:
         yield Problem("rollout.from", rollouts, wrong)
 
 
+def _gguf(path: str) -> GgufHeader | str | None:
+    """The header of the GGUF file that a path names, or why it cannot be read; None if it names none."""
+    try:
+        file = gguf_of(path)
+        return None if file is None else read_header(file)
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
 def _model(name: str, path: str) -> Problems:
     directory = Path(path)
+    if (packed := _gguf(path)) is not None:
+        if isinstance(packed, str):
+            yield Problem(name, path, packed)
+        elif name == "reward.model.path":
+            text = "a GGUF file holds no head that scores: give the directory of a reward model, or reward.judge.path"
+            yield Problem(name, path, text)
+        return
     if not is_local(path):
         return
     if not directory.is_dir():
@@ -235,9 +253,7 @@ def _weights(directory: Path) -> Iterator[str]:
         yield str(error)
         return
     if not files:
-        pickled = sorted(file.name for file in directory.glob("*.bin"))
-        advice = "; {} are pickles, which fppo does not open: save the model as safetensors first"
-        yield f"holds no {_WEIGHTS}{advice.format(pickled) if pickled else ''}"
+        yield no_weights(directory)
     absent = [file.name for file in files if not file.exists()]
     if absent:
         yield f"lacks files that its index names: {absent}"
@@ -259,6 +275,16 @@ def _tokenizers(settings: TrainSettings) -> Problems:
 def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
     """Yield the problems of the tokenizer of a directory; with `template` it must have a chat template."""
     directory, of_model = Path(path), name.endswith(".path")
+    if path and (packed := _gguf(path)) is not None:
+        if isinstance(packed, str):
+            text = None if of_model else packed  # of a model it is told already
+        elif "tokenizer.ggml.tokens" not in packed.metadata:
+            text = "its header holds no tokenizer" + _advice(name)
+        else:
+            missing = template and "tokenizer.chat_template" not in packed.metadata
+            text = _NO_TEMPLATE if missing else None
+        yield from [] if text is None else [Problem(name, path, text)]
+        return
     if not path or not is_local(path):
         return
     if not directory.is_dir():
@@ -267,12 +293,15 @@ def _tokenizer(name: str, path: str, *, template: bool = False) -> Problems:
     elif not of_model or (directory / _CONFIG).exists():
         there = [directory / file for file in TOKENIZER_FILES if (directory / file).exists()]
         if not there:
-            advice = "; give one with model.tokenizer" if name == "model.path" else ""
-            yield Problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{advice}")
+            yield Problem(name, path, f"holds no tokenizer, none of {list(TOKENIZER_FILES)}{_advice(name)}")
         wrong = [text for file in there if file.suffix == ".json" and (text := _not_json(file)) is not None]
         yield from (Problem(name, path, text) for text in wrong)
         if template and there and not wrong and not _has_template(directory):
-            yield Problem(name, path, "its tokenizer has no chat template, which chat = true needs")
+            yield Problem(name, path, _NO_TEMPLATE)
+
+
+def _advice(name: str) -> str:
+    return "; give one with model.tokenizer" if name == "model.path" else ""
 
 
 def _has_template(directory: Path) -> bool:

@@ -47,7 +47,7 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     of_ours = lambda parts, known: [x for x in value_problems(parts, known) if "does not import" not in str(x)]  # noqa: E731
     monkeypatch.setattr(trials, "value_problems", of_ours)
     monkeypatch.setattr(machine, "machine_problems", lambda settings, ranks, visible: [])
-    for function in ("quickstart", "export", "diff", "serve"):
+    for function in ("quickstart", "smol_quickstart", "export", "diff", "serve"):
         reached(actions, function)
     reached(distributed, "run")
     reached(ablate, "ablate")

@@ -1,0 +1,32 @@
+"""Directories that are made of a file once on a machine, and found again. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def kept_place(file: Path, kind: str, *made_by: str) -> Path:
+    """The place of what is made of a file, below XDG_CACHE_HOME or ~/.cache.
+
+    Its name has a digest of the file's path, size and time, and of `made_by`, versions of what makes it. Raises OSError
+    for a file that is not there.
+    """
+    stat = file.stat()
+    own = [os.path.realpath(file), str(stat.st_size), str(stat.st_mtime_ns), *made_by]
+    digest = hashlib.sha256("\0".join(own).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "fppo" / kind / f"{file.stem}-{digest}"
+
+
+@contextlib.contextmanager
+def alone_in(place: Path) -> Iterator[None]:
+    """A context in which no other process of the machine makes things in a directory, which is made; they wait."""
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "lock").open("w") as opened:
+        fcntl.flock(opened, fcntl.LOCK_EX)
+        yield

