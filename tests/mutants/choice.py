@@ -102,7 +102,7 @@ def _mirror(mutant: Mutant, root: Path) -> str:
 
 def nearest(mutant: Mutant, root: Path) -> list[str]:
     """The files of tests in the mirrored folder: the mirrored file, then those that name the function or the module,
-    then the rest. For a module that stands in no room, only those that name it."""
+    then the rest. For a module that stands in no room, those that name it, if any do."""
     place, mirror = _place(mutant, root), _mirror(mutant, root)
     top = place == root / "tests"
     stem = Path(mutant.file).stem
@@ -111,8 +111,8 @@ def nearest(mutant: Mutant, root: Path) -> list[str]:
     for path in sorted(place.glob("test_*.py") if top else place.rglob("test_*.py")):
         text, name = path.read_text("utf-8"), str(path.relative_to(root))
         named = any(re.search(rf"\b{re.escape(word)}\b", text) for word in words)
-        near = re.search(rf"\b{re.escape(stem)}\b", text) is not None
-        rank = 0 if name == mirror else 1 if named else 2 if near else 3
-        if not top or rank < 3:
-            ranked.append((rank, name))
-    return [name for _, name in sorted(ranked)]
+        mentioned = re.search(rf"\b{re.escape(stem)}\b", text) is not None
+        rank = 0 if name == mirror else 1 if named else 2 if mentioned else 3
+        ranked.append((rank, name))
+    near = [x for x in ranked if x[0] < 3] if top else ranked
+    return [name for _, name in sorted(near or ranked)]

@@ -132,9 +132,9 @@ def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds
             left = _without(left, again)
     finally:
         path.write_text(text, "utf-8")
-    said = f"{passed} passed" + (f", {len(left)} were not run in time" if left else "")
-    unit = "files of tests" if tests and "::" not in tests[0] else "tests"
-    return Verdict(mutant, "not caught", f"{unit}: {said}", time.monotonic() - begun)
+    what = "tests that execute it" if tests and "::" in tests[0] else "near files of tests"
+    said = f"{passed} {what} passed" + (f", {len(left)} were not run in time" if left else "")
+    return Verdict(mutant, "not caught", said, time.monotonic() - begun)
 
 
 def _without(tests: Sequence[str], failed: Sequence[str]) -> list[str]:
