@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from py_compile import PycInvalidationMode
@@ -64,10 +64,11 @@ def copied(root: Path, copy: Path, packages: Sequence[str]) -> Path:
     return copy
 
 
-def failing(copy: Path, tests: Sequence[str], silence: float) -> str | None:
+def failing(copy: Path, tests: Sequence[str], silence: float, without: Collection[str] = ()) -> str | None:
     """The first of these tests that fails in the copy, or None. One that hangs or kills the process fails."""
     command = [sys.executable, "-m", "pytest", "-v", "-x", "--tb=no", "-rfE", "-o", "addopts=", "-m", "not slow"]
     command += ["-p", "no:cacheprovider", "--basetemp", str(copy.parent / f"{copy.name}.t"), *tests]
+    command += [f"--deselect={name}" for name in sorted(without)]
     paths = [str(copy), str(copy / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
     process = subprocess.Popen(
@@ -108,10 +109,10 @@ def reason(output: str, status: int | None) -> str | None:
     return f"{last} (exit status {status})"
 
 
-def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds: Bounds) -> Verdict:
+def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds: Bounds, anyway: set[str]) -> Verdict:
     """Plant a mutant in a copy, run the tests in growing groups until one fails, and take the mistake out again.
 
-    A test that fails without the mistake, too, says nothing, and is left out.
+    A test that fails without the mistake, too, says nothing: it joins those that fail `anyway`, and is left out.
     """
     begun, path, text = time.monotonic(), copy / mutant.file, (root / mutant.file).read_text("utf-8")
     left, size, passed = list(tests), FIRST_GROUP, 0
@@ -120,16 +121,20 @@ def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds
         while left and time.monotonic() - begun < bounds.mutant:
             group = left[:size]
             path.write_text(with_mistake, "utf-8")
-            found = failing(copy, group, bounds.silence)
+            found = failing(copy, group, bounds.silence, anyway)
             path.write_text(text, "utf-8")
             if found is None:
                 left, size, passed = left[size:], 2 * size, passed + len(group)
                 continue
             own = found.split("[")[0].split(" (")[0]
-            again = [own] if (copy / own.split("::")[0]).is_file() else group
-            if failing(copy, again, bounds.silence) is None:
+            file = own.split("::")[0]
+            if failing(copy, [own] if (copy / file).is_file() else group, bounds.silence) is None:
                 return Verdict(mutant, "caught", found, time.monotonic() - begun)
-            left = _without(left, again)
+            if "::" in own and own not in anyway:
+                anyway.add(own)
+            else:  # it cannot be collected
+                others = [name for name in left if name.split("::")[0] != file]
+                left = others if len(others) < len(left) else left[size:]
     finally:
         path.write_text(text, "utf-8")
     what = "tests that execute it" if tests and "::" in tests[0] else "near files of tests"
@@ -137,15 +142,9 @@ def verdict(mutant: Mutant, root: Path, copy: Path, tests: Sequence[str], bounds
     return Verdict(mutant, "not caught", said, time.monotonic() - begun)
 
 
-def _without(tests: Sequence[str], failed: Sequence[str]) -> list[str]:
-    """The tests that are left when some fail anyway: what names them, or the file in which they stand, goes."""
-    gone = {*failed, *(name.split("::")[0] for name in failed)}
-    return [name for name in tests if name not in gone]
-
-
 def verdicts(root: Path, mutants: Sequence[Mutant], place: Path, *, jobs: int, bounds: Bounds) -> Iterator[Verdict]:
     """Plant each mutant in one of `jobs` copies below `place`, and yield what came of it as it comes."""
-    record = record_of(root)
+    record, anyway = record_of(root), set[str]()
     fit: list[Mutant] = []
     for mutant in mutants:
         try:
@@ -164,7 +163,7 @@ def verdicts(root: Path, mutants: Sequence[Mutant], place: Path, *, jobs: int, b
     def judged(mutant: Mutant) -> Verdict:
         copy = copies.get()
         try:
-            return verdict(mutant, root, copy, choose(mutant, root, record), bounds)
+            return verdict(mutant, root, copy, choose(mutant, root, record), bounds, anyway)
         finally:
             copies.put(copy)
 

@@ -37,6 +37,10 @@ def test_total():
 
 def test_halved():
     assert halved(8) == 1
+
+
+def test_that_fails_anyway():
+    assert total([1]) == 2
 """
 
 
