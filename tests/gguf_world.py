@@ -16,7 +16,12 @@ from fppo.key import Key
 from fppo.models.model import Model, Params
 from fppo.quickstart import bpe_tokenizer
 
-TEXTS = ["Lin has 12 apples and buys 30 more apples.", "What is 7 times 8?", "user assistant system"]
+TEXTS = [
+    "1  2  3  4  5  6",
+    "Lin has 12 apples and buys 30 more apples.",
+    "What is 7 times 8?",
+    "user assistant system",
+]
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

