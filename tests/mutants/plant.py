@@ -167,6 +167,9 @@ def verdicts(root: Path, mutants: Sequence[Mutant], place: Path, *, jobs: int, b
         finally:
             copies.put(copy)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         for future in as_completed([pool.submit(judged, mutant) for mutant in fit]):
             yield future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # at ctrl-C those that have begun come to their ends
