@@ -56,7 +56,7 @@ from fppo.data.cursor import Order
 from fppo.data.examples import check_fields
 from fppo.data.privileged import TEACHER_PROMPT
 from fppo.data.problems import lines_of, together
-from fppo.fields import only
+from fppo.fields import Problem, only
 from fppo.key import Key
 from fppo.models.model import Model
 from fppo.pipeline.checks import Usage
@@ -70,7 +70,7 @@ from fppo.rollout.vllm.families import check_family
 from fppo.rollout.vllm.vision import check_videos
 from fppo.runtime.mesh import Mesh
 from fppo.settings import checks, files
-from fppo.settings.component import parts
+from fppo.settings.component import Functions, parts
 from fppo.settings.learning import CriticSettings
 from fppo.settings.model import ModelSettings
 from fppo.settings.modules import kernels_named
@@ -143,7 +143,7 @@ def read_inputs(
     actor, algorithm, before = settings.actor, settings.algorithm, len(tried.problems)
     tried(lambda: policy_loss(actor.loss))
     advantage = tried(lambda: advantage_of(algorithm, kernels or Kernels.named()))
-    tried(lambda: _check_values(settings))
+    tried(lambda: _check_values(parts(settings), checks.problems(settings)))
     tried(lambda: _check_rewards(settings.reward, rollout))
     watching = tried(lambda: watching_of(settings.log))
     tried(lambda: _check_saved(rollout, until=settings.steps, routed=algorithm.routed))
@@ -380,14 +380,14 @@ def watching_of(section: LogSettings) -> dict[str, dict[str, Callable[..., Any]]
     }
 
 
-def _check_values(settings: TrainSettings) -> None:
-    """Raises SettingsError that names all values which the functions of parts refuse, and optimizers that do not import
-    or are none."""
-    wrong = [str(problem) for problem in value_problems(parts(settings), checks.problems(settings))]
-    tried = Tried()
-    for setting, part in (("actor", settings.actor.optimizer), ("critic", settings.critic.optimizer)):
-        if not part.keywords:  # else it was called
-            tried(partial(optimizer_of, part, 1, setting=f"{setting}.optimizer"))
+def _check_values(named: Iterable[tuple[str, Any, Functions]], known: Sequence[Problem]) -> None:
+    """Raises SettingsError that names all values which the functions of parts refuse, and optimizers of a run that do
+    not import or are none; nothing of parts with `known` problems."""
+    every, tried = [*named], Tried()
+    wrong = [str(problem) for problem in value_problems(every, known)]
+    for path, part, _ in every:
+        if path in ("actor.optimizer", "critic.optimizer") and not part.keywords:  # else it was called
+            tried(partial(optimizer_of, part, 1, setting=path))
     if wrong or tried.problems:
         raise files.SettingsError([*wrong, *map(str, tried.problems)])
 

@@ -78,7 +78,7 @@ def opened(monkeypatch):
 
 KERNELS = Kernels.named()
 READER = SimpleNamespace(processor="the processor")
-FIRST = {"_check_models": 4, "_check_rows": 6, "_usage": 4}  # the arguments that are looked at
+FIRST = {"_check_values": 0, "_check_models": 4, "_check_rows": 6, "_usage": 4}  # the arguments that are looked at
 
 
 def _seen(opened: Log) -> list[Any]:
@@ -108,7 +108,7 @@ def test_the_inputs_of_a_run_are_opened_as_its_settings_say(tmp_path, monkeypatc
         ("kernels_of", (names,), {}),
         ("policy_loss", (actor.loss,), {}),
         ("advantage_of", (algorithm, kernels), {}),
-        ("_check_values", (settings,), {}),
+        ("_check_values", (), {}),
         ("_check_rewards", (settings.reward, rollout), {}),
         ("watching_of", (settings.log,), {}),
         ("_check_saved", (rollout,), {"until": 7, "routed": True}),
