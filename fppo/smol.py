@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TRAIN, TEST = "train.jsonl", "test.jsonl"
 LAST_NUMBER = r"(?<![\d.,-])(\d+)\D*\Z"  # the last number of a text, if it is a whole one
-STEPS = 45
-MINUTES, MEMORY_GB, DISK_GB = 12, 5, 5  # on two idle cores; of two checkpoints, an export, and the unpacked model
+STEPS = 30
+MINUTES, MEMORY_GB, DISK_GB = 11, 5, 3  # on two idle cores; of two checkpoints, an export, and the unpacked model
 NAMES = ("Ann", "Ben", "Eva", "Jim", "Kim", "Lin", "Max", "Mia", "Sam", "Tom")
 THINGS = ("apples", "books", "coins", "eggs", "pens", "shells", "stamps", "toys")
 # questions by the sign of what they ask for; a name and a thing where there are any
@@ -104,7 +104,7 @@ def prepare(directory: Path) -> None:
 def cost(directory: Path) -> str:
     """Words for the time, memory and disk that the run takes."""
     return (
-        f"SmolLM2-135M-Instruct, {STEPS} steps of GRPO: about {MINUTES} minutes on two idle cores or 3 on a GPU, "
+        f"SmolLM2-135M-Instruct, {STEPS} steps of GRPO: about {MINUTES} minutes on two idle cores, "
         f"{MEMORY_GB} GB of memory, and {DISK_GB} GB of disk, most of it in {directory}; nothing is downloaded"
     )
 
