@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -179,8 +181,8 @@ def rewarded_prompts(
     calls = [(i, words) for i, x in enumerate(prompts) for words in (TRUTH, EMPTY)[x.ground_truth is None :]]
     samples = [_sample(prompts[i], words, inputs) for i, words in calls]
     limits = {"time_limit": section.time_limit, "batch_limit": section.batch_time_limit}
-    logging.getLogger("fppo.rewards").setLevel(logging.ERROR)  # what fails is said below
-    with RewardRunner(reward_of(section, {}, max_tokens=max_tokens), workers=1, **limits) as runner:
+    runner_of = partial(RewardRunner, reward_of(section, {}, max_tokens=max_tokens), workers=1, **limits)
+    with _quiet(logging.getLogger("fppo.rewards")), runner_of() as runner:  # what fails is said below
         start = time.perf_counter()
         try:
             results = runner.run(samples)
@@ -198,6 +200,17 @@ def rewarded_prompts(
         for x in results.failures
     ]
     return Rewarded(scores=scores, failures=failures, uncalled=uncalled, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """Have a logger print errors alone."""
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _sample(prompt: ShownPrompt, words: str, inputs: Inputs) -> Sample:

@@ -194,7 +194,8 @@ def test_scorers_are_held_against_their_own_files_and_meshes(monkeypatch, engine
     def noting(name: str, result: Any = None) -> Any:
         return lambda *args, **named: log.append((name, args, named)) or (result(*args) if callable(result) else result)
 
-    monkeypatch.setattr(rewards, "directory_of", lambda path, name: log.append((name, (path,), {})) or f"{path} there")
+    for place in ("directory_of", "config_place"):
+        monkeypatch.setattr(rewards, place, lambda path, name: log.append((name, (path,), {})) or f"{path} there")
     monkeypatch.setattr(rewards, "find_reward_model", noting("find", lambda path: (f"{path} found", 0)))
     monkeypatch.setattr(rewards, "read_config", noting("config", lambda directory: f"config of {directory}"))
     monkeypatch.setattr(rewards, "check_mesh", noting("mesh"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from types import SimpleNamespace
@@ -162,6 +163,7 @@ def test_texts_of_data_are_no_escape_sequences(task, capsys):
 
 
 def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
+    before = logging.getLogger("fppo.rewards").level
     (task / "train.jsonl").write_text(
         '{"prompt": "1+2=", "answer": "3"}\n{"prompt": "1+1=", "answer": "raise"}\n{"prompt": "2+2=", "answer": "4"}\n'
     )
@@ -171,6 +173,7 @@ def test_a_reward_that_fails_on_the_truth_is_found(task, capsys):
     assert "found: by_response failed on the ground truth of train.jsonl:2: KeyError: 'no such thing'" in said
     (second,) = [part for part in said.split("\nprompt ") if part.startswith("train.jsonl:2")]
     assert "reward  of the ground truth: by_response failed" in second
+    assert logging.getLogger("fppo.rewards").level == before
 
 
 def test_a_run_that_is_looked_over_is_of_as_many_ranks_as_are_given(task, capsys, monkeypatch):

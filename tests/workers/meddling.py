@@ -26,7 +26,7 @@ def meddles(sample) -> float:
         case "noise":
             [_write(descriptor, bytes(range(256)) * 40) for descriptor in _descriptors()]
         case "close":
-            os.closerange(3, 64)
+            os.closerange(3, max(_descriptors()) + 1)
         case "fork":
             os.fork()
         case "replace":
