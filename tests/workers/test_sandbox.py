@@ -13,7 +13,7 @@ import attrs
 import pytest
 
 from fppo.workers import sandbox
-from fppo.workers.memory import ControlGroup, WatchedSum, memory_bound
+from fppo.workers.memory import ControlGroup, WatchedSum, descendants, memory_bound
 from fppo.workers.sandbox import Sandbox, interpreter, refusal
 
 WHY = refusal()
@@ -282,6 +282,16 @@ def test_a_command_is_bounded_by_a_group_or_by_the_sum():
         else:
             assert said == b"held\n"
     assert not isinstance(bound, ControlGroup) or not bound.place.exists()
+
+
+def test_processes_of_every_generation_are_seen():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(["sh", "-c", "sh -c 'cat; true'; true"], **pipes) as process:
+        process.stdin.write(b"up\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"up\n"
+        assert len(descendants(process.pid)) == 2
+        process.communicate()
 
 
 @sandboxed
