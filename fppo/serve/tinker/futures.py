@@ -91,9 +91,9 @@ class Futures:
     """The futures of a server; any thread may call.
 
     An outcome is forgotten `read_seconds` after it was first read, and else `seconds` after it was set, both by
-    `clock`. Of an owner's outcomes at most `most_bytes` are held, and the newest: those that were read are forgotten
-    before the others, in the order in which they were read or set. A name that was forgotten, or never was, has no
-    state.
+    `clock`. An owner's outcomes take at most `most_bytes`; the newest is always held. For it those that were read are
+    forgotten before the others, in the order in which they were read or set. A name that was forgotten, or never was,
+    has no state.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Futures:
                 loop.call_soon_threadsafe(event.set)
 
     def _make_room(self, newest: _Future) -> None:
-        """Forget outcomes of an owner's until the rest may be held."""
+        """Forget an owner's outcomes, first those that were read, until the others may be held."""
         own = [each for each in self._held.items() if each[1].owner == newest.owner and each[1].held]
         own.sort(key=lambda each: each[1].order)
         for name, future in own:

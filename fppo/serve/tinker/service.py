@@ -404,18 +404,22 @@ class TinkerService:
     def sampler(self, name: str, owner: str) -> Sampler:
         """A sampling session of the owner's. Raises Refusal; with status 503, at which clients ask again, while what an
         earlier server had done for its run is done again: that may make the session, or its weights."""
-        again = {run for run, last in self._again.items() if not self.worker.has_done(run, last)}
         try:
             sampler = self.registry.sampler(name, owner)
         except Refusal:
             session = name.partition(":")[0]
-            if not any(info.session == session and info.name in again for info in self.runs.infos(owner)):
+            runs = [info.name for info in self.runs.infos(owner) if info.session == session]
+            if not any(map(self._is_done_again, runs)):
                 raise
         else:
             weights = _snapshot_of(sampler)
-            if weights is None or sampler.run not in again or self.stores.snapshots.has(weights):
+            if weights is None or self.stores.snapshots.has(weights) or not self._is_done_again(sampler.run or ""):
                 return sampler
         raise Refusal(f"sampling session {printable(name, 80)} is being made again: send the request again", status=503)
+
+    def _is_done_again(self, run: str) -> bool:
+        """Whether requests of a run that an earlier server took in are still to be done."""
+        return run in self._again and not self.worker.has_done(run, self._again[run])
 
     def sample(self, owner: str, request: types.SampleRequest) -> tuple[str, list[str]]:
         """Begin to draw samples; returns the names of the request, and of the samples."""
