@@ -261,6 +261,7 @@ def test_a_session_that_ends_leaves_nothing_of_its_samplers(tmp_path):
         assert {*engines._bases["tiny"].adapters} == {samplers[1, 2]}
         assert {*engines._own} == {samplers[1, 0]}
         assert {target[0] for target in ends} == {samplers[1, 2], samplers[1, 0]}
+        sessions[1].close("success").result()
 
 
 def test_a_base_is_sampled_from_by_its_own_engine():
