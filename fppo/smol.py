@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -88,17 +88,17 @@ def _fact(problem: WordProblem) -> tuple[str, int, int]:
     return problem.sign, min(a, b), max(a, b)
 
 
-def messages(problem: WordProblem) -> list[dict[str, str]]:
-    """The chat that asks a question."""
-    return [{"role": "user", "content": problem.question}]
+def row(problem: WordProblem) -> dict[str, Any]:
+    """A question as a row of a data set: the chat that asks it, its answer, and the name of its kind."""
+    chat = [{"role": "user", "content": problem.question}]
+    return {"prompt": chat, "answer": str(problem.answer), "source": "word problems"}
 
 
 def prepare(directory: Path) -> None:
     """Write the questions to train on, and those that are held out, to `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, part in zip((TRAIN, TEST), split(), strict=True):
-        rows = [{"prompt": messages(p), "answer": str(p.answer), "source": "word problems"} for p in part]
-        (directory / name).write_text("\n".join(map(json.dumps, rows)) + "\n")
+        (directory / name).write_text("\n".join(json.dumps(row(problem)) for problem in part) + "\n")
 
 
 def cost(directory: Path) -> str:

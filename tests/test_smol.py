@@ -81,7 +81,7 @@ def test_files_hold_chats_with_their_answers(tmp_path):
     for name, part in zip((smol.TRAIN, smol.TEST), smol.split(), strict=True):
         rows = [json.loads(line) for line in (tmp_path / "new" / name).read_text().splitlines()]
         assert [row["answer"] for row in rows] == [str(p.answer) for p in part]
-        assert [row["prompt"] for row in rows] == [smol.messages(p) for p in part]
+        assert [row["prompt"] for row in rows] == [smol.row(p)["prompt"] for p in part]
         assert rows[0]["prompt"][-1] == {"role": "user", "content": part[0].question}
 
 
