@@ -45,7 +45,8 @@ def calculator(conversation: Sequence[Mapping[str, Any]]) -> list[Message] | Non
 
 
 def evaluate(expression: str) -> str | None:
-    """The value of numbers, + - * / and parentheses, to four decimals; None if it is anything else, or has none.
+    """The value of an expression of numbers, + - * / and parentheses, to four decimals; None for other texts, or if it
+    has none.
 
     Nothing is executed: the text is parsed, and exact fractions are added up over its tree. Its size is bounded.
     """
