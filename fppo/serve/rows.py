@@ -83,8 +83,7 @@ def _responses(rows: Sequence[EpisodeRow], episodes: Sequence[int]) -> list[dict
 
 
 def _response(row: EpisodeRow, before: int) -> dict[str, Tensor]:
-    """The columns of a row's response: its answers, which are numbered behind so many `before`, and the observations
-    between them."""
+    """The columns of a row's response: its answers, numbered from `before` on, and the observations between them."""
     parts: dict[str, list[Tensor]] = {}
     for number, turn in enumerate(row.turns):
         answer, count = turn.answer, len(turn.answer.tokens)

@@ -144,7 +144,7 @@ def _run_router(service: TinkerService) -> APIRouter:
     router = APIRouter()
 
     async def taken(request: Request, kind: str) -> JSONResponse:
-        """A request of a run in JSON, taken in."""
+        """Accept a run's request in JSON."""
         body = await request.body()
         fields = decode.object_of(body)
         run = str(fields.get("model_id"))
